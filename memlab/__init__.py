@@ -1,0 +1,69 @@
+"""memlab: make the training cell that ran out of memory fit, on the live model.
+
+    %load_ext memlab
+
+    %%memfit --accumulate 4 --checkpoint
+    for batch in batches:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+The same from a script:
+
+    with memlab.fit(memlab.Workload(model, optimizer), "--accumulate 4 --checkpoint"):
+        train()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.errors import (
+    MemlabError,
+    MissingExtraError,
+    PlanError,
+    RefusalError,
+    SessionError,
+    WorkloadError,
+)
+from memlab.export import export
+from memlab.measure.runs import compare, measure
+from memlab.plan import Plan
+from memlab.records import Comparison, Measurement, RunRecord
+from memlab.session import Session, fit
+from memlab.workload import Workload
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Comparison",
+    "Measurement",
+    "MemlabError",
+    "MissingExtraError",
+    "Plan",
+    "PlanError",
+    "RefusalError",
+    "RunRecord",
+    "Session",
+    "SessionError",
+    "Workload",
+    "WorkloadError",
+    "compare",
+    "export",
+    "fit",
+    "measure",
+]
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext memlab`: register the magics."""
+    from memlab.jupyter.magic import load
+
+    load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """`%unload_ext memlab`: undo every session the magics opened, and remove them."""
+    from memlab.jupyter.magic import unload
+
+    unload(shell)

@@ -1,0 +1,50 @@
+"""Every error memlab raises on purpose, in one tree.
+
+MemlabError
+├── PlanError          a flag, a value or a combination of flags (also a ValueError)
+├── WorkloadError      no model, several models, an optimizer that fits none of them
+├── RefusalError       a technique that cannot be applied to this model, with the nearest thing that works
+├── MissingExtraError  an optional package that is not installed (also an ImportError)
+└── SessionError       a session used after its end, or from inside a step
+
+Each message says what was given, what is allowed and what to do. The magics print it as one
+line; the Python API raises it.
+"""
+
+from __future__ import annotations
+
+
+class MemlabError(Exception):
+    """Base of every error raised by memlab."""
+
+
+class PlanError(MemlabError, ValueError):
+    """A plan that cannot be parsed, or whose parts exclude each other."""
+
+
+class WorkloadError(MemlabError):
+    """Live objects that could not be found, or that do not belong together."""
+
+
+class RefusalError(MemlabError):
+    """A technique that does not apply here.
+
+    Args:
+        technique: name of the technique, as in the plan's field.
+        reason: why it cannot be applied to this workload.
+        instead: the nearest thing that works.
+    """
+
+    def __init__(self, technique: str, reason: str, instead: str = "") -> None:
+        self.technique = technique
+        self.reason = reason
+        self.instead = instead
+        super().__init__(f"{technique}: {reason}" + (f"; {instead}" if instead else ""))
+
+
+class MissingExtraError(MemlabError, ImportError):
+    """An optional package that a requested feature needs."""
+
+
+class SessionError(MemlabError):
+    """A session that is used in a way it cannot serve."""

@@ -1,0 +1,45 @@
+"""Optional packages: imported when a feature needs them, with an install hint when they are absent."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+from memlab.errors import MissingExtraError
+
+# package -> (what of memlab needs it, the extra of memlab's that brings it)
+_EXTRAS = {
+    "bitsandbytes": ("8-bit Adam", "lab"),
+    "transformers": ("Adafactor", "lab"),
+    "matplotlib": ("the picture of a receipt", "lab"),
+    "plotly": ("live figures", "lab"),
+    "ipywidgets": ("the widget panel", "lab"),
+    "IPython": ("the magics", "lab"),
+}
+
+
+def available(package: str) -> bool:
+    """Whether an optional package can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
+def require(package: str) -> ModuleType:
+    """Import an optional package.
+
+    Args:
+        package: import name, one of those memlab declares as an extra.
+
+    Returns:
+        The imported module.
+
+    Raises:
+        MissingExtraError: it is not installed; the message holds the command that installs it.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        feature, extra = _EXTRAS[package]
+        raise MissingExtraError(
+            f"{feature} needs {package}, which is not installed: pip install 'memlab[{extra}]' (or pip install {package})"
+        ) from error

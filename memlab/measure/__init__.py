@@ -1,0 +1,1 @@
+"""Live numbers: memory and speed of the real training loop."""

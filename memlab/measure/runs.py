@@ -1,0 +1,170 @@
+"""`measure` and `compare`: real training steps under a plan, with everything put back afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memlab.errors import WorkloadError
+from memlab.measure.steps import Device, Meter, device_for
+from memlab.plan import Plan
+from memlab.records import Comparison, Measurement
+from memlab.session import Session, fit, session_of
+from memlab.snapshot import Snapshot
+from memlab.workload import Batch, Workload
+
+# steps that are observed in detail and so not timed; see `Meter`
+_OBSERVED_STEPS = 2
+
+
+def measure(
+    workload: Workload, plan: Plan | str = "", steps: int = 5, *, keep: bool = False, device: Device | None = None
+) -> Measurement:
+    """Run training steps of a workload under a plan and measure memory and speed.
+
+    Two more steps are run first, observed in detail for the breakdown; the timed ones follow.
+
+    Args:
+        workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss).
+        plan: a plan, or its flags.
+        steps: steps to time, 1 or more.
+        keep: keep what the steps trained. By default weights, moments, gradients, scheduler and random
+            state are put back bit for bit.
+        device: what to count memory on, with its capacity; by default that of the model.
+
+    Returns:
+        The measurement, with the loss of every step.
+
+    Raises:
+        WorkloadError: no batch or no optimizer, or the model gives no loss.
+        RefusalError: a technique of the plan does not apply.
+        torch.OutOfMemoryError: the plan does not fit.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> workload = Workload(model, torch.optim.AdamW(model.parameters()), batch=(torch.zeros(3, 4), torch.zeros(3, 2)),
+        ...                     loss_fn=torch.nn.functional.mse_loss)
+        >>> measure(workload, steps=1).samples_per_step
+        3.0
+    """
+    wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    _require_runnable(workload, steps)
+    before = None if keep else Snapshot(workload)
+    counted_on = device or device_for(workload.device)
+    try:
+        return _measured(workload, wanted, steps, counted_on)
+    finally:
+        if before is not None:
+            before.restore()
+        if device is None:
+            counted_on.close()
+
+
+def compare(
+    workload: Workload,
+    plans: Iterable[Plan | str],
+    steps: int = 5,
+    *,
+    device: Device | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Measure several plans from the same starting point; the first is what the others are compared with.
+
+    Args:
+        workload: as for `measure`.
+        plans: plans or their flags; the plan that changes nothing is put first when it is missing.
+        steps: steps to time for each plan.
+        device: what to count memory on.
+        progress: called with a line before each plan is run.
+
+    Returns:
+        The comparison; print it with `memlab.report.text.table`.
+
+    Raises:
+        WorkloadError, RefusalError, torch.OutOfMemoryError: as for `measure`.
+    """
+    wanted = [plan if isinstance(plan, Plan) else Plan.parse(plan) for plan in plans]
+    if Plan() not in wanted:
+        wanted.insert(0, Plan())
+    measurements = []
+    for number, plan in enumerate(wanted, 1):
+        if progress is not None:
+            progress(f"{number} of {len(wanted)}: {plan.label}")
+        measurements.append(measure(workload, plan, steps, device=device))
+    return Comparison(workload.describe(), tuple(measurements))
+
+
+def training_step(workload: Workload) -> float:
+    """One step of the workload on its batch: forward, backward, update, gradients dropped.
+
+    Returns:
+        The loss.
+    """
+    loss = _loss(workload)
+    loss.backward()  # type: ignore[no-untyped-call]
+    for optimizer in workload.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return float(loss.detach())
+
+
+def _measured(workload: Workload, plan: Plan, steps: int, device: Device) -> Measurement:
+    session = session_of(workload.model)
+    if session is None:
+        with fit(workload) as session:
+            return _measured_in(session, workload, plan, steps, device)
+    before = session.plan
+    try:
+        return _measured_in(session, workload, plan, steps, device)
+    finally:
+        session.switch(before, now=True)
+
+
+def _measured_in(session: Session, workload: Workload, plan: Plan, steps: int, device: Device) -> Measurement:
+    workload.model.train()
+    for optimizer in workload.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    meter = Meter(workload.model, workload.optimizers, device, lambda: session.host_bytes)
+    watching, session.observers = session.observers, [meter]
+    try:
+        session.switch(plan, now=True)
+        meter.plan_changed(plan)
+        losses = [training_step(workload) for _ in range(_OBSERVED_STEPS + steps)]
+        measurement = meter.measurement(plan)
+    finally:
+        meter.close()
+        session.observers = watching
+    return _with(measurement, losses, session.notes)
+
+
+def _with(measurement: Measurement, losses: list[float], notes: tuple[str, ...]) -> Measurement:
+    finite = tuple(loss for loss in losses if math.isfinite(loss))
+    return replace(measurement, losses=finite, notes=(*measurement.notes, *notes))
+
+
+def _loss(workload: Workload) -> torch.Tensor:
+    model, batch = workload.model, workload.batch
+    if workload.loss_fn is not None:
+        inputs, target = batch
+        call = Batch.of(inputs)
+        loss: Any = workload.loss_fn(model(*call.args, **call.kwargs), target)
+    else:
+        call = Batch.of(batch)
+        output = model(*call.args, **call.kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise WorkloadError(f"{workload.name} returned no loss: pass loss_fn=…, or put the labels into the batch")
+    return loss
+
+
+def _require_runnable(workload: Workload, steps: int) -> None:
+    if steps < 1:
+        raise WorkloadError(f"steps={steps}: at least one step must be timed")
+    if workload.batch is None:
+        raise WorkloadError("measuring needs a batch to train on: Workload(model, optimizer, batch={…})")
+    if not workload.optimizers:
+        raise WorkloadError("measuring needs the optimizer: Workload(model, optimizer, batch={…})")

@@ -1,0 +1,493 @@
+"""`Meter`: memory and speed of every optimizer step of a live loop.
+
+Rules of the meter:
+
+1. It is told what happens by the session, on the training thread, and never changes the workload.
+2. A step begins with the first forward after the one before ended, and ends when the optimizers
+   have stepped; several forwards in between are summed. A model without an optimizer makes a step
+   of each forward.
+3. A ledger watches the first two steps of each plan and two in a row every now and then: the second
+   one knows what the first left alive. How often follows from what watching costs.
+4. Nothing waits for the device within a step: times and losses are read when they are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeGuard
+
+import torch
+
+from memlab.errors import MemlabError, WorkloadError
+from memlab.measure.cpu import CpuDevice, Holding, Ledger, Observation, tensors_in
+from memlab.measure.cuda import CudaDevice
+from memlab.plan import Plan
+from memlab.records import Category, Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
+from memlab.workload import Batch
+
+_WARMUP_STEPS = 1
+_OBSERVED_IN_A_ROW = 2
+_LEAST_STEPS_BETWEEN = 50
+# share of the loop's time that observed steps may cost
+_OBSERVING_SHARE = 0.005
+_MOST_RECORDS = 10_000
+
+
+class Mark(Protocol):
+    """A moment on a device."""
+
+    def passed(self) -> bool:
+        """Whether the device has come this far; never waits."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Time from an earlier mark of the same device; may wait until this one is reached."""
+
+
+class Device(Protocol):
+    """What memory is counted on.
+
+    Attributes:
+        name: the device in words, with its capacity when it was given one.
+        capacity_bytes: size it was given, or None.
+        observes_every_step: whether the ledger must watch all steps, because it enforces the capacity.
+    """
+
+    name: str
+    capacity_bytes: int | None
+    observes_every_step: bool
+
+    def ledger(self) -> Ledger:
+        """A new ledger for this kind of device."""
+
+    def mark(self) -> Mark:
+        """This moment."""
+
+    def keep(self, loss: torch.Tensor) -> torch.Tensor:
+        """A copy of a loss, readable without waiting once a mark made after it has passed."""
+
+    def reset_peaks(self) -> None:
+        """Begin a step: peaks start from what lives now."""
+
+    def peaks(self, observed_bytes: int | None) -> tuple[int | None, int | None]:
+        """Peak allocated and peak reserved bytes of the step that ends, given what a ledger saw of it."""
+
+    def driver_bytes(self) -> int | None:
+        """Bytes in use by everyone, where a driver reports them."""
+
+    def breakdown(
+        self, timeline: Iterable[TimelinePoint], allocated_bytes: int | None, reserved_bytes: int | None
+    ) -> dict[str, int]:
+        """Bytes by category at the peak of an observed step."""
+
+    def close(self) -> None:
+        """Give back what the device was given."""
+
+
+def device_for(device: torch.device, capacity_bytes: int | None = None) -> Device:
+    """The device that counts the memory of tensors on `device`.
+
+    Args:
+        device: where the model is.
+        capacity_bytes: size to make it behave as.
+
+    Raises:
+        WorkloadError: neither a CPU nor a CUDA device.
+    """
+    if device.type == "cpu":
+        return CpuDevice(capacity_bytes)
+    if device.type == "cuda":
+        return CudaDevice(device, capacity_bytes)
+    raise WorkloadError(f"device {device}: memory is measured on cpu and cuda; move the model to one of them")
+
+
+@dataclass
+class _OpenStep:
+    """The step the loop is in."""
+
+    begin: Mark
+    observed: bool
+    samples: int = 0
+    tokens: int = 0
+    forwards: int = 0
+    loss: torch.Tensor | None = None
+    skipped: bool = False
+    stepped: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _PastStep:
+    """A step that is over, whose time and loss have not been read yet."""
+
+    record: StepRecord
+    period: int
+    observed: bool
+    begin: Mark
+    end: Mark
+    loss: torch.Tensor | None
+
+    def read(self) -> _TimedStep:
+        seconds = self.end.seconds_since(self.begin)
+        loss = None if self.loss is None else float(self.loss)
+        return _TimedStep(replace(self.record, seconds=seconds, loss=loss), self.period, self.observed)
+
+
+@dataclass(frozen=True)
+class _TimedStep:
+    record: StepRecord
+    period: int
+    observed: bool
+
+
+@dataclass
+class _Period:
+    """The steps from one change of the plan to the next."""
+
+    number: int
+    plan: Plan
+    steps: int = 0
+    observed_from: int = 0
+    host_bytes: int = 0
+    driver_bytes: int | None = None
+    peaks: tuple[int | None, int | None] = (None, None)
+    timeline: tuple[TimelinePoint, ...] = ()
+    observation: Observation | None = None
+
+    def keep(self, observation: Observation, peaks: tuple[int | None, int | None]) -> None:
+        """Keep the observation with the highest peak."""
+        kept_bytes = self.observation.peak_bytes if self.observation is not None else -1
+        if observation.peak_bytes >= kept_bytes:
+            self.observation, self.peaks, self.timeline = observation, peaks, ()
+
+    def reduce(self) -> tuple[TimelinePoint, ...]:
+        """The timeline at a few hundred points, made when it is first asked for."""
+        if not self.timeline and self.observation is not None:
+            self.timeline = self.observation.timeline()
+        return self.timeline
+
+    def release(self) -> None:
+        """Keep the timeline but not the thousands of events it was made of."""
+        self.reduce()
+        self.observation = None
+
+
+class Meter:
+    """The observer that a session calls on the training thread.
+
+    Args:
+        model: the model that is trained; a `ModuleList` for several that train together.
+        optimizers: those known so far.
+        device: what memory is counted on; it stays open when the meter closes.
+        host_bytes: tells how many bytes techniques keep off the device at present.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> meter = Meter(model, [optimizer], device_for(torch.device("cpu")))
+        >>> batch = torch.zeros(3, 4)
+        >>> meter.forward_begins(Batch((batch,), {}))
+        >>> loss = model(batch).sum()
+        >>> meter.forward_ended(loss)
+        >>> loss.backward()
+        >>> meter.step_begins(optimizer)
+        >>> _ = optimizer.step()
+        >>> meter.step_ended(optimizer, skipped=False)
+        >>> meter.steps[0].samples
+        3
+        >>> meter.close()
+
+    Known limitations:
+        An exception between forward and step shows only in the next forward: a session that sees one
+        escape calls `interrupted`, or the forwards before it count towards the next step.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        device: Device,
+        host_bytes: Callable[[], int] = int,
+    ) -> None:
+        self.device = device
+        self._model: torch.nn.Module | None = model
+        self._optimizers = list(optimizers)
+        self._host_bytes = host_bytes
+        self._ledger = device.ledger()
+        self._period = _Period(number=0, plan=Plan())
+        self._periods: dict[Plan, _Period] = {}
+        self._step: _OpenStep | None = None
+        self._steps_ended = 0
+        self._last_end: Mark | None = None
+        self._in_forward = False
+        self._in_step = False
+        self._pending: deque[_PastStep] = deque()
+        self._timed: deque[_TimedStep] = deque(maxlen=_MOST_RECORDS)
+        self._lock = threading.Lock()
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """Steps whose time is known by now, oldest first; reading never waits for the device."""
+        self._settle(wait=False)
+        with self._lock:
+            return [timed.record for timed in self._timed]
+
+    @property
+    def live_bytes(self) -> int | None:
+        """Live bytes at this moment of an observed step; None in others."""
+        return self._ledger.live_bytes if self._ledger.watching else None
+
+    def plan_changed(self, plan: Plan) -> None:
+        """Begin a new period: at a step boundary, or within a step whose batch is done again under the new plan."""
+        if not self._in_forward:
+            self._end_step_if_over()
+        self._period.release()
+        self._period = _Period(number=self._period.number + 1, plan=plan)
+        self._last_end = None
+        if self._step is not None:
+            # what failed under the old plan is no peak of the new one
+            self._forget_peaks(self._step, ())
+
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take in an optimizer that is first seen now."""
+        if all(known is not optimizer for known in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def forward_begins(self, batch: Batch) -> None:
+        """A training forward of the user's loop begins."""
+        if self._in_forward:
+            self.interrupted()
+        self._end_step_if_over()
+        step = self._step
+        if step is None:
+            step = self._step = self._begin_step(batch)
+        elif step.observed:
+            self._ledger.know(_inputs(batch))
+        step.forwards += 1
+        step.samples += samples_of(batch)
+        step.tokens += tokens_of(batch)
+        self._in_forward = True
+        self._ledger.phase = Phase.FORWARD
+
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        """The forward returned, with a loss when the model computes one."""
+        self._in_forward = False
+        self._ledger.phase = Phase.STEP if self._in_step else Phase.OTHER
+        if self._step is not None and _is_readable(loss):
+            self._step.loss = loss.detach()
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer.step()` begins: gradients have found their place."""
+        self._in_step = True
+        self._ledger.phase = Phase.STEP
+        if self._step is not None and self._step.observed:
+            self._ledger.know(self._gradients())
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
+        """`optimizer.step()` returned, or its update was skipped."""
+        self._in_step = False
+        self._ledger.phase = Phase.OTHER
+        self.optimizer_found(optimizer)
+        step = self._step
+        if step is None:
+            return
+        step.skipped = step.skipped or skipped
+        step.stepped.add(id(optimizer))
+        if len(step.stepped) == len(self._optimizers):
+            self._end_step(step)
+
+    def interrupted(self) -> None:
+        """The loop broke off or stands still (an exception, the end of a cell): forget the step it was in.
+
+        The ledger stops watching; the next step is timed from its first forward.
+        """
+        if not self._in_forward:
+            self._end_step_if_over()
+        self._ledger.stop()
+        self._ledger.phase = Phase.OTHER
+        self._step = None
+        self._last_end = None
+        self._in_forward = self._in_step = False
+
+    def measurement(self, plan: Plan) -> Measurement:
+        """Memory and speed of the latest period of a plan; waits until its last step is done.
+
+        Raises:
+            MemlabError: no step has ended under this plan.
+        """
+        period = self._periods.get(plan)
+        timed = self._timed_in(period, wait=True) if period is not None else []
+        if period is None or not timed:
+            raise MemlabError(f"no step has ended under the plan {plan.label!r}; run some steps first")
+        if period is self._period:
+            self._read_counters(period)
+        return _measurement(period, self.device, timed)
+
+    def close(self) -> None:
+        """Stop watching and let go of model and optimizers; what was measured stays readable."""
+        self.interrupted()
+        self._ledger.close()
+        self._model = None
+        self._optimizers = []
+
+    def _begin_step(self, batch: Batch) -> _OpenStep:
+        observed = self.device.observes_every_step or self._is_due()
+        step = _OpenStep(begin=self._last_end or self.device.mark(), observed=observed)
+        self._forget_peaks(step, _inputs(batch))
+        if observed:
+            self._ledger.start()
+        return step
+
+    def _forget_peaks(self, step: _OpenStep, inputs: Iterable[Holding]) -> None:
+        """Let the peaks of a step start from what lives now."""
+        self.device.reset_peaks()
+        if step.observed:
+            self._ledger.begin([*self._parameters(), *self._gradients(), *self._state(), *inputs])
+
+    def _is_due(self) -> bool:
+        """Whether the next step is to be observed."""
+        period = self._period
+        since = period.steps - period.observed_from
+        if since and since % _LEAST_STEPS_BETWEEN == 0 and since >= self._steps_between(period):
+            period.observed_from, since = period.steps, 0
+        return since < _OBSERVED_IN_A_ROW
+
+    def _steps_between(self, period: _Period) -> int:
+        timed = self._timed_in(period, wait=False)
+        observed = [step.record.seconds for step in timed if step.observed]
+        plain = [step.record.seconds for step in timed if not step.observed]
+        return steps_between_observations(observed[-_OBSERVED_IN_A_ROW:], plain[-_LEAST_STEPS_BETWEEN:])
+
+    def _end_step_if_over(self) -> None:
+        """End a step that had waited for other optimizers, or that has none."""
+        step = self._step
+        if step is not None and (step.stepped or not self._optimizers):
+            self._end_step(step)
+
+    def _end_step(self, step: _OpenStep) -> None:
+        self._step = None
+        period = self._period
+        observation = self._observation() if step.observed else None
+        peaks = self.device.peaks(observation.peak_bytes if observation is not None else None)
+        loss = self.device.keep(step.loss) if step.loss is not None else None
+        self._last_end = self.device.mark()
+        self._steps_ended += 1
+        record = StepRecord(
+            step=self._steps_ended,
+            plan=period.plan.label,
+            seconds=0.0,
+            samples=step.samples,
+            tokens=step.tokens,
+            peak_allocated_bytes=peaks[0],
+            peak_reserved_bytes=peaks[1],
+            skipped=step.skipped,
+        )
+        with self._lock:
+            self._pending.append(_PastStep(record, period.number, step.observed, step.begin, self._last_end, loss))
+        self._periods[period.plan] = period
+        period.steps += 1
+        if observation is not None:
+            period.keep(observation, peaks)
+            self._read_counters(period)
+        self._settle(wait=False)
+
+    def _observation(self) -> Observation:
+        self._ledger.know([*self._state(), *self._parameters()])
+        self._ledger.stop()
+        return self._ledger.finish()
+
+    def _read_counters(self, period: _Period) -> None:
+        period.host_bytes = max(period.host_bytes, self._host_bytes())
+        period.driver_bytes = self.device.driver_bytes()
+
+    def _settle(self, *, wait: bool) -> None:
+        """Read times and losses of the steps that the device has done."""
+        with self._lock:
+            while self._pending and (wait or self._pending[0].end.passed()):
+                self._timed.append(self._pending.popleft().read())
+
+    def _timed_in(self, period: _Period, *, wait: bool) -> list[_TimedStep]:
+        self._settle(wait=wait)
+        with self._lock:
+            return [step for step in self._timed if step.period == period.number]
+
+    def _parameters(self) -> Iterator[Holding]:
+        if self._model is not None:
+            yield from ((Category.PARAMETERS, tensor) for tensor in self._model.parameters())
+            yield from ((Category.PARAMETERS, tensor) for tensor in self._model.buffers())
+
+    def _gradients(self) -> Iterator[Holding]:
+        parameters = self._model.parameters() if self._model is not None else ()
+        return ((Category.GRADIENTS, p.grad) for p in parameters if p.grad is not None)
+
+    def _state(self) -> Iterator[Holding]:
+        states = (optimizer.state for optimizer in self._optimizers)
+        return ((Category.OPTIMIZER_STATE, tensor) for state in states for tensor in tensors_in(state))
+
+
+def _measurement(period: _Period, device: Device, timed: Sequence[_TimedStep]) -> Measurement:
+    speed = [step for step in timed[_WARMUP_STEPS:] if not step.observed] or timed[_WARMUP_STEPS:]
+    numbers = {step.record.step for step in speed}
+    untimed = [step.record for step in timed if step.record.step not in numbers]
+    timeline = period.reduce()
+    measured = measurement_of_steps(
+        period.plan,
+        device.name,
+        [*untimed, *(step.record for step in speed)],
+        warmup=len(untimed),
+        breakdown=device.breakdown(timeline, *period.peaks) if timeline else {},
+        timeline=timeline,
+        host_bytes=period.host_bytes,
+        driver_bytes=period.driver_bytes,
+    )
+    losses = tuple(step.record.loss for step in timed if step.record.loss is not None)
+    return replace(measured, losses=losses)
+
+
+def steps_between_observations(observed_seconds: Sequence[float], plain_seconds: Sequence[float]) -> int:
+    """How many steps apart observations may begin, so that they cost at most half a percent of the time.
+
+    Args:
+        observed_seconds: times of observed steps; empty when none is known yet.
+        plain_seconds: times of steps that were not observed; empty when none is known yet.
+
+    Example:
+        >>> steps_between_observations([1.05], [1.0]), steps_between_observations([3.0], [1.0])
+        (50, 800)
+    """
+    if not observed_seconds or not plain_seconds:
+        return _LEAST_STEPS_BETWEEN
+    ratio = statistics.median(observed_seconds) / max(statistics.median(plain_seconds), 1e-9)
+    cost = _OBSERVED_IN_A_ROW * (ratio - 1) / _OBSERVING_SHARE
+    return max(_LEAST_STEPS_BETWEEN, math.ceil(round(cost, 6)))
+
+
+def _is_readable(loss: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_meta
+
+
+def _inputs(batch: Batch) -> Iterator[Holding]:
+    # inputs grow with the batch and are kept for backward, as activations are
+    return ((Category.ACTIVATIONS, tensor) for tensor in tensors_in((batch.args, batch.kwargs)))
+
+
+def samples_of(batch: Batch) -> int:
+    """Rows of a batch: the first dimension of its first tensor."""
+    first = next((t for t in tensors_in((batch.args, batch.kwargs)) if t.dim()), None)
+    return first.shape[0] if first is not None else 0
+
+
+def tokens_of(batch: Batch) -> int:
+    """Tokens of a batch: its `input_ids`, or its first positional matrix of integers; 0 without either."""
+    for holder in (batch.kwargs, *batch.args):
+        if isinstance(holder, Mapping) and isinstance(holder.get("input_ids"), torch.Tensor):
+            return int(holder["input_ids"].numel())
+    return next((value.numel() for value in batch.args if _is_token_matrix(value)), 0)
+
+
+def _is_token_matrix(value: Any) -> bool:
+    is_integer = isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype is not torch.bool
+    return is_integer and value.dim() == 2

@@ -1,0 +1,360 @@
+"""`Plan`: which memory-saving techniques, with which parameters.
+
+A plan is a frozen value. Everything people type or click is generated from `FIELDS`: the flags of
+the magics, their help, the controls of a panel and the text a plan prints as. A new technique adds
+one field to `Plan` and one row to `FIELDS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from memlab.errors import PlanError
+
+
+class Precision(StrEnum):
+    """Number format of the forward and backward pass."""
+
+    KEEP = "keep"
+    FP32 = "fp32"
+    TF32 = "tf32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    PURE_BF16 = "pure-bf16"
+
+
+class OptimizerChoice(StrEnum):
+    """Which optimizer updates the parameters, with the moments converted."""
+
+    KEEP = "keep"
+    ADAMW = "adamw"
+    ADAM8BIT = "adam8bit"
+    PAGED_ADAM8BIT = "paged-adam8bit"
+    ADAFACTOR = "adafactor"
+    SGD = "sgd"
+
+
+class Loss(StrEnum):
+    """How the cross-entropy over a large vocabulary is computed."""
+
+    KEEP = "keep"
+    CHUNKED = "chunked"
+
+
+class Offloaded(StrEnum):
+    """What can leave the device between uses."""
+
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+
+
+class Tier(StrEnum):
+    """Where offloaded bytes go. AUTO is host memory on a GPU and a file on the CPU device."""
+
+    AUTO = "auto"
+    HOST = "host"
+    DISK = "disk"
+
+
+Offload = tuple[tuple[Offloaded, Tier], ...]
+_E = TypeVar("_E", bound=StrEnum)
+
+
+@dataclass(frozen=True)
+class PlanField:
+    """One field of a plan as people see it.
+
+    Args:
+        name: attribute of `Plan`.
+        flag: the magic flag that sets it.
+        metavar: how its values read in help.
+        help: one sentence for help, panel and docs.
+        parse: text of the flag's value to the field's value.
+        show: the field's value to the flags that set it; empty for the default.
+        bare: value when the flag is given without one, or None when a value is needed.
+        shorthands: flags without a value, and the value each stands for.
+        choices: values offered where one picks instead of typing.
+    """
+
+    name: str
+    flag: str
+    metavar: str
+    help: str
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str]
+    bare: str | None = None
+    shorthands: Mapping[str, str] = field(default_factory=dict)
+    choices: tuple[str, ...] = ()
+
+
+def _parse_micro_batches(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise PlanError(f"--accumulate {text}: expected a whole number of micro-batches, 1 or more, as in '--accumulate 4'")
+    return int(text)
+
+
+def _parse_checkpointing(text: str) -> str:
+    if text in ("off", "full", "selective"):
+        return text
+    every, _, blocks = text.partition(":")
+    if every == "every" and blocks.isdecimal() and int(blocks) >= 1:
+        return f"every:{int(blocks)}"
+    raise PlanError(f"--checkpoint {text}: allowed are off, full, selective and every:N with N ≥ 1, as in '--checkpoint every:2'")
+
+
+def _choice(flag: str, enum: type[_E]) -> Callable[[str], _E]:
+    def parse(text: str) -> E:
+        try:
+            return enum(text)
+        except ValueError:
+            raise PlanError(f"{flag} {text}: allowed are {', '.join(enum)}{_did_you_mean(text, [*enum])}") from None
+
+    return parse
+
+
+def _parse_offload(text: str) -> Offload:
+    if text in ("", "none"):
+        return ()
+    tiers: dict[Offloaded, Tier] = {}
+    for item in text.split(","):
+        what, _, where = item.strip().partition(":")
+        target = _choice("--offload", Offloaded)(what)
+        if target in tiers:
+            raise PlanError(f"--offload {text}: {target} is named twice; name each once, as in 'optimizer:disk,activations'")
+        tiers[target] = _choice(f"--offload {what}:", Tier)(where) if where else Tier.AUTO
+    return tuple(sorted(tiers.items()))
+
+
+def _show_offload(offload: Offload) -> str:
+    items = (what if where is Tier.AUTO else f"{what}:{where}" for what, where in offload)
+    return f"--offload {','.join(items)}" if offload else ""
+
+
+def _show_precision(precision: Precision) -> str:
+    if precision in (Precision.FP16, Precision.BF16):
+        return f"--{precision}"
+    return "" if precision is Precision.KEEP else f"--precision {precision}"
+
+
+def _show_optimizer(optimizer: OptimizerChoice) -> str:
+    if optimizer is OptimizerChoice.ADAM8BIT:
+        return "--adam8bit"
+    return "" if optimizer is OptimizerChoice.KEEP else f"--optim {optimizer}"
+
+
+def _show_checkpointing(checkpointing: str) -> str:
+    return {"off": "", "full": "--checkpoint"}.get(checkpointing, f"--checkpoint {checkpointing}")
+
+
+FIELDS: tuple[PlanField, ...] = (
+    PlanField(
+        "accumulation", "--accumulate", "N",
+        "split each batch into N micro-batches; the gradient is that of the whole batch",
+        _parse_micro_batches, lambda n: f"--accumulate {n}" if n > 1 else "",
+        choices=("1", "2", "4", "8", "16"),
+    ),
+    PlanField(
+        "checkpointing", "--checkpoint", "[off|full|every:N|selective]",
+        "recompute activations in the backward pass: of every block, of one block in N, or all but matrix products and attention",
+        _parse_checkpointing, _show_checkpointing, bare="full",
+        choices=("off", "full", "every:2", "selective"),
+    ),
+    PlanField(
+        "precision", "--precision", "|".join(Precision),
+        "number format of forward and backward; fp16 comes with dynamic loss scaling, pure-bf16 also stores parameters and moments in bf16",
+        _choice("--precision", Precision), _show_precision,
+        shorthands={"--fp16": "fp16", "--bf16": "bf16"}, choices=tuple(Precision),
+    ),
+    PlanField(
+        "optimizer", "--optim", "|".join(OptimizerChoice),
+        "convert the live optimizer with its moments; --adam8bit needs 2.03 instead of 8 bytes per parameter",
+        _choice("--optim", OptimizerChoice), _show_optimizer,
+        shorthands={"--adam8bit": "adam8bit"}, choices=tuple(OptimizerChoice),
+    ),
+    PlanField(
+        "offload", "--offload", "WHAT[:host|:disk][,WHAT…]",
+        "move optimizer state or activations off the device between uses (WHAT: optimizer, activations)",
+        _parse_offload, _show_offload,
+        choices=("none", "optimizer", "activations", "optimizer,activations"),
+    ),
+    PlanField(
+        "loss", "--loss", "keep|chunked",
+        "compute the cross-entropy over a large vocabulary in tiles, without the full logits",
+        _choice("--loss", Loss), lambda loss: "--chunk-loss" if loss is Loss.CHUNKED else "",
+        shorthands={"--chunk-loss": "chunked"}, choices=tuple(Loss),
+    ),
+)  # fmt: skip
+_BY_NAME = {spec.name: spec for spec in FIELDS}
+_BY_FLAG = {flag: spec for spec in FIELDS for flag in (spec.flag, *spec.shorthands)}
+
+
+def _did_you_mean(given: str, allowed: list[str]) -> str:
+    close = difflib.get_close_matches(given, allowed, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def plan_flags() -> tuple[str, ...]:
+    """Every flag a plan understands, long forms and shorthands."""
+    return tuple(_BY_FLAG)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which techniques to apply, with which parameters. The defaults change nothing.
+
+    Args:
+        accumulation: micro-batches per batch, 1 or more.
+        checkpointing: "off", "full", "every:N" or "selective".
+        precision: a `Precision`, or its text.
+        optimizer: an `OptimizerChoice`, or its text.
+        offload: pairs of what and where, or the text of the flag ("optimizer:disk,activations").
+        loss: a `Loss`, or its text.
+
+    Raises:
+        PlanError: a value that is not allowed, or parts that exclude each other.
+
+    Example:
+        >>> plan = Plan.parse("--accumulate 4 --fp16")
+        >>> str(plan), plan.precision
+        ('--accumulate 4 --fp16', <Precision.FP16: 'fp16'>)
+        >>> Plan() == Plan.parse("")
+        True
+    """
+
+    accumulation: int = 1
+    checkpointing: str = "off"
+    precision: Precision = Precision.KEEP
+    optimizer: OptimizerChoice = OptimizerChoice.KEEP
+    offload: Offload = ()
+    loss: Loss = Loss.KEEP
+
+    def __post_init__(self) -> None:
+        for spec in FIELDS:
+            value = getattr(self, spec.name)
+            if spec.name == "offload" and not isinstance(value, str):
+                value = ",".join(f"{what}:{where}" for what, where in value)
+            object.__setattr__(self, spec.name, spec.parse(str(value)))
+        for conflict in _CONFLICTS:
+            conflict(self)
+
+    def __str__(self) -> str:
+        return " ".join(flag for spec in FIELDS if (flag := spec.show(getattr(self, spec.name))))
+
+    @property
+    def label(self) -> str:
+        """The flags, or "as written" when the plan changes nothing."""
+        return str(self) or "as written"
+
+    def tier_of(self, what: Offloaded) -> Tier | None:
+        """Where something is offloaded to, or None when it stays."""
+        return dict(self.offload).get(what)
+
+    def changes(self) -> tuple[str, ...]:
+        """Names of the fields that differ from the defaults."""
+        default = Plan()
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name))
+
+    def with_setting(self, name: str, text: str) -> Plan:
+        """The same plan with one field set from its text, as a panel does it.
+
+        Example:
+            >>> str(Plan().with_setting("checkpointing", "every:2"))
+            '--checkpoint every:2'
+        """
+        if name not in _BY_NAME:
+            raise PlanError(f"no field {name!r} in a plan; there are {', '.join(_BY_NAME)}")
+        return replace(self, **{name: _BY_NAME[name].parse(text)})
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read a plan from magic flags.
+
+        Args:
+            text: flags as on a `%%memfit` line; empty for the plan that changes nothing.
+
+        Raises:
+            PlanError: an unknown flag (with the nearest known one), a missing or unknown value, a field
+                set twice, or techniques that exclude each other.
+        """
+        plan, rest = cls.parse_known(shlex.split(text))
+        if rest:
+            raise unknown_flag(rest[0])
+        return plan
+
+    @classmethod
+    def parse_known(cls, words: list[str]) -> tuple[Plan, list[str]]:
+        """Read the plan's flags out of a list of words and return the words that are not its own."""
+        settings: dict[str, Any] = {}
+        given: dict[str, str] = {}
+        rest: list[str] = []
+        waiting = list(words)
+        while waiting:
+            word = waiting.pop(0)
+            flag, has_value, value = word.partition("=")
+            spec = _BY_FLAG.get(flag)
+            if spec is None:
+                rest.append(word)
+                continue
+            if flag in spec.shorthands:
+                if has_value:
+                    raise PlanError(f"{flag} takes no value; it stands for '{spec.flag} {spec.shorthands[flag]}'")
+                value = spec.shorthands[flag]
+            elif not has_value:
+                value = _take_value(spec, waiting)
+            if spec.name in given:
+                raise PlanError(f"{given[spec.name]} and {flag} both set the {spec.name}; give one of them")
+            given[spec.name] = flag
+            settings[spec.name] = spec.parse(value)
+        return cls(**settings), rest
+
+    def to_json(self) -> str:
+        """The plan as a JSON object of its fields."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: not a JSON object, or a field this version does not know.
+        """
+        try:
+            loaded = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"plan is not JSON: {error}") from None
+        if not isinstance(loaded, dict) or (unknown := set(loaded) - set(_BY_NAME)):
+            raise PlanError(f"plan {text[:80]!r}: expected a JSON object with some of {', '.join(_BY_NAME)}" + (f"; got {sorted(unknown)}" if isinstance(loaded, dict) else ""))
+        return cls(**loaded)
+
+
+def _take_value(spec: PlanField, waiting: list[str]) -> str:
+    if waiting and not waiting[0].startswith("--"):
+        return waiting.pop(0)
+    if spec.bare is None:
+        raise PlanError(f"{spec.flag} needs a value: {spec.flag} {spec.metavar}")
+    return spec.bare
+
+
+def unknown_flag(word: str, also: tuple[str, ...] = ()) -> PlanError:
+    """The error for a word that is no flag, naming the nearest flag."""
+    allowed = [*plan_flags(), *also]
+    return PlanError(f"unknown flag {word}{_did_you_mean(word, allowed)}; flags are {', '.join(allowed)}")
+
+
+def _paged_state_is_offloaded_already(plan: Plan) -> None:
+    if plan.optimizer is OptimizerChoice.PAGED_ADAM8BIT and plan.tier_of(Offloaded.OPTIMIZER):
+        raise PlanError("--optim paged-adam8bit and --offload optimizer exclude each other: paged moments move to the host by themselves; drop one of the two")
+
+
+def _sgd_has_no_state(plan: Plan) -> None:
+    if plan.optimizer is OptimizerChoice.SGD and plan.tier_of(Offloaded.OPTIMIZER):
+        raise PlanError("--optim sgd and --offload optimizer exclude each other: SGD without momentum keeps no state to offload; drop one of the two")
+
+
+_CONFLICTS: tuple[Callable[[Plan], None], ...] = (_paged_state_is_offloaded_already, _sgd_has_no_state)

@@ -1,0 +1,366 @@
+"""What is measured and what is compared: plain values without torch, saved as JSON.
+
+Sizes are bytes, times are seconds. Every number says what it counts:
+
+- *allocated*: bytes in live tensors (on CUDA in the allocator's blocks that hold them)
+- *reserved*: what the caching allocator holds from the driver, live or not (CUDA only)
+- *host*: bytes that memlab itself keeps in host memory or in files for this plan
+- *driver*: what the driver reports as used on the device, by everyone (CUDA only)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from memlab.errors import MemlabError
+from memlab.plan import Plan
+
+
+class Category(StrEnum):
+    """What a live byte is for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer state"
+    ACTIVATIONS = "activations"
+    TEMPORARIES = "temporaries"
+    WORKSPACES = "workspaces"
+    UNUSED = "unused but reserved"
+
+
+class Phase(StrEnum):
+    """What the training thread was doing."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+    OTHER = "other"
+
+    @property
+    def words(self) -> str:
+        """How a sentence names it: "the peak is in the forward pass"."""
+        return {"forward": "forward pass", "backward": "backward pass", "step": "optimizer step"}.get(self, "loop between steps")
+
+
+@dataclass(frozen=True)
+class AllocEvent:
+    """A storage that is born (positive bytes) or freed (negative bytes).
+
+    Args:
+        seconds: time since the observation began.
+        size_bytes: bytes gained or lost.
+        storage: number of the storage; its birth and its death carry the same one.
+        category: what the storage is for, known once the step is over.
+        phase: what ran when it happened.
+    """
+
+    seconds: float
+    size_bytes: int
+    storage: int
+    category: Category
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class TimelinePoint:
+    """Live bytes by category at one moment of a step."""
+
+    seconds: float
+    phase: Phase
+    live_bytes: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.live_bytes.values())
+
+
+def timeline_of(events: Sequence[AllocEvent], baseline_bytes: Mapping[Category, int]) -> list[TimelinePoint]:
+    """Add up events on top of what was live before the first one: one point per event."""
+    live = {str(category): size for category, size in baseline_bytes.items() if size}
+    points = [TimelinePoint(0.0, Phase.OTHER, dict(live))]
+    for event in events:
+        live[event.category] = live.get(event.category, 0) + event.size_bytes
+        points.append(TimelinePoint(event.seconds, event.phase, dict(live)))
+    return points
+
+
+def thin(points: Sequence[TimelinePoint], most: int = 300) -> tuple[TimelinePoint, ...]:
+    """Keep at most `most` points: of every stretch the highest one, so that no peak is lost."""
+    if len(points) <= most:
+        return tuple(points)
+    edges = [round(i * len(points) / most) for i in range(most + 1)]
+    stretches = (points[start:stop] for start, stop in zip(edges, edges[1:], strict=False))
+    return tuple(max(stretch, key=lambda point: point.total_bytes) for stretch in stretches)
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    """NaN instead of an error where nothing was counted or timed: a table prints it as no value."""
+    return numerator / denominator if denominator else math.nan
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step of a live loop.
+
+    Args:
+        step: number of the step in its session, from 1.
+        plan: label of the plan in force.
+        seconds: wall time from the end of the step before (first step: from its first forward).
+        samples: rows of the batches that went in.
+        tokens: tokens of the batches that went in; 0 when the inputs are no token ids.
+        peak_allocated_bytes: highest live bytes within the step; None when the step was not observed.
+        peak_reserved_bytes: highest reserved bytes within the step; None off CUDA.
+        loss: the last loss of the step, or None when the model returns none.
+        skipped: the update was skipped because gradients were not finite (fp16).
+    """
+
+    step: int
+    plan: str
+    seconds: float
+    samples: int
+    tokens: int
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    loss: float | None = None
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Memory and speed of one plan, measured on real training steps.
+
+    Args:
+        plan: flags of the plan, or "as written".
+        device: name of the device, with its capacity when it has one.
+        peak_allocated_bytes: highest live bytes over the measured steps.
+        peak_reserved_bytes: highest reserved bytes, None off CUDA.
+        host_bytes: bytes memlab keeps in host memory or files for this plan.
+        driver_bytes: bytes the driver reports as used, None off CUDA.
+        breakdown: live bytes by category at the peak.
+        timeline: live bytes by category over one step, thinned.
+        step_seconds: wall time of each measured step, after the warm-up.
+        samples_per_step: rows of a step's batches.
+        tokens_per_step: tokens of a step's batches, 0 when inputs are no token ids.
+        losses: loss of each step from the common starting point, when the model returns one.
+        notes: what was refused, kept or skipped, in words.
+    """
+
+    plan: str
+    device: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    host_bytes: int
+    breakdown: Mapping[str, int]
+    timeline: tuple[TimelinePoint, ...]
+    step_seconds: tuple[float, ...]
+    samples_per_step: float
+    tokens_per_step: float
+    driver_bytes: int | None = None
+    losses: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def median_step_seconds(self) -> float:
+        return statistics.median(self.step_seconds) if self.step_seconds else float("nan")
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples per second of the median step; NaN when no step was timed."""
+        return _ratio(self.samples_per_step, self.median_step_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of the median step; 0 when the inputs are no token ids."""
+        return _ratio(self.tokens_per_step, self.median_step_seconds)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between slowest and fastest timed step, as a share of the median."""
+        if len(self.step_seconds) < 2:
+            return 0.0
+        return _ratio((max(self.step_seconds) - min(self.step_seconds)) / 2, self.median_step_seconds)
+
+    @property
+    def phase_of_peak(self) -> Phase | None:
+        """What ran at the peak, from the timeline; None without one."""
+        if not self.timeline:
+            return None
+        return max(self.timeline, key=lambda point: point.total_bytes).phase
+
+    def with_note(self, note: str) -> Measurement:
+        return replace(self, notes=(*self.notes, note))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a comparison: a measurement against the first one."""
+
+    measurement: Measurement
+    memory_ratio: float
+    speed_ratio: float
+    loss_drift: float | None
+    verdict: str
+
+
+# a change of the peak below this share is reported as no gain
+_NO_GAIN = 0.01
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Measurements side by side; the first is what the others are compared with.
+
+    Args:
+        title: what was trained, on what.
+        measurements: at least one.
+        events: what happened on the way, in words (plan changes, refusals).
+    """
+
+    title: str
+    measurements: tuple[Measurement, ...]
+    events: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.measurements:
+            raise MemlabError("a comparison needs at least one measurement; run some steps first")
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        first = self.measurements[0]
+        return tuple(_row(measurement, first) for measurement in self.measurements)
+
+    def add(self, measurement: Measurement) -> Comparison:
+        """The same comparison with one more measurement; a plan measured again replaces its old row."""
+        kept = [m for m in self.measurements if m.plan != measurement.plan]
+        if self.measurements[0].plan == measurement.plan:
+            return replace(self, measurements=(measurement, *kept))
+        return replace(self, measurements=(*kept, measurement))
+
+
+def _row(measurement: Measurement, first: Measurement) -> Row:
+    memory_ratio = measurement.peak_allocated_bytes / max(1, first.peak_allocated_bytes)
+    return Row(
+        measurement=measurement,
+        memory_ratio=memory_ratio,
+        speed_ratio=_ratio(measurement.samples_per_second, first.samples_per_second),
+        loss_drift=loss_drift(first.losses, measurement.losses),
+        verdict=_verdict(measurement, first, memory_ratio),
+    )
+
+
+def loss_drift(reference: Sequence[float], other: Sequence[float]) -> float | None:
+    """Largest relative difference between two loss curves, or None when one is missing; infinite for inf and NaN."""
+    pairs = list(zip(reference, other, strict=False))
+    if not pairs:
+        return None
+    # max() drops a NaN that is not the first of its arguments: a diverged run would look like a good one
+    drifts = [abs(a - b) / max(abs(a), 1e-12) for a, b in pairs]
+    return max(drifts) if all(map(math.isfinite, drifts)) else math.inf
+
+
+def _verdict(measurement: Measurement, first: Measurement, memory_ratio: float) -> str:
+    if measurement is first or memory_ratio <= 1 - _NO_GAIN:
+        return "; ".join(measurement.notes)
+    where = _where_the_peak_is(measurement)
+    return "; ".join((f"no gain: {where}" if where else "no gain", *measurement.notes))
+
+
+def _where_the_peak_is(measurement: Measurement) -> str:
+    if not measurement.breakdown:
+        return ""
+    largest = max(measurement.breakdown, key=lambda category: measurement.breakdown[category])
+    phase = measurement.phase_of_peak
+    return f"the peak is in the {phase.words}, mostly {largest}" if phase else f"the peak is mostly {largest}"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as one JSON file, to be shared and shown again on another machine.
+
+    Args:
+        comparison: the settings tried.
+        steps: every step of the loop, in order.
+        versions: package versions of the machine it ran on.
+    """
+
+    comparison: Comparison
+    steps: tuple[StepRecord, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunRecord:
+        """Read what `to_json` wrote.
+
+        Raises:
+            MemlabError: the text is no run record.
+        """
+        try:
+            loaded = json.loads(text)
+            comparison = loaded["comparison"]
+            return cls(
+                comparison=Comparison(
+                    comparison["title"],
+                    tuple(_measurement(m) for m in comparison["measurements"]),
+                    tuple(comparison["events"]),
+                ),
+                steps=tuple(StepRecord(**step) for step in loaded["steps"]),
+                versions=dict(loaded["versions"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise MemlabError(f"not a run record of memlab: {error!r}") from error
+
+
+def _measurement(loaded: dict[str, Any]) -> Measurement:
+    points = (
+        TimelinePoint(point["seconds"], Phase(point["phase"]), dict(point["live_bytes"])) for point in loaded["timeline"]
+    )
+    tuples = {name: tuple(loaded[name]) for name in ("step_seconds", "losses", "notes")}
+    return Measurement(**{**loaded, **tuples, "timeline": tuple(points)})
+
+
+def measurement_of_steps(
+    plan: Plan,
+    device: str,
+    steps: Iterable[StepRecord],
+    *,
+    warmup: int,
+    breakdown: Mapping[str, int],
+    timeline: tuple[TimelinePoint, ...],
+    host_bytes: int = 0,
+    driver_bytes: int | None = None,
+    notes: tuple[str, ...] = (),
+) -> Measurement:
+    """Reduce the steps run under one plan to a measurement.
+
+    Args:
+        warmup: how many of the first steps are not timed (memory counts in all of them).
+    """
+    records = list(steps)
+    timed = records[warmup:] if len(records) > warmup else records
+    peaks = [r.peak_allocated_bytes for r in records if r.peak_allocated_bytes is not None]
+    reserved = [r.peak_reserved_bytes for r in records if r.peak_reserved_bytes is not None]
+    count = max(1, len(records))
+    return Measurement(
+        plan=plan.label,
+        device=device,
+        peak_allocated_bytes=max(peaks, default=0),
+        peak_reserved_bytes=max(reserved, default=None) if reserved else None,
+        host_bytes=host_bytes,
+        driver_bytes=driver_bytes,
+        breakdown=breakdown,
+        timeline=timeline,
+        step_seconds=tuple(r.seconds for r in timed),
+        samples_per_step=sum(r.samples for r in records) / count,
+        tokens_per_step=sum(r.tokens for r in records) / count,
+        losses=tuple(r.loss for r in records if r.loss is not None),
+        notes=notes,
+    )

@@ -1,0 +1,137 @@
+"""Which columns a comparison has and what stands in each cell: shared by the text and the HTML table."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memlab.records import Comparison, Measurement, Row
+from memlab.units import format_bytes, format_change
+
+NOTHING = "–"  # noqa: RUF001 - an en dash reads as "no value", a hyphen as a minus
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a receipt.
+
+    Args:
+        title: its heading.
+        cell: a row's text.
+        is_number: numbers are set flush right.
+    """
+
+    title: str
+    cell: Callable[[Row], str]
+    is_number: bool = True
+
+
+PLAN = Column("plan", lambda row: row.measurement.plan, is_number=False)
+MEMORY = Column("peak allocated", lambda row: format_bytes(row.measurement.peak_allocated_bytes))
+MEMORY_CHANGE = Column("vs first", lambda row: change(row.memory_ratio))
+RESERVED = Column("peak reserved", lambda row: _bytes_or_nothing(row.measurement.peak_reserved_bytes))
+HOST = Column("on host", lambda row: _bytes_or_nothing(row.measurement.host_bytes or None))
+SPEED = Column("samples/s", lambda row: speed(row.measurement))
+SPEED_CHANGE = Column("vs first", lambda row: change(row.speed_ratio))
+TOKENS = Column("tokens/s", lambda row: rate(row.measurement.tokens_per_second or math.nan))
+DRIFT = Column("loss drift", lambda row: drift(row.loss_drift))
+DEVICE = Column("device", lambda row: row.measurement.device, is_number=False)
+NOTE = Column("note", lambda row: row.verdict, is_number=False)
+
+
+def columns(comparison: Comparison) -> tuple[Column, ...]:
+    """The columns that say something about this comparison; the note comes last."""
+    measurements = comparison.measurements
+    optional = (
+        (PLAN, True),
+        (DEVICE, len({m.device for m in measurements}) > 1),
+        (MEMORY, True),
+        (MEMORY_CHANGE, True),
+        (RESERVED, any(m.peak_reserved_bytes is not None for m in measurements)),
+        (HOST, any(m.host_bytes for m in measurements)),
+        (SPEED, True),
+        (SPEED_CHANGE, True),
+        (TOKENS, any(m.tokens_per_step for m in measurements)),
+        (DRIFT, any(m.losses for m in measurements)),
+        (NOTE, any(row.verdict for row in comparison.rows)),
+    )
+    return tuple(column for column, wanted in optional if wanted)
+
+
+def cells(row: Row, chosen: tuple[Column, ...], *, is_first: bool) -> tuple[str, ...]:
+    """The texts of one row; the first row is not compared with itself."""
+    against_itself = (MEMORY_CHANGE, SPEED_CHANGE, DRIFT) if is_first else ()
+    return tuple(NOTHING if column in against_itself else column.cell(row) for column in chosen)
+
+
+def flags(plan: str) -> list[str]:
+    """A plan's flags, each with its value.
+
+    Example:
+        >>> flags("--accumulate 4 --fp16")
+        ['--accumulate 4', '--fp16']
+    """
+    return re.split(r" (?=--)", plan)
+
+
+def flag_lines(plan: str, most_characters: int) -> list[str]:
+    """Break a plan into lines between flags, never between a flag and its value."""
+    lines: list[str] = []
+    for flag in flags(plan):
+        if lines and len(lines[-1]) + 1 + len(flag) <= most_characters:
+            lines[-1] += f" {flag}"
+        else:
+            lines.append(flag)
+    return lines
+
+
+def change(ratio: float) -> str:
+    return format_change(ratio) if math.isfinite(ratio) else NOTHING
+
+
+def rate(per_second: float) -> str:
+    """Three digits, whatever the size.
+
+    Example:
+        >>> rate(1.2744), rate(53.21), rate(10240.4), rate(0.00412)
+        ('1.27', '53.2', '10,240', '0.0041')
+    """
+    if not math.isfinite(per_second):
+        return NOTHING
+    if per_second >= 100:
+        return f"{per_second:,.0f}"
+    if per_second >= 10:
+        return f"{per_second:.1f}"
+    return f"{per_second:.2f}" if per_second >= 0.1 else f"{per_second:.2g}"
+
+
+def speed(measurement: Measurement) -> str:
+    """Samples per second of the median step, with the spread of the timed steps."""
+    spread_percent = round(measurement.spread * 100) if math.isfinite(measurement.spread) else 0
+    text = rate(measurement.samples_per_second)
+    return f"{text} ± {spread_percent} %" if spread_percent and text != NOTHING else text
+
+
+def drift(share: float | None) -> str:
+    """Print a relative difference of losses.
+
+    Example:
+        >>> drift(2.13e-7), drift(0.0), drift(0.0071), drift(None)
+        ('2e-7', '0', '0.71 %', '–')
+    """
+    if share is None:
+        return NOTHING
+    if not math.isfinite(share):
+        return "not finite"
+    if share == 0:
+        return "0"
+    if share >= 1e-4:
+        return f"{share * 100:.2g} %"
+    mantissa, exponent = f"{share:.0e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _bytes_or_nothing(size_bytes: int | None) -> str:
+    return NOTHING if size_bytes is None else format_bytes(size_bytes)

@@ -1,0 +1,107 @@
+"""The receipt as HTML that lives on in a saved notebook: inline styles, no script, either theme.
+
+Colours of text and lines derive from the page (`currentColor`, translucent grey), so the table
+reads on a light and on a dark page. Where styles are stripped, a plain table with every number
+remains; the bars, which repeat numbers, are the only thing lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from html import escape
+
+from memlab.records import Comparison, Measurement
+from memlab.report.columns import MEMORY, NOTE, PLAN, Column, cells, columns
+from memlab.report.segments import categories_of, segments, swatch
+from memlab.units import format_bytes
+
+_FLAG = re.compile(r"--[a-z][^ ]*( [^- ][^ ]*(?= --|$))?")
+_RULE = "rgba(128,128,128,.35)"
+_WRAPPER = "overflow-x:auto;font-variant-numeric:tabular-nums;font-size:13px;line-height:1.45"
+_TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:inherit"
+_CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit"
+_CELL = f"padding:5px 14px 5px 0;vertical-align:top;background:transparent;border:0;border-bottom:1px solid {_RULE}"
+_HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600;white-space:nowrap"
+_CODE = "font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
+_BAR = "display:flex;height:8px;margin-top:4px;width:170px"
+_KEY = "display:inline-block;width:10px;height:10px;margin-right:5px"
+
+
+def table(comparison: Comparison) -> str:
+    """Write a comparison as one HTML table.
+
+    Args:
+        comparison: the settings that were tried; the first row is what the others are compared with.
+
+    Returns:
+        A `<div>` that holds the table with its caption, the key of the bars and the events. All text
+        is escaped.
+
+    Example:
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
+        >>> "<caption" in table(Comparison("gpt2 <124M>", (m,)))
+        True
+    """
+    chosen = columns(comparison)
+    most_bytes = max(sum(segments(m).values()) for m in comparison.measurements)
+    heads = "".join(f'<th scope="col" style="{_HEAD};{_align(column)}">{column.title}</th>' for column in chosen)
+    rows = "".join(
+        _row(row.measurement, chosen, cells(row, chosen, is_first=index == 0), most_bytes)
+        for index, row in enumerate(comparison.rows)
+    )
+    return (
+        f'<div class="memlab-receipt" style="{_WRAPPER}"><table style="{_TABLE}">'
+        f'<caption style="{_CAPTION}">{escape(comparison.title)}</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+        f"{_legend(comparison)}{_events(comparison.events)}</div>"
+    )
+
+
+def _align(column: Column) -> str:
+    return "text-align:right" if column.is_number and column is not MEMORY else "text-align:left"
+
+
+def _row(measurement: Measurement, chosen: tuple[Column, ...], texts: tuple[str, ...], most_bytes: int) -> str:
+    row_cells = (_cell(measurement, column, text, most_bytes) for column, text in zip(chosen, texts, strict=True))
+    return f'<tr style="background:transparent">{"".join(row_cells)}</tr>'
+
+
+def _cell(measurement: Measurement, column: Column, text: str, most_bytes: int) -> str:
+    if column is PLAN:
+        style = f"{_CELL};text-align:left;font-weight:400;min-width:12em"
+        return f'<th scope="row" style="{style}"><code style="{_CODE}">{_unbroken(text)}</code></th>'
+    bar = _bar(segments(measurement), most_bytes) if column is MEMORY else ""
+    wrap = "white-space:normal;min-width:16em;max-width:34em" if column is NOTE else "white-space:nowrap"
+    return f'<td style="{_CELL};{_align(column)};{wrap}">{_unbroken(text)}{bar}</td>'
+
+
+def _unbroken(text: str) -> str:
+    """Escaped text in which no line breaks inside a flag, or between a flag and its value."""
+    return _FLAG.sub(r'<span style="white-space:nowrap">\g<0></span>', escape(text))
+
+
+def _bar(parts: Mapping[str, int], most_bytes: int) -> str:
+    spoken = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    pieces = "".join(
+        f'<span title="{escape(name)} {format_bytes(size)}" '
+        f'style="width:{100 * size / max(1, most_bytes):.2f}%;background-color:{swatch(name).colour};'
+        'box-shadow:inset -1px 0 rgba(255,255,255,.7)"></span>'
+        for name, size in parts.items()
+    )
+    return f'<div role="img" aria-label="{escape(spoken)}" style="{_BAR}">{pieces}</div>'
+
+
+def _legend(comparison: Comparison) -> str:
+    names = categories_of([segments(measurement) for measurement in comparison.measurements])
+    keys = "".join(
+        f'<span style="margin-right:16px;white-space:nowrap"><span aria-hidden="true" '
+        f'style="{_KEY};background-color:{swatch(name).colour}"></span>{escape(name)}</span>'
+        for name in names
+    )
+    return f'<div style="margin-top:8px">at the peak: {keys}</div>' if keys else ""
+
+
+def _events(events: tuple[str, ...]) -> str:
+    items = "".join(f"<li>{escape(event)}</li>" for event in events)
+    return f'<ul style="margin:8px 0 0;padding-left:1.3em">{items}</ul>' if items else ""

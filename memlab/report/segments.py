@@ -1,0 +1,107 @@
+"""What the bars and the layers of a picture are made of: categories, their colours, phases, axis units.
+
+The colours are Okabe and Ito's, told apart with every common colour blindness; each category also
+has a hatch, so that a picture survives a black-and-white printer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from memlab.records import Category, Measurement, Phase, TimelinePoint
+from memlab.units import GIB, KIB, MIB
+
+# measured bytes that no observed step attributed to a category
+REST = "not broken down"
+
+
+@dataclass(frozen=True)
+class Swatch:
+    """How a category looks: a colour, a hatch of matplotlib, a pattern of plotly."""
+
+    colour: str
+    hatch: str
+    pattern: str
+
+
+_SWATCHES: dict[str, Swatch] = {
+    Category.PARAMETERS: Swatch("#0072B2", "", ""),
+    Category.GRADIENTS: Swatch("#E69F00", "//", "/"),
+    Category.OPTIMIZER_STATE: Swatch("#009E73", "..", "."),
+    Category.ACTIVATIONS: Swatch("#CC79A7", "\\\\", "\\"),
+    Category.TEMPORARIES: Swatch("#56B4E9", "xx", "x"),
+    Category.WORKSPACES: Swatch("#D55E00", "--", "-"),
+    Category.UNUSED: Swatch("#BDBDBD", "", ""),
+    REST: Swatch("#8C8C8C", "||", "|"),
+}
+
+
+def swatch(category: str) -> Swatch:
+    """The look of a category; what is not known looks like the rest."""
+    return _SWATCHES.get(category, _SWATCHES[REST])
+
+
+def ordered(categories: Sequence[str] | set[str]) -> tuple[str, ...]:
+    """Categories in the order in which every picture stacks them, unknown ones last."""
+    order = list(_SWATCHES)
+    return tuple(sorted(set(categories), key=lambda name: (order.index(name) if name in order else len(order), name)))
+
+
+def segments(measurement: Measurement) -> dict[str, int]:
+    """Bytes by category at the peak, in stacking order, completed up to the measured peak.
+
+    The breakdown comes from one observed step and may fall short of the highest peak; the difference
+    is shown as what it is.
+    """
+    parts = {name: measurement.breakdown[name] for name in ordered(set(measurement.breakdown))}
+    parts = {name: size for name, size in parts.items() if size > 0}
+    live_bytes = sum(size for name, size in parts.items() if name != Category.UNUSED)
+    rest = measurement.peak_allocated_bytes - live_bytes
+    if rest > measurement.peak_allocated_bytes * 0.001:
+        parts[REST] = rest
+    return parts
+
+
+def categories_of(parts: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
+    """Every category that occurs in some of the breakdowns, in stacking order."""
+    return ordered({name for part in parts for name, size in part.items() if size})
+
+
+def scale(most_bytes: float) -> tuple[int, str]:
+    """The unit of an axis: its bytes and its name.
+
+    Example:
+        >>> scale(5 * 2**30), scale(300 * 2**20)
+        ((1073741824, 'GiB'), (1048576, 'MiB'))
+    """
+    return next(((size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB")) if most_bytes >= size), (KIB, "KiB"))
+
+
+def time_scale(most_seconds: float) -> tuple[float, str]:
+    """What to multiply seconds with on an axis, and the unit it gives."""
+    return (1.0, "s") if most_seconds >= 1 else (1000.0, "ms")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of time in which one phase ran."""
+
+    phase: Phase
+    start_seconds: float
+    stop_seconds: float
+
+
+def stretches(timeline: Sequence[TimelinePoint]) -> tuple[Stretch, ...]:
+    """The phases of a timeline one after the other; a stretch lasts until the next one begins."""
+    firsts = [(phase, next(group).seconds) for phase, group in groupby(timeline, key=lambda point: point.phase)]
+    stops = [start for _, start in firsts[1:]] + [timeline[-1].seconds if timeline else 0.0]
+    found = (Stretch(phase, start, stop) for (phase, start), stop in zip(firsts, stops, strict=True))
+    return tuple(stretch for stretch in found if stretch.stop_seconds > stretch.start_seconds)
+
+
+def finite(number: float) -> float:
+    """Zero for what was not measured, so that a bar of no length is drawn."""
+    return number if math.isfinite(number) else 0.0

@@ -1,0 +1,150 @@
+"""The two seams between a training loop and memlab: the model call and the optimizer step.
+
+How each is taken over, and given back:
+
+1. *Model call.* The model gets an instance attribute ``forward`` that stands in for the original.
+   It keeps the signature (Trainer reads it), survives ``deepcopy`` and pickling as the original
+   method of the copy, and passes everything through once the session is over, should another
+   wrapper (Accelerate's, say) still hold it.
+2. *Optimizer step.* A step pre-hook, torch's own registration, does the update; it then hands the
+   original ``step`` a stand-in of the optimizer that has no parameters. So it works below LR
+   schedulers, ``GradScaler``, Accelerate and Fabric, which all keep their own references to
+   ``optimizer.step``; an instance attribute would be bypassed by some of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+ForwardHandler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+class ForwardSeam:
+    """Stands in for ``model.forward`` while a session is attached.
+
+    Args:
+        model: the model whose call is taken over.
+        handler: called with the original forward, its positional and its keyword arguments.
+    """
+
+    def __init__(self, model: nn.Module, handler: ForwardHandler) -> None:
+        self._original = model.forward
+        self._model = model
+        self._handler: ForwardHandler | None = handler
+        functools.update_wrapper(self, self._original)
+        self.__signature__ = inspect.signature(self._original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._handler is None:
+            return self._original(*args, **kwargs)
+        return self._handler(self._original, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._model))
+        return self._original if copied is None else _class_forward(copied)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
+        return _class_forward, (self._model,)
+
+    def install(self, undo: ExitStack) -> None:
+        """Put the seam in place; `undo` takes it out again."""
+        instance = self._model.__dict__
+        before = instance.get("forward")
+        undo.callback(self._remove, before)
+        instance["forward"] = self
+
+    def _remove(self, before: Any) -> None:
+        self._handler = None
+        instance = self._model.__dict__
+        # somebody may have wrapped the seam since; then it stays inside as a pass-through
+        if instance.get("forward") is self:
+            if before is None:
+                del instance["forward"]
+            else:
+                instance["forward"] = before
+
+
+def _class_forward(model: nn.Module) -> Any:
+    return functools.partial(type(model).forward, model)
+
+
+StepHandler = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
+
+
+def install_step_seam(
+    optimizer: torch.optim.Optimizer,
+    before: StepHandler,
+    after: Callable[[torch.optim.Optimizer], None],
+    undo: ExitStack,
+) -> None:
+    """Take over ``optimizer.step()``.
+
+    Args:
+        optimizer: the user's optimizer; it stays the same object.
+        before: step pre-hook; returns replaced arguments, or None to let the step run.
+        after: called when the step is over.
+        undo: takes both hooks out again.
+    """
+    undo.callback(optimizer.register_step_pre_hook(before).remove)
+    undo.callback(optimizer.register_step_post_hook(lambda opt, _args, _kwargs: after(opt)).remove)
+
+
+def on_first_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
+    """Call `found` with every optimizer that steps, before it does, until undone."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    undo.callback(register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: found(optimizer)).remove)
+
+
+class FirstTrainingCall:
+    """Watches for the first call of a trainable model, to find one that is made inside a cell.
+
+    While active, ``torch.nn.Module.__call__`` is replaced by a version that looks at outermost calls;
+    hooks cannot serve here, since they come after ``forward`` has been looked up.
+
+    Args:
+        found: called once with the model, just before its first training call runs.
+    """
+
+    def __init__(self, found: Callable[[nn.Module], None]) -> None:
+        self._found = found
+        self._depth = 0
+        self._original: Any = None
+
+    def __enter__(self) -> FirstTrainingCall:
+        self._original = original = nn.Module.__call__
+        watcher = self
+
+        @functools.wraps(original)
+        def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            watcher._look_at(module)
+            watcher._depth += 1
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                watcher._depth -= 1
+
+        nn.Module.__call__ = watched_call  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Put ``torch.nn.Module.__call__`` back; harmless when done already."""
+        if self._original is not None:
+            nn.Module.__call__ = self._original  # type: ignore[method-assign]
+            self._original = None
+
+    def _look_at(self, module: nn.Module) -> None:
+        is_training_call = self._depth == 0 and module.training and torch.is_grad_enabled()
+        if is_training_call and self._original is not None and any(p.requires_grad for p in module.parameters()):
+            self.stop()
+            self._found(module)

@@ -1,0 +1,462 @@
+"""`Session`: applies a plan to a workload, switches it at step boundaries, and undoes it.
+
+The session is the only owner of undo. Each technique in force has an `ExitStack`; taking the technique
+out unwinds it. When a plan changes, techniques whose setting stays are left alone, and a change that
+fails half-way is rolled back as a whole.
+
+A *step boundary* is the moment before the first training forward after an `optimizer.step()`. A
+switch asked for between a forward and its step waits for it; everything happens on the thread that
+trains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from memlab import stepping
+from memlab.errors import RefusalError, SessionError
+from memlab.plan import Plan
+from memlab.seams import ForwardSeam, install_step_seam, on_first_step
+from memlab.techniques import TECHNIQUES, Technique
+from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
+
+
+class Observer(Protocol):
+    """Who watches a session, on the training thread."""
+
+    def plan_changed(self, plan: Plan) -> None: ...
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def forward_begins(self, batch: Batch) -> None: ...
+    def forward_ended(self, loss: torch.Tensor | None) -> None: ...
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None: ...
+    def interrupted(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """What a session did, and before which step.
+
+    Args:
+        step: optimizer steps done when it happened.
+        text: what was done, in words.
+    """
+
+    step: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.text}"
+
+
+@dataclass
+class _InForce:
+    """A technique in force and what takes it out again."""
+
+    technique: Technique
+    undo: ExitStack
+
+
+# models with a session, so that a second one is refused instead of wrapping the first
+_attached: dict[int, Session] = {}
+
+
+class Session:
+    """A plan applied to live objects.
+
+    Use `memlab.fit` to make one. Under ``with`` it is undone at the end of the block; bare, it stays
+    until `undo`.
+
+    Args:
+        workload: what to apply plans to.
+        observers: who watches.
+
+    Attributes:
+        workload: the live objects.
+        log: what was done when.
+
+    Raises:
+        RefusalError: the model cannot be taken over at all (compiled, sharded).
+        SessionError: the model has a session already.
+    """
+
+    def __init__(self, workload: Workload, observers: Sequence[Observer] = ()) -> None:
+        _refuse_foreign_engines(workload)
+        if id(workload.model) in _attached:
+            raise SessionError(f"{workload.name} has a session already: use its switch(plan), or undo() it first")
+        self.workload = workload
+        self.log: list[LogEntry] = []
+        self.observers: list[Observer] = list(observers)
+        self._plan = Plan()
+        self._pending: Plan | None = None
+        self._in_force: dict[type[Technique], _InForce] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._seams = ExitStack()
+        self._techniques: list[Technique] = []
+        self._steps = 0
+        self._window_open = False
+        self._thread = threading.get_ident()
+        self._attach()
+
+    # -- for people ----------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._plan
+
+    @property
+    def pending(self) -> Plan | None:
+        """The plan that waits for the next step boundary, or None."""
+        return self._pending
+
+    @property
+    def attached(self) -> bool:
+        """Whether the session still holds the seams; False after `undo`."""
+        return _attached.get(id(self.workload.model)) is self
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps seen so far."""
+        return self._steps
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the techniques in force have to say."""
+        return tuple(note for technique in self._techniques for note in technique.notes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes kept off the device by the techniques in force."""
+        return sum(technique.host_bytes for technique in self._techniques)
+
+    def switch(self, plan: Plan | str, *, now: bool = False) -> None:
+        """Change to another plan, at once or at the next step boundary.
+
+        Args:
+            plan: the plan, or its flags.
+            now: apply even between a forward and its step, for a loop that has been left there.
+
+        Raises:
+            RefusalError: a technique does not apply here; the old plan stays in force.
+            SessionError: the session is over, or a switch `now` from another thread than training's.
+        """
+        self._require_attached()
+        wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+        same_thread = threading.get_ident() == self._thread
+        if same_thread and (now or not self._window_open):
+            self._pending = None
+            self._switch_now(wanted)
+            return
+        if now:
+            raise SessionError("switch(now=True) from another thread than the one that trains: leave out now, and the training thread applies it")
+        self._pending = wanted
+
+    def undo(self) -> None:
+        """Give the workload back as it was: every technique off, both seams out. Harmless when done."""
+        if not self.attached:
+            return
+        try:
+            self._switch_now(Plan())
+        finally:
+            self._seams.close()
+
+    def __enter__(self) -> Session:
+        self._require_attached()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        state = f"plan {self._plan.label!r}" if self.attached else "undone"
+        return f"<memlab session on {self.workload.describe()}: {state}, {self._steps} steps>"
+
+    # -- attaching -----------------------------------------------------------------------------
+
+    def _require_attached(self) -> None:
+        if not self.attached:
+            raise SessionError("this session is over: make a new one with memlab.fit(workload, plan)")
+
+    def _attach(self) -> None:
+        model = self.workload.model
+        with ExitStack() as seams:
+            _attached[id(model)] = self
+            seams.callback(_attached.pop, id(model), None)
+            ForwardSeam(model, self._on_forward).install(seams)
+            self._seams = seams.pop_all()
+        try:
+            for optimizer in self.workload.optimizers:
+                self._add_optimizer(optimizer)
+            on_first_step(self._on_any_step, self._seams)
+        except BaseException:
+            self._seams.close()
+            raise
+
+    def _on_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over an optimizer that is first seen when it steps."""
+        known = id(optimizer) in self._optimizers
+        if known or unwrap_optimizer(optimizer) is not optimizer or not steps_some_of(optimizer, self.workload.model):
+            return
+        for entry in self._in_force.values():
+            entry.technique.check_optimizer(optimizer)
+        self.workload.optimizers.append(optimizer)
+        self._add_optimizer(optimizer)
+        self._note(f"found optimizer {type(optimizer).__name__}")
+
+    def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+        self._seams.callback(self._optimizers.pop, id(optimizer), None)
+        install_step_seam(optimizer, self._before_step, self._after_step, self._seams)
+        hooks = (
+            optimizer.register_state_dict_post_hook(self._saved_state),
+            optimizer.register_load_state_dict_post_hook(self._loaded_state),
+        )
+        for hook in hooks:
+            self._seams.callback(hook.remove)
+        for entry in self._in_force.values():
+            self._attach_to_optimizer(entry, optimizer)
+        for observer in self.observers:
+            observer.optimizer_found(optimizer)
+
+    def _saved_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return stepping.canonical_state_dict(optimizer, state_dict, self._techniques)
+
+    def _loaded_state(self, optimizer: torch.optim.Optimizer) -> None:
+        stepping.pack_loaded(optimizer, self._techniques)
+
+    # -- switching -----------------------------------------------------------------------------
+
+    def _switch_now(self, plan: Plan) -> None:
+        leaving = [kind for kind in reversed(TECHNIQUES) if self._leaves(kind, plan)]
+        coming = [kind(plan) for kind in TECHNIQUES if kind.wanted(plan) and (kind in leaving or kind not in self._in_force)]
+        for technique in coming:
+            technique.check(self.workload)
+            for optimizer in self._optimizers.values():
+                technique.check_optimizer(optimizer)
+        before = self._plan
+        with ExitStack() as rollback:
+            rollback.callback(self._restore, before)
+            for kind in leaving:
+                self._take_out(kind)
+            for technique in coming:
+                self._put_in(technique)
+            self._plan = plan
+            rollback.pop_all()
+        if plan != before:
+            self._note(f"{before.label} → {plan.label}")
+            for observer in self.observers:
+                observer.plan_changed(plan)
+
+    def _leaves(self, kind: type[Technique], plan: Plan) -> bool:
+        entry = self._in_force.get(kind)
+        return entry is not None and (not kind.wanted(plan) or kind.setting(plan) != kind.setting(entry.technique.plan))
+
+    def _restore(self, plan: Plan) -> None:
+        """After a failed change: take out what came in, put back what had left."""
+        for kind in reversed(TECHNIQUES):
+            if self._leaves(kind, plan):
+                self._take_out(kind)
+        for kind in TECHNIQUES:
+            if kind.wanted(plan) and kind not in self._in_force:
+                self._put_in(kind(plan))
+
+    def _put_in(self, technique: Technique) -> None:
+        with ExitStack() as undo:
+            entry = _InForce(technique, undo)
+            undo.callback(self._forget, type(technique))
+            self._in_force[type(technique)] = entry
+            self._refresh()
+            technique.attach_model(self.workload, undo)
+            for optimizer in self._optimizers.values():
+                self._attach_to_optimizer(entry, optimizer)
+            entry.undo = undo.pop_all()
+
+    def _take_out(self, kind: type[Technique]) -> None:
+        entry = self._in_force[kind]
+        entry.undo.close()
+
+    def _forget(self, kind: type[Technique]) -> None:
+        self._in_force.pop(kind, None)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._techniques = [self._in_force[kind].technique for kind in TECHNIQUES if kind in self._in_force]
+
+    def _attach_to_optimizer(self, entry: _InForce, optimizer: torch.optim.Optimizer) -> None:
+        technique = entry.technique
+        technique.attach_optimizer(optimizer, entry.undo)
+        if technique.changes_state:
+            entry.undo.callback(self._remove_layer, optimizer, technique)
+            stepping.apply_layer(optimizer, technique, self._above(technique))
+
+    def _remove_layer(self, optimizer: torch.optim.Optimizer, technique: Technique) -> None:
+        stepping.remove_layer(optimizer, technique, self._above(technique))
+
+    def _above(self, technique: Technique) -> list[Technique]:
+        place = TECHNIQUES.index(type(technique))
+        return [other for other in self._techniques if other.changes_state and TECHNIQUES.index(type(other)) > place]
+
+    def _note(self, text: str) -> None:
+        self.log.append(LogEntry(self._steps, text))
+
+    # -- the model call ------------------------------------------------------------------------
+
+    def _on_forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not (self.workload.model.training and torch.is_grad_enabled()):
+            return _chained([t.evaluate for t in self._techniques], original)(*args, **kwargs)
+        if not self._window_open:
+            self._at_boundary()
+        self._window_open = True
+        batch = Batch(args, kwargs)
+        for observer in self.observers:
+            observer.forward_begins(batch)
+        try:
+            output = _chained([t.forward for t in self._techniques], original)(*args, **kwargs)
+        except BaseException:
+            for observer in self.observers:
+                observer.interrupted()
+            raise
+        if self.observers:
+            loss = _loss_of(output)
+            for observer in self.observers:
+                observer.forward_ended(loss)
+        return output
+
+    def _at_boundary(self) -> None:
+        self._thread = threading.get_ident()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            self._switch_now(pending)
+        except RefusalError as refusal:
+            # the loop goes on under the old plan; whoever asked reads it in the log
+            self._note(f"refused {pending.label}: {refusal}")
+
+    # -- the optimizer step --------------------------------------------------------------------
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        for observer in self.observers:
+            observer.step_begins(optimizer)
+        self._skipped = any([technique.skips_step(optimizer) for technique in self._techniques])
+        if not self._skipped and not any(_takes_the_step(t, optimizer) for t in self._techniques):
+            return None
+        try:
+            return stepping.take_over(self._update)(optimizer, args, kwargs)
+        except BaseException:
+            for observer in self.observers:
+                observer.interrupted()
+            raise
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._skipped:
+            stepping.run_step(optimizer, self._techniques)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        skipped, self._skipped = self._skipped, False
+        for technique in self._techniques:
+            technique.step_ended(optimizer, skipped=skipped)
+        for observer in self.observers:
+            observer.step_ended(optimizer, skipped)
+        if skipped:
+            self._note("gradients were not finite: update skipped, loss scale halved")
+        self._steps += 1
+        self._window_open = False
+
+    _skipped = False
+
+
+def fit(workload: Workload, plan: Plan | str = "", observers: Sequence[Observer] = ()) -> Session:
+    """Apply a plan to live objects, there and then.
+
+    Args:
+        workload: model and optimizer, see `Workload`.
+        plan: a `Plan`, or its flags as text.
+        observers: who watches, such as a `memlab.measure.Meter`.
+
+    Returns:
+        The session; use it bare and call `undo()` later, or under ``with``.
+
+    Raises:
+        PlanError: the flags cannot be read.
+        RefusalError: a technique does not apply; the workload is as it was.
+        SessionError: the model has a session already.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with fit(Workload(model, optimizer), "--accumulate 2") as session:
+        ...     loss = model(torch.randn(6, 4)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> session.plan.label, session.attached
+        ('as written', False)
+    """
+    wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    session = Session(workload, observers)
+    try:
+        session.switch(wanted, now=True)
+    except BaseException:
+        session.undo()
+        raise
+    return session
+
+
+def session_of(model: nn.Module) -> Session | None:
+    """The session attached to a model, or None."""
+    return _attached.get(id(model))
+
+
+def sessions() -> tuple[Session, ...]:
+    """Every session that is attached now."""
+    return tuple(_attached.values())
+
+
+def _chained(wrappers: Sequence[Callable[..., Any]], innermost: Callable[..., Any]) -> Callable[..., Any]:
+    """Nest calls: the last wrapper is the outermost."""
+    call = innermost
+    for wrapper in wrappers:
+        call = partial(_wrapped, wrapper, call)
+    return call
+
+
+def _wrapped(wrapper: Callable[..., Any], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return wrapper(inner, args, kwargs)
+
+
+def _takes_the_step(technique: Technique, optimizer: torch.optim.Optimizer) -> bool:
+    return technique.changes_state or technique.stepper(optimizer) is not None
+
+
+def _loss_of(output: Any) -> torch.Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, tuple) and loss:
+        loss = loss[0]
+    return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else None
+
+
+def _refuse_foreign_engines(workload: Workload) -> None:
+    model = workload.model
+    if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
+        raise RefusalError(
+            "session",
+            f"{workload.name} is compiled, and the compiled code no longer calls model.forward",
+            "attach memlab to the model before torch.compile, or to the uncompiled one (model._orig_mod)",
+        )
+    if any(type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor" for p in model.parameters()):
+        raise RefusalError(
+            "session",
+            f"{workload.name} is already sharded (FSDP2 or tensor parallel)",
+            "use that engine's own accumulation, checkpointing and offload",
+        )

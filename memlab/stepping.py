@@ -1,0 +1,444 @@
+"""Taking over `optimizer.step()` while the user's optimizer stays the same object.
+
+Rules:
+
+1. A step pre-hook performs the update and hands the original `step` a stand-in that holds no
+   parameters (`take_over`). Schedulers, scalers and wrappers sit above the hook and notice nothing.
+2. Parameters are updated in buckets, so unpacked state and backups are bounded by the size of a
+   bucket (or of one parameter that is larger) and not by the size of the model.
+3. A bucket is updated or it is not. When its update raises, parameters and state become what they
+   were before it: packed state through references kept until the bucket has succeeded, tensors that
+   are updated in place through a backup, entries created in the failed update by dropping them.
+   Buckets finished earlier stay updated; `done` names them, so that a retry does not count them twice.
+4. Once a bucket is updated its state is packed again, whatever interrupts that.
+5. Layers of state are exchanged one parameter at a time, so no two forms of everything exist at once.
+6. Optimizers whose update is not known to treat parameters one by one get a single bucket.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # techniques import this module
+    from memlab.techniques.base import State, Stepper, Technique
+
+    _Mapping = Callable[["Optimizer", "Parameter", State], State]
+
+Optimizer = torch.optim.Optimizer
+Parameter = torch.nn.Parameter
+StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+BUCKET_BYTES = 64 * 2**20
+_ADAM_BYTES_PER_ELEMENT = 8  # two fp32 moments
+_SMALL_ELEMENTS = 1024  # below this a copy costs a kernel launch and no memory
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_SEPARABLE_PACKAGES = ("torch.optim.", "bitsandbytes.optim.", "transformers.optimization")
+
+
+# --- the seam -------------------------------------------------------------------------------------
+
+
+def take_over(update: Callable[[Optimizer], object]) -> StepHook:
+    """A step pre-hook that runs `update` in place of the optimizer's own step.
+
+    A closure is evaluated once, before the update, with gradients enabled; `step` returns its loss.
+
+    Example:
+        >>> parameter = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([parameter], lr=0.5)
+        >>> handle = optimizer.register_step_pre_hook(take_over(lambda optimizer: None))
+        >>> parameter.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> parameter.item()
+        1.0
+    """
+
+    def hook(
+        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        _, *rest = args
+        rest, kwargs = _evaluated(rest, kwargs)
+        update(optimizer)
+        return (standin(optimizer), *rest), kwargs
+
+    return hook
+
+
+def _evaluated(rest: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Step arguments in which a closure is replaced by one that returns the loss it gave."""
+    if rest and callable(rest[0]):
+        return [_already(rest[0]), *rest[1:]], dict(kwargs)
+    if callable(kwargs.get("closure")):
+        return list(rest), {**kwargs, "closure": _already(kwargs["closure"])}
+    return list(rest), dict(kwargs)
+
+
+def _already(closure: Callable[[], Any]) -> Callable[[], Any]:
+    with torch.enable_grad():
+        loss = closure()
+    return lambda: loss
+
+
+def standin(optimizer: Optimizer) -> Optimizer:
+    """A copy of an optimizer with no parameters, no state and no hooks: stepping it does nothing."""
+    copy: Optimizer = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    # a subclass that calls super().step() passes a second hooked step, with the stand-in as optimizer
+    copy.__dict__.update({name: OrderedDict() for name in _HOOKS}, param_groups=[], state={})
+    return copy
+
+
+def unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The step of an optimizer's class without torch's wrapper that runs the step hooks."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def plain_stepper(optimizer: Optimizer) -> Stepper:
+    """The user's own update, of the given parameters only."""
+    step = unhooked_step(optimizer)
+
+    def update(parameters: Sequence[Parameter]) -> None:
+        with _only(optimizer, parameters), torch.no_grad():
+            step(optimizer)
+
+    return update
+
+
+@contextmanager
+def _only(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Leave only these parameters in the groups; afterwards the groups hold the very same lists."""
+    chosen = {id(parameter) for parameter in parameters}
+    lists = [(group, group["params"]) for group in optimizer.param_groups]
+    hooks = {name: getattr(optimizer, name) for name in _HOOKS}
+    try:
+        for group, everything in lists:
+            group["params"] = [parameter for parameter in everything if id(parameter) in chosen]
+        optimizer.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        yield
+    finally:
+        optimizer.__dict__.update(hooks)
+        for group, everything in lists:
+            group["params"] = everything
+
+
+# --- one step -------------------------------------------------------------------------------------
+
+
+def run_step(
+    optimizer: Optimizer,
+    techniques: Sequence[Technique],
+    bucket_bytes: int = BUCKET_BYTES,
+    *,
+    backup: bool = True,
+    done: set[Parameter] | None = None,
+) -> bool:
+    """Update every parameter that has a gradient, bucket by bucket.
+
+    Args:
+        optimizer: the user's optimizer.
+        techniques: those in force, in the order in which state was packed.
+        bucket_bytes: size of a bucket, counted as the fp32 moments of its parameters.
+        backup: keep a copy of the parameters and in-place state of the bucket being updated, so that
+            an exception in the middle of it undoes it. Without, only packed state and state created
+            in the failed update are put right.
+        done: parameters that are updated already and left out; finished buckets are added to it. A
+            caller that frees memory after an out-of-memory error calls again with the same set.
+
+    Returns:
+        False when a gradient scaler told the optimizer to skip this step, else True.
+    """
+    foreign = _foreign_stepper(optimizer, techniques)
+    if foreign is not None and not _serve_scaler(optimizer):
+        return False
+    stepper = foreign or plain_stepper(optimizer)
+    finished: set[Parameter] = set() if done is None else done
+    for bucket in buckets(optimizer, bucket_bytes):
+        waiting = [parameter for parameter in bucket if parameter not in finished]
+        if waiting:
+            _update_bucket(optimizer, waiting, techniques, stepper, backup)
+            finished.update(waiting)
+    return True
+
+
+def _foreign_stepper(optimizer: Optimizer, techniques: Sequence[Technique]) -> Stepper | None:
+    steppers = (technique.stepper(optimizer) for technique in reversed(techniques))
+    return next((stepper for stepper in steppers if stepper is not None), None)
+
+
+def _serve_scaler(optimizer: Optimizer) -> bool:
+    """Do what a fused optimizer does inside its kernel: skip on overflow, otherwise unscale.
+
+    `GradScaler` leaves `found_inf` and `grad_scale` on optimizers that promise to handle them.
+    """
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found_inf is not None and bool(found_inf):
+        return False
+    if scale is not None:
+        for parameter in _with_gradient(optimizer):
+            assert parameter.grad is not None
+            parameter.grad.div_(scale.to(parameter.grad.device))
+        # gradients are true now; a retry must not divide again, and the scaler deletes the attribute itself
+        optimizer.grad_scale = torch.ones_like(scale)  # type: ignore[attr-defined]
+    return True
+
+
+def _with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:
+    for group in optimizer.param_groups:
+        yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+
+
+def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]]:
+    """Parameters with a gradient, in order, grouped up to so many bytes of fp32 moments."""
+    bucket: list[Parameter] = []
+    filled = 0
+    separable = _is_separable(optimizer)
+    for parameter in _with_gradient(optimizer):
+        size_bytes = _ADAM_BYTES_PER_ELEMENT * parameter.numel()
+        if bucket and separable and filled + size_bytes > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parameter)
+        filled += size_bytes
+    if bucket:
+        yield bucket
+
+
+def _is_separable(optimizer: Optimizer) -> bool:
+    """Whether the update of each parameter is known to be independent of all others."""
+    kind = type(optimizer)
+    return f"{kind.__module__}.".startswith(_SEPARABLE_PACKAGES) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _update_bucket(
+    optimizer: Optimizer, bucket: Sequence[Parameter], techniques: Sequence[Technique], stepper: Stepper, backup: bool
+) -> None:
+    layers = _layers_to_open(techniques)
+    before = _Before(optimizer, bucket)
+    try:
+        for parameter in bucket:
+            _open(optimizer, parameter, layers)
+        with ExitStack() as updating:
+            for technique in techniques:
+                updating.enter_context(technique.around_update(optimizer, bucket))
+            # inside, because a technique may show the update other tensors than are kept
+            with before.restored_on_failure(everything=backup):
+                stepper(bucket)
+    except BaseException:
+        before.restore_states()
+        raise
+    _close_all(optimizer, bucket, layers)
+
+
+def _layers_to_open(techniques: Sequence[Technique]) -> list[Technique]:
+    """State layers from the top down to the lowest one that must be open during an update."""
+    layers = [technique for technique in techniques if technique.changes_state]
+    lowest = next((at for at, technique in enumerate(layers) if technique.state_per_step), len(layers))
+    return layers[lowest:]
+
+
+def _open(optimizer: Optimizer, parameter: Parameter, layers: Sequence[Technique]) -> None:
+    state = optimizer.state.get(parameter)
+    if state and layers:
+        _set_state(optimizer, parameter, unpacked(optimizer, parameter, state, layers))
+
+
+def _close_all(optimizer: Optimizer, bucket: Sequence[Parameter], layers: Sequence[Technique]) -> None:
+    """Pack the state of a bucket again; when interrupted, first finish, then raise."""
+    waiting = [parameter for parameter in bucket if layers and optimizer.state.get(parameter)]
+    try:
+        _close(optimizer, waiting, layers)
+    except BaseException:
+        _close(optimizer, waiting, layers)
+        raise
+
+
+def _close(optimizer: Optimizer, waiting: list[Parameter], layers: Sequence[Technique]) -> None:
+    while waiting:
+        parameter = waiting[-1]
+        _set_state(optimizer, parameter, packed(optimizer, parameter, optimizer.state[parameter], layers))
+        waiting.pop()
+
+
+class _Before:
+    """What a bucket was before its update, held so that nothing needs memory to go back to it."""
+
+    def __init__(self, optimizer: Optimizer, bucket: Sequence[Parameter]) -> None:
+        self._optimizer = optimizer
+        self._bucket = bucket
+        self._states = {parameter: state for parameter in bucket if (state := optimizer.state.get(parameter))}
+        self._entries = {parameter: dict(state) for parameter, state in self._states.items()}
+        self._complete = False
+
+    @contextmanager
+    def restored_on_failure(self, *, everything: bool) -> Iterator[None]:
+        """Give the tensors an update writes to their values back when it raises."""
+        copies = [(tensor, tensor.detach().clone()) for tensor in self._written(everything=everything)]
+        self._complete = everything
+        try:
+            yield
+        except BaseException:
+            for tensor, copy in copies:
+                tensor.detach().copy_(copy)
+            raise
+
+    def _written(self, *, everything: bool) -> list[torch.Tensor]:
+        """Tensors the update writes to, or of state that was unpacked the small ones only.
+
+        The large tensors that unpacking made are left out: the packed ones they came from are untouched.
+        """
+        kept = {id(value) for state in self._entries.values() for value in state.values()}
+        written: list[torch.Tensor] = [*self._bucket] if everything else []
+        for parameter in self._entries:
+            values = self._optimizer.state[parameter].values()
+            tensors = [value for value in values if isinstance(value, torch.Tensor) and id(value) in kept]
+            written += [tensor for tensor in tensors if everything or self._is_small_and_opened(parameter, tensor)]
+        distinct = {id(tensor): tensor for tensor in written}  # parameters share the codebooks of 8-bit state
+        return list(distinct.values())
+
+    def _is_opened(self, parameter: Parameter) -> bool:
+        return self._optimizer.state.get(parameter) is not self._states.get(parameter)
+
+    def _is_small_and_opened(self, parameter: Parameter, tensor: torch.Tensor) -> bool:
+        return tensor.numel() < _SMALL_ELEMENTS and self._is_opened(parameter)
+
+    def restore_states(self) -> None:
+        """Make the entries of `optimizer.state` the dicts they were, with what they held."""
+        for parameter in self._bucket:
+            self._restore_state(parameter)
+
+    def _restore_state(self, parameter: Parameter) -> None:
+        state = self._states.get(parameter)
+        if state is None:
+            self._optimizer.state.pop(parameter, None)
+        elif self._complete or self._is_opened(parameter):
+            state.clear()
+            state.update(self._entries[parameter])
+            self._optimizer.state[parameter] = state
+
+
+# --- layers of state ------------------------------------------------------------------------------
+
+
+def packed(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[Technique]) -> State:
+    """State of one parameter, put through layers from the bottom up."""
+    for technique in layers:
+        state = technique.pack_state(optimizer, parameter, state)
+    return state
+
+
+def unpacked(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[Technique]) -> State:
+    """State of one parameter, brought back through layers from the top down."""
+    for technique in reversed(layers):
+        state = technique.unpack_state(optimizer, parameter, state)
+    return state
+
+
+def apply_layer(optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = ()) -> None:
+    """Pack all state of an optimizer with one more technique.
+
+    Args:
+        optimizer: whose state is packed, one parameter at a time. When that raises, the parameters
+            packed so far are unpacked again.
+        technique: the layer to put in.
+        above: state layers that are in force above it, from the bottom up.
+    """
+    if technique.changes_state:
+        _exchange(optimizer, _packing(technique), _unpacking(technique), above)
+
+
+def remove_layer(optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = ()) -> None:
+    """Take one technique out of all state of an optimizer; the opposite of `apply_layer`."""
+    if technique.changes_state:
+        _exchange(optimizer, _unpacking(technique), _packing(technique), above)
+
+
+def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
+    """Pack state that was just loaded in the user's own format (a load_state_dict post-hook)."""
+    layers = [technique for technique in techniques if technique.changes_state]
+    for parameter, state in _held(optimizer):
+        _set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
+
+
+def canonical_state_dict(
+    optimizer: Optimizer, state_dict: dict[str, Any], techniques: Sequence[Technique]
+) -> dict[str, Any]:
+    """A state_dict in the user's own format (for a state_dict post-hook); live state is not touched.
+
+    State that a layer changed is made one parameter at a time and, when the parameter is on an
+    accelerator, kept in host memory: a checkpoint must not need the memory the layers save.
+
+    Args:
+        optimizer: whose `state_dict` was asked for.
+        state_dict: what torch made of the resident state.
+        techniques: those in force, in the order in which state was packed.
+    """
+    layers = [technique for technique in techniques if technique.changes_state]
+    if not layers:
+        return state_dict
+    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = dict(_canonical_entries(optimizer, everything, state_dict["state"], layers))
+    return {**state_dict, "state": state}
+
+
+def _canonical_entries(
+    optimizer: Optimizer, everything: Sequence[Parameter], entries: Mapping[Any, Any], layers: Sequence[Technique]
+) -> Iterator[tuple[Any, Any]]:
+    for key, entry in entries.items():
+        if not isinstance(key, int) or not isinstance(entry, dict) or not entry:
+            yield key, entry
+        elif canonical := unpacked(optimizer, everything[key], entry, layers):
+            yield key, {name: _on_host_unless_live(value, entry) for name, value in canonical.items()}
+
+
+def _on_host_unless_live(value: Any, live: Mapping[str, Any]) -> Any:
+    if not isinstance(value, torch.Tensor) or value.numel() < _SMALL_ELEMENTS:
+        return value
+    return value if any(value is kept for kept in live.values()) else value.cpu()
+
+
+def _packing(technique: Technique) -> _Mapping:
+    return technique.pack_state
+
+
+def _unpacking(technique: Technique) -> _Mapping:
+    return technique.unpack_state
+
+
+def _exchange(optimizer: Optimizer, there: _Mapping, back: _Mapping, above: Sequence[Technique]) -> None:
+    exchanged: list[Parameter] = []
+    try:
+        for parameter, _ in _held(optimizer):
+            _exchange_one(optimizer, parameter, there, above)
+            exchanged.append(parameter)
+    except BaseException:
+        for parameter in exchanged:
+            _exchange_one(optimizer, parameter, back, above)
+        raise
+
+
+def _exchange_one(optimizer: Optimizer, parameter: Parameter, there: _Mapping, above: Sequence[Technique]) -> None:
+    state = optimizer.state.get(parameter)
+    if state:
+        bare = unpacked(optimizer, parameter, state, above)
+        changed = there(optimizer, parameter, bare)
+        _set_state(optimizer, parameter, packed(optimizer, parameter, changed, above) if changed else changed)
+
+
+def _held(optimizer: Optimizer) -> list[tuple[Parameter, State]]:
+    """Parameters that have state; optimizers may keep other things in the same dict."""
+    items = optimizer.state.items()
+    return [(key, state) for key, state in items if isinstance(key, Parameter) and isinstance(state, dict) and state]
+
+
+def _set_state(optimizer: Optimizer, parameter: Parameter, state: State) -> None:
+    """Keep new state, or none: an empty entry would read as state that exists."""
+    if state:
+        optimizer.state[parameter] = state
+    else:
+        optimizer.state.pop(parameter, None)

@@ -1,0 +1,29 @@
+"""The techniques, one per file, and the list that decides their order.
+
+Order matters twice: a forward runs through the list from the last to the first (accumulation splits
+the batch before precision and the rest see it), and optimizer state is packed from the first to
+the last (converted to 8 bit, then moved off the device).
+"""
+
+from __future__ import annotations
+
+from memlab.techniques.accumulation import Accumulation
+from memlab.techniques.base import Technique
+from memlab.techniques.checkpointing import Checkpointing
+from memlab.techniques.chunked_loss import ChunkedLoss
+from memlab.techniques.offload_activations import OffloadActivations
+from memlab.techniques.offload_optimizer import OffloadOptimizer
+from memlab.techniques.optimizer import OptimizerConversion
+from memlab.techniques.precision import PrecisionChoice
+
+TECHNIQUES: tuple[type[Technique], ...] = (
+    Checkpointing,
+    ChunkedLoss,
+    OptimizerConversion,
+    PrecisionChoice,
+    OffloadOptimizer,
+    OffloadActivations,
+    Accumulation,
+)
+
+__all__ = ["TECHNIQUES", "Technique"]

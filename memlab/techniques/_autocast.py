@@ -1,0 +1,42 @@
+"""Autocast state: switched off for a while, or saved and entered again later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+
+def device_types() -> tuple[str, ...]:
+    """Device types whose autocast state a training thread may hold."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run without autocast, whatever surrounds it."""
+    with ExitStack() as stack:
+        for device_type in device_types():
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+class AutocastState:
+    """The autocast state at one moment, to be entered again, as a recomputation must."""
+
+    def __init__(self) -> None:
+        self._states = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in device_types()]
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether the loop runs in fp16, whose gradients vanish unless they are scaled."""
+        return any(enabled and dtype is torch.float16 for _, enabled, dtype in self._states)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for device_type, enabled, dtype in self._states:
+                # the cache would hand casts made without gradients to a pass that needs them
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False))
+            yield

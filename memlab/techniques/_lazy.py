@@ -1,0 +1,98 @@
+"""A tensor whose value is computed when somebody looks at it.
+
+Used for logits that a training loop gets back and usually never reads. Shape, dtype and device are
+known at once; any operation, print or copy computes the value and goes on with the real tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+# what can be asked without knowing the value
+_METADATA = frozenset(
+    {
+        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.element_size,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.__len__,
+    }
+)
+
+
+class LazyTensor(torch.Tensor):
+    """Stands in for a tensor until its value is needed.
+
+    Args:
+        shape: shape of the value.
+        dtype: dtype of the value.
+        device: device of the value.
+        compute: called once, when the value is first needed.
+    """
+
+    _compute: Callable[[], torch.Tensor] | None
+    _value: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, compute: Callable[[], torch.Tensor]
+    ) -> LazyTensor:
+        lazy = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        lazy._compute = compute
+        lazy._value = None
+        return lazy
+
+    def __init__(self, *_args: Any) -> None:
+        super().__init__()
+
+    def value(self) -> torch.Tensor:
+        """The real tensor, computed at the first call."""
+        if self._value is None:
+            assert self._compute is not None
+            self._value = self._compute()
+            self._compute = None
+        return self._value
+
+    def with_gradient(self, pass_through: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
+        """The same values, with an identity in the graph that changes their gradient."""
+        return LazyTensor(self.shape, self.dtype, self.device, lambda: pass_through(self.value()))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        real_args, real_kwargs = tree_map(real, (args, dict(kwargs or {})))
+        return func(*real_args, **real_kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # reached by operations in C++ that were given a lazy tensor without passing through Python
+        real_args, real_kwargs = tree_map(real, (args, dict(kwargs or {})))
+        return func(*real_args, **real_kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.value().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.value().detach().clone()
+
+
+def real(leaf: Any) -> Any:
+    """The value of a lazy tensor; anything else as it is."""
+    return leaf.value() if isinstance(leaf, LazyTensor) else leaf

@@ -1,0 +1,456 @@
+"""One model call run as micro-batches: first pass, backward, replay. See `accumulation` for the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab.errors import RefusalError, SessionError
+from memlab.techniques._autocast import AutocastState, without_autocast
+from memlab.techniques._lazy import LazyTensor, real
+from memlab.techniques._split import Call, Layout, Outputs
+from memlab.units import MIB
+
+_FIELD = "accumulation"
+_KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
+# an output larger than this is computed only when the loop looks at it
+_LAZY_FROM_BYTES = 16 * MIB
+# scale of the inner backward under a loop's own fp16, until its scaler has shown its own
+_FIRST_LOOP_SCALE = 2.0**16
+
+
+@dataclass
+class Learnt:
+    """What one call of a model teaches for the next.
+
+    Args:
+        fused: whether the model returns its loss; None before the first call.
+        reads_outputs: the loop has looked at a large output, so they are kept from then on.
+        loop_scale: factor by which the loop scaled its loss last.
+        updates: optimizer steps so far; parameters of an earlier count are gone.
+    """
+
+    fused: bool | None = None
+    reads_outputs: bool = False
+    loop_scale: torch.Tensor | float = _FIRST_LOOP_SCALE
+    updates: int = 0
+
+
+@dataclass
+class _Joined:
+    """One output, gathered over micro-batches.
+
+    Args:
+        dim: dimension to join along; None for scalars and values all micro-batches share.
+        weights: one per micro-batch for a scalar, else None.
+        shape: shape of one part; along `dim` only the sum counts.
+        sizes: size of each part along `dim`.
+        parts: detached parts, empty when the output is computed on demand.
+    """
+
+    dim: int | None
+    weights: list[float] | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    differentiable: bool = False
+    sizes: list[int] = field(default_factory=list)
+    parts: list[torch.Tensor] = field(default_factory=list)
+
+    def value(self) -> torch.Tensor:
+        if self.weights is not None:
+            weighted = [part * weight for part, weight in zip(self.parts, self.weights, strict=True) if weight]
+            return torch.stack(weighted).sum(0)
+        if self.dim is None:
+            return self.parts[0].clone()
+        return torch.cat(self.parts, self.dim)
+
+    def whole_shape(self) -> list[int]:
+        assert self.dim is not None
+        return [*self.shape[: self.dim], sum(self.sizes), *self.shape[self.dim + 1 :]]
+
+    def share(self, gradient: torch.Tensor, index: int) -> torch.Tensor | None:
+        """The part of the joined output's gradient that belongs to one micro-batch."""
+        if self.weights is not None:
+            return gradient * self.weights[index]
+        if self.dim is None:
+            return gradient if index == 0 else None
+        return gradient.narrow(self.dim, sum(self.sizes[:index]), self.sizes[index])
+
+
+class MicroRun:
+    """One split model call: its micro-batches, and what is needed to run one of them again.
+
+    Args:
+        model: whose parameters are aliased.
+        call: the model call below accumulation.
+        micro_batches: the parts of the call.
+        layout: along which dimension they were cut.
+        weights: for each scalar output that has a rule, one weight per micro-batch.
+        joins: for each output the dimension to join along, or None.
+        learnt: what earlier calls taught; updated here.
+        random_states: of an earlier run, to be repeated; None for a first run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Any,
+        micro_batches: list[Call],
+        layout: Layout,
+        weights: Mapping[int, list[float]],
+        joins: tuple[int | None, ...],
+        learnt: Learnt,
+        random_states: list[_RandomState] | None = None,
+    ) -> None:
+        self._model = model
+        self._call = call
+        self._micro_batches = micro_batches
+        self._layout = layout
+        self._weights = weights
+        self._joins = joins
+        self._learnt = learnt
+        self._repeats = random_states is not None
+        self._random_states = random_states or []
+        self._updates = learnt.updates
+        self._autocast = AutocastState()
+        self._aliases = _Aliases(model)
+        self._inputs = [i for i, leaf in enumerate(micro_batches[0].leaves) if _requires_grad(leaf)]
+        self._input_gradients: list[dict[int, torch.Tensor]] = []
+        self._joined: dict[int, _Joined] = {}
+        self._template: Outputs | None = None
+        self._kept: tuple[Call, Outputs] | None = None
+        self._fused = False
+        self._inner_scale: torch.Tensor | float = 1.0
+        self._looked_at: list[Any] | None = None
+
+    def outputs(self) -> Any:
+        """Run all micro-batches and return what the model would have returned."""
+        leaves = self._leaves()
+        assert self._template is not None
+        for position, joined in self._joined.items():
+            if not joined.parts:
+                leaves[position] = self._lazy(position, joined)
+        return self._template.rebuild(leaves)
+
+    def _leaves(self) -> list[Any]:
+        whole_inputs = [self._whole_input(position) for position in self._inputs]
+        values = _SplitCall.apply(self, *whole_inputs, *self._aliases.originals)  # type: ignore[no-untyped-call]
+        assert self._template is not None
+        leaves = list(self._template.leaves)
+        for position, value in zip(self._eager(), values, strict=True):
+            leaves[position] = value
+        return leaves
+
+    def _whole_input(self, position: int) -> torch.Tensor:
+        if position not in self._layout.split:
+            whole: torch.Tensor = self._micro_batches[0].leaves[position]
+            return whole
+        return torch.cat([part.leaves[position] for part in self._micro_batches], self._layout.dim)
+
+    def _eager(self) -> list[int]:
+        return [position for position, joined in self._joined.items() if joined.parts]
+
+    def _lazy(self, position: int, joined: _Joined) -> LazyTensor:
+        return LazyTensor(joined.whole_shape(), joined.dtype, joined.device, lambda: self._look(position))
+
+    def _look(self, position: int) -> torch.Tensor:
+        """Compute an output the loop looks at after all, connected to the graph by replay."""
+        self._learnt.reads_outputs = True
+        if self._updates != self._learnt.updates:
+            raise SessionError(
+                "an output of a split batch was read after optimizer.step(), when its parameters were gone: "
+                "read it before the step (from the next batch on memlab keeps it)"
+            )
+        if self._looked_at is None:
+            again = MicroRun(
+                self._model, self._call, self._micro_batches, self._layout, self._weights, self._joins, self._learnt,
+                random_states=self._random_states,
+            )  # fmt: skip
+            now = _RandomState(self._aliases.device)
+            with self._autocast.entered():
+                self._looked_at = again._leaves()
+            now.restore()
+        value: torch.Tensor = self._looked_at[position]
+        return value
+
+    # -- first pass ----------------------------------------------------------------------------
+
+    def first_pass(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Run every micro-batch once.
+
+        Returns:
+            The joined outputs, and those among them that have no gradient.
+        """
+        with self._aliases.in_place():
+            for index in range(len(self._micro_batches)):
+                self._first_run_of(index)
+        joined = [self._joined[position] for position in self._eager()]
+        values = [one.value() for one in joined]
+        return values, [value for value, one in zip(values, joined, strict=True) if not one.differentiable]
+
+    def _first_run_of(self, index: int) -> None:
+        if not self._repeats:
+            self._random_states.append(_RandomState(self._aliases.device))
+        else:
+            self._random_states[index].restore()
+        is_last = index == len(self._micro_batches) - 1
+        with torch.set_grad_enabled(not self._repeats and (self._learnt.fused is not False or is_last)):
+            micro_batch, outputs = self._run(index)
+        if index == 0:
+            self._choose_form(outputs)
+        self._gather(outputs)
+        if self._fused:
+            loss = outputs.leaves[outputs.loss]
+            # large outputs die before the backward pass, as in a loop that keeps only the loss
+            self._template = outputs = outputs.without_tensors()
+            self._backward_of_loss(index, micro_batch, loss, self._weights[outputs.loss][index])
+        elif is_last and not self._repeats:
+            self._kept = (micro_batch, outputs)
+        if not self._fused:
+            self._template = outputs.without_tensors()
+            # casts that were cached without gradients must not meet a pass that needs them
+            torch.clear_autocast_cache()
+
+    def _run(self, index: int) -> tuple[Call, Outputs]:
+        leaves = list(self._micro_batches[index].leaves)
+        for position in self._inputs:
+            leaves[position] = leaves[position].detach().requires_grad_()
+        micro_batch = self._micro_batches[index].with_leaves(leaves)
+        return micro_batch, Outputs.of(micro_batch.run(self._call))
+
+    def _choose_form(self, outputs: Outputs) -> None:
+        if not self._repeats:
+            self._learnt.fused = outputs.loss >= 0 and outputs.loss in self._weights and _requires_grad(outputs.leaves[outputs.loss])
+            self._fused = self._learnt.fused
+        if self._fused and self._autocast.scales_gradients:
+            self._inner_scale = self._learnt.loop_scale
+
+    def _gather(self, outputs: Outputs) -> None:
+        for position, leaf in enumerate(outputs.leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            joined = self._joined.get(position) or self._new_joined(position, leaf, outputs)
+            if joined.dim is not None:
+                joined.sizes.append(leaf.size(joined.dim))
+            if not self._may_wait(joined, leaf):
+                value = real(leaf)
+                joined.differentiable |= value.requires_grad or (self._repeats and value.is_floating_point())
+                joined.parts.append(value.detach())
+
+    def _new_joined(self, position: int, leaf: torch.Tensor, outputs: Outputs) -> _Joined:
+        is_scalar = position in outputs.scalars
+        weights = self._weights.get(position) if is_scalar else None
+        if is_scalar and weights is None:
+            weights = [1 / len(self._micro_batches)] * len(self._micro_batches)
+        dim = None if is_scalar else self._joins[position]
+        joined = self._joined[position] = _Joined(dim, weights, leaf.shape, leaf.dtype, leaf.device)
+        return joined
+
+    def _may_wait(self, joined: _Joined, leaf: torch.Tensor) -> bool:
+        """Whether an output is left out until somebody looks at it: a large one, or one not computed anyway."""
+        if not self._fused or joined.dim is None or self._learnt.reads_outputs:
+            return False
+        size_bytes = leaf.numel() * leaf.element_size() * len(self._micro_batches)
+        return isinstance(leaf, LazyTensor) or size_bytes > _LAZY_FROM_BYTES
+
+    def _backward_of_loss(self, index: int, micro_batch: Call, loss: torch.Tensor, weight: float) -> None:
+        if weight:  # without a target the mean of this micro-batch is 0/0
+            self._backward([loss], [torch.full_like(loss, weight) * self._inner_scale])
+        self._input_gradients.append(_gradients_of(micro_batch, self._inputs))
+
+    def _backward(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        with self._aliases.originals_untouched(type(self._model).__name__), without_autocast():
+            torch.autograd.backward(tensors, gradients)
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the whole inputs and of the parameters, from those of the joined outputs."""
+        wanted = {position: g for position, g in zip(self._eager(), outer, strict=True) if g is not None}
+        if self._fused:
+            assert self._template is not None
+            self._scale_gathered(wanted.pop(self._template.loss, None))
+        if wanted:
+            self._replay(wanted)
+        inputs = [self._input_gradient(position) for position in self._inputs]
+        self._input_gradients, self._kept = [], None
+        return (*inputs, *self._aliases.take_gradients())
+
+    def _scale_gathered(self, loss_gradient: torch.Tensor | None) -> None:
+        if loss_gradient is None:
+            self._input_gradients = []
+            self._aliases.take_gradients()
+            return
+        if self._autocast.scales_gradients:
+            self._learnt.loop_scale = loss_gradient.detach()
+        factor = loss_gradient / self._inner_scale
+        if factor.device.type == "cpu" and float(factor) == 1.0:
+            return
+        gathered = [alias.grad for alias in self._aliases.aliases if alias.grad is not None]
+        gathered += [gradient for part in self._input_gradients for gradient in part.values()]
+        for gradient in gathered:
+            gradient.mul_(factor.reshape(()).to(gradient.dtype))
+
+    def _replay(self, wanted: Mapping[int, torch.Tensor]) -> None:
+        self._check_replay(wanted)
+        now = _RandomState(self._aliases.device)
+        order = [*range(len(self._micro_batches))]
+        if self._kept is not None:
+            order.insert(0, order.pop())  # its graph is there: use it first, so that it is freed first
+        earlier = self._input_gradients
+        replayed: dict[int, dict[int, torch.Tensor]] = {}
+        with self._aliases.in_place(), self._autocast.entered(), torch.enable_grad():
+            for index in order:
+                replayed[index] = self._replay_one(index, wanted)
+        now.restore()
+        self._input_gradients = [_summed(replayed[i], earlier[i] if earlier else {}) for i in sorted(replayed)]
+
+    def _replay_one(self, index: int, wanted: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        if self._kept is not None and index == len(self._micro_batches) - 1:
+            (micro_batch, outputs), self._kept = self._kept, None
+        else:
+            self._random_states[index].restore()
+            micro_batch, outputs = self._run(index)
+        pairs = []
+        for position, gradient in wanted.items():
+            leaf, share = real(outputs.leaves[position]), self._joined[position].share(gradient, index)
+            if share is not None and leaf.requires_grad:
+                pairs.append((leaf, share.reshape(leaf.shape)))
+        del outputs
+        if pairs:
+            self._backward([tensor for tensor, _ in pairs], [share for _, share in pairs])
+        return _gradients_of(micro_batch, self._inputs)
+
+    def _check_replay(self, wanted: Mapping[int, torch.Tensor]) -> None:
+        if any(self._joined[position].weights is not None and position not in self._weights for position in wanted):
+            raise RefusalError(
+                _FIELD,
+                f"the loop trains on a scalar of {type(self._model).__name__} that is no mean or sum over rows or targets",
+                _KEEP_WHOLE,
+            )
+        if self._updates != self._learnt.updates and self._kept is None:
+            raise SessionError("backward() through the outputs of a split batch came after optimizer.step(): call it before the step")
+
+    def _input_gradient(self, position: int) -> torch.Tensor | None:
+        parts = [part[position] for part in self._input_gradients if position in part]
+        if not parts:
+            return None
+        if position in self._layout.split:
+            return torch.cat(parts, self._layout.dim)
+        return torch.stack(parts).sum(0)
+
+
+class _SplitCall(torch.autograd.Function):
+    """The outer graph's view of a split call: whole inputs and parameters in, joined outputs out."""
+
+    @staticmethod
+    def forward(ctx: Any, run: MicroRun, *_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values, constants = run.first_pass()
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*constants)
+        ctx.run = run
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        run, ctx.run = ctx.run, None
+        if run is None:
+            raise SessionError("backward() a second time through a split batch: its gradients were handed over at the first")
+        return (None, *run.gradients(gradients))
+
+
+class _Aliases:
+    """Leaves that share storage with a model's trainable parameters and take their place for a while."""
+
+    def __init__(self, model: nn.Module) -> None:
+        by_id: dict[int, nn.Parameter] = {}
+        self._sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self.originals: list[nn.Parameter] = []
+        self.aliases: list[nn.Parameter] = []
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if id(parameter) not in by_id:
+                    by_id[id(parameter)] = nn.Parameter(parameter.detach())
+                    self.originals.append(parameter)
+                    self.aliases.append(by_id[id(parameter)])
+                self._sites.append((module, name, parameter, by_id[id(parameter)]))
+        self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.originals[0].device
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Modules see the aliases; the user's parameters come back whatever happens."""
+        try:
+            for module, name, _, alias in self._sites:
+                module._parameters[name] = alias
+            self._refresh_recurrent()
+            yield
+        finally:
+            for module, name, original, _ in self._sites:
+                module._parameters[name] = original
+            self._refresh_recurrent()
+
+    def _refresh_recurrent(self) -> None:
+        # recurrent layers keep a second list of references to their weights
+        for module in self._recurrent:
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+    @contextmanager
+    def originals_untouched(self, model_name: str) -> Iterator[None]:
+        """Refuse models that reach a parameter past their modules: its gradient would be counted wrongly."""
+        before = [(parameter.grad, _version(parameter.grad)) for parameter in self.originals]
+        yield
+        for parameter, (gradient, version) in zip(self.originals, before, strict=True):
+            if parameter.grad is not gradient or _version(parameter.grad) != version:
+                parameter.grad = gradient if parameter.grad is not gradient else parameter.grad
+                raise RefusalError(
+                    _FIELD, f"{model_name} reaches a parameter through another reference than its modules' attributes", _KEEP_WHOLE
+                )
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Hand over the gathered gradients, so that autograd may keep them without a copy."""
+        gradients = [alias.grad for alias in self.aliases]
+        for alias in self.aliases:
+            alias.grad = None
+        return gradients
+
+
+class _RandomState:
+    """The random state a micro-batch starts from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.get_rng_state()
+        self._device = device if device.type == "cuda" else None
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None and self._device is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and bool(real(leaf).requires_grad)
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+def _gradients_of(micro_batch: Call, positions: Sequence[int]) -> dict[int, torch.Tensor]:
+    return {i: micro_batch.leaves[i].grad for i in positions if micro_batch.leaves[i].grad is not None}
+
+
+def _summed(one: dict[int, torch.Tensor], other: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {i: one[i] + other[i] if i in one and i in other else one.get(i, other.get(i)) for i in {*one, *other}}  # type: ignore[misc]

@@ -1,0 +1,79 @@
+"""Looking into modules: repeated blocks, and patching a method of one instance."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks a model repeats: members of every outermost list with two or more of one class.
+
+    Args:
+        model: any module; Transformers models keep their layers in such lists.
+
+    Returns:
+        The blocks in order; empty when the model repeats none that has parameters.
+
+    Example:
+        >>> from torch import nn
+        >>> tower = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+        >>> len(repeated_blocks(tower))
+        3
+    """
+    blocks: list[nn.Module] = []
+    _collect_blocks(model, blocks)
+    return blocks
+
+
+def _collect_blocks(module: nn.Module, blocks: list[nn.Module]) -> None:
+    for child in [module] if isinstance(module, (nn.ModuleList, nn.Sequential)) else module.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and _is_repetition(child):
+            blocks.extend(member for member in child if _has_parameters(member))
+        elif child is not module:
+            _collect_blocks(child, blocks)
+        else:
+            for member in child.children():
+                _collect_blocks(member, blocks)
+
+
+def _is_repetition(container: nn.Module) -> bool:
+    members = [member for member in container.children() if _has_parameters(member)]
+    composite = all(any(True for _ in member.children()) for member in members)
+    return len(members) >= 2 and composite and len({type(member) for member in members}) == 1
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def patch_forward(module: nn.Module, replacement: Callable[..., Any], undo: ExitStack) -> None:
+    """Give one module instance another forward, until undone."""
+    instance = module.__dict__
+    had, before = "forward" in instance, instance.get("forward")
+
+    def restore() -> None:
+        if had:
+            instance["forward"] = before
+        else:
+            instance.pop("forward", None)
+
+    undo.callback(restore)
+    instance["forward"] = replacement
+
+
+def accepts_use_cache(model: nn.Module) -> bool:
+    """Whether the model call has a `use_cache` argument, as Transformers decoders do."""
+    return "use_cache" in inspect.signature(type(model).forward).parameters
+
+
+def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with the key-value cache off: training never reads it, and a recomputed
+    or split forward would fill it twice."""
+    if accepts_use_cache(model) or "use_cache" in kwargs:
+        return {**kwargs, "use_cache": False}
+    return dict(kwargs)

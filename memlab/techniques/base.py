@@ -1,0 +1,128 @@
+"""The contract of a technique, and the identity that every technique starts from.
+
+A technique meets the training loop at the two seams (the model call, the optimizer step) and
+overrides only the moments it needs. Rules, in the order in which they matter:
+
+1. `check` refuses before anything is touched; it never changes the workload.
+2. `attach_model` and `attach_optimizer` change live objects and register each undo on the
+   `ExitStack` they are given, before or right after the change, so that a failure half-way rolls
+   back what was done.
+3. `forward` wraps every (micro-)forward of training; `evaluate` wraps forwards in eval mode or
+   without gradients.
+4. Optimizer state is *canonical* in the form the user's own optimizer keeps. A technique with
+   `changes_state` maps the state of one parameter to a resident form (`pack_state`) and back
+   (`unpack_state`); both are pure: new dict out, old dict untouched. The session applies them in
+   the order of the list of techniques, one parameter at a time, and uses the same pair for
+   `optimizer.state_dict()` and `load_state_dict()`, so checkpoints stay in the user's own format.
+5. With `state_per_step` the resident form is unpacked around each update of a bucket of
+   parameters; without it, the technique's own `stepper` works on the resident form.
+6. Everything runs on the training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from memlab.plan import Plan
+
+if TYPE_CHECKING:
+    from memlab.workload import Workload
+
+ModelCall = Callable[..., Any]
+State = dict[str, Any]
+Stepper = Callable[[Sequence[torch.nn.Parameter]], None]
+
+
+class Technique:
+    """Identity technique: changes nothing at any moment.
+
+    Args:
+        plan: the plan it is made from; a technique reads only its own field, and what the fields it
+            works together with say.
+
+    Attributes:
+        field: name of the plan's field it implements.
+        changes_state: whether `pack_state` and `unpack_state` do something.
+        state_per_step: whether packed state must be unpacked for an update.
+        notes: lines for the log and the receipt, in words.
+    """
+
+    field: ClassVar[str]
+    changes_state: bool = False
+    state_per_step: bool = False
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.notes: list[str] = []
+
+    @classmethod
+    def wanted(cls, plan: Plan) -> bool:
+        """Whether the plan asks for this technique."""
+        return cls.field in plan.changes()
+
+    @classmethod
+    def setting(cls, plan: Plan) -> Any:
+        """The part of the plan this technique depends on; equal settings are kept when a plan changes."""
+        return getattr(plan, cls.field)
+
+    def check(self, workload: Workload) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            RefusalError: with the reason and the nearest thing that works.
+        """
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer this technique cannot serve.
+
+        Raises:
+            RefusalError: with the reason and the nearest thing that works.
+        """
+
+    def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        """Change the live model; register on `undo` what takes the change back."""
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
+        """Change a live optimizer, now or when it is first seen; register the undo."""
+
+    def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one training forward."""
+        return call(*args, **kwargs)
+
+    def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one forward in eval mode or without gradients."""
+        return call(*args, **kwargs)
+
+    def pack_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
+        """Map the state of one parameter to the form this technique keeps between steps."""
+        return state
+
+    def unpack_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
+        """Map the resident form of one parameter's state back."""
+        return state
+
+    def around_update(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        """Context in which a bucket of parameters is updated."""
+        return nullcontext()
+
+    def stepper(self, optimizer: torch.optim.Optimizer) -> Stepper | None:
+        """What updates parameters in place of the user's optimizer; None to leave it to that one."""
+        return None
+
+    def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this step's update must not happen (gradients that are not finite)."""
+        return False
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
+        """Called after each update, skipped or not."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes kept off the device on behalf of this technique."""
+        return 0

@@ -1,0 +1,117 @@
+"""Activation checkpointing of a model's repeated blocks, on and off on a live model.
+
+Each chosen block's forward is replaced by one that runs it under
+`torch.utils.checkpoint.checkpoint(use_reentrant=False)`, which keeps RNG and autocast state for the
+recomputation. Frameworks' own switches are not used: Transformers' enable/disable pair leaves an
+embedding hook behind at each round.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from memlab.errors import RefusalError
+from memlab.plan import Plan
+from memlab.techniques._modules import patch_forward, repeated_blocks, without_cache
+from memlab.techniques.base import ModelCall, Technique
+from memlab.workload import Workload
+
+_aten = torch.ops.aten
+# results worth keeping: products of matrices, and attention, which is the costliest to redo
+_SAVED_OPERATIONS = frozenset(
+    overload
+    for packet in (
+        _aten.mm,
+        _aten.addmm,
+        _aten.bmm,
+        _aten.baddbmm,
+        _aten._scaled_dot_product_flash_attention,
+        _aten._scaled_dot_product_efficient_attention,
+        _aten._scaled_dot_product_cudnn_attention,
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+    )
+    for overload in (getattr(packet, name) for name in packet.overloads())
+)
+
+
+class Checkpointing(Technique):
+    """Recompute the activations of repeated blocks in the backward pass.
+
+    Known limitations: blocks must be deterministic under the same RNG state; BatchNorm inside a
+    block would update its running statistics twice and is refused.
+    """
+
+    field = "checkpointing"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._model: nn.Module | None = None
+
+    def check(self, workload: Workload) -> None:
+        blocks = self._chosen(workload.model)
+        if not blocks:
+            raise RefusalError(
+                self.field,
+                f"{workload.name} repeats no block (a ModuleList or Sequential with several modules of one class)",
+                "use --accumulate N to hold fewer activations at a time",
+            )
+        if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for block in blocks for part in block.modules()):
+            raise RefusalError(
+                self.field,
+                f"blocks of {workload.name} hold BatchNorm, whose running statistics would be updated twice a step",
+                "use --offload activations, which recomputes nothing",
+            )
+        if any(getattr(block, "gradient_checkpointing", False) for block in blocks):
+            raise RefusalError(
+                self.field,
+                f"{workload.name} already checkpoints its blocks by its own switch",
+                "call model.gradient_checkpointing_disable() first to let memlab do it",
+            )
+
+    def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        self._model = workload.model
+        undo.callback(setattr, self, "_model", None)
+        for block in self._chosen(workload.model):
+            patch_forward(block, self._checkpointed(block), undo)
+
+    def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        assert self._model is not None
+        return call(*args, **without_cache(self._model, kwargs))
+
+    def _chosen(self, model: nn.Module) -> list[nn.Module]:
+        kind, _, every = str(self.plan.checkpointing).partition(":")
+        return repeated_blocks(model)[:: int(every) if kind == "every" else 1]
+
+    def _checkpointed(self, block: nn.Module) -> Callable[..., Any]:
+        original = block.forward
+        selective = self.plan.checkpointing == "selective"
+        # the default context function must not be replaced by None
+        options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
+
+        @functools.wraps(original)
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            if not (block.training and torch.is_grad_enabled()):
+                return original(*args, **kwargs)
+            return checkpoint(original, *args, use_reentrant=False, **options, **kwargs)
+
+        return checkpointed
+
+
+def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]] = create_selective_checkpoint_contexts(
+        _keep_products
+    )
+    return contexts
+
+
+def _keep_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _SAVED_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,314 @@
+"""Cross-entropy over a large vocabulary without the full logits.
+
+The head, the linear layer onto the vocabulary, returns *deferred logits*: its input and its weight,
+standing in for their product. When they meet `cross_entropy`, loss and gradients are computed over
+tiles of rows, each tile's logits living only as long as the tile. Reshaping, casting to fp32 and
+slicing of rows stay deferred; any other operation computes the logits as usual, so a loop
+that reads them still gets them.
+
+Gradients are those of the plain cross-entropy (tested at 1e-6 relative in fp32).
+
+Source of the idea: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
+https://arxiv.org/abs/2411.09009
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memlab.errors import RefusalError, SessionError
+from memlab.techniques._lazy import LazyTensor
+from memlab.techniques._modules import patch_forward
+from memlab.techniques.base import Technique
+from memlab.units import MIB
+from memlab.workload import Workload
+
+_SMALLEST_VOCABULARY = 2048
+# logits of one tile take about this much, in fp32
+_TILE_BYTES = 32 * MIB
+
+
+class ChunkedLoss(Technique):
+    """Compute the cross-entropy of a large-vocabulary head in tiles.
+
+    Known limitations: the logits must reach the loss through reshapes, casts and slices of rows only
+    (so in Transformers' causal and masked language models, and T5); class weights and label
+    smoothing compute the full logits. Heads with a soft cap on their logits gain nothing.
+    """
+
+    field = "loss"
+
+    def check(self, workload: Workload) -> None:
+        if not large_heads(workload.model):
+            raise RefusalError(
+                self.field,
+                f"{workload.name} has no linear layer onto {_SMALLEST_VOCABULARY} or more classes",
+                "use --accumulate N, which divides the logits as well",
+            )
+
+    def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        for head in large_heads(workload.model):
+            patch_forward(head, _deferring(head), undo)
+
+
+def large_heads(model: nn.Module) -> list[nn.Linear]:
+    """Linear layers onto a vocabulary: the output embeddings, or layers with many more outputs than inputs."""
+    named = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    heads = [named] if isinstance(named, nn.Linear) else _widening_layers(model)
+    return [head for head in heads if head.out_features >= _SMALLEST_VOCABULARY]
+
+
+def _widening_layers(model: nn.Module) -> list[nn.Linear]:
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features > 4 * m.in_features]
+
+
+def _deferring(head: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    original = head.forward
+
+    @functools.wraps(original)
+    def deferring(hidden: torch.Tensor) -> torch.Tensor:
+        if not (head.training and torch.is_grad_enabled()):
+            return original(hidden)
+        return DeferredLogits.of(hidden, head)
+
+    return deferring
+
+
+class DeferredLogits(LazyTensor):
+    """Logits that are not computed: `hidden @ weight.T + bias`, seen as another shape and dtype.
+
+    Attributes:
+        hidden: input of the head, [..., d].
+        head: the head's weight [v, d], its bias [v] or None, as they were in this forward.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    compute_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, hidden: torch.Tensor, head: nn.Linear) -> DeferredLogits:
+        device_type = hidden.device.type
+        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        return cls.make(hidden, head.weight, head.bias, autocast, autocast or hidden.dtype)
+
+    @classmethod
+    def make(
+        cls,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        compute_dtype: torch.dtype | None,
+        dtype: torch.dtype,
+    ) -> DeferredLogits:
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        deferred = cls(shape, dtype, hidden.device, lambda: _logits(hidden, weight, bias, compute_dtype).to(dtype))
+        deferred.hidden, deferred.weight, deferred.bias, deferred.compute_dtype = hidden, weight, bias, compute_dtype
+        return deferred  # type: ignore[no-any-return]
+
+    def with_hidden(self, hidden: torch.Tensor) -> DeferredLogits:
+        return DeferredLogits.make(hidden, self.weight, self.bias, self.compute_dtype, self.dtype)
+
+    def with_dtype(self, dtype: torch.dtype) -> DeferredLogits:
+        return DeferredLogits.make(self.hidden, self.weight, self.bias, self.compute_dtype, dtype)
+
+    def with_gradient(self, pass_through: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
+        # each gradient is linear in that of the logits, so the change may be made on the far side
+        bias = None if self.bias is None else pass_through(self.bias)
+        return DeferredLogits.make(pass_through(self.hidden), pass_through(self.weight), bias, self.compute_dtype, self.dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is not None and args and isinstance(args[0], DeferredLogits) and args[0]._value is None:
+            result = handler(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute_dtype: torch.dtype | None
+) -> torch.Tensor:
+    if compute_dtype is not None:
+        hidden, weight, bias = hidden.to(compute_dtype), weight.to(compute_dtype), _cast(bias, compute_dtype)
+    return F.linear(hidden, weight, bias)
+
+
+def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+# -- operations that keep logits deferred -------------------------------------------------------
+
+
+def _reshaped(logits: DeferredLogits, *shape: Any) -> Any:
+    sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape)
+    vocabulary = logits.weight.shape[0]
+    if not sizes or any(not isinstance(size, int) for size in sizes) or sizes[-1] not in (vocabulary, -1):
+        return NotImplemented
+    if sizes[-1] == -1 and _product(sizes[:-1]) * vocabulary != logits.numel():
+        return NotImplemented
+    return logits.with_hidden(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
+
+
+def _product(sizes: list[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+def _flattened(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim not in (logits.dim() - 2, -2):
+        return NotImplemented
+    return logits.with_hidden(logits.hidden.flatten(start_dim, logits.dim() - 2))
+
+
+def _indexed(logits: DeferredLogits, index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    leading = [item for item in items if item is not Ellipsis]
+    if any(not isinstance(item, slice) for item in leading):
+        return NotImplemented
+    reaches_vocabulary = len(leading) >= logits.dim() or (Ellipsis in items and items[-1] is not Ellipsis)
+    if reaches_vocabulary:
+        if leading[-1] != slice(None):
+            return NotImplemented
+    return logits.with_hidden(logits.hidden[index])
+
+
+def _to_float(logits: DeferredLogits, *_args: Any, **_kwargs: Any) -> Any:
+    return logits.with_dtype(torch.float32)
+
+
+def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    target = kwargs.get("dtype", kwargs.get("device", args[0] if len(args) == 1 else None))
+    if isinstance(target, torch.dtype) and len(args) + len(kwargs) == 1:
+        return logits.with_dtype(target)
+    if len(args) + len(kwargs) == 1 and isinstance(target, (str, torch.device)) and torch.device(target) == logits.device:
+        return logits
+    return NotImplemented
+
+
+def _unchanged(logits: DeferredLogits, *_args: Any, **_kwargs: Any) -> Any:
+    return logits
+
+
+def _cross_entropy(
+    logits: DeferredLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    plain = weight is None and size_average is None and reduce is None and not label_smoothing
+    if not plain or reduction not in ("mean", "sum") or logits.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+        return NotImplemented
+    total = _TiledCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits.hidden, logits.weight, logits.bias, target, ignore_index, logits.compute_dtype
+    )
+    if reduction == "sum":
+        return total
+    return total / (target != ignore_index).sum()
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.view: _reshaped,
+    torch.Tensor.reshape: _reshaped,
+    torch.reshape: _reshaped,
+    torch.Tensor.flatten: _flattened,
+    torch.flatten: _flattened,
+    torch.Tensor.__getitem__: _indexed,
+    torch.Tensor.float: _to_float,
+    torch.Tensor.to: _to,
+    torch.Tensor.contiguous: _unchanged,
+    F.cross_entropy: _cross_entropy,
+}
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    """Sum of cross-entropies over rows, with gradients made in the same pass, tile by tile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # [n, d]
+        weight: torch.Tensor,  # [v, d]
+        bias: torch.Tensor | None,  # [v]
+        target: torch.Tensor,  # [n]
+        ignore_index: int,
+        compute_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
+        dtype = compute_dtype or hidden.dtype
+        low_weight, low_bias = weight.to(dtype), _cast(bias, dtype)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        rows = max(1, _TILE_BYTES // (4 * weight.shape[0]))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], rows):
+                tile = slice(start, start + rows)
+                low_hidden = hidden[tile].to(dtype)
+                logits = F.linear(low_hidden, low_weight, low_bias).float()  # [rows, v]
+                loss, grad_logits = _tile_loss(logits, target[tile], ignore_index)
+                total += loss
+                low_grad = grad_logits.to(dtype)
+                if grad_hidden is not None:
+                    grad_hidden[tile] = low_grad @ low_weight
+                if grad_weight is not None:
+                    _add_product(grad_weight, low_grad, low_hidden)
+                if grad_bias is not None:
+                    grad_bias += grad_logits.sum(0).to(grad_bias.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.handed_over = False
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.handed_over:
+            raise SessionError("backward() a second time through a chunked loss: its gradients were handed over at the first")
+        ctx.handed_over = True
+        scale = gradients[0]
+        # in place: a second copy of the head's gradient would stand at the peak of the step
+        scaled = (None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in ctx.saved_tensors)
+        return (*scaled, None, None, None)
+
+
+def _tile_loss(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of losses of a tile, and the gradient of that sum; the logits are overwritten by it.
+
+    Args:
+        logits: [rows, v] in fp32, owned by the caller.
+        target: [rows].
+        ignore_index: target of rows that do not count.
+    """
+    counted = target != ignore_index  # [rows]
+    safe_target = target.where(counted, 0).unsqueeze(1)  # [rows, 1]
+    log_sum = logits.logsumexp(1, keepdim=True)  # [rows, 1]
+    losses = (log_sum - logits.gather(1, safe_target)).squeeze(1)
+    gradient = logits.sub_(log_sum).exp_()
+    gradient.scatter_add_(1, safe_target, torch.full_like(log_sum, -1.0))
+    gradient.mul_(counted.unsqueeze(1))
+    return losses.where(counted, 0.0).sum(), gradient
+
+
+def _add_product(grad_weight: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+    if grad_weight.dtype is grad_logits.dtype:
+        grad_weight.addmm_(grad_logits.t(), hidden)
+    else:
+        grad_weight += (grad_logits.t() @ hidden).to(grad_weight.dtype)

@@ -1,0 +1,309 @@
+"""Number formats of a training step: fp32, tf32, fp16 with loss scaling, bf16, and pure bf16.
+
+fp16, without a `GradScaler` in the loop, in numbered rules:
+
+1. The forward runs under autocast; its outputs are returned in fp32.
+2. The gradient is scaled where it enters the outputs, in fp32, before it is cast down: after the cast
+   a small one would be zero already.
+3. A hook on each parameter divides by the scale before the gradient is accumulated, so gradient
+   clipping in the loop sees true gradients, and the scale may change between two backward passes.
+4. The same hook notes gradients that are not finite; the optimizer step is then skipped and the
+   scale halved. After 2000 good steps it doubles. (The rules of `torch.amp.GradScaler`.)
+
+Pure bf16 keeps each parameter as bf16 for forward and backward, and the 16 bits it lacks beside it:
+together they are the fp32 master, bit for bit, which is what the optimizer updates. Nothing is
+rounded away, and switching off gives back the masters. Moments are kept in bf16, rounded
+stochastically so that small changes are not lost.
+
+Sources: https://docs.pytorch.org/docs/stable/amp.html; Micikevicius et al., "Mixed Precision Training",
+https://arxiv.org/abs/1710.03740; Zamirai et al., "Revisiting BFloat16 Training", https://arxiv.org/abs/2010.06192
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from memlab.errors import RefusalError
+from memlab.plan import Plan, Precision
+from memlab.techniques._autocast import without_autocast
+from memlab.techniques._lazy import LazyTensor
+from memlab.techniques.base import ModelCall, State, Technique
+from memlab.techniques.moments import join_master, round_stochastically, split_master
+from memlab.workload import Workload
+
+FIRST_SCALE = 2.0**16
+_GROWTH_STEPS = 2000
+_AUTOCAST_DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+
+
+class PrecisionChoice(Technique):
+    """Run forward and backward in another number format.
+
+    Tolerances over 100 steps against fp32 are stated and tested in ``tests/techniques/test_precision.py``.
+
+    Known limitations: a loop that runs under autocast itself keeps its own precision (said in the notes).
+    """
+
+    field = "precision"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._scaler = LossScale()
+        self._masters: dict[int, torch.Tensor] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    @property
+    def changes_state(self) -> bool:  # type: ignore[override]
+        return self._is(Precision.PURE_BF16)
+
+    state_per_step = True
+
+    def check(self, workload: Workload) -> None:
+        precision = self.plan.precision
+        dtypes = {p.dtype for p in workload.model.parameters() if p.requires_grad}
+        if precision is Precision.TF32 and workload.device.type != "cuda":
+            raise RefusalError(self.field, "tf32 needs a CUDA GPU of the Ampere generation or newer", "use --bf16 here")
+        if precision in (Precision.FP16, Precision.BF16, Precision.PURE_BF16) and dtypes - {torch.float32}:
+            found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes - {torch.float32}))
+            raise RefusalError(
+                self.field,
+                f"--{'precision ' if precision is Precision.PURE_BF16 else ''}{precision} needs float32 parameters, "
+                f"{workload.name} has {found} ones",
+                "call model.float() and make the optimizer anew, or leave the precision as it is",
+            )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS) and self.plan.precision in (Precision.FP16, Precision.PURE_BF16):
+            raise RefusalError(
+                self.field, f"{self.plan.precision} cannot serve LBFGS, which evaluates the model inside its step", "use --bf16"
+            )
+
+    def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        match self.plan.precision:
+            case Precision.FP32:
+                _set_matmul_precision("highest", undo)
+            case Precision.TF32:
+                _set_matmul_precision("high", undo)
+            case Precision.FP16:
+                self._scaler.watch(workload.model, undo)
+            case Precision.PURE_BF16:
+                self._split_parameters(workload.model, undo)
+
+    def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        match self.plan.precision:
+            case Precision.FP16 | Precision.BF16:
+                return self._autocast(call, args, kwargs)
+            case Precision.FP32:
+                with without_autocast():
+                    return call(*args, **kwargs)
+            case Precision.PURE_BF16:
+                return self._in_bf16(call, args, kwargs)
+        return call(*args, **kwargs)
+
+    def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._is(Precision.PURE_BF16):
+            return self._in_bf16(call, args, kwargs)
+        return call(*args, **kwargs)
+
+    def _is(self, precision: Precision) -> bool:
+        return self.plan.precision is precision
+
+    def _autocast(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        dtype = _AUTOCAST_DTYPES[self.plan.precision]
+        device_type = _device_type(args, kwargs)
+        if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is dtype:
+            self._note_once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
+            return call(*args, **kwargs)
+        scale = self._scaler.scale if self._is(Precision.FP16) else 1.0
+        args, kwargs = tree_map(lambda leaf: _scaled_gradient(leaf, 1 / scale), (args, dict(kwargs)))
+        with torch.autocast(device_type, dtype=dtype):
+            output = call(*args, **kwargs)
+        return tree_map(lambda leaf: _scaled_gradient(_as_fp32(leaf), scale), output)
+
+    def _in_bf16(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        args, kwargs = tree_map(_as_bf16, (args, dict(kwargs)))
+        with without_autocast():
+            return tree_map(_as_fp32, call(*args, **kwargs))
+
+    def _note_once(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._is(Precision.FP16) and self._scaler.found_bad_gradients()
+
+    def _split_parameters(self, model: nn.Module, undo: ExitStack) -> None:
+        for tensor in [*model.parameters(), *_convertible_buffers(model)]:
+            if tensor.dtype is not torch.float32:
+                continue
+            undo.callback(self._join, tensor)
+            high, self._masters[id(tensor)] = split_master(tensor.data)
+            _set_data(tensor, high)
+
+    def _join(self, tensor: torch.Tensor) -> None:
+        low = self._masters.pop(id(tensor), None)
+        if low is not None:
+            _set_data(tensor, join_master(tensor.data, low))
+
+    def pack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
+        return {key: self._packed_moment(parameter, value) for key, value in state.items()}
+
+    def unpack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
+        return {key: _unpacked_moment(parameter, value) for key, value in state.items()}
+
+    def _packed_moment(self, parameter: nn.Parameter, value: Any) -> Any:
+        if not _is_moment(parameter, value, torch.float32):
+            return value
+        return round_stochastically(value, self._generator(value.device))
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        # a generator of its own: the user's random numbers stay what they were
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(0)
+        return self._generators[device]
+
+    def around_update(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        return self._with_masters(parameters) if self._is(Precision.PURE_BF16) else nullcontext()
+
+    @contextmanager
+    def _with_masters(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        split = [p for p in parameters if id(p) in self._masters]
+        gradients = [p.grad for p in split]
+        try:
+            for parameter in split:
+                gradient = parameter.grad
+                parameter.grad = None
+                parameter.data = join_master(parameter.data, self._masters[id(parameter)])
+                parameter.grad = None if gradient is None else gradient.float()
+            yield
+        finally:
+            for parameter, gradient in zip(split, gradients, strict=True):
+                if parameter.dtype is torch.float32:
+                    parameter.grad = None
+                    parameter.data, self._masters[id(parameter)] = split_master(parameter.data)
+                parameter.grad = gradient
+
+
+class LossScale:
+    """Dynamic loss scale by the rules of `torch.amp.GradScaler`, without a scaler in the loop.
+
+    Attributes:
+        scale: factor by which gradients are multiplied on entering the backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.scale = FIRST_SCALE
+        self._good_steps = 0
+        self._sums: list[torch.Tensor] = []
+        self._last_were_bad = False
+
+    def watch(self, model: nn.Module, undo: ExitStack) -> None:
+        """Unscale every parameter's gradient before it is accumulated."""
+        undo.callback(self._sums.clear)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                undo.callback(parameter.register_hook(self._unscale).remove)
+
+    def _unscale(self, gradient: torch.Tensor) -> torch.Tensor:
+        true_gradient = gradient / self.scale
+        # the sum of a gradient is finite when all of it is: one cheap pass, read at the step
+        self._sums.append(true_gradient.detach().sum())
+        return true_gradient
+
+    def found_bad_gradients(self) -> bool:
+        """Whether a gradient since the last step was inf or nan; adapts the scale (waits for the device).
+
+        Several optimizers of one model ask in turn; the later ones get the answer of the first.
+        """
+        sums, self._sums[:] = list(self._sums), []
+        if sums:
+            self._last_were_bad = not bool(torch.stack(sums).isfinite().all())
+            self._update()
+        return self._last_were_bad
+
+    def _update(self) -> None:
+        """Halve the scale after bad gradients, double it after 2000 good steps."""
+        self._good_steps = 0 if self._last_were_bad else self._good_steps + 1
+        if self._last_were_bad:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self._good_steps == _GROWTH_STEPS:
+            self.scale, self._good_steps = self.scale * 2, 0
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Identity whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.scale, None
+
+
+def _scaled_gradient(leaf: Any, scale: float) -> Any:
+    if scale == 1.0 or not isinstance(leaf, torch.Tensor):
+        return leaf
+    if isinstance(leaf, LazyTensor):
+        return leaf.with_gradient(lambda tensor: _scaled_gradient(tensor, scale))
+    return _ScaledGradient.apply(leaf, scale) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+
+
+def _as_fp32(leaf: Any) -> Any:
+    low = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return leaf.float() if low else leaf
+
+
+def _as_bf16(leaf: Any) -> Any:
+    return leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf
+
+
+def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    for value in (*kwargs.values(), *args):
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    return "cpu"
+
+
+def _set_matmul_precision(precision: str, undo: ExitStack) -> None:
+    undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    torch.set_float32_matmul_precision(precision)
+
+
+def _convertible_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Floating-point buffers that are saved with the model; tables computed on the fly (rotary
+    frequencies) and running statistics keep their precision, as in Transformers' own loading."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield buffer
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Swap a tensor's data for another dtype's, its gradient along with it."""
+    gradient = tensor.grad if tensor.is_leaf else None
+    if gradient is not None:
+        tensor.grad = None
+    tensor.data = data
+    if gradient is not None:
+        tensor.grad = gradient.to(data.dtype)
+
+
+def _is_moment(parameter: nn.Parameter, value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is dtype and value.shape == parameter.shape and value.dim() > 0
+
+
+def _unpacked_moment(parameter: nn.Parameter, value: Any) -> Any:
+    return value.float() if _is_moment(parameter, value, torch.bfloat16) else value

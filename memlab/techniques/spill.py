@@ -1,0 +1,87 @@
+"""Tensors that live off the device: in host memory beside a GPU, or in a file beside the CPU.
+
+A spilled tensor stays an ordinary tensor with the same shape and dtype, so optimizer state that
+holds one can still be read, saved and compared at any time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+import weakref
+
+import torch
+
+from memlab.errors import RefusalError
+from memlab.plan import Tier
+
+_ALIGNMENT_BYTES = mmap.ALLOCATIONGRANULARITY
+_spilled_storages: set[int] = set()
+
+
+def is_spilled(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is file-backed by a `Spill`, so that it takes no memory of the device."""
+    return storage._cdata in _spilled_storages
+
+
+def resolve_tier(tier: Tier, device: torch.device, what: str) -> Tier:
+    """Pick the tier for a device: host memory beside a GPU, a file beside the CPU.
+
+    Raises:
+        RefusalError: host memory was asked for on the CPU device, where it saves nothing.
+    """
+    if tier is Tier.AUTO:
+        return Tier.DISK if device.type == "cpu" else Tier.HOST
+    if tier is Tier.HOST and device.type == "cpu":
+        raise RefusalError(
+            "offload",
+            f"{what} to host: the model is on the CPU, whose memory is the host's",
+            f"use --offload {what}:disk (the default there)",
+        )
+    return tier
+
+
+class Spill:
+    """A place off the device for tensors, emptied with its owner.
+
+    Args:
+        tier: HOST (pinned when there is a GPU) or DISK (one unlinked temporary file per tensor, so
+            nothing outlives the process).
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.stored_bytes = 0
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A spilled tensor with the shape and dtype of another one, not filled yet."""
+        if tensor.numel() == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        spilled = self._on_disk(tensor) if self.tier is Tier.DISK else self._on_host(tensor)
+        size_bytes = spilled.untyped_storage().nbytes()
+        self.stored_bytes += size_bytes
+        weakref.finalize(spilled.untyped_storage(), self._forget, size_bytes).atexit = False
+        return spilled
+
+    def store(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A spilled copy of a tensor."""
+        spilled = self.empty_like(tensor)
+        spilled.copy_(tensor.detach())
+        return spilled
+
+    def _forget(self, size_bytes: int) -> None:
+        self.stored_bytes -= size_bytes
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    def _on_disk(self, tensor: torch.Tensor) -> torch.Tensor:
+        size_bytes = tensor.numel() * tensor.element_size()
+        with tempfile.TemporaryFile(prefix="memlab-") as file:
+            file.truncate(size_bytes)
+            mapping = mmap.mmap(file.fileno(), size_bytes)
+        spilled = torch.frombuffer(mapping, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        storage = spilled.untyped_storage()
+        _spilled_storages.add(storage._cdata)
+        weakref.finalize(storage, _spilled_storages.discard, storage._cdata).atexit = False
+        return spilled

@@ -1,0 +1,249 @@
+"""How optimizers write down Adam's moments, and translating between them.
+
+Every format decodes to `Moments` and encodes from them, one parameter at a time. Second moments are
+exchanged as Adam accumulates them, that is without bias correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from memlab.extras import require
+from memlab.techniques.base import State
+
+Group = Mapping[str, Any]
+_BLOCK_ELEMENTS = 256  # bitsandbytes: elements that share one scale in an 8-bit optimizer
+_PAGED_ELEMENTS = 100_000  # bitsandbytes pages tensors from this size on
+_TINY = 1e-30  # Adafactor's own floor of a second moment
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Adam's state of one parameter.
+
+    Args:
+        step: number of updates so far.
+        first: moving average of the gradient.
+        second: moving average of the squared gradient.
+    """
+
+    step: int
+    first: torch.Tensor
+    second: torch.Tensor
+
+    def to(self, dtype: torch.dtype) -> Moments:
+        """The same moments in another dtype."""
+        return Moments(self.step, self.first.to(dtype), self.second.to(dtype))
+
+
+class StateFormat:
+    """One way of keeping moments.
+
+    Attributes:
+        keeps_first: whether the first moment survives.
+        keeps_second: whether the second moment survives, at least approximately.
+    """
+
+    keeps_first: ClassVar[bool] = True
+    keeps_second: ClassVar[bool] = True
+
+    def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
+        """Whether the state of a parameter is in this format."""
+        raise NotImplementedError
+
+    def encode(self, parameter: torch.nn.Parameter, group: Group, moments: Moments) -> State:
+        """Write moments in this format; new tensors, the old ones stay as they are."""
+        raise NotImplementedError
+
+    def decode(self, parameter: torch.nn.Parameter, group: Group, state: State) -> Moments:
+        """Read moments out of this format."""
+        raise NotImplementedError
+
+    def fresh(self, parameter: torch.nn.Parameter) -> State | None:
+        """State before the first update, or None to let the optimizer create it."""
+        return None
+
+
+class TorchAdamFormat(StateFormat):
+    """torch.optim.Adam and AdamW: two tensors like the parameter, and a step tensor."""
+
+    def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
+        return {"step", "exp_avg", "exp_avg_sq"} <= state.keys()
+
+    def encode(self, parameter: torch.nn.Parameter, group: Group, moments: Moments) -> State:
+        return {
+            "step": _step_tensor(parameter, group, moments.step),
+            "exp_avg": _like(parameter, moments.first),
+            "exp_avg_sq": _like(parameter, moments.second),
+        }
+
+    def decode(self, parameter: torch.nn.Parameter, group: Group, state: State) -> Moments:
+        return Moments(int(state["step"]), state["exp_avg"], state["exp_avg_sq"])
+
+
+def _step_tensor(parameter: torch.nn.Parameter, group: Group, step: int) -> torch.Tensor:
+    """The step as torch would have made it: on the host unless the kernel reads it on the device."""
+    on_device = bool(group.get("capturable") or group.get("fused"))
+    is_double = torch.get_default_dtype() is torch.float64 and not group.get("fused")
+    dtype = torch.float64 if is_double else torch.float32
+    return torch.tensor(float(step), dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def _like(parameter: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """A copy of values in the memory layout of their parameter."""
+    return torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
+
+
+class BnbAdamFormat(StateFormat):
+    """bitsandbytes' Adam family: 8 bits per value with a scale per block, or fp32.
+
+    Args:
+        bits: 8 or 32.
+        smallest_8bit: parameters with fewer elements keep fp32 moments.
+        paged: keep the moments in CUDA's unified memory.
+    """
+
+    def __init__(self, bits: int = 8, smallest_8bit: int = 4096, paged: bool = False) -> None:
+        self.bits = bits
+        self.smallest_8bit = smallest_8bit
+        self.paged = paged
+        self._functional = require("bitsandbytes").functional
+        self._maps: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
+        if "state1" not in state:
+            return False
+        is_paged = hasattr(state["state1"], "is_paged")
+        return (state["state1"].dtype == self._dtype(parameter)) and is_paged == self._is_paged(parameter)
+
+    def encode(self, parameter: torch.nn.Parameter, group: Group, moments: Moments) -> State:
+        if self._dtype(parameter) is torch.float32:
+            moved = [self._placed(parameter, _flat_fp32(m).clone()) for m in (moments.first, moments.second)]
+            return {"step": moments.step, "state1": moved[0], "state2": moved[1]}
+        signed, unsigned = self._maps_on(parameter.device)
+        first, first_scales = self._quantized(moments.first, signed)
+        second, second_scales = self._quantized(moments.second, unsigned)
+        return {
+            "step": moments.step,
+            "state1": self._placed(parameter, first),
+            "qmap1": signed,
+            "state2": self._placed(parameter, second),
+            "qmap2": unsigned,
+            "absmax1": first_scales,
+            "absmax2": second_scales,
+        }
+
+    def decode(self, parameter: torch.nn.Parameter, group: Group, state: State) -> Moments:
+        if state["state1"].dtype is not torch.uint8:
+            return Moments(int(state["step"]), state["state1"], state["state2"])
+        first, second = (self._dequantized(parameter, state, which) for which in ("1", "2"))
+        return Moments(int(state["step"]), first, second)
+
+    def fresh(self, parameter: torch.nn.Parameter) -> State:
+        # made here and not by bitsandbytes, whose page manager keeps paged buffers for ever
+        dtype = self._dtype(parameter)
+        state: State = {"step": 0}
+        for name in ("state1", "state2"):  # contiguous, as bitsandbytes makes its parameters
+            state[name] = self._placed(parameter, torch.zeros(parameter.shape, dtype=dtype, device=parameter.device))
+        if dtype is torch.uint8:
+            state["qmap1"], state["qmap2"] = self._maps_on(parameter.device)
+            blocks = -(-parameter.numel() // _BLOCK_ELEMENTS)
+            for name in ("absmax1", "absmax2"):
+                state[name] = torch.zeros(blocks, device=parameter.device, dtype=torch.float32)
+        return state
+
+    def _dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
+        return torch.uint8 if self.bits == 8 and parameter.numel() >= self.smallest_8bit else torch.float32
+
+    def _is_paged(self, parameter: torch.nn.Parameter) -> bool:
+        return self.paged and parameter.is_cuda and parameter.numel() >= _PAGED_ELEMENTS
+
+    def _maps_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codebooks of the first and second moment; all parameters of a device share them."""
+        if device not in self._maps:
+            create = self._functional.create_dynamic_map
+            self._maps[device] = (create(signed=True).to(device), create(signed=False).to(device))
+        return self._maps[device]
+
+    def _quantized(self, values: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, quantization = self._functional.quantize_blockwise(
+            _flat_fp32(values), code=codebook, blocksize=_BLOCK_ELEMENTS
+        )
+        return codes, quantization.absmax
+
+    def _dequantized(self, parameter: torch.nn.Parameter, state: State, which: str) -> torch.Tensor:
+        codes: torch.Tensor = state["state" + which].to(parameter.device)  # paged ones say they are on the host
+        values: torch.Tensor = self._functional.dequantize_blockwise(
+            codes, absmax=state["absmax" + which], code=state["qmap" + which], blocksize=_BLOCK_ELEMENTS
+        )
+        return values
+
+    def _placed(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+        if not self._is_paged(parameter):
+            return values
+        buffer: torch.Tensor = self._functional.get_paged(*values.shape, dtype=values.dtype, device=parameter.device)
+        return buffer.copy_(values)
+
+
+def _flat_fp32(values: torch.Tensor) -> torch.Tensor:
+    """Values as bitsandbytes walks them: fp32, in the order of their indices."""
+    return values.detach().float().contiguous()
+
+
+class AdafactorFormat(StateFormat):
+    """transformers' Adafactor without momentum: means of the squared gradient over rows and columns."""
+
+    keeps_first = False
+
+    def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
+        return "exp_avg" not in state and ("exp_avg_sq_row" in state or "exp_avg_sq" in state)
+
+    def encode(self, parameter: torch.nn.Parameter, group: Group, moments: Moments) -> State:
+        # Adafactor's decay starts at zero, so its averages are those of Adam after bias correction
+        second = (moments.second.float() / max(_bias_correction(group, moments.step), _TINY)).add_(_TINY)
+        state: State = {"step": moments.step, "RMS": 0}
+        if parameter.dim() < 2:
+            return state | {"exp_avg_sq": second}
+        return state | {"exp_avg_sq_row": second.mean(dim=-1), "exp_avg_sq_col": second.mean(dim=-2)}
+
+    def decode(self, parameter: torch.nn.Parameter, group: Group, state: State) -> Moments:
+        step = int(state["step"])
+        second = _unfactored(state) * _bias_correction(group, step)
+        return Moments(step, torch.zeros_like(second), second)
+
+
+def _bias_correction(group: Group, step: int) -> float:
+    return float(1.0 - float(group["betas"][1]) ** step)
+
+
+def _unfactored(state: State) -> torch.Tensor:
+    if "exp_avg_sq" in state:
+        whole: torch.Tensor = state["exp_avg_sq"].float()
+        return whole
+    rows, columns = state["exp_avg_sq_row"].float(), state["exp_avg_sq_col"].float()
+    share = rows / rows.mean(dim=-1, keepdim=True).clamp_min_(_TINY)
+    return torch.mul(share.unsqueeze(-1), columns.unsqueeze(-2))
+
+
+class NoMomentsFormat(StateFormat):
+    """SGD without momentum: only a count of the updates, to know whether there were any."""
+
+    keeps_first = False
+    keeps_second = False
+
+    def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
+        return state.keys() == {"step"}
+
+    def encode(self, parameter: torch.nn.Parameter, group: Group, moments: Moments) -> State:
+        return {"step": moments.step}
+
+    def decode(self, parameter: torch.nn.Parameter, group: Group, state: State) -> Moments:
+        zeros = torch.zeros_like(parameter, requires_grad=False)
+        return Moments(0, zeros, zeros)
+
+    def fresh(self, parameter: torch.nn.Parameter) -> State:
+        return {"step": 0}

@@ -1,0 +1,88 @@
+"""Bytes, durations and percentages: parsing and printing.
+
+Sizes are binary everywhere (1 GiB = 2**30 bytes); decimal units are refused rather than guessed.
+"""
+
+from __future__ import annotations
+
+import re
+
+from memlab.errors import PlanError
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+_UNITS = {"b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as ``"8GiB"`` or ``"512 MiB"``.
+
+    Args:
+        text: a number followed by B, KiB, MiB, GiB or TiB (any letter case).
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        PlanError: no unit, a decimal unit (GB), or not a positive number.
+
+    Example:
+        >>> parse_bytes("1.5GiB")
+        1610612736
+    """
+    match = _SIZE.fullmatch(text)
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in _UNITS:
+        raise PlanError(f"size {text!r}: expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'")
+    size = int(float(match.group(1)) * _UNITS[unit])
+    if size <= 0:
+        raise PlanError(f"size {text!r}: must be more than zero")
+    return size
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Print a size with three significant digits or so.
+
+    Example:
+        >>> format_bytes(5_476_083_302)
+        '5.10 GiB'
+        >>> format_bytes(12_582_912)
+        '12.0 MiB'
+    """
+    magnitude = abs(size_bytes)
+    if magnitude >= GIB:
+        return f"{size_bytes / GIB:.2f} GiB"
+    if magnitude >= MIB:
+        return f"{size_bytes / MIB:.1f} MiB"
+    if magnitude >= KIB:
+        return f"{size_bytes / KIB:.1f} KiB"
+    return f"{size_bytes:.0f} B"
+
+
+def format_change(ratio: float) -> str:
+    """Print a ratio to the first row as a signed percentage.
+
+    Example:
+        >>> format_change(0.45), format_change(1.0), format_change(2.1)
+        ('−55 %', '±0 %', '+110 %')
+    """
+    percent = round((ratio - 1) * 100)
+    if percent == 0:
+        return "±0 %"
+    return f"{'+' if percent > 0 else '−'}{abs(percent)} %"  # noqa: RUF001 - a real minus sign lines up with +
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a duration.
+
+    Example:
+        >>> format_seconds(0.0123), format_seconds(3.2), format_seconds(125)
+        ('12.3 ms', '3.20 s', '2 min 5 s')
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"

@@ -1,0 +1,132 @@
+"""Tiny training loops, and the wiring of techniques to an optimizer that a session does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from memlab.plan import Plan
+from memlab.stepping import apply_layer, canonical_state_dict, pack_loaded, remove_layer, run_step, take_over
+from memlab.techniques.base import Technique
+from memlab.techniques.offload_optimizer import OffloadOptimizer
+from memlab.techniques.optimizer import OptimizerConversion
+
+Optimizer = torch.optim.Optimizer
+Snapshot = dict[str, Any]
+
+
+def techniques_of(flags: str) -> list[Technique]:
+    """The techniques of a plan that deal with an optimizer, in the order in which they pack."""
+    plan = Plan.parse(flags)
+    kinds: list[type[Technique]] = [OptimizerConversion, OffloadOptimizer]
+    return [kind(plan) for kind in kinds if kind.wanted(plan)]
+
+
+@contextmanager
+def applied(
+    optimizer: Optimizer, techniques: Sequence[Technique] | str, bucket_bytes: int = 2**20
+) -> Iterator[list[Technique]]:
+    """Put techniques on an optimizer, as a session does, and take them off again."""
+    layers = techniques_of(techniques) if isinstance(techniques, str) else list(techniques)
+
+    def update(live: Optimizer) -> None:
+        stepped = run_step(live, layers, bucket_bytes)
+        for technique in layers:
+            technique.step_ended(live, skipped=not stepped)
+
+    with ExitStack() as undo:
+        for at, technique in enumerate(layers):
+            technique.check_optimizer(optimizer)
+            technique.attach_optimizer(optimizer, undo)
+            apply_layer(optimizer, technique)
+            undo.callback(remove_layer, optimizer, technique, layers[at + 1 : at + 1])
+        hooks = (
+            optimizer.register_step_pre_hook(take_over(update)),
+            optimizer.register_state_dict_post_hook(lambda live, saved: canonical_state_dict(live, saved, layers)),
+            optimizer.register_load_state_dict_post_hook(lambda live: pack_loaded(live, layers)),
+        )
+        for handle in hooks:
+            undo.callback(handle.remove)
+        yield layers
+
+
+def mlp(width: int = 96, seed: int = 0) -> torch.nn.Module:
+    """A small network with parameters above and below the size from which moments are 8-bit."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh(),
+                               torch.nn.Linear(width, 1))  # fmt: skip
+
+
+def tiny_gpt2() -> torch.nn.Module:
+    """GPT-2 with two blocks and random weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 128, "n_positions": 32}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout))
+
+
+def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
+    """The loss on the batch of a step; the same for every model."""
+    generator = torch.Generator().manual_seed(step)
+    if hasattr(model, "config"):
+        start = torch.randint(0, 128, (8, 1), generator=generator)
+        tokens = (start + 3 * torch.arange(24)) % 128
+        return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
+    inputs = torch.randn(64, 16, generator=generator)
+    target = (inputs[:, :4].sin().sum(dim=1, keepdim=True) * inputs[:, 4:5]).tanh()
+    return torch.nn.functional.mse_loss(model(inputs), target)
+
+
+def train(model: torch.nn.Module, optimizer: Optimizer, steps: range, after: Callable[[], Any] = lambda: None) -> list[float]:
+    """Train for some steps and return the losses."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        after()
+        losses.append(loss.item())
+    return losses
+
+
+def deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative distance between two runs."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
+
+
+def snapshot(model: torch.nn.Module, optimizer: Optimizer) -> Snapshot:
+    """Copies of everything a technique must leave as it was."""
+    state = {
+        name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in optimizer.state[p].items()}
+        for name, p in model.named_parameters()
+        if p in optimizer.state
+    }
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return {"state": state, "parameters": parameters, "settings": settings, "hooks": _hooks(optimizer)}
+
+
+def _hooks(optimizer: Optimizer) -> list[int]:
+    names = [name for name in vars(optimizer) if name.endswith("_hooks")]
+    return [len(getattr(optimizer, name)) for name in names]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two snapshots are equal, tensors bit by bit and with dtype and device."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    return bool(one == other)
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of all storages that optimizer state holds, each counted once."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

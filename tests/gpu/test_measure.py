@@ -1,0 +1,84 @@
+"""The CUDA device on a real GPU: counters, events, capacity and categories."""
+
+import pytest
+import torch
+
+from memlab.measure.steps import Meter, device_for
+from memlab.plan import Plan
+from memlab.records import Category
+from memlab.units import GIB, MIB
+from memlab.workload import Batch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def loop():
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
+    return model, torch.optim.AdamW(model.parameters()), torch.randn(512, 1024, device="cuda")
+
+
+def run_steps(meter, model, optimizer, batch, count):
+    for _ in range(count):
+        meter.forward_begins(Batch((batch,), {}))
+        loss = model(batch).pow(2).mean()
+        meter.forward_ended(loss)
+        loss.backward()
+        meter.step_begins(optimizer)
+        optimizer.step()
+        meter.step_ended(optimizer, skipped=False)
+        optimizer.zero_grad()
+
+
+def test_counters_agree_with_torch_and_the_ledger_explains_them(loop):
+    model, optimizer, batch = loop
+    meter = Meter(model, [optimizer], device_for(torch.device("cuda")))
+    run_steps(meter, model, optimizer, batch, 6)
+    measured = meter.measurement(Plan())
+    meter.close()
+    count = sum(p.numel() for p in model.parameters())
+    assert measured.breakdown[Category.PARAMETERS] == 4 * count
+    assert measured.breakdown[Category.OPTIMIZER_STATE] >= 8 * count
+    assert measured.peak_allocated_bytes >= torch.cuda.max_memory_allocated()
+    seen = sum(size for name, size in measured.breakdown.items() if name not in (Category.WORKSPACES, Category.UNUSED))
+    assert 0.8 * measured.peak_allocated_bytes <= seen <= measured.peak_allocated_bytes
+    assert measured.peak_reserved_bytes is not None
+    assert measured.peak_reserved_bytes >= measured.peak_allocated_bytes
+
+
+def test_events_time_the_work_and_not_the_queueing(loop):
+    model, optimizer, batch = loop
+    meter = Meter(model, [optimizer], device_for(torch.device("cuda")))
+    run_steps(meter, model, optimizer, batch, 3)
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run_steps(meter, model, optimizer, batch, 20)
+    end.record()
+    torch.cuda.synchronize()
+    seconds = sum(record.seconds for record in meter.steps[-20:])
+    meter.close()
+    assert seconds == pytest.approx(begin.elapsed_time(end) / 1000, rel=0.2)
+
+
+def test_losses_are_read_right(loop):
+    model, optimizer, batch = loop
+    meter = Meter(model, [optimizer], device_for(torch.device("cuda")))
+    with torch.no_grad():
+        expected = float(model(batch).pow(2).mean())
+    run_steps(meter, model, optimizer, batch, 1)
+    assert meter.measurement(Plan()).losses[0] == pytest.approx(expected, rel=1e-5)
+    meter.close()
+
+
+def test_a_capacity_makes_the_gpu_small_and_is_lifted_again():
+    # the fraction counts what the process holds already, so leave room for other tests' leftovers
+    torch.cuda.empty_cache()
+    capacity = torch.cuda.memory_reserved() + 512 * MIB
+    device = device_for(torch.device("cuda"), capacity)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+    finally:
+        device.close()
+    assert torch.empty(2 * GIB, dtype=torch.uint8, device="cuda").numel() == 2 * GIB

@@ -1,0 +1,144 @@
+"""The pictures: PNG bytes of a fitting size, nothing global touched, colours where the data is."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+
+import samples
+from memlab.errors import MissingExtraError
+from memlab.records import Category, Comparison, Measurement
+from memlab.report import image
+from memlab.report.segments import REST, segments, stretches, swatch
+from memlab.units import GIB
+
+matplotlib = pytest.importorskip("matplotlib")
+pictures = pytest.importorskip("PIL.Image")
+
+
+def opened(png: bytes):  # type: ignore[no-untyped-def]  # PIL's type, which an optional package brings
+    return pictures.open(io.BytesIO(png))
+
+
+def share_of(colour: str, png: bytes) -> float:
+    """Share of a picture's pixels in exactly this colour."""
+    wanted = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    picture = opened(png).convert("RGB")
+    found = dict((value, count) for count, value in picture.getcolors(maxcolors=2**24))
+    return float(found.get(wanted, 0)) / (picture.width * picture.height)
+
+
+def test_a_row_more_makes_the_picture_higher_not_wider() -> None:
+    small, large = opened(image.png(samples.comparison())), opened(image.png(samples.crowded()))
+    assert small.width == large.width == 1584
+    assert large.height > small.height
+    assert len(image.png(samples.crowded())) < 200_000
+
+
+def test_the_background_is_opaque_and_light() -> None:
+    for png in (image.png(samples.comparison()), image.timeline_png(samples.measurement("as written", 2, 1))):
+        corner = opened(png).convert("RGBA").getpixel((2, 2))
+        assert corner[3] == 255
+        assert min(corner[:3]) > 245
+
+
+def test_area_of_a_colour_follows_its_bytes() -> None:
+    def of(activations_bytes: int) -> float:
+        parts = {Category.PARAMETERS: GIB, Category.ACTIVATIONS: activations_bytes}
+        base = Measurement("as written", "cpu", 8 * GIB, None, 0, {Category.PARAMETERS: 8 * GIB}, (), (1.0,), 1, 0)
+        tested = replace(base, plan="--fp16", peak_allocated_bytes=sum(parts.values()), breakdown=parts)
+        return share_of(swatch(Category.ACTIVATIONS).colour, image.png(Comparison("t", (base, tested))))
+
+    assert of(0) < of(GIB) / 10  # the legend's swatch is not drawn either
+    assert of(4 * GIB) == pytest.approx(2 * of(2 * GIB), rel=0.2)
+
+
+def test_what_no_category_explains_is_drawn_as_such() -> None:
+    measurement = replace(samples.measurement("as written", 1, 1), peak_allocated_bytes=9 * GIB)
+    parts = segments(measurement)
+    assert sum(parts.values()) == 9 * GIB
+    assert list(parts)[-1] == REST
+    assert REST not in segments(samples.measurement("as written", 1, 1))
+
+
+def test_unused_memory_does_not_hide_what_is_missing() -> None:
+    parts = segments(Measurement("x", "cpu", 10, 30, 0, {"parameters": 4, "unused but reserved": 20}, (), (), 1, 0))
+    assert parts == {"parameters": 4, "unused but reserved": 20, REST: 6}
+
+
+def test_phases_follow_each_other_without_gaps() -> None:
+    found = stretches(samples.timeline(2.0, micro_batches=2))
+    assert [str(each.phase) for each in found] == ["other", "forward", "backward", "forward", "backward", "step"]
+    assert all(one.stop_seconds == other.start_seconds for one, other in zip(found, found[1:], strict=False))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4, 16])
+def test_timelines_are_drawn(micro_batches: int) -> None:
+    measurement = samples.measurement("--accumulate 4", 2, 1, micro_batches)
+    png = image.timeline_png(measurement, budget_bytes=3 * GIB)
+    assert opened(png).size == (1584, 619)
+    assert share_of(swatch(Category.ACTIVATIONS).colour, png) > 0.05
+    assert share_of("#B3261E", png) > 0.0005  # the budget line
+    assert share_of("#B3261E", image.timeline_png(measurement)) == 0
+
+
+def test_a_measurement_without_timeline_or_times_still_draws() -> None:
+    bare = Measurement("as written", "cpu", 0, None, 0, {}, (), (), 0, 0)
+    assert opened(image.timeline_png(bare)).size == (1584, 619)
+    assert opened(image.png(Comparison("a title without letters $of$ mathematics_", (bare,)))).width == 1584
+
+
+def test_pictures_are_the_same_whatever_the_user_set_up() -> None:
+    comparison = samples.comparison()
+    before = image.png(comparison)
+    with matplotlib.rc_context({"axes.facecolor": "black", "savefig.transparent": True, "font.size": 30.0,
+                                "figure.autolayout": True, "savefig.bbox": "tight"}):  # fmt: skip
+        settings = dict(matplotlib.rcParams)
+        assert image.png(comparison) == before
+        assert dict(matplotlib.rcParams) == settings
+
+
+def test_the_description_is_in_the_file() -> None:
+    text = opened(image.png(samples.comparison())).text
+    assert text["Title"] == samples.TITLE
+    assert text["Description"].startswith("4 settings measured: as written peaks at 10.89 GiB")
+
+
+def test_pyplot_is_never_imported() -> None:
+    code = (
+        "import sys; from memlab.records import *; from memlab.report import image, html, text, figure\n"
+        "assert 'matplotlib' not in sys.modules and 'plotly' not in sys.modules\n"
+        "m = Measurement('as written', 'cpu', 8, None, 0, {}, (), (1.0,), 1, 0)\n"
+        "image.png(Comparison('t', (m,))); image.timeline_png(m)\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_pictures_leave_no_memory_behind() -> None:
+    import gc
+
+    image.png(samples.comparison())
+    gc.collect()
+    tracemalloc.start()
+    for _ in range(3):
+        image.png(samples.comparison())
+    gc.collect()
+    left_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert left_bytes < 2_000_000
+
+
+def test_without_matplotlib_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError) as caught:
+        image.png(samples.comparison())
+    assert str(caught.value) == (
+        "the picture of a receipt needs matplotlib, which is not installed: "
+        "pip install 'memlab[lab]' (or pip install matplotlib)"
+    )

@@ -1,0 +1,101 @@
+"""The plain-text receipt."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import replace
+
+import pytest
+
+import samples
+from memlab.records import Comparison, Measurement
+from memlab.report import columns, segments, text
+from memlab.units import GIB
+
+
+@pytest.mark.parametrize("module", [text, columns, segments])
+def test_examples_in_the_docstrings(module: object) -> None:
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+def test_receipt_in_full() -> None:
+    assert text.table(samples.comparison()) == (
+        """\
+memfit · model gpt2 124M · AdamW · batch 8 × 512 · CPU ledger (capacity 16 GiB) · 12 steps
+plan                          peak allocated   vs first    on host    samples/s   vs first   tokens/s   loss drift
+──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+as written                         10.89 GiB          –          –   1.31 ± 3 %          –        671            –
+--accumulate 4                      5.05 GiB      −54 %          –   1.27 ± 3 %       −3 %        650         2e-7
+--accumulate 4 --checkpoint         3.35 GiB      −69 %          –   0.98 ± 2 %      −25 %        502            0
+    ↳ the peak is now in the loss: try --chunk-loss
+--offload optimizer                10.99 GiB       +1 %   1.00 GiB   1.10 ± 3 %      −16 %        563            0
+    ↳ no gain: the peak is in the forward pass, mostly activations
+step 7: out of memory (needed 1.20 GiB, 0.31 free) → accumulation 4 → 8, same batch redone, 0 steps lost"""
+    )
+
+
+def test_short_notes_stand_beside_their_rows() -> None:
+    first, second = (
+        Measurement(plan, "cpu", peak, None, 0, {}, (), (0.5,), 4, 0) for plan, peak in (("as written", 4), ("--fp16", 2))
+    )
+    assert text.table(Comparison("t", (first, second.with_note("scale 65536")))) == (
+        """\
+t
+plan         peak allocated   vs first   samples/s   vs first   note
+───────────────────────────────────────────────────────────────────────────
+as written              4 B          –        8.00          –
+--fp16                  2 B      −50 %        8.00       ±0 %   scale 65536"""
+    )
+
+
+def test_every_column_every_line_within_a_page() -> None:
+    lines = text.table(samples.crowded()).splitlines()
+    assert max(map(len, lines)) <= 150
+    assert "peak reserved" in lines[1]
+    wrapped = [line.strip() for line in lines[-6:-3]]
+    assert wrapped[0].startswith("--accumulate 4 --checkpoint every:2 --bf16 ")
+    assert wrapped[1:] == ["--optim paged-adam8bit", "--offload activations:disk --chunk-loss"]
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    unmeasured = replace(samples.measurement("as written", 1, 1.0), step_seconds=(), tokens_per_step=0, losses=())
+    row = text.table(Comparison("t", (unmeasured, replace(unmeasured, plan="--fp16")))).splitlines()[-2]
+    assert row.split()[:2] == ["--fp16", "2.79"]
+    assert row.count("–") == 2
+
+
+def test_a_diverged_loss_is_not_a_small_drift() -> None:
+    first = samples.measurement("as written", 1, 1.0)
+    bad = replace(first, plan="--fp16", losses=(10.9, float("nan"), 9.8))
+    assert "not finite" in text.table(Comparison("t", (first, bad)))
+
+
+def test_devices_are_named_when_they_differ() -> None:
+    first = samples.measurement("as written", 1, 1.0)
+    assert "device" not in text.table(Comparison("t", (first,)))
+    assert "NVIDIA H200" in text.table(Comparison("t", (first, replace(first, plan="--fp16", device="NVIDIA H200"))))
+
+
+def test_breakdown_in_full() -> None:
+    measurement = replace(
+        samples.measurement("--fp16", 1.0, 1.0), peak_allocated_bytes=3 * GIB, host_bytes=GIB, driver_bytes=4 * GIB
+    )
+    assert text.breakdown(measurement) == (
+        """\
+--fp16 · CPU ledger (capacity 16 GiB)
+parameters        471.0 MiB    15 %  ████
+optimizer state   952.3 MiB    31 %  ███████
+activations        1.00 GiB    33 %  ████████
+temporaries       409.6 MiB    13 %  ███
+not broken down   215.0 MiB     7 %  ██
+peak allocated     3.00 GiB   in the forward pass
+device used        4.00 GiB
+on host            1.00 GiB"""
+    )
+
+
+def test_one_sentence_names_the_lowest() -> None:
+    assert text.summary(samples.comparison()) == (
+        "4 settings measured: as written peaks at 10.89 GiB; --accumulate 4 --checkpoint is the lowest of the others "
+        "with 3.35 GiB (−69 %) at −25 % samples per second."
+    )

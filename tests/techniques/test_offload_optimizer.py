@@ -1,0 +1,171 @@
+"""Optimizer state in files beside the CPU: the same training bit by bit, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.driving import applied, mlp, same, snapshot, state_bytes, techniques_of, tiny_gpt2, train
+
+from memlab.errors import RefusalError
+from memlab.plan import Plan, Tier
+from memlab.techniques.offload_optimizer import OffloadOptimizer
+from memlab.techniques.spill import is_spilled
+
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, amsgrad=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-4),
+}
+
+
+def spilled(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [v for v in values if isinstance(v, torch.Tensor) and is_spilled(v.untyped_storage())]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("seen", [0, 3])
+def test_training_is_the_same_bit_by_bit(name: str, seen: int) -> None:
+    runs = []
+    for flags in ("", "--offload optimizer"):
+        model = mlp()
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        losses = train(model, optimizer, range(seen))
+        with applied(optimizer, flags, bucket_bytes=2**14):
+            losses += train(model, optimizer, range(seen, 20))
+            assert bool(spilled(optimizer)) == bool(flags)
+        losses += train(model, optimizer, range(20, 23))
+        runs.append((losses, snapshot(model, optimizer)))
+    assert runs[0][0] == runs[1][0]
+    assert same(runs[0][1], runs[1][1])
+
+
+def test_gpt2_trains_the_same_bit_by_bit() -> None:
+    runs = []
+    for flags in ("", "--offload optimizer"):
+        model = tiny_gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with applied(optimizer, flags):
+            runs.append(train(model, optimizer, range(20)))
+    assert runs[0] == runs[1]
+
+
+def test_undo_without_a_step_leaves_everything_as_it_was() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, range(3))
+    before = snapshot(model, optimizer)
+    with applied(optimizer, "--offload optimizer") as (technique,):
+        assert technique.host_bytes >= 0.9 * 8 * sum(p.numel() for p in model.parameters())
+        big = [v for s in optimizer.state.values() for v in s.values() if v.numel() >= 1024]
+        assert big and all(is_spilled(v.untyped_storage()) for v in big)
+        del big
+    assert same(snapshot(model, optimizer), before)
+    gc.collect()
+    assert technique.host_bytes == 0
+
+
+def test_buffers_are_written_again_and_not_made_anew() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with applied(optimizer, "--offload optimizer") as (technique,):
+        train(model, optimizer, range(2))
+        addresses, stored = [v.data_ptr() for v in spilled(optimizer)], technique.host_bytes
+        train(model, optimizer, range(2, 6))
+        assert [v.data_ptr() for v in spilled(optimizer)] == addresses
+        assert technique.host_bytes == stored
+
+
+def test_a_checkpoint_is_an_ordinary_one() -> None:
+    model, twin = mlp(), mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    train(twin, plain, range(5))
+    with applied(optimizer, "--offload optimizer"):
+        train(model, optimizer, range(5))
+        saved = optimizer.state_dict()
+    assert same(saved, plain.state_dict())
+
+
+def test_a_loaded_checkpoint_is_offloaded_too() -> None:
+    model, twin = mlp(), mlp()
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    train(twin, plain, range(5))
+    model.load_state_dict(twin.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    with applied(optimizer, "--offload optimizer"):
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))  # torch would share the tensors
+        assert spilled(optimizer)
+        losses = train(model, optimizer, range(5, 10))
+    assert losses == train(twin, plain, range(5, 10))
+
+
+def test_resident_state_is_small_between_steps() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with applied(optimizer, "--offload optimizer"):
+        train(model, optimizer, range(2))
+        on_disk = sum(v.untyped_storage().nbytes() for v in spilled(optimizer))
+        assert state_bytes(optimizer) - on_disk < 0.2 * on_disk
+
+
+def test_memory_layout_comes_back() -> None:
+    convolution = torch.nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(convolution.parameters())
+    convolution(torch.randn(2, 16, 8, 8)).sum().backward()
+    with applied(optimizer, "--offload optimizer"):
+        optimizer.step()
+    weight = convolution.weight
+    assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()
+
+
+def test_nothing_of_the_model_stays_alive() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with applied(optimizer, "--offload optimizer") as techniques:
+        train(model, optimizer, range(2))
+    alive = [weakref.ref(p) for p in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert techniques and all(reference() is None for reference in alive)
+
+
+def test_the_tier_is_its_setting() -> None:
+    assert OffloadOptimizer.setting(Plan.parse("--offload optimizer:disk,activations")) is Tier.DISK
+    assert OffloadOptimizer.wanted(Plan.parse("--offload optimizer"))
+    assert not OffloadOptimizer.wanted(Plan.parse("--offload activations"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "make", "text"),
+    [
+        (
+            "--offload optimizer",
+            torch.optim.LBFGS,
+            "offload: LBFGS keeps one history for all parameters and evaluates the loss several times in a step; "
+            "use torch.optim.AdamW with --offload optimizer, or LBFGS without it",
+        ),
+        (
+            "--offload optimizer:host",
+            torch.optim.AdamW,
+            "offload: optimizer to host: the model is on the CPU, whose memory is the host's; "
+            "use --offload optimizer:disk (the default there)",
+        ),
+    ],
+)
+def test_refusals(flags: str, make: Any, text: str) -> None:
+    optimizer = make(mlp().parameters())
+    with pytest.raises(RefusalError) as refusal:
+        techniques_of(flags)[0].check_optimizer(optimizer)
+    assert str(refusal.value) == text

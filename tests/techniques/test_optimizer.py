@@ -1,0 +1,503 @@
+"""Converting live optimizers: how far training deviates, what is given back, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+import transformers
+from tests.driving import (
+    applied,
+    deviation,
+    loss_of,
+    mlp,
+    same,
+    snapshot,
+    state_bytes,
+    techniques_of,
+    tiny_gpt2,
+    train,
+)
+
+from memlab import extras
+from memlab.errors import MissingExtraError, RefusalError
+from memlab.plan import Plan
+from memlab.stepping import run_step
+from memlab.techniques.optimizer import OptimizerConversion
+
+Make = Callable[[], torch.nn.Module]
+EIGHT_BIT = "--adam8bit"
+EIGHT_BIT_ON_DISK = "--adam8bit --offload optimizer"
+
+
+def adamw(model: torch.nn.Module, lr: float = 1e-3, **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, **settings)
+
+
+def reference_losses(make: Make, lr: float, forget_at: int | None = None) -> list[float]:
+    model = make()
+    optimizer = adamw(model, lr)
+    losses = train(model, optimizer, range(forget_at or 100))
+    if forget_at:
+        optimizer.state.clear()
+        losses += train(model, optimizer, range(forget_at, 100))
+    return losses
+
+
+def switched_losses(make: Make, lr: float, flags: str) -> list[float]:
+    """As written for 50 steps, converted for 25, as written again for 25."""
+    model = make()
+    optimizer = adamw(model, lr)
+    losses = train(model, optimizer, range(50))
+    with applied(optimizer, flags, bucket_bytes=2**16):
+        losses += train(model, optimizer, range(50, 75))
+    return losses + train(model, optimizer, range(75, 100))
+
+
+# --- exactness ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [EIGHT_BIT, EIGHT_BIT_ON_DISK])
+@pytest.mark.parametrize(("make", "lr"), [(mlp, 1e-3), (tiny_gpt2, 3e-4)])
+def test_there_and_back_in_8_bits_deviates_by_a_thousandth_at_most(flags: str, make: Make, lr: float) -> None:
+    reference = reference_losses(make, lr)
+    converted = deviation(switched_losses(make, lr, flags), reference)
+    dropped = deviation(reference_losses(make, lr, forget_at=50), reference)
+    assert converted <= 1e-3
+    assert dropped > 20 * converted
+
+
+@pytest.mark.parametrize(("make", "lr", "tolerance"), [(mlp, 1e-3, 0.12), (tiny_gpt2, 3e-4, 0.025)])
+def test_adafactor_trains_alike(make: Make, lr: float, tolerance: float) -> None:
+    reference = reference_losses(make, lr)
+    assert deviation(switched_losses(make, lr, "--optim adafactor"), reference) <= tolerance
+
+
+def test_the_user_of_8_bit_adam_can_go_to_32_bits_and_back() -> None:
+    runs = []
+    for flags in ("", "--optim adamw"):
+        model = mlp()
+        optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=1e-3)
+        losses = train(model, optimizer, range(50))
+        with applied(optimizer, flags):
+            losses += train(model, optimizer, range(50, 75))
+            assert ("exp_avg" in next(iter(optimizer.state.values()))) == bool(flags)
+        runs.append(losses + train(model, optimizer, range(75, 100)))
+        assert "state1" in next(iter(optimizer.state.values()))
+    assert deviation(runs[1], runs[0]) <= 2e-3
+
+
+@pytest.mark.parametrize("flags", [EIGHT_BIT, "--optim adafactor", "--optim sgd"])
+def test_a_fresh_optimizer_can_start_converted(flags: str) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    with applied(optimizer, flags):
+        inside = train(model, optimizer, range(20))
+    outside = train(model, optimizer, range(20, 40))
+    assert min(outside) < inside[0]
+    assert all({"step", "exp_avg", "exp_avg_sq"} == state.keys() for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("flags", ["--optim adafactor", "--optim sgd", "--optim adafactor --offload optimizer"])
+def test_parked_moments_come_back_bit_by_bit_when_no_step_was_taken(flags: str) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    train(model, optimizer, range(5))
+    before = snapshot(model, optimizer)
+    with applied(optimizer, flags) as techniques:
+        assert techniques[0].host_bytes >= 0.9 * 8 * sum(p.numel() for p in model.parameters())
+    assert same(snapshot(model, optimizer), before)
+
+
+def test_after_a_step_adafactor_gives_back_the_second_moment_and_starts_the_first_from_zero() -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    train(model, optimizer, range(30))
+    reference = snapshot(model, optimizer)["state"]
+    with applied(optimizer, "--optim adafactor") as techniques:
+        train(model, optimizer, range(30, 31))
+        assert techniques[0].host_bytes == 0
+    state = snapshot(model, optimizer)["state"]
+    for name, held in state.items():
+        assert held["step"] == 31
+        assert not held["exp_avg"].any()
+        ratio = held["exp_avg_sq"].sum() / reference[name]["exp_avg_sq"].sum()
+        assert 0.5 < ratio < 2, name
+
+
+def test_notes_say_what_is_not_exact() -> None:
+    expected = {
+        EIGHT_BIT: "moments are kept in 8 bits; turning them into fp32 again is close, not bit-exact",
+        "--optim adafactor": "Adafactor keeps row and column means of the second moment and no first moment; both come "
+        "back as they were until the first step, after that the first moment starts again from zero",
+        "--optim sgd": "SGD keeps no moments and may need another learning rate; the moments come back as they were "
+        "until the first step, after that they start again from zero",
+        "--optim adamw": "already AdamW: --optim adamw changes nothing",
+    }
+    for flags, note in expected.items():
+        with applied(adamw(mlp()), flags) as techniques:
+            assert techniques[0].notes == [note]
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_bytes_per_parameter() -> None:
+    model = mlp(width=1024)
+    optimizer = adamw(model)
+    count = sum(p.numel() for p in model.parameters())
+    train(model, optimizer, range(1))
+    assert state_bytes(optimizer) / count == pytest.approx(8.0, abs=0.01)
+    with applied(optimizer, EIGHT_BIT):
+        assert state_bytes(optimizer) / count <= 2.1
+        train(model, optimizer, range(1, 2))
+        assert state_bytes(optimizer) / count <= 2.1
+    with applied(optimizer, "--optim adafactor"):
+        assert state_bytes(optimizer) / count <= 0.05
+    assert state_bytes(optimizer) / count == pytest.approx(8.0, abs=0.01)
+
+
+@pytest.mark.parametrize("flags", [EIGHT_BIT_ON_DISK, "--optim adafactor", "--optim sgd"])
+def test_nothing_of_the_model_stays_alive(flags: str) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    with applied(optimizer, flags) as techniques:
+        train(model, optimizer, range(2))
+    alive = [weakref.ref(p) for p in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert techniques and all(reference() is None for reference in alive)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    assert not manager.pid2config and not manager.module_weight_config_triple
+
+
+# --- the optimizer stays the user's ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [EIGHT_BIT, EIGHT_BIT_ON_DISK, "--optim adafactor", "--optim sgd"])
+def test_groups_stay_the_same_objects_with_the_same_keys(flags: str) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    groups, lists = list(optimizer.param_groups), [group["params"] for group in optimizer.param_groups]
+    keys = [list(group) for group in groups]
+    with applied(optimizer, flags):
+        train(model, optimizer, range(2))
+    assert all(one is other for one, other in zip(optimizer.param_groups, groups, strict=True))
+    assert all(group["params"] is params for group, params in zip(groups, lists, strict=True))
+    assert [list(group) for group in groups] == keys
+
+
+def test_settings_of_several_groups_are_followed() -> None:
+    model = mlp()
+    first, *others = model.children()
+    groups = [
+        {"params": list(first.parameters()), "lr": torch.tensor(0.0), "weight_decay": 0.0},
+        {"params": [p for other in others for p in other.parameters()], "lr": 1e-3, "weight_decay": 0.5},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    for flags in (EIGHT_BIT, "--optim adafactor", "--optim sgd"):
+        before = snapshot(model, optimizer)["parameters"]
+        with applied(optimizer, flags):
+            train(model, optimizer, range(1))
+        after = snapshot(model, optimizer)["parameters"]
+        assert same({k: v for k, v in before.items() if k[0] == "0"}, {k: v for k, v in after.items() if k[0] == "0"})
+        assert not torch.equal(before["2.weight"], after["2.weight"])
+
+
+def test_weight_decay_of_the_delegate_is_that_of_the_group() -> None:
+    model = mlp()
+    optimizer = adamw(model, lr=0.1, weight_decay=0.5)
+    before = snapshot(model, optimizer)["parameters"]
+    with applied(optimizer, EIGHT_BIT):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] * 0.95)
+
+
+@pytest.mark.parametrize("kind", ["lambda", "one-cycle"])
+def test_schedulers_keep_driving_the_learning_rate(kind: str) -> None:
+    runs = []
+    for flags in ("", EIGHT_BIT):
+        model = mlp()
+        optimizer = adamw(model, lr=1e-3)
+        scheduler: Any
+        if kind == "lambda":
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 5 else 0.0)
+        else:
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=12)
+        with applied(optimizer, flags):
+            losses = train(model, optimizer, range(10), after=scheduler.step)
+        frozen = snapshot(model, optimizer)["parameters"]
+        runs.append((losses, [group["lr"] for group in optimizer.param_groups]))
+        if kind == "lambda":
+            with applied(optimizer, flags):
+                train(model, optimizer, range(10, 12))
+            assert same(snapshot(model, optimizer)["parameters"], frozen)
+    assert runs[0][1] == runs[1][1]
+    assert deviation(runs[1][0], runs[0][0]) <= 2e-3
+
+
+def test_parameters_without_a_gradient_are_left_alone() -> None:
+    model = mlp()
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    optimizer = adamw(model)
+    before = frozen.clone()
+    with applied(optimizer, EIGHT_BIT):
+        train(model, optimizer, range(3))
+    assert torch.equal(frozen, before)
+    assert frozen not in optimizer.state
+
+
+def test_channels_last_parameters_stay_channels_last() -> None:
+    torch.manual_seed(0)
+    convolution = torch.nn.Conv2d(32, 32, 3).to(memory_format=torch.channels_last)
+    twin = copy.deepcopy(convolution)
+    inputs = torch.randn(2, 32, 6, 6)
+    optimizer, plain = adamw(convolution), adamw(twin)
+    for _ in range(3):
+        for model, mine in ((convolution, optimizer), (twin, plain)):
+            mine.zero_grad()
+            model(inputs).square().mean().backward()
+        with applied(optimizer, EIGHT_BIT):
+            optimizer.step()
+        plain.step()
+    assert convolution.weight.stride() == twin.weight.stride()
+    assert (convolution.weight - twin.weight).abs().mean() < 1e-4
+
+
+def test_bf16_parameters_get_bf16_moments_back() -> None:
+    model = mlp().to(torch.bfloat16)
+    optimizer = adamw(model)
+
+    def step() -> None:
+        loss = model(torch.randn(8, 16, dtype=torch.bfloat16)).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    step()
+    for flags in (EIGHT_BIT, "--optim adafactor"):
+        with applied(optimizer, flags):
+            step()
+        assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+        step()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [EIGHT_BIT, EIGHT_BIT_ON_DISK, "--optim adafactor", "--optim sgd"])
+def test_a_checkpoint_is_in_the_users_format_and_live_state_is_not_touched(flags: str) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    train(model, optimizer, range(10))
+    with applied(optimizer, flags):
+        train(model, optimizer, range(10, 12))
+        before = snapshot(model, optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert same(snapshot(model, optimizer), before)
+    twin = copy.deepcopy(model)
+    plain = adamw(twin)
+    plain.load_state_dict(saved)
+    assert train(twin, plain, range(12, 15)) == train(model, optimizer, range(12, 15))
+
+
+@pytest.mark.parametrize("flags", [EIGHT_BIT, EIGHT_BIT_ON_DISK])
+def test_a_plain_checkpoint_loads_under_8_bits(flags: str) -> None:
+    model = mlp()
+    plain = adamw(model)
+    train(model, plain, range(30))
+    saved = copy.deepcopy(plain.state_dict())
+    twin = copy.deepcopy(model)
+    optimizer = adamw(twin, lr=1.0)
+    with applied(optimizer, flags):
+        optimizer.load_state_dict(saved)
+        assert "state1" in next(iter(optimizer.state.values()))
+        losses = train(twin, optimizer, range(30, 40))
+    assert deviation(losses, train(model, plain, range(30, 40))) <= 1e-3
+
+
+def test_state_loaded_past_the_hooks_is_converted_at_the_next_step() -> None:
+    model = mlp()
+    optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=1e-3)
+    train(model, optimizer, range(5))
+    saved = copy.deepcopy(optimizer.state_dict())
+    with applied(optimizer, "--optim adamw"):
+        train(model, optimizer, range(5, 8))
+        optimizer.load_state_dict(saved)
+        train(model, optimizer, range(8, 10))
+        assert all("exp_avg" in state for state in optimizer.state.values())
+        assert {int(state["step"]) for state in optimizer.state.values()} == {7}
+
+
+# --- interruptions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [EIGHT_BIT, EIGHT_BIT_ON_DISK, "--optim adafactor", "--optim sgd"])
+@pytest.mark.parametrize("seen", [0, 3])
+def test_an_interrupted_bucket_is_as_before(flags: str, seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    train(model, optimizer, range(seen))
+    with applied(optimizer, flags) as techniques:
+        loss_of(model, seen).backward()
+        before = snapshot(model, optimizer)
+        calls = itertools.count()
+
+        def interrupted(*_: Any, **__: Any) -> None:
+            if next(calls) == 3:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.Parameter, "is_contiguous", _interrupting(interrupted), raising=False)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        assert same(snapshot(model, optimizer), before)
+        assert run_step(optimizer, techniques)
+    train(model, optimizer, range(seen, seen + 2))
+
+
+def _interrupting(count: Callable[..., None]) -> Callable[..., bool]:
+    def is_contiguous(self: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        count()
+        return torch.Tensor.is_contiguous(self, *args, **kwargs)
+
+    return is_contiguous
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+class OwnStep(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+REFUSED: list[tuple[str, Callable[[Any], torch.optim.Optimizer], str]] = [
+    (
+        EIGHT_BIT,
+        torch.optim.LBFGS,
+        "optimizer: LBFGS keeps no Adam moments, and evaluates the loss several times in a step; "
+        "use torch.optim.AdamW in its place",
+    ),
+    (
+        EIGHT_BIT,
+        torch.optim.SGD,
+        "optimizer: SGD keeps no Adam moments that adam8bit could take over; use torch.optim.AdamW in its place",
+    ),
+    (
+        "--optim adafactor",
+        torch.optim.RMSprop,
+        "optimizer: RMSprop keeps no Adam moments that adafactor could take over; use torch.optim.AdamW in its place",
+    ),
+    (
+        "--optim adamw",
+        torch.optim.NAdam,
+        "optimizer: NAdam keeps no Adam moments that adamw could take over; use torch.optim.AdamW in its place",
+    ),
+    (
+        EIGHT_BIT,
+        OwnStep,
+        "optimizer: OwnStep changes the step of Adam, and adam8bit would lose the change; "
+        "use torch.optim.AdamW in its place",
+    ),
+    (
+        EIGHT_BIT,
+        lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
+        "optimizer: AdamW was made with amsgrad=True, which adam8bit does not have; make it without amsgrad",
+    ),
+    (
+        EIGHT_BIT,
+        lambda parameters: torch.optim.AdamW(parameters, maximize=True),
+        "optimizer: AdamW was made with maximize=True, which adam8bit does not have; make it without maximize",
+    ),
+    (
+        "--optim adafactor",
+        lambda parameters: torch.optim.Adam(parameters, differentiable=True),
+        "optimizer: Adam was made with differentiable=True, which adafactor does not have; "
+        "make it without differentiable",
+    ),
+    (
+        EIGHT_BIT,
+        lambda parameters: torch.optim.Adam(parameters, weight_decay=0.1),
+        "optimizer: Adam adds its weight_decay to the gradient, adam8bit takes it off the weights; "
+        "use torch.optim.AdamW, or Adam with weight_decay=0",
+    ),
+    (
+        "--optim paged-adam8bit",
+        torch.optim.AdamW,
+        "optimizer: paged-adam8bit needs a CUDA GPU with unified memory, and the model is on cpu; nearest: --adam8bit",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "make", "text"), REFUSED)
+def test_refusals(flags: str, make: Callable[[Any], torch.optim.Optimizer], text: str) -> None:
+    optimizer = make(mlp().parameters())
+    with pytest.raises(RefusalError) as refusal:
+        techniques_of(flags)[0].check_optimizer(optimizer)
+    assert str(refusal.value) == text
+
+
+def test_float64_is_refused_in_8_bits() -> None:
+    with pytest.raises(RefusalError) as refusal:
+        techniques_of(EIGHT_BIT)[0].check_optimizer(adamw(mlp().double()))
+    assert str(refusal.value) == (
+        "optimizer: a parameter is torch.float64, and adam8bit takes float32, float16 and bfloat16; "
+        "use --optim adafactor"
+    )
+
+
+def test_sparse_gradients_are_refused_before_and_at_a_step() -> None:
+    embedding = torch.nn.Embedding(100, 64, sparse=True)
+    optimizer = adamw(embedding)
+    text = "optimizer: an embedding makes sparse gradients, which adam8bit cannot use; make it with sparse=False"
+    with applied(optimizer, EIGHT_BIT):
+        embedding(torch.tensor([1])).sum().backward()
+        with pytest.raises(RefusalError) as at_step:
+            optimizer.step()
+    with pytest.raises(RefusalError) as before:
+        techniques_of(EIGHT_BIT)[0].check_optimizer(optimizer)
+    assert str(at_step.value) == str(before.value) == text
+    assert not optimizer.state
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(extras.importlib, "import_module", absent)
+    with pytest.raises(MissingExtraError) as missing:
+        techniques_of(EIGHT_BIT)[0].check_optimizer(adamw(mlp()))
+    assert str(missing.value) == (
+        "8-bit Adam needs bitsandbytes, which is not installed: pip install 'memlab[lab]' (or pip install bitsandbytes)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "make"),
+    [
+        (EIGHT_BIT, bitsandbytes.optim.AdamW8bit),
+        ("--optim adamw", torch.optim.Adam),
+        ("--optim sgd", torch.optim.SGD),
+        ("--optim adafactor", transformers.Adafactor),
+    ],
+)
+def test_what_is_there_already_is_noted_and_left_alone(flags: str, make: Callable[..., Any]) -> None:
+    optimizer = make(mlp().parameters())
+    technique = OptimizerConversion(Plan.parse(flags))
+    technique.check_optimizer(optimizer)
+    with ExitStack() as undo:
+        technique.attach_optimizer(optimizer, undo)
+    assert technique.notes == [f"already {type(optimizer).__name__}: --optim {technique.choice} changes nothing"]
+    assert technique.stepper(optimizer) is None

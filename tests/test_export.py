@@ -1,0 +1,295 @@
+"""Exported code is run, not read: the loops train, the arguments build, the files load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from memlab.errors import PlanError
+from memlab.export import export
+from memlab.plan import Plan
+
+transformers = pytest.importorskip("transformers")
+
+TARGETS = ("torch", "trainer", "accelerate", "deepspeed")
+EXACT = [
+    "--accumulate 4",
+    "--accumulate 3",
+    "--checkpoint",
+    "--checkpoint every:2",
+    "--checkpoint selective",
+    "--precision fp32",
+    "--precision tf32",
+    "--optim adamw",
+    "--offload optimizer",
+    "--offload optimizer:disk",
+    "--offload activations",
+    "--offload activations:disk",
+    "--chunk-loss",
+    "--accumulate 2 --checkpoint --offload optimizer:disk,activations:disk --chunk-loss",
+    "--accumulate 4 --checkpoint selective --offload optimizer,activations",
+]
+CLOSE = [
+    "--fp16",
+    "--bf16",
+    "--adam8bit",
+    "--fp16 --chunk-loss --accumulate 2",
+    "--bf16 --chunk-loss",
+    "--accumulate 2 --checkpoint every:2 --bf16 --adam8bit --offload optimizer:disk",
+    "--accumulate 2 --fp16 --offload optimizer:disk,activations:disk",
+]
+RUNS = ["--precision pure-bf16", "--precision pure-bf16 --adam8bit --accumulate 2", "--optim adafactor", "--optim sgd",
+        "--optim paged-adam8bit", "--precision pure-bf16 --optim adafactor --chunk-loss"]  # fmt: skip
+EVERY_PLAN = ["", *EXACT, *CLOSE, *RUNS]
+
+
+@pytest.fixture(autouse=True)
+def _restores_matmul_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def tiny_gpt2(dropout: float = 0.0) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def ragged_batches(count: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Rows of very different numbers of targets: a mean of means would be far off."""
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for _ in range(count):
+        ids = torch.randint(1, 64, (6, 12), generator=generator)
+        labels = ids.clone()
+        for row, length in enumerate((12, 2, 7, 1, 12, 3)):
+            labels[row, length:] = -100
+        batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return batches
+
+
+def namespace_of(code: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    exec(compile(code, "<exported>", "exec"), namespace)
+    return namespace
+
+
+def train(flags: str, lr: float = 1e-3) -> tuple[list[float], list[torch.Tensor]]:
+    model = tiny_gpt2()
+    losses = namespace_of(export(Plan.parse(flags), "torch"))["train"](model, ragged_batches(), lr=lr)
+    return losses, [parameter.detach().float().clone() for parameter in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[list[float], list[torch.Tensor]]:
+    return train("")
+
+
+@pytest.mark.parametrize("flags", EXACT)
+def test_torch_code_of_exact_techniques_trains_as_the_plain_loop(
+    flags: str, reference: tuple[list[float], list[torch.Tensor]]
+) -> None:
+    losses, weights = train(flags)
+    assert losses == pytest.approx(reference[0], rel=2e-6)
+    # Adam divides by the root of the second moment: rounding of a tiny gradient shows in the weights
+    assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(weights, reference[1], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("flags", CLOSE)
+def test_torch_code_of_inexact_techniques_stays_near_the_plain_loop(
+    flags: str, reference: tuple[list[float], list[torch.Tensor]]
+) -> None:
+    if "8bit" in flags:
+        pytest.importorskip("bitsandbytes")
+    losses, weights = train(flags)
+    assert losses == pytest.approx(reference[0], rel=5e-3)
+    moved = [float((a - b).abs().max()) for a, b in zip(weights, train("--optim sgd", lr=0.0)[1], strict=True)]
+    assert min(moved) > 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("flags", RUNS)
+def test_torch_code_of_other_optimizers_runs_and_updates(flags: str) -> None:
+    if "8bit" in flags:
+        pytest.importorskip("bitsandbytes")
+    losses, _ = train(flags)
+    assert len(losses) == 3
+    assert all(3 < loss < 5 for loss in losses)
+
+
+def test_torch_accumulation_gives_the_gradient_of_the_unsplit_batch() -> None:
+    """SGD shows gradients without Adam's rescaling; a mean of means is off by far more."""
+    plain, split = (train(f"{flags} --optim sgd", lr=0.1)[1] for flags in ("", "--accumulate 4"))
+    assert all(torch.allclose(a, b, atol=2e-7) for a, b in zip(plain, split, strict=True))
+
+
+def test_torch_checkpointing_really_recomputes() -> None:
+    calls = []
+    for flags in ("", "--checkpoint", "--checkpoint every:2"):
+        model = tiny_gpt2()
+        counted = []
+        for block in model.transformer.h:
+            # the first part of a block: recomputing stops as soon as the last saved tensor is there
+                block.ln_1.register_forward_hook(lambda *_, seen=counted: seen.append(1))
+        namespace_of(export(Plan.parse(flags), "torch"))["train"](model, ragged_batches(1))
+        calls.append(len(counted))
+    assert calls == [2, 4, 3]
+
+
+def test_torch_checkpointing_serves_models_that_are_not_of_transformers() -> None:
+    class Stack(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            for block in self.blocks:
+                x = block(x).relu()
+            return transformers.utils.ModelOutput(loss=x.square().mean())
+
+    model = Stack()
+    calls: list[int] = []
+    original = model.blocks[0].forward
+    model.blocks[0].forward = lambda x: (calls.append(1), original(x))[1]  # type: ignore[method-assign]
+    losses = namespace_of(export(Plan.parse("--checkpoint --accumulate 2"), "torch"))["train"](
+        model, [{"x": torch.randn(4, 8)}]
+    )
+    assert len(losses) == 1
+    assert len(calls) == 4  # two micro-batches, each computed and recomputed
+
+
+def test_empty_plan_prints_the_plain_loop() -> None:
+    code = export(Plan(), "torch")
+    for word in ("checkpoint", "autocast", "scaler", "split", "offload", "bitsandbytes", "tempfile"):
+        assert word not in code
+    assert len(code.splitlines()) < 30
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("flags", EVERY_PLAN)
+def test_every_export_names_its_plan_and_no_line_is_endless(flags: str, target: str) -> None:
+    text = export(Plan.parse(flags), target)
+    assert flags == "" or str(Plan.parse(flags)) in text
+    assert target in ("deepspeed", "accelerate") or max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("flags", EVERY_PLAN)
+def test_trainer_arguments_build(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # the formats of a GPU: the arguments are asked for on a machine that has none
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.enable_tf32", lambda enable: None)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    plan = Plan.parse(flags)
+    args = namespace_of(export(plan, "trainer"))["args"]
+    assert args.gradient_accumulation_steps == plan.accumulation
+    assert args.gradient_accumulation_steps * args.per_device_train_batch_size in (8, 6)
+    assert bool(args.activation_checkpointing) == (plan.checkpointing not in ("off", "selective"))
+    assert (args.fp16, args.bf16) == (plan.precision == "fp16", plan.precision == "bf16")
+    assert json.loads(args.to_json_string())["optim"] == {
+        "adam8bit": "adamw_bnb_8bit", "paged-adam8bit": "paged_adamw_8bit", "adafactor": "adafactor", "sgd": "sgd",
+    }.get(plan.optimizer, args.optim)  # fmt: skip
+
+
+def test_trainer_every_n_reaches_the_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = namespace_of(export(Plan.parse("--checkpoint every:3"), "trainer"))["args"]
+    assert args.activation_checkpointing_kwargs == {"use_reentrant": False, "every_n_layers": 3}
+
+
+def test_trainer_workaround_names_an_attribute_trainer_has() -> None:
+    text = export(Plan.parse("--accumulate 4"), "trainer")
+    assert "# trainer.loss_is_scaled_for_ga = False" in text
+    assert "4 times too large" in text
+    assert transformers.Trainer.loss_is_scaled_for_ga is None
+
+
+def test_trainer_says_what_it_has_no_argument_for() -> None:
+    text = export(Plan.parse("--offload optimizer,activations:disk --chunk-loss --precision pure-bf16"), "trainer")
+    for word in ("cannot offload optimizer state", "cannot chunk the loss", "nothing for files", "def to_bf16"):
+        assert word in text
+
+
+def test_trainer_trains_with_selective_checkpointing_and_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = export(Plan.parse("--checkpoint selective --offload activations --accumulate 2"), "trainer")
+    namespace = namespace_of(code.replace('output_dir="out",', 'output_dir="out", max_steps=1, use_cpu=True, report_to="none",'))
+    model = tiny_gpt2()
+    namespace["checkpoint_blocks"](model)
+    rows = [{name: value[0] for name, value in batch.items()} for batch in ragged_batches(8)]
+    trainer = namespace["OffloadingTrainer"](model=model, args=namespace["args"], train_dataset=rows)
+    assert trainer.train().training_loss > 0
+
+
+@pytest.mark.parametrize("flags", EVERY_PLAN)
+def test_accelerate_file_loads_with_accelerates_own_loader(flags: str, tmp_path: Path) -> None:
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    plan = Plan.parse(flags)
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(export(plan, "accelerate"), encoding="utf-8")
+    config = config_args.load_config_from_file(str(file))
+    assert config.mixed_precision == (plan.precision if plan.precision in ("fp16", "bf16") else "no")
+    is_offloaded = bool(dict(plan.offload).get("optimizer"))
+    assert str(config.distributed_type.value) == ("DEEPSPEED" if is_offloaded else "NO")
+    if is_offloaded:
+        assert config.deepspeed_config["gradient_accumulation_steps"] == plan.accumulation
+
+
+def test_accelerate_file_is_taken_by_the_launcher(tmp_path: Path) -> None:
+    launch = pytest.importorskip("accelerate.commands.launch")
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(export(Plan.parse("--fp16 --offload optimizer:disk --accumulate 2"), "accelerate"), encoding="utf-8")
+    parser = launch.launch_command_parser()
+    args = parser.parse_args(["--config_file", str(file), "train.py"])
+    settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    unknown = set(settings["deepspeed_config"]) - set(vars(args))
+    assert not unknown
+
+
+@pytest.mark.parametrize("flags", EVERY_PLAN)
+def test_deepspeed_file_is_accepted_and_agrees_with_the_plan(flags: str) -> None:
+    deepspeed_utils = pytest.importorskip("accelerate.utils.deepspeed")
+    plan = Plan.parse(flags)
+    config = deepspeed_utils.HfDeepSpeedConfig(json.loads(export(plan, "deepspeed")))
+    assert config.get_value("gradient_accumulation_steps") == plan.accumulation
+    assert config.is_true("fp16.enabled") == (plan.precision == "fp16")
+    assert config.is_true("bf16.enabled") == (plan.precision in ("bf16", "pure-bf16"))
+    tier = dict(plan.offload).get("optimizer")
+    device = {None: None, "auto": "cpu", "host": "cpu", "disk": "nvme"}[tier]
+    assert config.get_value("zero_optimization.offload_optimizer.device") == device
+    assert config.is_zero3() == (tier == "disk")
+    assert config.is_zero2() == (tier in ("auto", "host") or plan.precision == "pure-bf16")
+
+
+def test_deepspeed_auto_values_are_filled_by_the_trainer() -> None:
+    """Every "auto" stands where transformers fills it in."""
+    known = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping",
+             "lr", "betas", "eps", "weight_decay"}  # fmt: skip
+    for flags in [*EVERY_PLAN, "--optim adamw --offload optimizer"]:
+        config = json.loads(export(Plan.parse(flags), "deepspeed"))
+        flat = {**config, **config.get("optimizer", {}).get("params", {})}
+        assert {name for name, value in flat.items() if value == "auto"} <= known
+
+
+def test_deepspeed_own_optimizer_asks_for_leave() -> None:
+    config = json.loads(export(Plan.parse("--adam8bit --offload optimizer"), "deepspeed"))
+    assert config["zero_allow_untested_optimizer"] is True
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert any("AdamW8bit" in note for note in config["memlab_notes"])
+
+
+def test_unknown_target_lists_the_known_ones() -> None:
+    with pytest.raises(PlanError) as caught:
+        export(Plan(), "fsdp2")
+    assert str(caught.value) == "export to 'fsdp2': allowed are torch, trainer, accelerate, deepspeed"

@@ -1,0 +1,179 @@
+"""Records: sums, ratios, verdicts, and the file a run is saved as."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memlab.errors import MemlabError
+from memlab.plan import Plan
+from memlab.records import (
+    AllocEvent,
+    Category,
+    Comparison,
+    Measurement,
+    Phase,
+    RunRecord,
+    StepRecord,
+    TimelinePoint,
+    loss_drift,
+    measurement_of_steps,
+    thin,
+    timeline_of,
+)
+
+
+def measured(plan: str = "as written", peak_bytes: int = 1000, **more: object) -> Measurement:
+    base = Measurement(plan, "cpu", peak_bytes, None, 0, {"activations": 700, "parameters": 300}, (), (0.5, 1.0, 0.5),
+                       4, 40)  # fmt: skip
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def point(total_bytes: int, phase: Phase = Phase.FORWARD, seconds: float = 0.0) -> TimelinePoint:
+    return TimelinePoint(seconds, phase, {"activations": total_bytes})
+
+
+def test_a_timeline_adds_events_to_what_was_there() -> None:
+    events = [
+        AllocEvent(0.1, 50, 1, Category.ACTIVATIONS, Phase.FORWARD),
+        AllocEvent(0.2, 20, 2, Category.GRADIENTS, Phase.BACKWARD),
+        AllocEvent(0.3, -50, 1, Category.ACTIVATIONS, Phase.BACKWARD),
+    ]
+    points = timeline_of(events, {Category.PARAMETERS: 100, Category.GRADIENTS: 0})
+    assert [p.total_bytes for p in points] == [100, 150, 170, 120]
+    assert points[0].live_bytes == {"parameters": 100}
+    assert points[-1].live_bytes == {"parameters": 100, "activations": 0, "gradients": 20}
+    assert points[1].live_bytes is not points[2].live_bytes
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=2000), st.integers(1, 300))
+def test_thinning_keeps_the_peak_the_order_and_the_limit(totals: list[int], most: int) -> None:
+    points = [point(total, seconds=float(index)) for index, total in enumerate(totals)]
+    kept = thin(points, most)
+    assert len(kept) <= most
+    assert max(p.total_bytes for p in kept) == max(totals)
+    assert [p.seconds for p in kept] == sorted(p.seconds for p in kept)
+
+
+def test_speed_is_that_of_the_median_step() -> None:
+    m = measured()
+    assert (m.median_step_seconds, m.samples_per_second, m.tokens_per_second, m.spread) == (0.5, 8, 80, 0.5)
+
+
+def test_speed_without_timed_steps_is_not_a_number_and_no_error() -> None:
+    for m in (measured(step_seconds=()), measured(step_seconds=(0.0,))):
+        assert math.isnan(m.samples_per_second)
+        assert math.isnan(Comparison("t", (m, measured("--fp16"))).rows[1].speed_ratio)
+    assert math.isnan(Comparison("t", (measured(samples_per_step=0), measured("--fp16"))).rows[1].speed_ratio)
+
+
+def test_rows_are_compared_with_the_first() -> None:
+    rows = Comparison("t", (measured(), measured("--fp16", 250, step_seconds=(1.0,)))).rows
+    assert [(row.memory_ratio, row.speed_ratio) for row in rows] == [(1.0, 1.0), (0.25, 0.5)]
+
+
+def test_drift_of_losses() -> None:
+    assert loss_drift((), (1.0,)) is None
+    assert loss_drift((2.0, 4.0), (2.0, 4.1, 9.0)) == pytest.approx(0.025)
+    assert loss_drift((2.0, 2.0), (2.0, math.nan)) == math.inf
+    assert loss_drift((2.0, 2.0), (math.nan, 2.0)) == math.inf
+
+
+def test_verdict_of_a_plan_that_gained_nothing_says_where_the_peak_is() -> None:
+    timeline = (point(1), point(9, Phase.BACKWARD), point(2, Phase.STEP))
+    rows = Comparison(
+        "t",
+        (
+            measured(),
+            measured("--offload activations", 995, timeline=timeline, notes=("kept on disk",)),
+            measured("--fp16", 999),
+            measured("--bf16", 1200, breakdown={}),
+            measured("--adam8bit", 980),
+        ),
+    ).rows
+    assert [row.verdict for row in rows] == [
+        "",
+        "no gain: the peak is in the backward pass, mostly activations; kept on disk",
+        "no gain: the peak is mostly activations",
+        "no gain",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [("forward", "forward pass"), ("backward", "backward pass"), ("step", "optimizer step"),
+     ("other", "loop between steps")],
+)  # fmt: skip
+def test_phases_in_a_sentence(phase: str, words: str) -> None:
+    assert Phase(phase).words == words
+
+
+def test_a_plan_measured_again_replaces_its_row() -> None:
+    comparison = Comparison("t", (measured(), measured("--fp16", 500)))
+    assert [m.plan for m in comparison.add(measured("--bf16", 400)).measurements] == ["as written", "--fp16", "--bf16"]
+    assert [m.peak_allocated_bytes for m in comparison.add(measured("--fp16", 450)).measurements] == [1000, 450]
+    assert [m.peak_allocated_bytes for m in comparison.add(measured(peak_bytes=900)).measurements] == [900, 500]
+
+
+def test_an_empty_comparison_is_refused() -> None:
+    with pytest.raises(MemlabError) as caught:
+        Comparison("t", ())
+    assert str(caught.value) == "a comparison needs at least one measurement; run some steps first"
+
+
+def test_a_run_reads_back_from_its_file() -> None:
+    full = measured(
+        "--fp16", timeline=(point(5), point(7, Phase.STEP, 0.5)), losses=(1.5, 1.25), notes=("a note",),
+        peak_reserved_bytes=1200, driver_bytes=1300,
+    )  # fmt: skip
+    record = RunRecord(
+        Comparison("title", (measured(), full), ("an event",)),
+        (StepRecord(1, "as written", 0.5, 4, 40, 1000, None, 1.5), StepRecord(2, "--fp16", 0.4, 4, 40, skipped=True)),
+        {"torch": "2.13.0"},
+    )
+    again = RunRecord.from_json(record.to_json())
+    assert again == record
+    assert isinstance(again.comparison.measurements[1].timeline[1].phase, Phase)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"comparison": {"title": "t", "measurements": [], "events": []}}',
+                                  '{"comparison": 3}'])  # fmt: skip
+def test_what_is_no_run_record_is_refused(text: str) -> None:
+    with pytest.raises(MemlabError):
+        RunRecord.from_json(text)
+
+
+def test_message_of_a_broken_record() -> None:
+    with pytest.raises(MemlabError) as caught:
+        RunRecord.from_json("{}")
+    assert str(caught.value) == "not a run record of memlab: KeyError('comparison')"
+
+
+def test_steps_reduce_to_a_measurement() -> None:
+    steps = [
+        StepRecord(1, "--fp16", 9.0, 4, 40, 2000, 2500, 3.0),
+        StepRecord(2, "--fp16", 0.5, 4, 40, None, 2600, 2.0),
+        StepRecord(3, "--fp16", 0.7, 4, 40, 1000, None, None),
+    ]
+    m = measurement_of_steps(Plan.parse("--fp16"), "cpu", iter(steps), warmup=1, breakdown={}, timeline=())
+    assert (m.plan, m.peak_allocated_bytes, m.peak_reserved_bytes) == ("--fp16", 2000, 2600)
+    assert (m.step_seconds, m.losses) == ((0.5, 0.7), (3.0, 2.0))
+    assert (m.samples_per_step, m.tokens_per_step) == (4, 40)
+
+
+def test_fewer_steps_than_the_warm_up_are_all_timed() -> None:
+    steps = [StepRecord(1, "as written", 2.0, 4, 0)]
+    m = measurement_of_steps(Plan(), "cpu", steps, warmup=2, breakdown={}, timeline=())
+    assert m.step_seconds == (2.0,)
+    assert m.peak_reserved_bytes is None
+
+
+def test_records_are_plain_json() -> None:
+    text = RunRecord(Comparison("t", (measured(timeline=(point(5),)),))).to_json()
+    assert json.loads(text)["comparison"]["measurements"][0]["timeline"][0]["phase"] == "forward"
