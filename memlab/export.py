@@ -177,7 +177,7 @@ def checkpoint_blocks(model):
         block.forward = functools.partial(checkpoint, block.forward, {keywords})
 '''
 
-_SELECTIVE_CONTEXT = '''
+_SELECTIVE_CONTEXT = """
     aten = torch.ops.aten
     kept = [
         aten.mm.default,
@@ -189,7 +189,7 @@ _SELECTIVE_CONTEXT = '''
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
     ]
-    contexts = functools.partial(create_selective_checkpoint_contexts, kept)'''
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)"""
 
 
 def _torch_checkpointing(plan: Plan) -> str:
@@ -518,8 +518,8 @@ def _script_notes(plan: Plan) -> list[str]:
     context = "context_fn of create_selective_checkpoint_contexts, as in memlab.export(plan, to='torch')"
     activations = plan.tier_of(Offloaded.ACTIVATIONS)
     notes = (
-        (f"Accelerator(gradient_accumulation_steps={accumulate}), batches {accumulate} times smaller, and "
-         "`with accelerator.accumulate(model):` around each; weight losses by target tokens", accumulate > 1),
+        ((f"Accelerator(gradient_accumulation_steps={accumulate}), batches {accumulate} times smaller, and "
+         "`with accelerator.accumulate(model):` around each; weight losses by target tokens"), accumulate > 1),
         (enable, plan.checkpointing not in ("off", "selective")),
         (f"selective checkpointing: model.activation_checkpointing_enable with {context}",
          plan.checkpointing == "selective"),
@@ -617,10 +617,10 @@ def _deepspeed_notes(plan: Plan) -> list[str]:
     offloaded = plan.tier_of(Offloaded.OPTIMIZER)
     notes = (
         ("the Trainer takes the rest from memlab.export(plan, to='trainer'); both files agree", True),
-        ("activation_checkpointing serves models that call deepspeed.checkpointing; models of transformers are "
-         "checkpointed by TrainingArguments(activation_checkpointing=True)", is_checkpointed),
+        (("activation_checkpointing serves models that call deepspeed.checkpointing; models of transformers are "
+         "checkpointed by TrainingArguments(activation_checkpointing=True)"), is_checkpointed),
         ("tf32: torch.set_float32_matmul_precision('high') in the script", plan.precision is Precision.TF32),
-        ("pure-bf16 with this offloaded optimizer: DeepSpeed keeps fp32 master weights; with '--optim adamw' it does not",
+        ("pure-bf16 with this offloaded optimizer: DeepSpeed keeps fp32 master weights; '--optim adamw' avoids it",
          plan.precision is Precision.PURE_BF16 and bool(offloaded) and plan.optimizer is not OptimizerChoice.ADAMW),
         (f"optimizer of the script: {_one_line_optimizer(plan)}",
          plan.optimizer not in (OptimizerChoice.KEEP, OptimizerChoice.ADAMW)),

@@ -95,7 +95,9 @@ class PlanField:
 
 def _parse_micro_batches(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise PlanError(f"--accumulate {text}: expected a whole number of micro-batches, 1 or more, as in '--accumulate 4'")
+        raise PlanError(
+            f"--accumulate {text}: expected a whole number of micro-batches, 1 or more, as in '--accumulate 4'"
+        )
     return int(text)
 
 
@@ -105,11 +107,13 @@ def _parse_checkpointing(text: str) -> str:
     every, _, blocks = text.partition(":")
     if every == "every" and blocks.isdecimal() and int(blocks) >= 1:
         return f"every:{int(blocks)}"
-    raise PlanError(f"--checkpoint {text}: allowed are off, full, selective and every:N with N ≥ 1, as in '--checkpoint every:2'")
+    raise PlanError(
+        f"--checkpoint {text}: allowed are off, full, selective and every:N with N ≥ 1, as in '--checkpoint every:2'"
+    )
 
 
 def _choice(flag: str, enum: type[_E]) -> Callable[[str], _E]:
-    def parse(text: str) -> E:
+    def parse(text: str) -> _E:
         try:
             return enum(text)
         except ValueError:
@@ -126,7 +130,9 @@ def _parse_offload(text: str) -> Offload:
         what, _, where = item.strip().partition(":")
         target = _choice("--offload", Offloaded)(what)
         if target in tiers:
-            raise PlanError(f"--offload {text}: {target} is named twice; name each once, as in 'optimizer:disk,activations'")
+            raise PlanError(
+                f"--offload {text}: {target} is named twice; name each once, as in 'optimizer:disk,activations'"
+            )
         tiers[target] = _choice(f"--offload {what}:", Tier)(where) if where else Tier.AUTO
     return tuple(sorted(tiers.items()))
 
@@ -329,7 +335,10 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"plan is not JSON: {error}") from None
         if not isinstance(loaded, dict) or (unknown := set(loaded) - set(_BY_NAME)):
-            raise PlanError(f"plan {text[:80]!r}: expected a JSON object with some of {', '.join(_BY_NAME)}" + (f"; got {sorted(unknown)}" if isinstance(loaded, dict) else ""))
+            raise PlanError(
+                f"plan {text[:80]!r}: expected a JSON object with some of {', '.join(_BY_NAME)}"
+                + (f"; got {sorted(unknown)}" if isinstance(loaded, dict) else "")
+            )
         return cls(**loaded)
 
 
@@ -349,12 +358,16 @@ def unknown_flag(word: str, also: tuple[str, ...] = ()) -> PlanError:
 
 def _paged_state_is_offloaded_already(plan: Plan) -> None:
     if plan.optimizer is OptimizerChoice.PAGED_ADAM8BIT and plan.tier_of(Offloaded.OPTIMIZER):
-        raise PlanError("--optim paged-adam8bit and --offload optimizer exclude each other: paged moments move to the host by themselves; drop one of the two")
+        raise PlanError(
+            "--optim paged-adam8bit and --offload optimizer exclude each other: paged moments move to the host by themselves; drop one of the two"
+        )
 
 
 def _sgd_has_no_state(plan: Plan) -> None:
     if plan.optimizer is OptimizerChoice.SGD and plan.tier_of(Offloaded.OPTIMIZER):
-        raise PlanError("--optim sgd and --offload optimizer exclude each other: SGD without momentum keeps no state to offload; drop one of the two")
+        raise PlanError(
+            "--optim sgd and --offload optimizer exclude each other: SGD without momentum keeps no state to offload; drop one of the two"
+        )
 
 
 _CONFLICTS: tuple[Callable[[Plan], None], ...] = (_paged_state_is_offloaded_already, _sgd_has_no_state)

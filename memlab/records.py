@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 from memlab.errors import MemlabError
@@ -45,7 +46,8 @@ class Phase(StrEnum):
     @property
     def words(self) -> str:
         """How a sentence names it: "the peak is in the forward pass"."""
-        return {"forward": "forward pass", "backward": "backward pass", "step": "optimizer step"}.get(self, "loop between steps")
+        names = {"forward": "forward pass", "backward": "backward pass", "step": "optimizer step"}
+        return names.get(self, "loop between steps")
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def thin(points: Sequence[TimelinePoint], most: int = 300) -> tuple[TimelinePoin
     if len(points) <= most:
         return tuple(points)
     edges = [round(i * len(points) / most) for i in range(most + 1)]
-    stretches = (points[start:stop] for start, stop in zip(edges, edges[1:], strict=False))
+    stretches = (points[start:stop] for start, stop in pairwise(edges))
     return tuple(max(stretch, key=lambda point: point.total_bytes) for stretch in stretches)
 
 
@@ -320,9 +322,7 @@ class RunRecord:
 
 
 def _measurement(loaded: dict[str, Any]) -> Measurement:
-    points = (
-        TimelinePoint(point["seconds"], Phase(point["phase"]), dict(point["live_bytes"])) for point in loaded["timeline"]
-    )
+    points = (TimelinePoint(p["seconds"], Phase(p["phase"]), dict(p["live_bytes"])) for p in loaded["timeline"])
     tuples = {name: tuple(loaded[name]) for name in ("step_seconds", "losses", "notes")}
     return Measurement(**{**loaded, **tuples, "timeline": tuple(points)})
 
@@ -342,7 +342,15 @@ def measurement_of_steps(
     """Reduce the steps run under one plan to a measurement.
 
     Args:
+        plan: the plan in force.
+        device: name of the device.
+        steps: its steps, in order.
         warmup: how many of the first steps are not timed (memory counts in all of them).
+        breakdown: live bytes by category at the peak.
+        timeline: live bytes over one step.
+        host_bytes: bytes kept off the device for the plan.
+        driver_bytes: bytes the driver reports as used, None off CUDA.
+        notes: what was refused, kept or skipped.
     """
     records = list(steps)
     timed = records[warmup:] if len(records) > warmup else records

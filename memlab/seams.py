@@ -18,7 +18,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -118,7 +118,7 @@ class FirstTrainingCall:
         self._depth = 0
         self._original: Any = None
 
-    def __enter__(self) -> FirstTrainingCall:
+    def __enter__(self) -> Self:
         self._original = original = nn.Module.__call__
         watcher = self
 

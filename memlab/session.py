@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
@@ -157,7 +157,9 @@ class Session:
             self._switch_now(wanted)
             return
         if now:
-            raise SessionError("switch(now=True) from another thread than the one that trains: leave out now, and the training thread applies it")
+            raise SessionError(
+                "switch(now=True) from another thread than the one that trains: leave out now, and the training thread applies it"
+            )
         self._pending = wanted
 
     def undo(self) -> None:
@@ -169,7 +171,7 @@ class Session:
         finally:
             self._seams.close()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         self._require_attached()
         return self
 
@@ -237,7 +239,9 @@ class Session:
 
     def _switch_now(self, plan: Plan) -> None:
         leaving = [kind for kind in reversed(TECHNIQUES) if self._leaves(kind, plan)]
-        coming = [kind(plan) for kind in TECHNIQUES if kind.wanted(plan) and (kind in leaving or kind not in self._in_force)]
+        coming = [
+            kind(plan) for kind in TECHNIQUES if kind.wanted(plan) and (kind in leaving or kind not in self._in_force)
+        ]
         for technique in coming:
             technique.check(self.workload)
             for optimizer in self._optimizers.values():
@@ -349,8 +353,11 @@ class Session:
     ) -> tuple[Any, Any] | None:
         for observer in self.observers:
             observer.step_begins(optimizer)
-        self._skipped = any([technique.skips_step(optimizer) for technique in self._techniques])
-        if not self._skipped and not any(_takes_the_step(t, optimizer) for t in self._techniques):
+        # a closure runs the backward pass, so what it leaves behind is looked at after it
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        self._skipped = not has_closure and self._must_skip(optimizer)
+        takes_over = any(_takes_the_step(technique, optimizer) for technique in self._techniques)
+        if not (self._skipped or takes_over or (has_closure and self._techniques)):
             return None
         try:
             return stepping.take_over(self._update)(optimizer, args, kwargs)
@@ -359,9 +366,16 @@ class Session:
                 observer.interrupted()
             raise
 
+    def _must_skip(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(technique.skips_step(optimizer) for technique in self._techniques)
+
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._skipped:
-            stepping.run_step(optimizer, self._techniques)
+        if self._skipped or self._must_skip(optimizer):
+            self._skipped = True
+            self._note("gradients were not finite: update skipped, loss scale halved")
+        elif not stepping.run_step(optimizer, self._techniques):
+            self._skipped = True
+            self._note("gradients were not finite: update skipped, as the loop's own scaler asks")
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         skipped, self._skipped = self._skipped, False
@@ -369,8 +383,6 @@ class Session:
             technique.step_ended(optimizer, skipped=skipped)
         for observer in self.observers:
             observer.step_ended(optimizer, skipped)
-        if skipped:
-            self._note("gradients were not finite: update skipped, loss scale halved")
         self._steps += 1
         self._window_open = False
 

@@ -68,7 +68,9 @@ class Snapshot:
 
     def differences(self, other: Snapshot) -> list[str]:
         """Names of what is not bit-for-bit the same in another snapshot of the same workload."""
-        found = _different("", self._tensors, other._tensors) + _different("gradient of ", self._gradients, other._gradients)
+        found = _different("", self._tensors, other._tensors) + _different(
+            "gradient of ", self._gradients, other._gradients
+        )
         for index, (mine, theirs) in enumerate(zip(self._states, other._states, strict=False)):
             found += _different(f"optimizer {index} state of ", _flat(mine), _flat(theirs))
         pairs = {
@@ -94,7 +96,10 @@ def _named_tensors(workload: Workload) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _restore_optimizer(
@@ -160,7 +165,9 @@ def _flat(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _different(prefix: str, mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     names = sorted(set(mine) | set(theirs))
-    return [prefix + name for name in names if name not in mine or name not in theirs or not _same(mine[name], theirs[name])]
+    return [
+        prefix + name for name in names if name not in mine or name not in theirs or not _same(mine[name], theirs[name])
+    ]
 
 
 def _same(a: Any, b: Any) -> bool:

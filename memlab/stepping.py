@@ -157,12 +157,14 @@ def run_step(
     if foreign is not None and not _serve_scaler(optimizer):
         return False
     stepper = foreign or plain_stepper(optimizer)
+    layers = _layers_to_open(techniques)
     finished: set[Parameter] = set() if done is None else done
     for bucket in buckets(optimizer, bucket_bytes):
         waiting = [parameter for parameter in bucket if parameter not in finished]
         if waiting:
             _update_bucket(optimizer, waiting, techniques, stepper, backup)
             finished.update(waiting)
+            _close_all(optimizer, waiting, layers)
     return True
 
 
@@ -232,7 +234,6 @@ def _update_bucket(
     except BaseException:
         before.restore_states()
         raise
-    _close_all(optimizer, bucket, layers)
 
 
 def _layers_to_open(techniques: Sequence[Technique]) -> list[Technique]:

@@ -71,7 +71,7 @@ def format_change(ratio: float) -> str:
     percent = round((ratio - 1) * 100)
     if percent == 0:
         return "±0 %"
-    return f"{'+' if percent > 0 else '−'}{abs(percent)} %"  # noqa: RUF001 - a real minus sign lines up with +
+    return f"{'+' if percent > 0 else '−'}{abs(percent)} %"
 
 
 def format_seconds(seconds: float) -> str:

@@ -7,8 +7,7 @@ DDP are recognised by the attribute they keep their inner object under, so memla
 from __future__ import annotations
 
 import ast
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +76,7 @@ class Workload:
         if not isinstance(model, nn.Module):
             raise WorkloadError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         self.model = unwrap_model(model)
-        given = [] if optimizer is None else [optimizer] if _is_optimizer(optimizer) else list(optimizer)  # type: ignore[arg-type]
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
         self.optimizers: list[torch.optim.Optimizer] = [unwrap_optimizer(one) for one in given]
         self.batch = batch
         self.loss_fn = loss_fn
@@ -141,14 +140,20 @@ class Workload:
             candidates = _candidate_models(live, used, assigned, has_cell=bool(cell))
             if len(candidates) > 1:
                 listed = ", ".join(f"{name} ({type(m).__name__})" for name, m in candidates.items())
-                raise WorkloadError(f"several models found: {listed}; name the one to use with --model {next(iter(candidates))}")
+                raise WorkloadError(
+                    f"several models found: {listed}; name the one to use with --model {next(iter(candidates))}"
+                )
             if not candidates:
                 return None
             chosen_model = next(iter(candidates.values()))
         elif model and isinstance(_trainer_model(live[model]), nn.Module):
             chosen_model = _trainer_model(live[model])
         assert chosen_model is not None
-        found = [chosen_optimizer] if chosen_optimizer is not None else _optimizers_for(unwrap_model(chosen_model), live, assigned)
+        found = (
+            [chosen_optimizer]
+            if chosen_optimizer is not None
+            else _optimizers_for(unwrap_model(chosen_model), live, assigned)
+        )
         return cls(chosen_model, found)
 
     @classmethod
@@ -160,7 +165,9 @@ class Workload:
         """
         model = _trainer_model(trainer)
         if model is None:
-            raise WorkloadError(f"{type(trainer).__name__} has no model; pass a transformers.Trainer, or use Workload(model=…)")
+            raise WorkloadError(
+                f"{type(trainer).__name__} has no model; pass a transformers.Trainer, or use Workload(model=…)"
+            )
         optimizer = getattr(trainer, "optimizer", None)
         return cls(model, optimizer, scheduler=getattr(trainer, "lr_scheduler", None))
 
@@ -237,7 +244,9 @@ def _candidate_models(
 ) -> dict[str, nn.Module]:
     models = {name: value if isinstance(value, nn.Module) else _trainer_model(value) for name, value in live.items()}
     trainable = {
-        name: unwrap_model(m) for name, m in models.items() if m is not None and any(p.requires_grad for p in m.parameters())
+        name: unwrap_model(m)
+        for name, m in models.items()
+        if m is not None and any(p.requires_grad for p in m.parameters())
     }
     in_cell = {name: trainable[name] for name in used if name in trainable and name not in assigned}
     if in_cell:
@@ -249,15 +258,17 @@ def _candidate_models(
 
 def _outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Drop aliases, and modules that are part of another candidate."""
-    distinct = {id(m): (name, m) for name, m in reversed(models.items())}
+    distinct = {id(m): (name, m) for name, m in reversed(list(models.items()))}
     inner = {id(part) for _, m in distinct.values() for part in m.modules() if part is not m}
-    return {name: m for name, m in reversed(distinct.values()) if id(m) not in inner}
+    return {name: m for name, m in reversed(list(distinct.values())) if id(m) not in inner}
 
 
 def _optimizers_for(model: nn.Module, live: Mapping[str, Any], assigned: set[str]) -> list[torch.optim.Optimizer]:
     values = [value for name, value in live.items() if name not in assigned]
     optimizers = [v for v in values if _is_optimizer(v)]
-    optimizers += [o for v in values if _trainer_model(v) is not None and _is_optimizer(o := getattr(v, "optimizer", None))]
+    optimizers += [
+        o for v in values if _trainer_model(v) is not None and _is_optimizer(o := getattr(v, "optimizer", None))
+    ]
     distinct = {id(o): o for o in map(unwrap_optimizer, optimizers)}
     return [o for o in distinct.values() if steps_some_of(o, model)]
 

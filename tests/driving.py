@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.plan import Plan
 from memlab.stepping import apply_layer, canonical_state_dict, pack_loaded, remove_layer, run_step, take_over
@@ -56,8 +58,8 @@ def applied(
 def mlp(width: int = 96, seed: int = 0) -> torch.nn.Module:
     """A small network with parameters above and below the size from which moments are 8-bit."""
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh(),
-                               torch.nn.Linear(width, 1))  # fmt: skip
+    layers = (torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh())
+    return torch.nn.Sequential(*layers, torch.nn.Linear(width, 1))
 
 
 def tiny_gpt2() -> torch.nn.Module:
@@ -82,7 +84,9 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
     return torch.nn.functional.mse_loss(model(inputs), target)
 
 
-def train(model: torch.nn.Module, optimizer: Optimizer, steps: range, after: Callable[[], Any] = lambda: None) -> list[float]:
+def train(
+    model: torch.nn.Module, optimizer: Optimizer, steps: range, after: Callable[[], Any] = lambda: None
+) -> list[float]:
     """Train for some steps and return the losses."""
     losses = []
     for step in steps:
@@ -103,7 +107,10 @@ def deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
 def snapshot(model: torch.nn.Module, optimizer: Optimizer) -> Snapshot:
     """Copies of everything a technique must leave as it was."""
     state = {
-        name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in optimizer.state[p].items()}
+        name: {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in optimizer.state[p].items()
+        }
         for name, p in model.named_parameters()
         if p in optimizer.state
     }
@@ -128,5 +135,71 @@ def same(one: Any, other: Any) -> bool:
 
 def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of all storages that optimizer state holds, each counted once."""
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class FailingAt(TorchDispatchMode):
+    """Raises out of memory at the n-th tensor operation, once."""
+
+    def __init__(self, operation: int) -> None:
+        super().__init__()
+        self.left = operation
+        self.has_failed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == -1:
+            self.has_failed = True
+            raise torch.OutOfMemoryError("injected")
+        return func(*args, **(kwargs or {}))
+
+
+def assert_recovers_anywhere(model: torch.nn.Module, optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
+    """Fail at every tensor operation of a step in turn; completing it must give what an undisturbed step gives."""
+    start = snapshot(model, optimizer)
+    assert run_step(optimizer, techniques, 2**14)
+    expected, operation = snapshot(model, optimizer), 0
+    while True:
+        _go_back(model, optimizer, start)
+        done: set[torch.nn.Parameter] = set()
+        failing = FailingAt(operation)
+        try:
+            with failing:
+                run_step(optimizer, techniques, 2**14, done=done)
+        except torch.OutOfMemoryError:
+            assert_nothing_half_done(model, optimizer, start, done)
+            run_step(optimizer, techniques, 2**10, done=done)
+        assert same(snapshot(model, optimizer), expected), operation
+        if not failing.has_failed:
+            break
+        operation += 1
+    assert operation > 10
+
+
+def assert_nothing_half_done(
+    model: torch.nn.Module, optimizer: Optimizer, start: Snapshot, done: set[torch.nn.Parameter]
+) -> None:
+    """Parameters that are not done are, with their state, what they were at the start."""
+    now = snapshot(model, optimizer)
+    for name, parameter in model.named_parameters():
+        if parameter not in done:
+            assert same(now["parameters"][name], start["parameters"][name]), name
+            assert same(now["state"].get(name), start["state"].get(name)), name
+
+
+def _go_back(model: torch.nn.Module, optimizer: Optimizer, start: Snapshot) -> None:
+    """Make a model and its optimizer what they were, resident state bit by bit."""
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(start["parameters"][name])
+        if name not in start["state"]:
+            optimizer.state.pop(parameter, None)
+            continue
+        for key, value in start["state"][name].items():
+            kept = optimizer.state[parameter].get(key)
+            if isinstance(kept, torch.Tensor) and kept.shape == value.shape:
+                kept.copy_(value)
+            else:
+                optimizer.state[parameter][key] = copy.copy(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +12,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.errors import PlanError
 from memlab.export import export
 from memlab.plan import Plan
 
+# `memlab.export` as an attribute is the function of that name
+export_module = importlib.import_module("memlab.export")
 transformers = pytest.importorskip("transformers")
 
 TARGETS = ("torch", "trainer", "accelerate", "deepspeed")
 EXACT = [
+    "",
     "--accumulate 4",
     "--accumulate 3",
     "--checkpoint",
@@ -46,7 +52,7 @@ CLOSE = [
 ]
 RUNS = ["--precision pure-bf16", "--precision pure-bf16 --adam8bit --accumulate 2", "--optim adafactor", "--optim sgd",
         "--optim paged-adam8bit", "--precision pure-bf16 --optim adafactor --chunk-loss"]  # fmt: skip
-EVERY_PLAN = ["", *EXACT, *CLOSE, *RUNS]
+EVERY_PLAN = [*EXACT, *CLOSE, *RUNS]
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +98,17 @@ def train(flags: str, lr: float = 1e-3) -> tuple[list[float], list[torch.Tensor]
 
 @pytest.fixture(scope="module")
 def reference() -> tuple[list[float], list[torch.Tensor]]:
-    return train("")
+    """A loop by hand: what exported code, the plain one included, is held against."""
+    model = tiny_gpt2().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for batch in ragged_batches():
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("flags", EXACT)
@@ -141,10 +157,74 @@ def test_torch_checkpointing_really_recomputes() -> None:
         counted = []
         for block in model.transformer.h:
             # the first part of a block: recomputing stops as soon as the last saved tensor is there
-                block.ln_1.register_forward_hook(lambda *_, seen=counted: seen.append(1))
+            block.ln_1.register_forward_hook(lambda *_, seen=counted: seen.append(1))
         namespace_of(export(Plan.parse(flags), "torch"))["train"](model, ragged_batches(1))
         calls.append(len(counted))
     assert calls == [2, 4, 3]
+
+
+class CountedProducts(TorchDispatchMode):
+    """Counts matrix products, forward, recomputed and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_selective_checkpointing_keeps_the_products() -> None:
+    counts = {}
+    for flags in ("", "--checkpoint selective", "--checkpoint"):
+        run = namespace_of(export(Plan.parse(flags), "torch"))["train"]
+        with CountedProducts() as products:
+            run(tiny_gpt2(), ragged_batches(1))
+        counts[flags] = products.count
+    assert counts["--checkpoint selective"] == counts[""]
+    assert counts["--checkpoint"] > counts[""]
+
+
+def stepped_adam() -> torch.optim.Optimizer:
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.full_like(weight, 0.5)
+    optimizer.step()
+    return optimizer
+
+
+def test_torch_state_on_disk_leaves_memory_and_comes_back(tmp_path: Path) -> None:
+    helpers = namespace_of(export(Plan.parse("--offload optimizer:disk"), "torch"))
+    optimizer = stepped_adam()
+    (state,) = optimizer.state.values()
+    kept = {name: value.clone() for name, value in state.items()}
+    with (tmp_path / "state").open("w+b") as file:
+        helpers["write_state"](optimizer, file)
+        assert state == {}
+        helpers["read_state"](optimizer, file)
+    assert all(torch.equal(state[name], value) for name, value in kept.items())
+
+
+def test_torch_state_moves_to_the_host_but_its_step_counter_stays() -> None:
+    helpers = namespace_of(export(Plan.parse("--offload optimizer"), "torch"))
+    optimizer = stepped_adam()
+    helpers["move_state"](optimizer, "meta")
+    (state,) = optimizer.state.values()
+    assert {name: value.device.type for name, value in state.items()} == {
+        "step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta",
+    }  # fmt: skip
+
+
+def test_torch_activations_on_disk_are_files_but_parameters_are_not(tmp_path: Path) -> None:
+    helpers = namespace_of(export(Plan.parse("--offload activations:disk"), "torch"))
+    layer = torch.nn.Linear(8, 8)
+    inputs = torch.ones(3, 8, requires_grad=True)
+    with helpers["activations_on_disk"](layer, str(tmp_path)):
+        loss = layer(inputs).square().sum()
+    assert len(list(tmp_path.iterdir())) == 2  # the layer's inputs and what is squared; not the weight
+    loss.backward()
+    assert torch.allclose(inputs.grad, 2 * layer(inputs).detach() @ layer.weight)
 
 
 def test_torch_checkpointing_serves_models_that_are_not_of_transformers() -> None:
@@ -221,10 +301,11 @@ def test_trainer_says_what_it_has_no_argument_for() -> None:
         assert word in text
 
 
-def test_trainer_trains_with_selective_checkpointing_and_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_trains_with_checkpointing_and_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = export(Plan.parse("--checkpoint selective --offload activations --accumulate 2"), "trainer")
-    namespace = namespace_of(code.replace('output_dir="out",', 'output_dir="out", max_steps=1, use_cpu=True, report_to="none",'))
+    settings = 'output_dir="out", max_steps=1, use_cpu=True, report_to="none",'
+    namespace = namespace_of(code.replace('output_dir="out",', settings))
     model = tiny_gpt2()
     namespace["checkpoint_blocks"](model)
     rows = [{name: value[0] for name, value in batch.items()} for batch in ragged_batches(8)]
@@ -249,7 +330,8 @@ def test_accelerate_file_loads_with_accelerates_own_loader(flags: str, tmp_path:
 def test_accelerate_file_is_taken_by_the_launcher(tmp_path: Path) -> None:
     launch = pytest.importorskip("accelerate.commands.launch")
     file = tmp_path / "accelerate.yaml"
-    file.write_text(export(Plan.parse("--fp16 --offload optimizer:disk --accumulate 2"), "accelerate"), encoding="utf-8")
+    plan = Plan.parse("--fp16 --offload optimizer:disk --accumulate 2")
+    file.write_text(export(plan, "accelerate"), encoding="utf-8")
     parser = launch.launch_command_parser()
     args = parser.parse_args(["--config_file", str(file), "train.py"])
     settings = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -287,6 +369,10 @@ def test_deepspeed_own_optimizer_asks_for_leave() -> None:
     assert config["zero_allow_untested_optimizer"] is True
     assert config["zero_force_ds_cpu_optimizer"] is False
     assert any("AdamW8bit" in note for note in config["memlab_notes"])
+
+
+def test_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(export_module).failed == 0
 
 
 def test_unknown_target_lists_the_known_ones() -> None:

@@ -14,9 +14,7 @@ from memlab import plan as plan_module
 from memlab.errors import MemlabError, PlanError
 from memlab.plan import FIELDS, Offloaded, OptimizerChoice, Plan, Precision, Tier, plan_flags
 
-FLAGS = (
-    "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss"
-)
+FLAGS = "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss"
 
 _checkpointing = st.one_of(
     st.sampled_from(("off", "full", "selective")), st.integers(1, 99).map(lambda n: f"every:{n}")
@@ -155,8 +153,8 @@ def test_flags_are_listed() -> None:
         *(
             (
                 f"--checkpoint {value}",
-                f"--checkpoint {value}: allowed are off, full, selective and every:N with N ≥ 1, "
-                "as in '--checkpoint every:2'",
+                (f"--checkpoint {value}: allowed are off, full, selective and every:N with N ≥ 1, "
+                "as in '--checkpoint every:2'"),
             )
             for value in ("every:0", "every", "half", "every:x")
         ),
@@ -178,8 +176,8 @@ def test_flags_are_listed() -> None:
         ),
         (
             "--offload optimizer,optimizer:disk",
-            "--offload optimizer,optimizer:disk: optimizer is named twice; name each once, "
-            "as in 'optimizer:disk,activations'",
+            ("--offload optimizer,optimizer:disk: optimizer is named twice; name each once, "
+            "as in 'optimizer:disk,activations'"),
         ),
         ("--loss tiled", "--loss tiled: allowed are keep, chunked"),
         ("--fp16=yes", "--fp16 takes no value; it stands for '--precision fp16'"),
@@ -187,13 +185,13 @@ def test_flags_are_listed() -> None:
         ("--accumulate 2 --accumulate 4", "--accumulate and --accumulate both set the accumulation; give one of them"),
         (
             "--optim paged-adam8bit --offload optimizer",
-            "--optim paged-adam8bit and --offload optimizer exclude each other: paged moments move to the host by "
-            "themselves; drop one of the two",
+            ("--optim paged-adam8bit and --offload optimizer exclude each other: paged moments move to the host by "
+            "themselves; drop one of the two"),
         ),
         (
             "--optim sgd --offload optimizer:disk",
-            "--optim sgd and --offload optimizer exclude each other: SGD without momentum keeps no state to offload; "
-            "drop one of the two",
+            ("--optim sgd and --offload optimizer exclude each other: SGD without momentum keeps no state to offload; "
+            "drop one of the two"),
         ),
     ],
 )  # fmt: skip

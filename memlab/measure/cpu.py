@@ -466,7 +466,10 @@ class CpuDevice:
         return None
 
     def breakdown(
-        self, timeline: Iterable[TimelinePoint], allocated_bytes: int | None, reserved_bytes: int | None
+        self,
+        timeline: Iterable[TimelinePoint],
+        allocated_bytes: int | None,
+        reserved_bytes: int | None,
     ) -> dict[str, int]:
         """Live bytes by category at the peak."""
         return breakdown_at_peak(timeline)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from memlab.records import Comparison, Measurement, Row
 from memlab.units import format_bytes, format_change
 
-NOTHING = "–"  # noqa: RUF001 - an en dash reads as "no value", a hyphen as a minus
+NOTHING = "–"
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def flag_lines(plan: str, most_characters: int) -> list[str]:
 
 
 def change(ratio: float) -> str:
+    """A ratio to the first row as a percentage; a dash where there is no ratio."""
     return format_change(ratio) if math.isfinite(ratio) else NOTHING
 
 

@@ -19,7 +19,7 @@ from memlab.report.segments import categories_of, finite, scale, segments, stret
 from memlab.units import format_bytes, format_change
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # type: ignore[import-untyped]  # plotly ships no types
+    from plotly.graph_objects import Figure
 
 NEUTRAL_INK = "#7A7A7A"
 _RULE = "rgba(128,128,128,.25)"

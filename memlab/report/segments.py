@@ -96,8 +96,10 @@ class Stretch:
 
 def stretches(timeline: Sequence[TimelinePoint]) -> tuple[Stretch, ...]:
     """The phases of a timeline one after the other; a stretch lasts until the next one begins."""
+    if not timeline:
+        return ()
     firsts = [(phase, next(group).seconds) for phase, group in groupby(timeline, key=lambda point: point.phase)]
-    stops = [start for _, start in firsts[1:]] + [timeline[-1].seconds if timeline else 0.0]
+    stops = [start for _, start in firsts[1:]] + [timeline[-1].seconds]
     found = (Stretch(phase, start, stop) for (phase, start), stop in zip(firsts, stops, strict=True))
     return tuple(stretch for stretch in found if stretch.stop_seconds > stretch.start_seconds)
 

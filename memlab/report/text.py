@@ -62,8 +62,8 @@ def breakdown(measurement: Measurement) -> str:
         >>> m = Measurement("as written", "cpu", 2**30, None, 0, {"parameters": 2**30}, (), (), 8, 0)
         >>> print(breakdown(m))
         as written · cpu
-        parameters        1.00 GiB   100 %  ████████████████████████
-        peak allocated    1.00 GiB
+        parameters         1.00 GiB   100 %  ████████████████████████
+        peak allocated     1.00 GiB
     """
     parts = segments(measurement)
     whole = max(1, sum(parts.values()))
@@ -98,8 +98,7 @@ def _widths(figures: tuple[Column, ...], rows: list[tuple[str, ...]]) -> list[in
     widest = [max(len(text) for text in texts) for texts in zip(*rows, strict=True)]
     widths = [max(len(column.title), width) for column, width in zip(figures, widest, strict=True)]
     return [
-        min(width, _PLAN_CHARACTERS) if column is PLAN else width
-        for column, width in zip(figures, widths, strict=True)
+        min(width, _PLAN_CHARACTERS) if column is PLAN else width for column, width in zip(figures, widths, strict=True)
     ]
 
 

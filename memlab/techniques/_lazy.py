@@ -7,7 +7,7 @@ known at once; any operation, print or copy computes the value and goes on with 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._pytree import tree_map
@@ -17,7 +17,7 @@ _METADATA = frozenset(
     {
         torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
         torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.device.__get__,
         torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
         torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
         torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
@@ -43,24 +43,27 @@ class LazyTensor(torch.Tensor):
 
     _compute: Callable[[], torch.Tensor] | None
     _value: torch.Tensor | None
+    _grad_enabled: bool
 
     @staticmethod
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, compute: Callable[[], torch.Tensor]
-    ) -> LazyTensor:
+    ) -> Self:
         lazy = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
         lazy._compute = compute
         lazy._value = None
+        lazy._grad_enabled = torch.is_grad_enabled()
         return lazy
 
     def __init__(self, *_args: Any) -> None:
         super().__init__()
 
     def value(self) -> torch.Tensor:
-        """The real tensor, computed at the first call."""
+        """The real tensor, computed at the first call, with a graph if one would have been recorded where it was made."""
         if self._value is None:
             assert self._compute is not None
-            self._value = self._compute()
+            with torch.set_grad_enabled(self._grad_enabled):
+                self._value = self._compute()
             self._compute = None
         return self._value
 
@@ -79,7 +82,7 @@ class LazyTensor(torch.Tensor):
         return func(*real_args, **real_kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # reached by operations in C++ that were given a lazy tensor without passing through Python
@@ -87,7 +90,7 @@ class LazyTensor(torch.Tensor):
         return func(*real_args, **real_kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.value().__reduce_ex__(protocol)
+        return self.value().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.value().detach().clone()

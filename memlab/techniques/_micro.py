@@ -209,7 +209,7 @@ class MicroRun:
             loss = outputs.leaves[outputs.loss]
             # large outputs die before the backward pass, as in a loop that keeps only the loss
             self._template = outputs = outputs.without_tensors()
-            self._backward_of_loss(index, micro_batch, loss, self._weights[outputs.loss][index])
+            self._backward_of_loss(micro_batch, loss, self._weights[outputs.loss][index])
         elif is_last and not self._repeats:
             self._kept = (micro_batch, outputs)
         if not self._fused:
@@ -226,7 +226,9 @@ class MicroRun:
 
     def _choose_form(self, outputs: Outputs) -> None:
         if not self._repeats:
-            self._learnt.fused = outputs.loss >= 0 and outputs.loss in self._weights and _requires_grad(outputs.leaves[outputs.loss])
+            self._learnt.fused = (
+                outputs.loss >= 0 and outputs.loss in self._weights and _requires_grad(outputs.leaves[outputs.loss])
+            )
             self._fused = self._learnt.fused
         if self._fused and self._autocast.scales_gradients:
             self._inner_scale = self._learnt.loop_scale
@@ -259,7 +261,7 @@ class MicroRun:
         size_bytes = leaf.numel() * leaf.element_size() * len(self._micro_batches)
         return isinstance(leaf, LazyTensor) or size_bytes > _LAZY_FROM_BYTES
 
-    def _backward_of_loss(self, index: int, micro_batch: Call, loss: torch.Tensor, weight: float) -> None:
+    def _backward_of_loss(self, micro_batch: Call, loss: torch.Tensor, weight: float) -> None:
         if weight:  # without a target the mean of this micro-batch is 0/0
             self._backward([loss], [torch.full_like(loss, weight) * self._inner_scale])
         self._input_gradients.append(_gradients_of(micro_batch, self._inputs))
@@ -335,7 +337,9 @@ class MicroRun:
                 _KEEP_WHOLE,
             )
         if self._updates != self._learnt.updates and self._kept is None:
-            raise SessionError("backward() through the outputs of a split batch came after optimizer.step(): call it before the step")
+            raise SessionError(
+                "backward() through the outputs of a split batch came after optimizer.step(): call it before the step"
+            )
 
     def _input_gradient(self, position: int) -> torch.Tensor | None:
         parts = [part[position] for part in self._input_gradients if position in part]
@@ -361,7 +365,9 @@ class _SplitCall(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         run, ctx.run = ctx.run, None
         if run is None:
-            raise SessionError("backward() a second time through a split batch: its gradients were handed over at the first")
+            raise SessionError(
+                "backward() a second time through a split batch: its gradients were handed over at the first"
+            )
         return (None, *run.gradients(gradients))
 
 
@@ -415,7 +421,9 @@ class _Aliases:
             if parameter.grad is not gradient or _version(parameter.grad) != version:
                 parameter.grad = gradient if parameter.grad is not gradient else parameter.grad
                 raise RefusalError(
-                    _FIELD, f"{model_name} reaches a parameter through another reference than its modules' attributes", _KEEP_WHOLE
+                    _FIELD,
+                    f"{model_name} reaches a parameter through another reference than its modules' attributes",
+                    _KEEP_WHOLE,
                 )
 
     def take_gradients(self) -> list[torch.Tensor | None]:

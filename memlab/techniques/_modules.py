@@ -72,8 +72,10 @@ def accepts_use_cache(model: nn.Module) -> bool:
 
 
 def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments with the key-value cache off: training never reads it, and a recomputed
-    or split forward would fill it twice."""
+    """Keyword arguments with the key-value cache off.
+
+    Training never reads it, and a recomputed or split forward would fill it twice.
+    """
     if accepts_use_cache(model) or "use_cache" in kwargs:
         return {**kwargs, "use_cache": False}
     return dict(kwargs)

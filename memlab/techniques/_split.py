@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,7 +65,10 @@ class Layout:
 
     def take(self, call: Call, start: int, stop: int) -> Call:
         return call.with_leaves(
-            [leaf.narrow(self.dim, start, stop - start) if i in self.split else leaf for i, leaf in enumerate(call.leaves)]
+            [
+                leaf.narrow(self.dim, start, stop - start) if i in self.split else leaf
+                for i, leaf in enumerate(call.leaves)
+            ]
         )
 
     def pick(self, call: Call, rows: Sequence[int]) -> Call:
@@ -78,7 +82,11 @@ def layouts_of(call: Call) -> list[Layout]:
     """The ways a call could be split, likeliest first: along dimension 0, then along 1."""
     found = []
     for dim in (0, 1):
-        sizes = [(i, leaf.size(dim)) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() > dim]
+        sizes = [
+            (i, leaf.size(dim))
+            for i, leaf in enumerate(call.leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > dim
+        ]
         if sizes:
             rows = max(size for _, size in sizes) if dim else sizes[0][1]
             found.append(Layout(rows, dim, tuple(i for i, size in sizes if size == rows)))
@@ -94,7 +102,7 @@ def row_ranges(rows: int, parts: int) -> list[tuple[int, int]]:
     """
     size, larger = divmod(rows, parts)
     starts = [part * size + min(part, larger) for part in range(parts + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
 
 
 @dataclass(frozen=True)
@@ -213,7 +221,9 @@ class Probe:
             return Layout(call.leaves[split[0]].size(dim), dim, split)
         candidates = layouts_of(call)
         if not candidates:
-            raise RefusalError(_FIELD, f"the call of {self._name} has no tensor argument to split", "pass the batch as tensors")
+            raise RefusalError(
+                _FIELD, f"the call of {self._name} has no tensor argument to split", "pass the batch as tensors"
+            )
         for layout in candidates:
             if layout.rows >= 2 and self._fits(call, layout):
                 self._layouts[call.spec] = (layout.dim, layout.split)
@@ -237,7 +247,9 @@ class Probe:
             RefusalError: no rule makes the parts' losses add up to the batch's.
         """
         known = self._rules.get(call.spec)
-        if known is None or not all(_agree([rule.weights(parts, layout) for rule in rules]) for rules in known.values()):
+        if known is None or not all(
+            _agree([rule.weights(parts, layout) for rule in rules]) for rules in known.values()
+        ):
             known = self._rules[call.spec] = self._matching(call, layout, known)
         return {position: rules[0].weights(parts, layout) for position, rules in known.items()}
 
@@ -271,7 +283,9 @@ class Probe:
             target = float(whole.leaves[position])
             values = [float(output.leaves[position]) for output in outputs]
             candidates = known.get(position, every) if known else every
-            rules = _closest(candidates, [rule.weights(parts, layout) for rule in candidates], values, target, self._tolerance)
+            rules = _closest(
+                candidates, [rule.weights(parts, layout) for rule in candidates], values, target, self._tolerance
+            )
             if rules:
                 found[position] = rules
         if whole.loss >= 0 and whole.loss not in found:

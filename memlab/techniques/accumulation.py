@@ -79,7 +79,8 @@ class Accumulation(Technique):
         self._learnt.updates += 1
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        assert self._model is not None and self._probe is not None
+        assert self._model is not None
+        assert self._probe is not None
         whole = Call.of(args, without_cache(self._model, kwargs))
         layout = self._probe.layout(whole)
         parts = self._parts_for(layout.rows)

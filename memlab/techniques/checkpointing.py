@@ -39,7 +39,7 @@ _SAVED_OPERATIONS = frozenset(
         _aten._scaled_dot_product_cudnn_attention,
         _aten._scaled_dot_product_flash_attention_for_cpu,
     )
-    for overload in (getattr(packet, name) for name in packet.overloads())
+    for overload in (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
 )
 
 
@@ -107,7 +107,7 @@ class Checkpointing(Technique):
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]] = create_selective_checkpoint_contexts(
+    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]] = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
         _keep_products
     )
     return contexts

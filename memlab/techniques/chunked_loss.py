@@ -60,7 +60,8 @@ class ChunkedLoss(Technique):
 
 def large_heads(model: nn.Module) -> list[nn.Linear]:
     """Linear layers onto a vocabulary: the output embeddings, or layers with many more outputs than inputs."""
-    named = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find: Any = getattr(model, "get_output_embeddings", None)
+    named = find() if find is not None else None
     heads = [named] if isinstance(named, nn.Linear) else _widening_layers(model)
     return [head for head in heads if head.out_features >= _SMALLEST_VOCABULARY]
 
@@ -112,7 +113,7 @@ class DeferredLogits(LazyTensor):
         shape = (*hidden.shape[:-1], weight.shape[0])
         deferred = cls(shape, dtype, hidden.device, lambda: _logits(hidden, weight, bias, compute_dtype).to(dtype))
         deferred.hidden, deferred.weight, deferred.bias, deferred.compute_dtype = hidden, weight, bias, compute_dtype
-        return deferred  # type: ignore[no-any-return]
+        return deferred
 
     def with_hidden(self, hidden: torch.Tensor) -> DeferredLogits:
         return DeferredLogits.make(hidden, self.weight, self.bias, self.compute_dtype, self.dtype)
@@ -123,7 +124,9 @@ class DeferredLogits(LazyTensor):
     def with_gradient(self, pass_through: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
         # each gradient is linear in that of the logits, so the change may be made on the far side
         bias = None if self.bias is None else pass_through(self.bias)
-        return DeferredLogits.make(pass_through(self.hidden), pass_through(self.weight), bias, self.compute_dtype, self.dtype)
+        return DeferredLogits.make(
+            pass_through(self.hidden), pass_through(self.weight), bias, self.compute_dtype, self.dtype
+        )
 
     @classmethod
     def __torch_function__(
@@ -181,9 +184,8 @@ def _indexed(logits: DeferredLogits, index: Any) -> Any:
     if any(not isinstance(item, slice) for item in leading):
         return NotImplemented
     reaches_vocabulary = len(leading) >= logits.dim() or (Ellipsis in items and items[-1] is not Ellipsis)
-    if reaches_vocabulary:
-        if leading[-1] != slice(None):
-            return NotImplemented
+    if reaches_vocabulary and leading[-1] != slice(None):
+        return NotImplemented
     return logits.with_hidden(logits.hidden[index])
 
 
@@ -195,7 +197,11 @@ def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     target = kwargs.get("dtype", kwargs.get("device", args[0] if len(args) == 1 else None))
     if isinstance(target, torch.dtype) and len(args) + len(kwargs) == 1:
         return logits.with_dtype(target)
-    if len(args) + len(kwargs) == 1 and isinstance(target, (str, torch.device)) and torch.device(target) == logits.device:
+    if (
+        len(args) + len(kwargs) == 1
+        and isinstance(target, (str, torch.device))
+        and torch.device(target) == logits.device
+    ):
         return logits
     return NotImplemented
 
@@ -215,7 +221,13 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     plain = weight is None and size_average is None and reduce is None and not label_smoothing
-    if not plain or reduction not in ("mean", "sum") or logits.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+    if (
+        not plain
+        or reduction not in ("mean", "sum")
+        or logits.dim() != 2
+        or target.dim() != 1
+        or target.is_floating_point()
+    ):
         return NotImplemented
     total = _TiledCrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits.hidden, logits.weight, logits.bias, target, ignore_index, logits.compute_dtype
@@ -258,13 +270,14 @@ class _TiledCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
         dtype = compute_dtype or hidden.dtype
         low_weight, low_bias = weight.to(dtype), _cast(bias, dtype)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        wide = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
         rows = max(1, _TILE_BYTES // (4 * weight.shape[0]))
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows):
                 tile = slice(start, start + rows)
                 low_hidden = hidden[tile].to(dtype)
-                logits = F.linear(low_hidden, low_weight, low_bias).float()  # [rows, v]
+                logits = F.linear(low_hidden, low_weight, low_bias).to(wide)  # [rows, v]
                 loss, grad_logits = _tile_loss(logits, target[tile], ignore_index)
                 total += loss
                 low_grad = grad_logits.to(dtype)
@@ -281,7 +294,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.handed_over:
-            raise SessionError("backward() a second time through a chunked loss: its gradients were handed over at the first")
+            raise SessionError(
+                "backward() a second time through a chunked loss: its gradients were handed over at the first"
+            )
         ctx.handed_over = True
         scale = gradients[0]
         # in place: a second copy of the head's gradient would stand at the peak of the step
@@ -293,7 +308,7 @@ def _tile_loss(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) ->
     """Sum of losses of a tile, and the gradient of that sum; the logits are overwritten by it.
 
     Args:
-        logits: [rows, v] in fp32, owned by the caller.
+        logits: [rows, v] in fp32 or fp64, owned by the caller.
         target: [rows].
         ignore_index: target of rows that do not count.
     """

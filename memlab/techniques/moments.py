@@ -1,8 +1,8 @@
-"""fp32 numbers in fewer bits: a bit-exact split in two halves, and stochastic rounding.
+"""fp32 numbers in fewer bits: a bit-exact split in two parts, and stochastic rounding.
 
-bf16 is the upper half of fp32. Kept as two tensors, the upper half serves as the bf16 parameter of
-forward and backward, and the lower half completes it to the fp32 master for the update, so the
-master costs two more bytes per element and not four.
+The nearest bf16 of an fp32 number is its upper half, rounded. Kept as two tensors, it serves as the
+parameter of forward and backward, and the lower half completes it to the fp32 master for the
+update, so the master costs two more bytes per element and not four.
 """
 
 from __future__ import annotations
@@ -11,42 +11,48 @@ import sys
 
 import torch
 
-_LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
+_LOW = 0 if sys.byteorder == "little" else 1
+_HALF_STEP = 2**15
 _KEEP_HIGH_HALF = -(2**16)
 _CHUNK_ELEMENTS = 2**20  # bounds the temporaries of rounding to some 20 MiB
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split fp32 into its upper and lower halves, without temporaries.
+    """Split fp32 into the nearest bf16 and the 16 bits that complete it.
 
     Args:
         master: fp32 tensor of any shape.
 
     Returns:
-        The upper half as bf16 (the value truncated towards zero) and the lower half as int16. A NaN
-        whose payload is all in its lower half reads as infinity in the bf16 tensor alone;
-        `join_master` gives it back bit for bit.
+        The nearest bf16 (of two equally near, the one away from zero), and the lower half of the bits as
+        int16. A NaN whose payload fills its lower half may read as a number in the bf16 tensor alone;
+        `join_master` gives every value back bit for bit.
 
     Example:
         >>> high, low = split_master(torch.tensor([1.0, -0.1]))
         >>> join_master(high, low)
         tensor([ 1.0000, -0.1000])
     """
-    halves = _halves(master.detach().contiguous())
+    bits = master.detach().contiguous().view(-1).view(torch.int32)
+    upper = torch.empty(bits.shape, dtype=torch.int16, device=master.device)
+    for start in range(0, bits.numel(), _CHUNK_ELEMENTS):
+        chunk = slice(start, start + _CHUNK_ELEMENTS)
+        # adding half a step carries into the upper half where the lower one is at least a half
+        upper[chunk] = (bits[chunk] + _HALF_STEP) >> 16
     high = torch.empty_like(master, dtype=torch.bfloat16, requires_grad=False)
     low = torch.empty_like(master, dtype=torch.int16, requires_grad=False)
-    high.view(torch.int16).copy_(halves[:, _HIGH].view(master.shape))
-    low.copy_(halves[:, _LOW].view(master.shape))
+    high.view(torch.int16).copy_(upper.view(master.shape))
+    low.copy_(bits.view(torch.int16).view(-1, 2)[:, _LOW].view(master.shape))
     return high, low
 
 
 def join_master(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Put the two halves of `split_master` together again, bit for bit."""
-    master = torch.empty(high.shape, dtype=torch.float32, device=high.device)
-    halves = _halves(master)
-    halves[:, _HIGH].view(high.shape).copy_(high.detach().view(torch.int16))
-    halves[:, _LOW].view(low.shape).copy_(low)
+    """Put the two parts of `split_master` together again, bit for bit."""
+    bits = high.detach().contiguous().view(-1).view(torch.int16).to(torch.int32) << 16
+    # read as a signed number the lower half takes back the carry of rounding
+    bits += low.contiguous().view(-1)
+    master = bits.view(torch.float32).view(high.shape)
     return master if high.is_contiguous() else torch.empty_like(high, dtype=torch.float32).copy_(master)
 
 
@@ -75,6 +81,3 @@ def _round_chunk(values: torch.Tensor, out: torch.Tensor, generator: torch.Gener
     rounded = bits.view(torch.float32).clamp_(-_LARGEST_BF16, _LARGEST_BF16)
     out.copy_(torch.where(torch.isfinite(values), rounded, values))
 
-
-def _halves(master: torch.Tensor) -> torch.Tensor:
-    return master.view(-1).view(torch.int16).view(-1, 2)  # [elements, 2]

@@ -87,7 +87,7 @@ class OffloadActivations(Technique):
 
     @property
     def host_bytes(self) -> int:
-        return self._spill.stored_bytes if self._spill else 0
+        return self._spill.peak_bytes if self._spill else 0
 
     def _tier(self, workload: Workload) -> Any:
         tier = self.plan.tier_of(Offloaded.ACTIVATIONS)
@@ -125,7 +125,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _parked_view(stored: torch.Tensor, tensor: torch.Tensor, *, contiguous: bool) -> _Parked:
     stride = torch.empty(tensor.shape, device="meta").stride() if contiguous else tensor.stride()
-    offset = 0 if contiguous else tensor.storage_offset()
+    offset = 0 if contiguous else int(tensor.storage_offset())
     return _Parked(stored, tensor.device, tensor.dtype, tensor.shape, stride, offset)
 
 

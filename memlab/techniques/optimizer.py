@@ -332,7 +332,9 @@ _USE_ADAMW = "use torch.optim.AdamW in its place"
 
 
 def _sparse_gradients(choice: OptimizerChoice, module: str = "an embedding") -> RefusalError:
-    return RefusalError(_FIELD, f"{module} makes sparse gradients, which {choice} cannot use", "make it with sparse=False")
+    return RefusalError(
+        _FIELD, f"{module} makes sparse gradients, which {choice} cannot use", "make it with sparse=False"
+    )
 
 
 def _refuse_other_optimizers(optimizer: Optimizer, choice: OptimizerChoice) -> None:

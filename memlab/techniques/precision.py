@@ -81,7 +81,9 @@ class PrecisionChoice(Technique):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS) and self.plan.precision in (Precision.FP16, Precision.PURE_BF16):
             raise RefusalError(
-                self.field, f"{self.plan.precision} cannot serve LBFGS, which evaluates the model inside its step", "use --bf16"
+                self.field,
+                f"{self.plan.precision} cannot serve LBFGS, which evaluates the model inside its step",
+                "use --bf16",
             )
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
@@ -210,7 +212,7 @@ class LossScale:
         undo.callback(self._sums.clear)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                undo.callback(parameter.register_hook(self._unscale).remove)
+                undo.callback(parameter.register_hook(self._unscale).remove)  # type: ignore[no-untyped-call]
 
     def _unscale(self, gradient: torch.Tensor) -> torch.Tensor:
         true_gradient = gradient / self.scale
@@ -281,8 +283,11 @@ def _set_matmul_precision(precision: str, undo: ExitStack) -> None:
 
 
 def _convertible_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Floating-point buffers that are saved with the model; tables computed on the fly (rotary
-    frequencies) and running statistics keep their precision, as in Transformers' own loading."""
+    """Floating-point buffers that are saved with the model.
+
+    Tables computed on the fly (rotary frequencies) and running statistics keep their precision, as in
+    Transformers' own loading.
+    """
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             continue
@@ -302,7 +307,9 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def _is_moment(parameter: nn.Parameter, value: Any, dtype: torch.dtype) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype is dtype and value.shape == parameter.shape and value.dim() > 0
+    return (
+        isinstance(value, torch.Tensor) and value.dtype is dtype and value.shape == parameter.shape and value.dim() > 0
+    )
 
 
 def _unpacked_moment(parameter: nn.Parameter, value: Any) -> Any:

@@ -47,11 +47,16 @@ class Spill:
     Args:
         tier: HOST (pinned when there is a GPU) or DISK (one unlinked temporary file per tensor, so
             nothing outlives the process).
+
+    Attributes:
+        stored_bytes: bytes held now.
+        peak_bytes: most bytes held at once.
     """
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self.stored_bytes = 0
+        self.peak_bytes = 0
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A spilled tensor with the shape and dtype of another one, not filled yet."""
@@ -60,6 +65,7 @@ class Spill:
         spilled = self._on_disk(tensor) if self.tier is Tier.DISK else self._on_host(tensor)
         size_bytes = spilled.untyped_storage().nbytes()
         self.stored_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.stored_bytes)
         weakref.finalize(spilled.untyped_storage(), self._forget, size_bytes).atexit = False
         return spilled
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from memlab.errors import MemlabError, WorkloadError
+from memlab.measure import steps
 from memlab.measure.cpu import CpuDevice
 from memlab.measure.steps import Meter, device_for, samples_of, steps_between_observations, tokens_of
 from memlab.plan import Plan
@@ -71,7 +72,7 @@ def test_two_observed_steps_then_none_for_a_while():
 
 
 def test_observations_come_back_as_often_as_they_are_cheap(monkeypatch):
-    monkeypatch.setattr("memlab.measure.steps.steps_between_observations", lambda observed, plain: 100)
+    monkeypatch.setattr(steps, "steps_between_observations", lambda observed, plain: 100)
     loop = Loop()
     loop.step(210)
     assert [r.step for r in loop.meter.steps if r.peak_allocated_bytes is not None] == [1, 2, 101, 102, 201, 202]
@@ -103,6 +104,7 @@ def test_a_measurement_has_categories_timeline_and_speed():
     count = sum(p.numel() for p in loop.model.parameters())
     assert measured.breakdown[Category.PARAMETERS] == 4 * count
     assert measured.breakdown[Category.OPTIMIZER_STATE] == 8 * count + 16
+    assert max(point.live_bytes.get(Category.GRADIENTS, 0) for point in measured.timeline) == 4 * count
     assert sum(measured.breakdown.values()) == measured.peak_allocated_bytes
     assert measured.peak_reserved_bytes is None
     assert measured.phase_of_peak in set(Phase)
@@ -268,12 +270,16 @@ def test_out_of_memory_leaves_no_mode_after_close(where):
 
     small = Loop(capacity_bytes=ledger_peaks[where])
     reached = ["forward"]
-    with pytest.raises(torch.OutOfMemoryError, match="memlab CPU device out of memory"):
+
+    def run():
         loss = small.forward()
         reached.append("backward")
         loss.backward()
         reached.append("step")
         small.update()
+
+    with pytest.raises(torch.OutOfMemoryError, match="memlab CPU device out of memory"):
+        run()
     assert reached[-1] == where
     small.meter.close()
     small.meter.close()

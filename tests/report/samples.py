@@ -80,7 +80,7 @@ def crowded() -> Comparison:
         peak_reserved_bytes=int(3.3 * GIB),
         peak_allocated_bytes=int(3.1 * GIB),
         host_bytes=GIB // 3,
-        notes=("chunked loss refused: this model computes its loss outside of the head; use it with a causal language "
-               "model",),
+        notes=(("chunked loss refused: this model computes its loss outside of the head; use it with a causal language "
+               "model"),),
     )  # fmt: skip
     return Comparison(TITLE, (*rows, last), (EVENT,))

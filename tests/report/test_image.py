@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
+import itertools
 import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
 
 import pytest
-
 import samples
+
 from memlab.errors import MissingExtraError
 from memlab.records import Category, Comparison, Measurement
 from memlab.report import image
@@ -29,7 +30,7 @@ def share_of(colour: str, png: bytes) -> float:
     """Share of a picture's pixels in exactly this colour."""
     wanted = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
     picture = opened(png).convert("RGB")
-    found = dict((value, count) for count, value in picture.getcolors(maxcolors=2**24))
+    found = {value: count for count, value in picture.getcolors(maxcolors=2**24)}
     return float(found.get(wanted, 0)) / (picture.width * picture.height)
 
 
@@ -74,7 +75,7 @@ def test_unused_memory_does_not_hide_what_is_missing() -> None:
 def test_phases_follow_each_other_without_gaps() -> None:
     found = stretches(samples.timeline(2.0, micro_batches=2))
     assert [str(each.phase) for each in found] == ["other", "forward", "backward", "forward", "backward", "step"]
-    assert all(one.stop_seconds == other.start_seconds for one, other in zip(found, found[1:], strict=False))
+    assert all(one.stop_seconds == other.start_seconds for one, other in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4, 16])
@@ -97,7 +98,7 @@ def test_pictures_are_the_same_whatever_the_user_set_up() -> None:
     comparison = samples.comparison()
     before = image.png(comparison)
     with matplotlib.rc_context({"axes.facecolor": "black", "savefig.transparent": True, "font.size": 30.0,
-                                "figure.autolayout": True, "savefig.bbox": "tight"}):  # fmt: skip
+                                "figure.constrained_layout.use": True, "savefig.bbox": "tight"}):  # fmt: skip
         settings = dict(matplotlib.rcParams)
         assert image.png(comparison) == before
         assert dict(matplotlib.rcParams) == settings

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from memlab.techniques.moments import join_master, round_stochastically, split_master
 
-SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3.4028234663852886e38, -3.4028234663852886e38]
+SPECIAL = [
+    0.0,
+    -0.0,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+    1e-45,
+    -1e-45,
+    3.4028234663852886e38,
+    -3.4028234663852886e38,
+]
 
 
 def of_bits(patterns: list[int]) -> torch.Tensor:
@@ -27,7 +37,16 @@ def test_the_halves_of_any_bit_pattern_join_to_it(patterns: list[int]) -> None:
     high, low = split_master(values)
     assert (high.dtype, low.dtype) == (torch.bfloat16, torch.int16)
     assert torch.equal(bits(join_master(high, low)), bits(values))
-    assert torch.equal(bits(high).int(), bits(values) >> 16)
+    carried = bits(values).long() + 2**15
+    assert torch.equal(bits(high).int(), ((carried >> 16) & 0xFFFF).to(torch.int16).int())
+
+
+def test_the_upper_part_is_the_nearest_bf16() -> None:
+    values = torch.randn(4096)
+    high, _ = split_master(values)
+    assert float((high.float() - values).abs().max()) <= float((values.bfloat16().float() - values).abs().max())
+    # no bias towards zero: truncation would shrink every weight
+    assert abs(float((high.float().abs() - values.abs()).mean())) < 2e-4
 
 
 @pytest.mark.parametrize("value", SPECIAL)

@@ -10,12 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from tests.driving import applied, mlp, same, snapshot, state_bytes, techniques_of, tiny_gpt2, train
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan, Tier
 from memlab.techniques.offload_optimizer import OffloadOptimizer
 from memlab.techniques.spill import is_spilled
+from tests.driving import (
+    applied,
+    assert_recovers_anywhere,
+    loss_of,
+    mlp,
+    same,
+    snapshot,
+    state_bytes,
+    techniques_of,
+    tiny_gpt2,
+    train,
+)
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -69,7 +80,8 @@ def test_undo_without_a_step_leaves_everything_as_it_was() -> None:
     with applied(optimizer, "--offload optimizer") as (technique,):
         assert technique.host_bytes >= 0.9 * 8 * sum(p.numel() for p in model.parameters())
         big = [v for s in optimizer.state.values() for v in s.values() if v.numel() >= 1024]
-        assert big and all(is_spilled(v.untyped_storage()) for v in big)
+        assert big
+        assert all(is_spilled(v.untyped_storage()) for v in big)
         del big
     assert same(snapshot(model, optimizer), before)
     gc.collect()
@@ -130,6 +142,18 @@ def test_memory_layout_comes_back() -> None:
     assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()
 
 
+@pytest.mark.parametrize("seen", [0, 2])
+@pytest.mark.parametrize("name", ["adamw", "adamw-foreach", "momentum"])
+def test_a_step_interrupted_anywhere_can_be_completed(name: str, seen: int) -> None:
+    model = mlp()
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    with applied(optimizer, "--offload optimizer") as techniques:
+        train(model, optimizer, range(seen))
+        optimizer.zero_grad()
+        loss_of(model, seen).backward()
+        assert_recovers_anywhere(model, optimizer, techniques)
+
+
 def test_nothing_of_the_model_stays_alive() -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -138,7 +162,8 @@ def test_nothing_of_the_model_stays_alive() -> None:
     alive = [weakref.ref(p) for p in model.parameters()]
     del model, optimizer
     gc.collect()
-    assert techniques and all(reference() is None for reference in alive)
+    assert techniques
+    assert all(reference() is None for reference in alive)
 
 
 def test_the_tier_is_its_setting() -> None:
@@ -153,14 +178,18 @@ def test_the_tier_is_its_setting() -> None:
         (
             "--offload optimizer",
             torch.optim.LBFGS,
-            "offload: LBFGS keeps one history for all parameters and evaluates the loss several times in a step; "
-            "use torch.optim.AdamW with --offload optimizer, or LBFGS without it",
+            (
+                "offload: LBFGS keeps one history for all parameters and evaluates the loss several times in a step; "
+                "use torch.optim.AdamW with --offload optimizer, or LBFGS without it"
+            ),
         ),
         (
             "--offload optimizer:host",
             torch.optim.AdamW,
-            "offload: optimizer to host: the model is on the CPU, whose memory is the host's; "
-            "use --offload optimizer:disk (the default there)",
+            (
+                "offload: optimizer to host: the model is on the CPU, whose memory is the host's; "
+                "use --offload optimizer:disk (the default there)"
+            ),
         ),
     ],
 )

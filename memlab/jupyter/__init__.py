@@ -1,0 +1,12 @@
+"""memlab in a notebook: thin magics over the Python API.
+
+- `magic`: what `%load_ext memlab` registers
+- `parser`: the flags of the magics and their help, generated from the plan's fields
+- `cells`: running a cell's text untouched, from inside a cell magic
+- `watch`: plan, session and meter for the duration of one cell
+- `history`: what was measured, per model, across cells
+- `live`: the line that shows progress; `display`: receipts in every format a front end may want
+- `config`: what `%config MemLab` holds
+
+Nothing here is imported by `import memlab`.
+"""

@@ -1,0 +1,239 @@
+"""Running the text of a cell untouched, from inside a cell magic, as if the magic were not there.
+
+1. The text goes through IPython's own transforms and `run_cell_async`, so `!`, `%`, the display of the
+   last value, a silencing `;` and top-level `await` work. Line numbers are those of the whole cell,
+   its first line with the magic included.
+2. Kernels run a cell inside their event loop, where `run_cell` refuses to await. Such a cell gets an
+   event loop of its own; the kernel's is set aside for as long.
+3. An error is shown once, with the traceback that IPython made of the inner cell: printing it there is
+   held back, the error is raised again from the magic, and what the outer cell then shows is replaced.
+
+Known limitations:
+    Objects that belong to the kernel's event loop cannot be awaited in a `%%memfit` cell, and tasks
+    started in one are cancelled when it ends.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import sys
+import warnings
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+
+# IPython's shells are configured at run time: the attributes used here are typed as anything
+Shell = Any
+
+
+@dataclass
+class Outcome:
+    """How a cell ended.
+
+    Args:
+        error: what it raised, or None.
+        traceback: the lines IPython shows for it; None when they are on the screen already.
+    """
+
+    error: BaseException | None = None
+    traceback: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A cell's text as IPython will run it.
+
+    Args:
+        raw: what the user wrote, without the line of the magic.
+        python: the same with magics and `!` translated, at the line numbers of the whole cell.
+        failure: why the translation failed, as from `sys.exc_info()`, or None.
+    """
+
+    raw: str
+    python: str
+    failure: Any = None
+
+
+def read(shell: Shell, cell: str) -> Source:
+    """Translate a cell's text to Python."""
+    try:
+        python = shell.transform_cell(cell)
+    except Exception:  # noqa: BLE001 - any transformer of the user's may fail in any way; IPython shows it
+        return Source(cell, cell, sys.exc_info())
+    # IPython drops leading blank lines, and the magic's own line is gone: both count for the reader
+    blank = next((number for number, line in enumerate(cell.splitlines()) if line.strip()), 0)
+    return Source(cell, "\n" * (1 + blank) + python)
+
+
+def syntax_error(shell: Shell, source: Source) -> Outcome | None:
+    """What is wrong with a cell that cannot be run at all; None when nothing is."""
+    if source.failure is not None:
+        return run(shell, source)
+    with _numbered_as_outer_cell(shell):
+        name = shell.compile.cache(source.python, shell.execution_count, raw_code=source.raw)
+    try:
+        with warnings.catch_warnings():
+            # those are shown when the cell runs
+            warnings.simplefilter("ignore")
+            flags = shell.compile.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+            compile(source.python, name, "exec", flags, dont_inherit=True)
+    except (SyntaxError, ValueError, OverflowError, MemoryError) as error:
+        return Outcome(error, shell.SyntaxTB.structured_traceback(type(error), error, []))
+    return None
+
+
+def run(shell: Shell, source: Source) -> Outcome:
+    """Run a cell's text; its error is returned, not shown."""
+    outcome = Outcome()
+    hook = shell.displayhook
+    outer = hook.exec_result
+    with ExitStack() as undo:
+        undo.enter_context(_held_back(shell, source, outcome))
+        undo.enter_context(_numbered_as_outer_cell(shell))
+        undo.callback(setattr, hook, "exec_result", outer)
+        if DisplayHook.semicolon_at_end_of_expression(source.python):  # type: ignore[no-untyped-call] # unannotated
+            undo.callback(setattr, shell, "ast_node_interactivity", shell.ast_node_interactivity)
+            shell.ast_node_interactivity = "none"
+        result = _run(shell, source)
+    if outer is not None:
+        outer.result = result.result
+    outcome.error = result.error_before_exec or result.error_in_exec
+    return outcome
+
+
+def raise_shown(shell: Shell, outcome: Outcome, advice: str = "") -> None:
+    """Raise the error of a cell again; the outer cell shows the inner cell's traceback, and `advice` below it."""
+    error = outcome.error
+    if error is None:
+        return
+    lines = outcome.traceback
+    if advice:
+        lines = [*(lines or []), "", advice]
+    _show_once(shell, error, lines)
+    raise error
+
+
+def _run(shell: Shell, source: Source) -> Any:
+    coroutine = shell.run_cell_async(
+        source.raw, store_history=False, transformed_cell=source.python, preprocessing_exc_tuple=source.failure
+    )
+    result = None
+    try:
+        result = _runner(shell, source)(coroutine)
+    finally:
+        shell.events.trigger("post_execute")
+        if result is not None:
+            shell.events.trigger("post_run_cell", result)
+    return result
+
+
+def _runner(shell: Shell, source: Source) -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    awaits = shell.should_run_async(source.raw, transformed_cell=source.python, preprocessing_exc_tuple=source.failure)
+    if not awaits:
+        return _drive
+    if asyncio._get_running_loop() is None:
+        return shell.trio_runner or shell.loop_runner  # type: ignore[no-any-return] # an attribute of the shell
+    return _run_on_own_loop
+
+
+def _drive(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise RuntimeError("a cell without await must not wait")
+
+
+def _run_on_own_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    # with a factory the runner leaves the thread's current event loop alone
+    with _running_loop_set_aside(), asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(coroutine)
+
+
+@contextmanager
+def _running_loop_set_aside() -> Iterator[None]:
+    """Let another event loop run inside the one that runs this code."""
+    loop = asyncio.get_running_loop()
+    # from Python 3.12 on the current task is kept beside the loop
+    swap = getattr(asyncio.tasks, "_swap_current_task", None)
+    task = swap(loop, None) if swap is not None else None
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)
+        if swap is not None:
+            swap(loop, task)
+
+
+@contextmanager
+def _numbered_as_outer_cell(shell: Shell) -> Iterator[None]:
+    """Let tracebacks say `Cell In[n]` with the number of the cell that holds the magic."""
+    outer = shell.displayhook.exec_result
+    number = getattr(outer, "execution_count", None)
+    compiler = shell.compile
+    original = compiler.cache
+
+    def cache(code: str, _number: int = 0, raw_code: str | None = None) -> Any:
+        # code that the cell itself runs through the shell keeps its own number
+        compiler.__dict__.pop("cache", None)
+        return original(code, number, raw_code=raw_code)
+
+    if number is not None:
+        compiler.cache = cache
+    try:
+        yield
+    finally:
+        compiler.__dict__.pop("cache", None)
+
+
+@contextmanager
+def _held_back(shell: Shell, source: Source, outcome: Outcome) -> Iterator[None]:
+    """Keep the lines of the traceback that ends the inner cell; others are shown as always."""
+    show = shell._showtraceback
+
+    def held_back(kind: Any, error: BaseException, lines: list[str]) -> None:
+        if any(error is one for one in _errors_of(shell.displayhook.exec_result, source)):
+            outcome.traceback = lines
+        else:
+            show(kind, error, lines)
+
+    shell._showtraceback = held_back
+    try:
+        yield
+    finally:
+        del shell._showtraceback
+
+
+def _errors_of(result: Any, source: Source) -> list[BaseException | None]:
+    failures = [source.failure[1]] if source.failure is not None else []
+    if result is not None:
+        failures += [result.error_before_exec, result.error_in_exec]
+    return failures
+
+
+def _show_once(shell: Shell, error: BaseException, lines: list[str] | None) -> None:
+    """Let the next traceback that the shell shows be these lines, if it is that of `error`."""
+
+    def forget(*_result: Any) -> None:
+        shell.__dict__.pop("showtraceback", None)
+        shell.events.unregister("post_run_cell", forget)
+
+    def showtraceback(*args: Any, **kwargs: Any) -> None:
+        forget()
+        if sys.exc_info()[1] is not error:
+            shell.showtraceback(*args, **kwargs)
+            return
+        # notes the error for %debug and %tb
+        shell._get_exc_info()
+        if lines is not None:
+            shell._showtraceback(type(error), error, lines)
+
+    shell.__dict__["showtraceback"] = showtraceback
+    # in case somebody between here and the shell catches the error
+    shell.events.register("post_run_cell", forget)

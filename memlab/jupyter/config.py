@@ -1,0 +1,45 @@
+"""`%config MemLab`: the defaults of the magics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from traitlets import Bool, TraitError, Unicode, validate
+from traitlets.config import Configurable
+
+from memlab.errors import PlanError
+from memlab.plan import Plan
+from memlab.units import parse_bytes
+
+
+class MemLab(Configurable):
+    """Defaults of `%%memfit` and `%memfit`."""
+
+    capacity = Unicode(
+        "", help="size the device is to behave as, such as '4GiB'; empty for its own size. Past it, memory runs out."
+    ).tag(config=True)
+    quiet = Bool(False, help="show no progress while a cell trains").tag(config=True)
+    plan = Unicode("", help="flags of %%memfit cells that give none, such as '--accumulate 4'").tag(config=True)
+    picture = Bool(True, help="put a PNG picture into receipts, for pages that show no HTML").tag(config=True)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The capacity in bytes, or None for the device's own size."""
+        return parse_bytes(self.capacity) if self.capacity else None
+
+    @validate("capacity")
+    def _check_capacity(self, proposal: Any) -> str:
+        return _accepted(proposal["value"], parse_bytes)
+
+    @validate("plan")
+    def _check_plan(self, proposal: Any) -> str:
+        return _accepted(proposal["value"], Plan.parse)
+
+
+def _accepted(text: str, parse: Any) -> str:
+    try:
+        if text:
+            parse(text)
+    except PlanError as error:
+        raise TraitError(str(error)) from None
+    return text

@@ -1,0 +1,216 @@
+"""`CellWatch`: plan, session and meter for the duration of one cell.
+
+1. The model is found before the cell runs, or when the cell first trains one.
+2. The plan is applied there and then and stays; session and workload belong to the user's objects, so
+   the watch keeps them no longer than the cell runs.
+3. The meter observes while the cell runs and is closed however the cell ends.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from memlab.errors import MemlabError
+from memlab.jupyter.history import History
+from memlab.jupyter.live import Progress
+from memlab.measure.cpu import tensors_in
+from memlab.measure.steps import Device, Meter, device_for
+from memlab.plan import Plan
+from memlab.records import Measurement
+from memlab.seams import FirstTrainingCall
+from memlab.session import Session, fit, session_of
+from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
+
+
+class CellWatch:
+    """Applies a plan where a cell trains, and measures the cell.
+
+    Args:
+        plan: the plan to apply; None keeps the one in force.
+        capacity_bytes: size the device is to behave as, or None.
+        progress: shows steps while they happen; None for silence.
+
+    Attributes:
+        session: the session of the model the cell trains; None until it is found.
+    """
+
+    def __init__(self, plan: Plan | None, capacity_bytes: int | None, progress: Progress | None) -> None:
+        self.session: Session | None = None
+        self._plan = plan
+        self._capacity_bytes = capacity_bytes
+        self._progress = progress
+        self._meter: Meter | None = None
+        self._notes = _Notes(self._step_ended)
+        self._log_from = 0
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._undo.close()
+        if self._progress is not None:
+            self._progress.end()
+
+    def wait_for_model(self) -> None:
+        """Attach to the first model that the cell trains."""
+        self._undo.enter_context(FirstTrainingCall(self._found))
+
+    def attach(self, workload: Workload) -> None:
+        """Apply the plan to a workload and begin to observe.
+
+        Raises:
+            RefusalError: a technique does not apply; everything is as it was.
+        """
+        device = device_for(workload.device, self._capacity_bytes)
+        self._undo.callback(device.close)
+        session = _session_for(workload, self._plan)
+        self.session = session
+        self._log_from = len(session.log)
+        self._observe(session, device)
+
+    def _found(self, model: nn.Module) -> None:
+        session = session_of(model)
+        self.attach(session.workload if session is not None else Workload(model, optimizers_of(model)))
+
+    def _observe(self, session: Session, device: Device) -> None:
+        meter = Meter(session.workload.model, session.workload.optimizers, device, lambda: session.host_bytes)
+        self._meter = meter
+        # callbacks run in reverse: first nobody calls the meter any more, then it closes
+        self._undo.callback(meter.close)
+        for observer in (meter, self._notes):
+            session.observers.append(observer)
+            self._undo.callback(_leave, session, observer)
+            observer.plan_changed(session.plan)
+
+    def _step_ended(self) -> None:
+        if self._progress is not None and self._meter is not None and self._progress.is_due():
+            self._progress.show(self._meter.steps)
+
+    def keep(self, history: History) -> int:
+        """Put what was measured into a history, once the cell is over.
+
+        Returns:
+            How many steps ended in the cell.
+        """
+        session, meter = self.session, self._meter
+        if session is None or meter is None:
+            return 0
+        measurements = [m for plan in self._notes.plans if (m := _measured(meter, plan)) is not None]
+        steps = meter.steps
+        if self._notes.batch is not None and session.attached:
+            history.batch = self._notes.batch
+        if measurements and session.notes:
+            measurements[-1] = replace(measurements[-1], notes=(*measurements[-1].notes, *session.notes))
+        events = tuple(str(entry) for entry in session.log[self._log_from :])
+        history.add_steps(steps)
+        history.add(self._title(session, meter, len(steps)), measurements, events)
+        return len(steps)
+
+    def _title(self, session: Session, meter: Meter, steps: int) -> str:
+        sizes = shape_of(self._notes.batch)
+        batch = [f"batch {' × '.join(map(str, sizes))}"] if sizes else []
+        counted = f"{steps} step{'' if steps == 1 else 's'}"
+        return " · ".join(["memfit", session.workload.describe(), *batch, meter.device.name, counted])
+
+
+class _Notes:
+    """Notes which plans were in force during a cell, and the last batch.
+
+    Args:
+        step_ended: called after each step.
+    """
+
+    def __init__(self, step_ended: Callable[[], None]) -> None:
+        self.plans: list[Plan] = []
+        self.batch: Batch | None = None
+        self._step_ended = step_ended
+
+    def plan_changed(self, plan: Plan) -> None:
+        self.plans = [*(known for known in self.plans if known != plan), plan]
+
+    def forward_begins(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        self._step_ended()
+
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def forward_ended(self, loss: torch.Tensor | None) -> None: ...
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def interrupted(self) -> None: ...
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Every live optimizer that updates parameters of a model, wherever it is kept."""
+    live = (value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer))
+    distinct = {id(one): one for one in map(unwrap_optimizer, live)}
+    return [optimizer for optimizer in distinct.values() if steps_some_of(optimizer, model)]
+
+
+def shape_of(batch: Batch | None) -> tuple[int, ...]:
+    """Sizes of the first tensor of a batch; empty without one."""
+    tensors = tensors_in((batch.args, batch.kwargs)) if batch is not None else iter(())
+    return tuple(next((tensor.shape for tensor in tensors if tensor.dim()), ()))
+
+
+def was_raised_by_memlab(error: BaseException) -> bool:
+    """Whether an error comes from a seam, and not from a call to memlab that stands in the user's code.
+
+    Seams are called by torch (the model call, the optimizer step, backward); the user's own
+    `memlab.fit(...)` is called by the user.
+    """
+    if not isinstance(error, MemlabError):
+        return False
+    before = ""
+    for frame in _frames(error.__traceback__):
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("memlab."):
+            return before.startswith("torch.") or module == "memlab.seams"
+        before = module
+    return False
+
+
+def _frames(traceback: TracebackType | None) -> Iterable[FrameType]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _session_for(workload: Workload, plan: Plan | None) -> Session:
+    session = session_of(workload.model)
+    if session is None:
+        return fit(workload, plan or Plan())
+    if _made_anew(workload, session):
+        # the old optimizer, and the moments it keeps, must not live on in the session
+        kept = session.plan
+        session.undo()
+        return fit(workload, kept if plan is None else plan)
+    if plan is not None:
+        session.switch(plan, now=True)
+    return session
+
+
+def _made_anew(workload: Workload, session: Session) -> bool:
+    known = {id(optimizer) for optimizer in session.workload.optimizers}
+    return bool(known) and any(id(optimizer) not in known for optimizer in workload.optimizers)
+
+
+def _leave(session: Session, observer: Any) -> None:
+    session.observers[:] = [one for one in session.observers if one is not observer]
+
+
+def _measured(meter: Meter, plan: Plan) -> Measurement | None:
+    try:
+        return meter.measurement(plan)
+    except MemlabError:
+        # the plan was in force, but no step ended under it
+        return None

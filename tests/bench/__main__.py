@@ -1,0 +1,97 @@
+"""Measure the figures on this machine, write them as JSON and show them.
+
+    python -m tests.bench            measure and write tests/bench/results/<device>.json
+    python -m tests.bench --show     show what was measured last, on every device
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from memlab.records import RunRecord
+from memlab.report import text
+from tests.bench import figures
+from tests.bench.figures import Figure
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    """Parse the command line, then measure or show."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("--show", action="store_true", help="show the results in the repository, measure nothing")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of runs behind each time ratio (default 20)")
+    options = parser.parse_args()
+    if options.show:
+        for path in sorted(RESULTS.glob("*.json")):
+            show(json.loads(path.read_text()))
+        return
+    measured = measure(options.pairs)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{slug(measured['device'])}.json"
+    path.write_text(json.dumps(measured, indent=1, ensure_ascii=False) + "\n")
+    show(measured)
+    print(f"\nwritten to {path.relative_to(Path.cwd())}")
+
+
+def measure(pairs: int) -> dict:
+    """Run every figure on the fastest device here."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found: list[Figure] = []
+    for name, run in (
+        ("watching", lambda: figures.watching(device, pairs)),
+        ("accumulation", lambda: figures.accumulation(device, pairs)),
+        ("arithmetic", lambda: figures.arithmetic(device)),
+    ):
+        print(f"measuring {name} …", flush=True)
+        found += run()
+    print("measuring techniques …", flush=True)
+    record = RunRecord(figures.techniques(device), versions=versions())
+    return {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu {torch.get_num_threads()} threads",
+        "machine": platform.machine(),
+        "figures": [{**asdict(figure), "holds": figure.holds} for figure in found],
+        "techniques": json.loads(record.to_json()),
+    }
+
+
+def show(measured: dict) -> None:
+    """Print one machine's figures and its table of techniques."""
+    print(f"\n{measured['device']} · torch {measured['techniques']['versions']['torch']}")
+    for line in figure_lines(measured["figures"]):
+        print(line)
+    print()
+    print(text.table(RunRecord.from_json(json.dumps(measured["techniques"])).comparison))
+
+
+def figure_lines(found: Iterable[dict]) -> list[str]:
+    """One aligned line per figure."""
+    lines = []
+    for figure in found:
+        bound = f"≤ {figure['bound']:.2f}" if figure["bound"] is not None else ""
+        verdict = "holds" if figure["holds"] else "FALLS SHORT"
+        lines.append(f"  {figure['name']:<72}{figure['value']:>8.3f}  {bound:<8}{verdict}")
+    return lines
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    return {package: version(package) for package in ("torch", "transformers", "bitsandbytes")}
+
+
+def slug(name: str) -> str:
+    """A file name made of a device name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+if __name__ == "__main__":
+    main()

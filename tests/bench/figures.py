@@ -1,0 +1,192 @@
+"""The figures: each returns what was measured and the bound it is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+import memlab
+from memlab import Workload
+from memlab.measure.runs import training_step
+from memlab.measure.steps import Meter, device_for
+from memlab.records import Category
+from memlab.session import fit
+from memlab.units import format_bytes
+from tests.bench.timing import paired
+from tests.bench.workloads import gpt2
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure.
+
+    Args:
+        name: what it says.
+        value: the ratio or number.
+        bound: what it must not exceed (or None when it is only shown).
+        details: how it came about.
+    """
+
+    name: str
+    value: float
+    bound: float | None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        return self.bound is None or self.value <= self.bound
+
+
+def watching(device: torch.device, pairs: int) -> list[Figure]:
+    """A session that only watches against the bare loop, on steps it does not observe in detail."""
+    workload = gpt2(device, batch=4, tokens=128, small=device.type == "cpu")
+    optimizer = workload.optimizers[0]
+    session = fit(workload)
+    counted_on = device_for(device)
+    meter = Meter(workload.model, workload.optimizers, counted_on)
+    for _ in range(4):
+        session.observers = [meter]
+        training_step(workload)
+
+    def watched() -> None:
+        session.observers = [meter]
+        training_step(workload)
+
+    def bare() -> None:
+        session.observers = []
+        handlers = workload.model.__dict__.pop("forward"), optimizer._optimizer_step_pre_hooks.copy()
+        optimizer._optimizer_step_pre_hooks.clear()
+        try:
+            training_step(workload)
+        finally:
+            workload.model.__dict__["forward"] = handlers[0]
+            optimizer._optimizer_step_pre_hooks.update(handlers[1])
+
+    # steps the meter observes in detail are rare and timed apart: leave them out of this ratio
+    meter._is_due = lambda: False  # type: ignore[method-assign]
+    ratio = paired(watched, bare, pairs)
+    meter.close()
+    counted_on.close()
+    session.undo()
+    return [Figure("watching against the bare loop (time)", ratio.median, 1.01, asdict(ratio))]
+
+
+def accumulation(device: torch.device, pairs: int) -> list[Figure]:
+    """Transparent accumulation against the loop people write by hand: time, then peak."""
+    workload = gpt2(device, batch=8, tokens=128, small=device.type == "cpu")
+    model, optimizer = workload.model, workload.optimizers[0]
+    micro = [{key: value[start : start + 2] for key, value in workload.batch.items()} for start in range(0, 8, 2)]
+    counts = [int((part["labels"][:, 1:] != -100).sum()) for part in micro]
+
+    def by_hand() -> None:
+        for part, count in zip(micro, counts, strict=True):
+            loss = model(**part, use_cache=False).loss * (count / sum(counts))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    session = fit(workload)
+
+    def transparent() -> None:
+        training_step(workload)
+
+    def switched(flags: str, work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            session.switch(flags, now=True)
+            work()
+
+        return run
+
+    session.switch("--accumulate 4", now=True)
+    one, other = switched("--accumulate 4", transparent), switched("", by_hand)
+    ratio = paired(one, other, pairs)
+    peaks = [_peak(workload, session, flags, work) for flags, work in (("--accumulate 4", transparent), ("", by_hand))]
+    session.undo()
+    shown = {"transparent": format_bytes(peaks[0]), "by hand": format_bytes(peaks[1])}
+    return [
+        Figure("transparent accumulation against a hand-written loop (time)", ratio.median, 1.02, asdict(ratio)),
+        Figure("transparent accumulation against a hand-written loop (peak)", peaks[0] / peaks[1], 1.01, shown),
+    ]
+
+
+def _peak(workload: Workload, session: memlab.Session, flags: str, work: Callable[[], None]) -> int:
+    session.switch(flags, now=True)
+    device = device_for(workload.device)
+    meter = Meter(workload.model, workload.optimizers, device)
+    session.observers = [meter]
+    try:
+        for _ in range(3):
+            work()
+        return meter.measurement(memlab.Plan()).peak_allocated_bytes
+    finally:
+        session.observers = []
+        meter.close()
+        device.close()
+
+
+def arithmetic(device: torch.device) -> list[Figure]:
+    """What each technique leaves on the device, by category, against what its arithmetic says."""
+    workload = gpt2(device, batch=8, tokens=128, small=True)
+    training_step(workload)  # moments exist
+    parameters = sum(p.numel() for p in workload.model.parameters())
+    figures = []
+    for flags, category, expected in (
+        ("", Category.OPTIMIZER_STATE, 8.0),
+        ("--adam8bit", Category.OPTIMIZER_STATE, 2.04),
+        ("--precision pure-bf16", Category.OPTIMIZER_STATE, 4.0),
+        ("--precision pure-bf16", Category.GRADIENTS, 2.0),
+        ("--offload optimizer", Category.OPTIMIZER_STATE, 0.01),
+    ):
+        with fit(workload, flags):
+            state = _state_bytes(workload) if category is Category.OPTIMIZER_STATE else _gradient_bytes(workload)
+        name = f"{flags or 'as written'}: bytes of {category} per parameter"
+        figures.append(Figure(name, state / parameters, expected * 1.01, {"arithmetic": expected}))
+    return figures
+
+
+def _state_bytes(workload: Workload) -> int:
+    from memlab.techniques.spill import is_spilled
+
+    training_step(workload)
+    storages = {
+        value.untyped_storage()._cdata: value.untyped_storage()
+        for optimizer in workload.optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.device.type == workload.device.type
+    }
+    return sum(storage.nbytes() for storage in storages.values() if not is_spilled(storage))
+
+
+def _gradient_bytes(workload: Workload) -> int:
+    workload.model(**workload.batch).loss.backward()
+    size = sum(p.grad.untyped_storage().nbytes() for p in workload.model.parameters() if p.grad is not None)
+    workload.model.zero_grad(set_to_none=True)
+    return size
+
+
+def techniques(device: torch.device) -> memlab.Comparison:
+    """Every technique on the same steps: the table people see, on this machine."""
+    workload = gpt2(device, batch=8, tokens=128, small=device.type == "cpu")
+    training_step(workload)
+    plans = [
+        "",
+        "--accumulate 4",
+        "--checkpoint",
+        "--checkpoint selective",
+        "--chunk-loss",
+        "--bf16",
+        "--precision pure-bf16",
+        "--adam8bit",
+        "--optim adafactor",
+        "--offload optimizer",
+        "--offload activations",
+        "--accumulate 4 --checkpoint --bf16 --adam8bit --offload optimizer --chunk-loss",
+    ]
+    if device.type == "cuda":
+        plans[5:5] = ["--fp16", "--precision tf32"]
+        plans.insert(-3, "--optim paged-adam8bit")
+    return memlab.compare(workload, plans, steps=3)

@@ -1,0 +1,94 @@
+"""Guards around every test: what it leaves behind in torch, in memlab or on disk makes it fail."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+
+_ROOT = str(Path(__file__).parents[1])
+if _ROOT not in sys.path:  # so that `tests.helpers` is found however pytest is started
+    sys.path.insert(0, _ROOT)
+
+from tests.helpers.fingerprint import differing, global_state  # noqa: E402
+
+torch.set_num_threads(1)
+# threads that libraries keep for the life of the process
+_LASTING_THREADS = ("tqdm", "IPython", "asyncio", "ThreadPoolExecutor", "Tmonitor", "TMonitor", "pytest", "pydevd")
+_PATIENCE_SECONDS = 2.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Temporary files of this run, so that other processes' files are never counted."""
+    before, folder = tempfile.tempdir, tmp_path_factory.mktemp("temporary")
+    tempfile.tempdir = str(folder)
+    yield folder
+    tempfile.tempdir = before
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers for every test, in whatever order they run."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the global state is what libraries use
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(own_temporary_folder: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail on a session, a mode, a hook, a thread, a file or a switch that a test left."""
+    modes_before = len(_get_current_dispatch_mode_stack())
+    threads_before = set(threading.enumerate())
+    files_before = _memlab_files(own_temporary_folder)
+    before = global_state()
+    yield
+    left = _sessions_left()
+    # popped first, so that one test's failure is not the next one's
+    left += [f"dispatch mode {type(_pop_mode()).__name__}" for _ in _get_current_dispatch_mode_stack()[modes_before:]]
+    left += differing(before, global_state())
+    _restore_switches(before)
+    left += [f"file {name}" for name in sorted(_memlab_files(own_temporary_folder) - files_before)]
+    left += [f"thread {thread.name}" for thread in _threads_left(threads_before)]
+    assert not left, f"{request.node.name} left behind: {'; '.join(left)}"
+
+
+def _sessions_left() -> list[str]:
+    if "memlab.session" not in sys.modules:
+        return []
+    from memlab.session import sessions
+
+    left = list(sessions())
+    for session in left:
+        session.undo()
+    return [f"session {session!r}" for session in left]
+
+
+def _restore_switches(before: dict[str, object]) -> None:
+    torch.set_grad_enabled(bool(before["torch grad mode"]))
+    torch.set_default_dtype(before["torch default dtype"])  # type: ignore[arg-type]
+    torch.set_float32_matmul_precision(str(before["torch matmul precision"]))
+    torch.nn.Module.__call__ = before["torch.nn.Module.__call__"]  # type: ignore[method-assign, assignment]
+
+
+def _memlab_files(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("memlab-*")}
+
+
+def _threads_left(before: set[threading.Thread]) -> list[threading.Thread]:
+    """New threads that memlab could have made, after a moment to come to their end."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        left = [t for t in threading.enumerate() if t not in before and not t.name.startswith(_LASTING_THREADS)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
