@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Self
@@ -97,10 +98,24 @@ def install_step_seam(
 
 
 def on_first_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
-    """Call `found` with every optimizer that steps, before it does, until undone."""
+    """Call `found` with every optimizer that steps, before it does, until undone.
+
+    Args:
+        found: a method. Torch's registry is global, so it keeps the method's object no longer than others do.
+        undo: takes the hook out again.
+    """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    undo.callback(register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: found(optimizer)).remove)
+    method = weakref.WeakMethod(found)
+
+    def hook(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        alive = method()
+        if alive is not None:
+            alive(optimizer)
+
+    remove = register_optimizer_step_pre_hook(hook).remove
+    undo.callback(remove)
+    weakref.finalize(found.__self__, remove)
 
 
 class FirstTrainingCall:

@@ -12,6 +12,7 @@ trains.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -65,8 +66,9 @@ class _InForce:
     undo: ExitStack
 
 
-# models with a session, so that a second one is refused instead of wrapping the first
-_attached: dict[int, Session] = {}
+# models with a session, so that a second one is refused instead of wrapping the first. The model's seam and
+# the optimizer's hooks keep the session; when the user drops both, nothing here keeps the model in memory
+_attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 
 
 class Session:

@@ -19,6 +19,8 @@ _ROOT = str(Path(__file__).parents[1])
 if _ROOT not in sys.path:  # so that `tests.helpers` is found however pytest is started
     sys.path.insert(0, _ROOT)
 
+pytest.register_assert_rewrite("tests.loops.running", "tests.driving")
+
 from tests.helpers.fingerprint import differing, global_state  # noqa: E402
 
 torch.set_num_threads(1)

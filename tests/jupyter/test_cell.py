@@ -1,0 +1,237 @@
+"""`%%memfit` runs a cell as IPython would, and measures it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.session import session_of, sessions
+from tests.jupyter.conftest import MAKE, STEP, TRAIN, Cell
+
+
+def _table(out: str) -> list[str]:
+    lines = out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("memfit · "))
+    return lines[start:]
+
+
+def test_a_bare_cell_changes_nothing_and_shows_a_receipt(shell: Any, made: Cell) -> None:
+    ran = made(f"%%memfit\n{TRAIN}")
+    title, head, _, row = _table(ran.out)[:4]
+    assert ran.error is None
+    assert title == "memfit · Sequential 1.73k · AdamW · cpu · batch 12 × 16 · CPU ledger · 4 steps"
+    assert head.split()[:3] == ["plan", "peak", "allocated"]
+    assert row.startswith("as written")
+    assert session_of(shell.user_ns["model"]).plan.label == "as written"
+
+
+def test_the_loop_trains_as_without_the_magic(shell: Any, made: Cell) -> None:
+    made(f"%%memfit\n{TRAIN}")
+    with_magic = {name: p.detach().clone() for name, p in shell.user_ns["model"].named_parameters()}
+    made("%memfit undo")
+    made(MAKE)
+    made(TRAIN)
+    for name, parameter in shell.user_ns["model"].named_parameters():
+        assert torch.equal(parameter, with_magic[name])
+
+
+def test_flags_set_the_plan_which_stays_and_rows_add_up_across_cells(shell: Any, made: Cell) -> None:
+    made(f"%%memfit\n{TRAIN}")
+    made(f"%%memfit --accumulate 4\n{TRAIN}")
+    ran = made(f"%%memfit --accumulate 4 --adam8bit\n{TRAIN}")
+    plans = [line.split("  ")[0] for line in _table(ran.out)[3:] if line.startswith(("as written", "--"))]
+    assert plans == ["as written", "--accumulate 4", "--accumulate 4 --adam8bit"]
+    assert session_of(shell.user_ns["model"]).plan.accumulation == 4
+
+
+def test_a_bare_cell_keeps_the_plan_in_force(shell: Any, made: Cell) -> None:
+    made(f"%%memfit --accumulate 4\n{TRAIN}")
+    ran = made(f"%%memfit\n{TRAIN}")
+    assert "--accumulate 4" in ran.out
+    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4"
+    made(f"%%memfit --accumulate 1\n{TRAIN}")
+    assert session_of(shell.user_ns["model"]).plan.label == "as written"
+
+
+def test_a_model_made_in_the_cell_is_found_when_it_first_trains(shell: Any, cell: Cell) -> None:
+    ran = cell(f"%%memfit --accumulate 4\n{MAKE}\n{TRAIN}")
+    assert ran.error is None, ran.err
+    assert "Sequential 1.73k · AdamW" in ran.out
+    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4"
+    assert session_of(shell.user_ns["model"]).steps == 4
+
+
+def test_a_model_and_its_optimizer_inside_a_function_are_found(cell: Cell) -> None:
+    body = "".join(f"    {line}\n" for line in (MAKE + STEP).strip().splitlines())
+    ran = cell(f"%%memfit\ndef train():\n{body}    return float(loss)\nlast = train()")
+    assert "Sequential 1.73k · AdamW · cpu · batch 12 × 16 · CPU ledger · 1 step" in ran.out
+
+
+def test_shell_escapes_magics_and_the_last_value_work(shell: Any, made: Cell) -> None:
+    ran = made("%%memfit\n!echo from a shell\nhere = %pwd\nx = 20\nx + 1")
+    number = shell.execution_count - 1
+    assert "from a shell" in ran.out
+    assert f"Out[{number}]: 21" in ran.out
+    assert shell.user_ns["Out"][number] == 21
+    assert shell.user_ns["_"] == 21
+    assert isinstance(shell.user_ns["here"], str)
+    assert ran.result.result == 21
+
+
+def test_a_semicolon_silences_the_last_value(made: Cell) -> None:
+    assert "Out[" not in made("%%memfit\n20 + 1;").out
+
+
+def test_top_level_await_works(shell: Any, made: Cell) -> None:
+    ran = made("%%memfit\nimport asyncio\nawait asyncio.sleep(0, 'done')")
+    assert ran.result.result == "done", ran.err
+
+
+def test_another_cell_magic_inside_works(made: Cell) -> None:
+    ran = made(f"%%memfit\n%%time\n{TRAIN}")
+    assert "Wall time" in ran.out
+    assert "4 steps" in ran.out
+
+
+def test_an_error_is_shown_once_with_the_lines_of_the_cell(shell: Any, made: Cell) -> None:
+    ran = made("%%memfit\n\nx = 1\ndef fail():\n    raise KeyError('gone')\nfail()")
+    text = ran.out + ran.err
+    assert isinstance(ran.error, KeyError)
+    assert text.count("Traceback (most recent call last)") == 1
+    assert f"Cell In[{shell.execution_count - 1}], line 6" in text
+    assert "line 5, in fail()" in text
+    assert "run_cell_magic" not in text
+    assert "memlab" not in text
+    assert "IPython" not in text
+
+
+def test_an_error_that_the_cell_handles_itself_is_its_own_affair(made: Cell) -> None:
+    ran = made("%%memfit\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    get_ipython().showtraceback()\nprint('after')")
+    assert ran.error is None
+    assert (ran.out + ran.err).count("ZeroDivisionError: division by zero") == 1
+
+
+def test_a_caught_magic_leaves_the_next_error_alone(shell: Any, made: Cell) -> None:
+    ran = made("try:\n    get_ipython().run_cell_magic('memfit', '', '1 / 0')\nexcept ZeroDivisionError:\n    pass\n{}['other']")
+    assert isinstance(ran.error, KeyError)
+    assert "KeyError: 'other'" in ran.out + ran.err
+    assert "showtraceback" not in vars(shell)
+
+
+@pytest.mark.parametrize("line", ["def broken(:", "return 1", "x = = 2"])
+def test_a_syntax_error_is_shown_once_and_nothing_is_applied(shell: Any, made: Cell, line: str) -> None:
+    ran = made(f"%%memfit --accumulate 4\nx = 1\n{line}")
+    text = ran.out + ran.err
+    assert isinstance(ran.error, SyntaxError)
+    assert text.count("SyntaxError") == 1
+    assert f"Cell In[{shell.execution_count - 1}], line 3" in text
+    assert "Traceback" not in text
+    assert sessions() == ()
+    assert "x" not in shell.user_ns
+
+
+def test_a_syntax_error_raised_by_running_code_is_shown_once(made: Cell) -> None:
+    text = (ran := made("%%memfit\neval('1 +')")).out + ran.err
+    assert text.count("SyntaxError: ") == 1
+    assert "memlab" not in text
+
+
+def test_exit_inside_a_cell_is_shown_once(made: Cell) -> None:
+    ran = made("%%memfit\nraise SystemExit('enough')")
+    assert isinstance(ran.error, SystemExit)
+    assert (ran.out + ran.err).count("SystemExit: enough") == 1
+
+
+def test_out_of_memory_names_the_first_thing_to_try(made: Cell) -> None:
+    ran = made(f"%%memfit --capacity 20KiB\n{TRAIN}")
+    text = ran.out + ran.err
+    assert isinstance(ran.error, torch.OutOfMemoryError)
+    assert "OutOfMemoryError: memlab CPU device out of memory. Tried to allocate" in text
+    assert text.rstrip().endswith("memfit: out of memory under as written. Try next: %%memfit --accumulate 2")
+    assert text.count("Traceback (most recent call last)") == 1
+
+
+def test_capacity_of_the_configuration_and_of_the_cell(made: Cell) -> None:
+    made("%config MemLab.capacity = '1GiB'")
+    assert "CPU ledger (capacity 1.00 GiB)" in made(f"%%memfit\n{TRAIN}").out
+    assert "CPU ledger (capacity 2.00 GiB)" in made(f"%%memfit --capacity 2GiB\n{TRAIN}").out
+
+
+def test_default_flags_of_the_configuration(shell: Any, made: Cell) -> None:
+    made("%config MemLab.plan = '--accumulate 3'")
+    made(f"%%memfit\n{TRAIN}")
+    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 3"
+
+
+def test_a_wrong_default_is_refused_when_it_is_set(made: Cell, caplog: pytest.LogCaptureFixture) -> None:
+    made("%config MemLab.capacity = '1GB'")
+    assert "size '1GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'" in caplog.text
+    assert made("%config MemLab.capacity").result.result == ""
+
+
+def test_an_optimizer_made_anew_replaces_the_old_one(shell: Any, made: Cell) -> None:
+    made(f"%%memfit --accumulate 4\n{TRAIN}")
+    made("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)")
+    ran = made(f"%%memfit\n{TRAIN}")
+    session = session_of(shell.user_ns["model"])
+    assert "Sequential 1.73k · SGD" in ran.out
+    assert session.workload.optimizers == [shell.user_ns["optimizer"]]
+    assert session.plan.label == "--accumulate 4"
+
+
+def test_a_plan_switched_by_the_cell_itself_gets_its_own_row(shell: Any, made: Cell) -> None:
+    made("import memlab.session")
+    made(f"%%memfit\n{TRAIN}")
+    ran = made(f"%%memfit\n{TRAIN}memlab.session.session_of(model).switch('--accumulate 2')\n{TRAIN}")
+    table = "\n".join(_table(ran.out))
+    assert "as written" in table
+    assert "--accumulate 2" in table
+    assert "step 8: as written → --accumulate 2" in table
+
+
+def test_quiet_and_short_cells_show_no_progress(made: Cell) -> None:
+    assert "a step" not in made(f"%%memfit\n{TRAIN}").out
+
+
+def test_help_runs_nothing(shell: Any, made: Cell) -> None:
+    ran = made("%%memfit -h\nx = 1")
+    assert "--accumulate N" in ran.out
+    assert "x" not in shell.user_ns
+
+
+def test_interrupted_training_still_gets_its_receipt(shell: Any, made: Cell) -> None:
+    ran = made(f"%%memfit\n{TRAIN}raise KeyboardInterrupt")
+    assert isinstance(ran.error, KeyboardInterrupt)
+    assert "4 steps" in ran.out
+    assert (ran.out + ran.err).count("KeyboardInterrupt: ") == 1
+
+
+def test_a_cell_in_which_nothing_trains_says_so(made: Cell) -> None:
+    ran = made("%%memfit --accumulate 4\nmodel.eval()\nwith torch.no_grad():\n    _ = model(inputs)\nmodel.train();")
+    assert ran.error is None
+    assert "no optimizer step ended in this cell, so nothing was measured; --accumulate 4 is in force on Sequential" in ran.out
+
+
+def test_loading_twice_and_unloading_twice(shell: Any, made: Cell) -> None:
+    made("%load_ext memlab\n%reload_ext memlab")
+    assert [type(c).__name__ for c in shell.configurables].count("MemLab") == 1
+    made(f"%%memfit --accumulate 4\n{TRAIN}")
+    made("%unload_ext memlab")
+    made("%unload_ext memlab")
+    assert sessions() == ()
+    assert "forward" not in vars(shell.user_ns["model"])
+    assert shell.find_line_magic("memfit") is None
+    assert shell.find_cell_magic("memfit") is None
+    assert "MemLab" not in [type(c).__name__ for c in shell.configurables]
+
+
+def test_the_shell_is_left_as_it_was(shell: Any, made: Cell) -> None:
+    made("%%memfit\n1 / 0")
+    made(f"%%memfit\n{TRAIN}")
+    assert not {"showtraceback", "_showtraceback"} & set(vars(shell))
+    assert "cache" not in vars(shell.compile)
+    assert shell.ast_node_interactivity == "last_expr"
+    assert sys.displayhook is not None

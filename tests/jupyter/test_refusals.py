@@ -1,0 +1,246 @@
+"""What memlab refuses is one line, fails the cell and changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.session import session_of, sessions
+from memlab.snapshot import Snapshot
+from memlab.workload import Workload
+from tests.jupyter.conftest import STEP, TRAIN, Cell
+
+FLAGS = (
+    "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
+    "--model, --optimizer, --capacity, --quiet, --help"
+)
+
+
+def one_line(ran: Any) -> str:
+    """The line that is all the cell showed."""
+    text = (ran.out + ran.err).strip()
+    assert type(ran.error).__name__ == "UsageError"
+    assert "\n" not in text
+    assert "Traceback" not in text
+    return str(text.removeprefix("UsageError: "))
+
+
+@pytest.fixture
+def unchanged(shell: Any) -> Callable[[], None]:
+    """Asserts that the notebook's model and optimizer are bit for bit what they were."""
+    snapshots: list[tuple[Workload, Snapshot]] = []
+    attributes: list[set[str]] = []
+
+    def check() -> None:
+        workload, before = snapshots[0]
+        assert before.differences(Snapshot(workload)) == []
+        assert set(vars(workload.model)) == attributes[0]
+        assert sessions() == ()
+
+    def begin() -> None:
+        workload = Workload(shell.user_ns["model"], shell.user_ns["optimizer"])
+        snapshots.append((workload, Snapshot(workload)))
+        attributes.append(set(vars(workload.model)))
+
+    check.begin = begin  # type: ignore[attr-defined]
+    return check
+
+
+def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str = "") -> str:
+    """The one line that a cell is refused with, nothing having changed."""
+    if setup:
+        assert made(setup).error is None
+    unchanged.begin()
+    text = one_line(made(f"{line}\n{body}"))
+    unchanged()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--accumulte 4", f"unknown flag --accumulte; did you mean --accumulate?; flags are {FLAGS}"),
+        ("--modell net", f"unknown flag --modell; did you mean --model?; flags are {FLAGS}"),
+        ("4", f"unknown flag 4; flags are {FLAGS}"),
+        ("--accumulate four", "--accumulate four: expected a whole number of micro-batches, 1 or more, as in '--accumulate 4'"),
+        ("--accumulate", "--accumulate needs a value: --accumulate N"),
+        ("--model", "--model needs a value: --model NAME"),
+        ("--fp16 --bf16", "--fp16 and --bf16 both set the precision; give one of them"),
+        (
+            "--optim sgd --offload optimizer",
+            "--optim sgd and --offload optimizer exclude each other: SGD without momentum keeps no state to offload; "
+            "drop one of the two",
+        ),
+        ("--capacity 4GB", "size '4GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
+        ("--model 'net", "\"--model 'net\" cannot be read: No closing quotation"),
+        ("--model net", "--model net: no variable of that name; candidates here: model"),
+        ("--model inputs", "--model inputs: inputs is a Tensor, expected a torch Module"),
+        (
+            "--precision tf32",
+            "precision: tf32 needs a CUDA GPU of the Ampere generation or newer; use --bf16 here",
+        ),
+        (
+            "--checkpoint",
+            "checkpointing: Sequential repeats no block (a ModuleList or Sequential with several modules of one class); "
+            "use --accumulate N to hold fewer activations at a time",
+        ),
+    ],
+)  # fmt: skip
+def test_the_line(made: Cell, unchanged: Any, line: str, said: str) -> None:
+    if "tf32" in line and torch.cuda.is_available():
+        pytest.skip("tf32 is not refused beside a GPU")
+    assert refused(made, unchanged, f"%%memfit {line}") == said
+
+
+def test_no_model(cell: Cell) -> None:
+    expected = (
+        "no model found: no variable of this notebook is a trainable torch.nn.Module, and the cell made no training call; "
+        "make the model first, or train it in this cell"
+    )
+    assert one_line(cell("%%memfit --accumulate 4\nx = 1")) == f"{expected}; --accumulate 4 was not applied"
+    assert cell("%%memfit\nx = 1").out == f"memfit: {expected}\n"
+
+
+def test_several_models(shell: Any, made: Cell, unchanged: Any) -> None:
+    said = refused(made, unchanged, "%%memfit --accumulate 4", "train()", "other = torch.nn.Linear(2, 2)\ndef train(): pass")
+    assert said == "several models found: model (Sequential), other (Linear); name the one to use with --model model"
+    ran = made(f"%%memfit --accumulate 4 --model model\n{TRAIN}")
+    assert ran.error is None
+    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4"
+    assert session_of(shell.user_ns["other"]) is None
+
+
+def test_an_optimizer_of_another_model(made: Cell, unchanged: Any) -> None:
+    setup = "stale = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())"
+    assert refused(made, unchanged, "%%memfit --accumulate 4 --optimizer stale", setup=setup) == (
+        "AdamW steps no parameter of Sequential: was the model rebuilt after the optimizer was made? "
+        "Make the optimizer from this model's parameters()"
+    )
+
+
+def test_lbfgs(made: Cell, unchanged: Any) -> None:
+    said = refused(made, unchanged, "%%memfit --adam8bit", setup="optimizer = torch.optim.LBFGS(model.parameters())")
+    assert said.startswith("optimizer: ")
+    assert "LBFGS" in said
+
+
+def test_batch_norm(made: Cell, unchanged: Any) -> None:
+    setup = (
+        "model = torch.nn.Sequential(torch.nn.Linear(16, 4), torch.nn.BatchNorm1d(4))\n"
+        "optimizer = torch.optim.AdamW(model.parameters())"
+    )
+    assert refused(made, unchanged, "%%memfit --accumulate 4", setup=setup) == (
+        "accumulation: Sequential has BatchNorm (1), whose statistics depend on the whole batch; replace it by GroupNorm, "
+        "or use --checkpoint or --offload activations, which keep the batch whole"
+    )
+
+
+def test_half_precision_parameters(made: Cell, unchanged: Any) -> None:
+    setup = "model = model.half()\noptimizer = torch.optim.AdamW(model.parameters())"
+    assert refused(made, unchanged, "%%memfit --fp16", setup=setup) == (
+        "precision: --fp16 needs float32 parameters, Sequential has float16 ones; "
+        "call model.float() and make the optimizer anew, or leave the precision as it is"
+    )
+
+
+def test_compiled_model(made: Cell, unchanged: Any) -> None:
+    setup = "model = torch.compile(model, backend='eager')"
+    assert refused(made, unchanged, "%%memfit --accumulate 4", setup=setup) == (
+        "session: OptimizedModule is compiled, and the compiled code no longer calls model.forward; "
+        "attach memlab to the model before torch.compile, or to the uncompiled one (model._orig_mod)"
+    )
+
+
+def test_missing_bitsandbytes(made: Cell, unchanged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    said = refused(made, unchanged, "%%memfit --adam8bit")
+    assert said == (
+        "8-bit Adam needs bitsandbytes, which is not installed: pip install 'memlab[lab]' (or pip install bitsandbytes)"
+    )
+
+
+def test_batch_too_small_is_found_when_it_is_called(shell: Any, made: Cell) -> None:
+    workload = Workload(shell.user_ns["model"], shell.user_ns["optimizer"])
+    before = Snapshot(workload)
+    said = one_line(made("%%memfit --accumulate 4\nmodel(inputs[:2]).sum().backward()"))
+    assert said == (
+        "accumulation: --accumulate 4 needs at least 4 rows in a batch of Sequential, this one has 2; "
+        "use --accumulate 2 or larger batches"
+    )
+    made("%memfit undo")
+    assert before.differences(Snapshot(workload)) == []
+
+
+def test_a_refusal_leaves_the_old_plan_in_force(shell: Any, made: Cell) -> None:
+    made(f"%%memfit --accumulate 4\n{TRAIN}")
+    one_line(made(f"%%memfit --checkpoint\n{TRAIN}"))
+    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4"
+
+
+def test_a_refusal_of_a_model_made_in_the_cell(cell: Cell) -> None:
+    body = "import torch\nnet = torch.nn.Linear(4, 4)\nnet(torch.zeros(2, 4)).sum().backward()"
+    assert one_line(cell(f"%%memfit --checkpoint\n{body}")).startswith("checkpointing: Linear repeats no block")
+    assert sessions() == ()
+
+
+def test_the_users_own_call_to_memlab_keeps_its_traceback(made: Cell) -> None:
+    ran = made("%%memfit\nimport memlab\nmemlab.Plan.parse('--nonsense')")
+    assert type(ran.error).__name__ == "PlanError"
+    assert (ran.out + ran.err).count("Traceback (most recent call last)") == 1
+
+
+INTERRUPT = {
+    "forward": "handle = model[2].register_forward_hook(stop)",
+    "backward": "handle = model[2].register_full_backward_hook(stop)",
+    "step": "handle = optimizer.register_step_pre_hook(stop)",
+}
+
+
+@pytest.mark.parametrize("flags", ["", "--accumulate 4", "--adam8bit --fp16", "--offload optimizer,activations"])
+@pytest.mark.parametrize("where", INTERRUPT)
+def test_interrupt(shell: Any, made: Cell, where: str, flags: str) -> None:
+    # hooks run in the order in which they were registered: this one comes before memlab's
+    made(f"armed = False\ndef stop(*_):\n    if armed: raise KeyboardInterrupt\n{INTERRUPT[where]}")
+    assert made(f"%%memfit {flags}\n{TRAIN}").error is None
+    made("armed = True")
+    workload = Workload(shell.user_ns["model"], shell.user_ns["optimizer"])
+    session = session_of(workload.model)
+    plan = session.plan
+    before = {name: p.detach().clone() for name, p in workload.model.named_parameters()}
+    ran = made(f"%%memfit\n{STEP}")
+    assert isinstance(ran.error, KeyboardInterrupt)
+    assert (ran.out + ran.err).count("Traceback (most recent call last)") == 1
+    assert session.plan == plan
+    assert session.observers == []
+    # no parameter was updated half-way, and training goes on
+    assert all(torch.equal(p, before[name]) for name, p in workload.model.named_parameters())
+    made("handle.remove()\noptimizer.zero_grad()")
+    assert made(f"%%memfit\n{TRAIN}").error is None
+    made("%memfit undo")
+    assert all(torch.isfinite(p).all() for p in workload.model.parameters())
+    assert "forward" not in vars(workload.model)
+
+
+def test_a_deleted_model_is_said_and_let_go(shell: Any, made: Cell) -> None:
+    made(f"%%memfit --accumulate 4\n{TRAIN}")
+    model = weakref.ref(shell.user_ns["model"])
+    made("del model")
+    assert "Sequential is in no variable of this notebook any more: %memfit undo takes the plan off and lets it go" in made("%memfit").out
+    made("%memfit undo\ndel optimizer")
+    gc.collect()
+    assert model() is None
+    assert made("%memfit").out == "memfit: Sequential of the last cell is deleted; no plan is in force on any model\n"
+
+
+def test_a_model_dropped_with_its_optimizer_is_freed(shell: Any, made: Cell) -> None:
+    made(f"%%memfit --accumulate 4\n{TRAIN}")
+    model = weakref.ref(shell.user_ns["model"])
+    made("del model, optimizer")
+    gc.collect()
+    assert model() is None
+    assert sessions() == ()

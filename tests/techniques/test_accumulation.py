@@ -1,0 +1,424 @@
+"""Transparent accumulation: exact gradients, who runs how often, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from memlab import RefusalError, SessionError, Workload, fit
+from memlab.techniques import _micro
+from memlab.techniques._lazy import LazyTensor
+from memlab.techniques._split import row_ranges
+from tests.techniques.models import (
+    Regressor,
+    distance,
+    gpt2,
+    gradients,
+    ragged_batch,
+    regression_batch,
+    workload,
+)
+
+
+def counted_calls(module: nn.Module) -> list[int]:
+    """Rows of every call a module gets from now on."""
+    rows: list[int] = []
+    module.register_forward_pre_hook(lambda _module, args: rows.append(args[0].shape[0]))
+    return rows
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_gradients_are_those_of_the_whole_batch_with_ragged_targets(parts: int) -> None:
+    model, batch = gpt2(), ragged_batch()
+    loss = model(**batch).loss
+    loss.backward()
+    expected = gradients(model)
+    with fit(workload(model), f"--accumulate {parts}"):
+        split_loss = model(**batch).loss
+        split_loss.backward()
+    assert distance(gradients(model), expected) < 1e-6
+    assert split_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_rule_of_the_loss_is_found(reduction: str) -> None:
+    model, batch = Regressor(reduction), regression_batch()
+    model(*batch).backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 3"):
+        model(*batch).backward()
+    assert distance(gradients(model), expected) < 1e-6
+
+
+def test_a_loss_the_loop_has_divided_already_is_not_divided_again() -> None:
+    model, batch = gpt2(), ragged_batch()
+    items = torch.tensor(37)
+    model(**batch, num_items_in_batch=items).loss.backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 4"):
+        model(**batch, num_items_in_batch=items).loss.backward()
+    assert distance(gradients(model), expected) < 1e-6
+
+
+def test_a_rule_that_equal_rows_left_open_is_settled_by_ragged_ones() -> None:
+    model, batch = gpt2(), ragged_batch()
+    even = {"input_ids": batch["input_ids"], "labels": batch["input_ids"].clone()}
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 4"):
+        model(**even)
+        model(**batch).loss.backward()
+    assert distance(gradients(model), expected) < 1e-6
+
+
+def test_micro_batches_without_any_target_count_nothing() -> None:
+    model, batch = gpt2(), ragged_batch()
+    batch["labels"][:2] = -100
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 4"):
+        loss = model(**batch).loss
+        loss.backward()
+    assert loss.isfinite()
+    assert distance(gradients(model), expected) < 1e-6
+
+
+@settings(deadline=None, max_examples=15)
+@given(rows=st.integers(2, 9), parts=st.integers(2, 9), scale=st.floats(0.1, 8))
+def test_any_split_and_any_scaling_of_the_loss_is_exact(rows: int, parts: int, scale: float) -> None:
+    model, batch = Regressor(), regression_batch(rows)
+    (model(*batch) * scale).backward()
+    expected = gradients(model)
+    with fit(workload(model), f"--accumulate {min(rows, parts)}"):
+        (model(*batch) * scale).backward()
+    assert distance(gradients(model), expected) < 2e-6
+
+
+@given(rows=st.integers(1, 200), parts=st.integers(1, 40))
+def test_ranges_cover_all_rows_in_order_and_evenly(rows: int, parts: int) -> None:
+    ranges = row_ranges(rows, min(rows, parts))
+    assert [row for start, stop in ranges for row in range(start, stop)] == list(range(rows))
+    sizes = {stop - start for start, stop in ranges}
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_fused_form_runs_each_micro_batch_once() -> None:
+    model, batch = gpt2(), ragged_batch()
+    with fit(workload(model), "--accumulate 4"):
+        model(**batch)  # probes
+        rows = counted_calls(model.transformer.wte)
+        model(**batch).loss.backward()
+    assert rows == [2, 2, 2, 2]
+
+
+def test_the_replay_form_runs_all_but_the_last_twice() -> None:
+    model = Regressor().layers
+    inputs, targets = regression_batch(8)
+    F.cross_entropy(model(inputs), targets).backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 4"):
+        model(inputs)  # probes
+        rows = counted_calls(model[0])
+        F.cross_entropy(model(inputs), targets).backward()
+    assert rows == [2] * 7
+    assert distance(gradients(model), expected) < 1e-6
+
+
+def test_a_loop_may_train_on_loss_and_logits_together() -> None:
+    model, batch = gpt2(), ragged_batch()
+
+    def total(output: Any) -> torch.Tensor:
+        return output.loss + 0.1 * output.logits.square().mean()
+
+    total(model(**batch)).backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 4"):
+        total(model(**batch)).backward()
+    assert distance(gradients(model), expected) < 1e-6
+
+
+def test_a_contrastive_loss_in_the_loop_is_exact() -> None:
+    # in fp64: the loss nearly cancels some gradients, and fp32 rounding alone is 2e-6 of what is left
+    model = Regressor().layers.double()
+    inputs = regression_batch(8)[0].double()
+
+    def loss() -> torch.Tensor:
+        embedded = model(inputs)
+        return F.cross_entropy(embedded @ embedded.t(), torch.arange(8))
+
+    loss().backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 4"):
+        loss().backward()
+    assert distance(gradients(model), expected) < 1e-12
+
+
+def test_dropout_is_that_of_a_loop_written_by_hand() -> None:
+    model, batch = gpt2(dropout=0.3), ragged_batch()
+    counts = (batch["labels"][:, 1:] != -100).view(4, 2, -1).sum((1, 2))
+    torch.manual_seed(5)
+    for part in range(4):
+        micro = {key: value[2 * part : 2 * part + 2] for key, value in batch.items()}
+        (model(**micro).loss * counts[part] / counts.sum()).backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 4"):
+        model(**batch)  # probes, which must not use up random numbers
+        torch.manual_seed(5)
+        model(**batch).loss.backward()
+    assert distance(gradients(model), expected) < 1e-6
+
+
+def test_replay_repeats_dropout() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 3))
+    inputs, targets = regression_batch(8)
+    with fit(workload(model), "--accumulate 4"):
+        model(inputs)
+        torch.manual_seed(5)
+        output = model(inputs)
+        F.cross_entropy(output, targets).backward()
+        found = gradients(model)
+        after = torch.rand(3)
+    torch.manual_seed(5)
+    pieces = [model(inputs[start : start + 2]) for start in range(0, 8, 2)]
+    F.cross_entropy(torch.cat(pieces), targets).backward()
+    assert torch.equal(output, torch.cat(pieces))
+    assert distance(found, gradients(model)) < 1e-6
+    assert torch.equal(after, torch.rand(3))
+
+
+def test_gradients_are_handed_over_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[int] = []
+    take = _micro._Aliases.take_gradients
+
+    def noted(aliases: _micro._Aliases) -> list[torch.Tensor | None]:
+        gathered = take(aliases)
+        handed.extend(g.data_ptr() for g in gathered if g is not None)
+        return gathered
+
+    monkeypatch.setattr(_micro._Aliases, "take_gradients", noted)
+    model, batch = gpt2(), ragged_batch()
+    with fit(workload(model), "--accumulate 4"):
+        model(**batch).loss.backward()
+    assert [p.grad.data_ptr() for p in model.parameters()] == handed
+
+
+def test_hooks_on_parameters_fire_once_on_the_whole_gradient() -> None:
+    model, batch = gpt2(), ragged_batch()
+    seen: list[torch.Tensor] = []
+    model.lm_head.weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 4"):
+        model(**batch).loss.backward()
+    assert len(seen) == 2
+    assert distance(gradients(model), expected) < 1e-6
+
+
+def test_gradients_of_the_loop_are_added_to() -> None:
+    model, batch = gpt2(), ragged_batch()
+    with fit(workload(model), "--accumulate 4"):
+        model(**batch).loss.backward()
+        once = [p.grad.clone() for p in model.parameters()]
+        model(**batch).loss.backward()
+    assert distance(gradients(model), [2 * gradient for gradient in once]) < 1e-6
+
+
+def test_inputs_get_their_gradient() -> None:
+    model, batch = gpt2(), ragged_batch()
+    embedded = model.transformer.wte(batch["input_ids"]).detach().requires_grad_()
+    model(inputs_embeds=embedded, labels=batch["labels"]).loss.backward()
+    expected, embedded.grad = embedded.grad, None
+    with fit(workload(model), "--accumulate 4"):
+        model(inputs_embeds=embedded, labels=batch["labels"]).loss.backward()
+    assert distance([embedded.grad], [expected]) < 1e-6
+
+
+def test_fp16_of_the_loop_does_not_lose_small_gradients() -> None:
+    model, (inputs, targets) = Regressor(), regression_batch(8)
+    tiny = 1e-5
+    (model(inputs, targets) * tiny).backward()
+    expected = gradients(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    load = workload(model)
+    with fit(load, "--accumulate 4"):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(inputs, targets) * tiny
+        scaler.scale(loss).backward()
+        scaler.unscale_(load.optimizers[0])
+    assert distance(gradients(model), expected) < 5e-3
+
+
+class TestLargeOutputs:
+    """Logits that the loop gets back and usually never reads."""
+
+    @pytest.fixture(autouse=True)
+    def _every_output_is_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_micro, "_LAZY_FROM_BYTES", 1)
+
+    def test_they_are_computed_when_looked_at(self) -> None:
+        model, batch = gpt2(dropout=0.2), ragged_batch()
+        with fit(workload(model), "--accumulate 4"):
+            output = model(**batch)
+            assert isinstance(output.logits, LazyTensor)
+            assert output.logits.shape == (8, 32, 4096)
+            rows = counted_calls(model.transformer.wte)
+            output.loss.backward()
+            assert rows == []
+            looked_at = output.logits.argmax(-1)
+            assert looked_at.shape == (8, 32)
+            assert rows == [2, 2, 2, 2]
+            assert not isinstance(model(**batch).logits, LazyTensor)  # the loop reads them: kept from now on
+
+    def test_their_values_are_those_of_the_forward(self) -> None:
+        model, batch = gpt2(), ragged_batch()
+        expected = model(**batch).logits.detach()
+        with fit(workload(model), "--accumulate 4"):
+            lazy = model(**batch).logits
+            assert torch.allclose(lazy, expected, atol=1e-5)
+            assert torch.equal(torch.stack([lazy[0], lazy[1]]), lazy[:2])
+
+    def test_a_loss_made_of_them_is_exact(self) -> None:
+        model, batch = gpt2(), ragged_batch()
+        model(**batch).logits.square().mean().backward()
+        expected = gradients(model)
+        with fit(workload(model), "--accumulate 4"):
+            model(**batch).logits.square().mean().backward()
+        assert distance(gradients(model), expected) < 1e-6
+
+    def test_reading_them_after_the_step_says_what_to_do(self) -> None:
+        model, batch = gpt2(), ragged_batch()
+        load = workload(model)
+        with fit(load, "--accumulate 4"):
+            output = model(**batch)
+            output.loss.backward()
+            load.optimizers[0].step()
+            with pytest.raises(SessionError) as caught:
+                output.logits.mean()
+        assert str(caught.value) == (
+            "an output of a split batch was read after optimizer.step(), when its parameters were gone: "
+            "read it before the step (from the next batch on memlab keeps it)"
+        )
+
+
+class TestRefusals:
+    """What cannot be split, each in one line that names the nearest thing that works."""
+
+    @pytest.mark.parametrize("kind", ["contrastive", "root"])
+    def test_a_loss_that_does_not_add_up(self, kind: str) -> None:
+        model, batch = Regressor(kind), regression_batch()
+        with fit(workload(model), "--accumulate 3"), pytest.raises(RefusalError) as caught:
+            model(*batch)
+        assert str(caught.value) == (
+            "accumulation: the loss of Regressor is not a mean or sum over rows or targets, so micro-batches cannot "
+            "give its gradient; let the loop compute the loss from the outputs (any loss works then), or use --checkpoint"
+        )
+
+    def test_batch_norm(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        with pytest.raises(RefusalError) as caught:
+            fit(workload(model), "--accumulate 2")
+        assert str(caught.value) == (
+            "accumulation: Sequential has BatchNorm (1), whose statistics depend on the whole batch; "
+            "replace it by GroupNorm, or use --checkpoint or --offload activations, which keep the batch whole"
+        )
+
+    def test_rows_that_depend_on_each_other(self) -> None:
+        class Centred(nn.Linear):
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                outputs = super().forward(inputs)
+                return outputs - outputs.mean(dim=(0, 1))
+
+        model = Centred(5, 3)
+        with fit(workload(model), "--accumulate 2"), pytest.raises(RefusalError) as caught:
+            model(torch.randn(6, 4, 5))
+        assert str(caught.value) == (
+            "accumulation: rows of a batch depend on each other in Centred: run apart they give another result than "
+            "together; use --checkpoint or --offload activations, which keep the batch whole"
+        )
+
+    def test_a_batch_too_small(self) -> None:
+        model, batch = Regressor(), regression_batch(3)
+        with fit(workload(model), "--accumulate 4"), pytest.raises(RefusalError) as caught:
+            model(*batch)
+        assert str(caught.value) == (
+            "accumulation: --accumulate 4 needs at least 4 rows in a batch of Regressor, this one has 3; "
+            "use --accumulate 3 or larger batches"
+        )
+
+    def test_a_smaller_last_batch_is_split_as_far_as_it_goes(self) -> None:
+        model = Regressor()
+        inputs, targets = regression_batch(3)
+        model(inputs, targets).backward()
+        expected = gradients(model)
+        with fit(workload(model), "--accumulate 4"):
+            model(*regression_batch(8))
+            model(inputs, targets).backward()
+        assert distance(gradients(model), expected) < 1e-6
+
+    def test_a_call_without_tensors(self) -> None:
+        class Fixed(nn.Linear):
+            def forward(self) -> torch.Tensor:
+                return super().forward(torch.ones(3, 4)).sum()
+
+        with fit(workload(Fixed(4, 1)), "--accumulate 2") as session, pytest.raises(RefusalError) as caught:
+            session.workload.model()
+        assert str(caught.value) == (
+            "accumulation: the call of Fixed has no tensor argument to split; pass the batch as tensors"
+        )
+
+    def test_a_second_backward(self) -> None:
+        model, batch = Regressor(), regression_batch()
+        with fit(workload(model), "--accumulate 3"):
+            loss = model(*batch)
+            loss.backward(retain_graph=True)
+            with pytest.raises(SessionError) as caught:
+                loss.backward()
+        assert str(caught.value) == (
+            "backward() a second time through a split batch: its gradients were handed over at the first"
+        )
+
+    def test_a_parameter_reached_past_its_module(self) -> None:
+        class Hidden(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(4, 1)
+                self.weights = [self.linear.weight]
+
+            def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+                return {"loss": F.linear(inputs, self.weights[0]).square().mean()}
+
+        model = Hidden()
+        with fit(workload(model), "--accumulate 2"), pytest.raises(RefusalError) as caught:
+            model(torch.randn(4, 4))
+        assert str(caught.value) == (
+            "accumulation: Hidden reaches a parameter through another reference than its modules' attributes; "
+            "use --checkpoint or --offload activations, which keep the batch whole"
+        )
+        assert model.linear.weight.grad is None
+
+
+def test_parameters_are_back_in_place_when_the_model_raises() -> None:
+    class Failing(Regressor):
+        def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled() and self.fails:
+                raise KeyboardInterrupt
+            return super().forward(inputs, targets)
+
+        fails = False
+
+    model, batch = Failing(), regression_batch()
+    before = [id(p) for p in model.parameters()]
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), 0.1)), "--accumulate 3"):
+        model(*batch)
+        model.fails = True
+        with pytest.raises(KeyboardInterrupt):
+            model(*batch)
+        assert [id(p) for p in model.parameters()] == before
+        assert all(p.grad is None for p in model.parameters())

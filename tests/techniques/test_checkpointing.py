@@ -1,0 +1,117 @@
+"""Checkpointing of repeated blocks on a live model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memlab import RefusalError, fit, measure
+from memlab.records import Category
+from memlab.techniques._modules import repeated_blocks
+from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
+
+PLANS = ["--checkpoint", "--checkpoint every:2", "--checkpoint selective"]
+
+
+@pytest.mark.parametrize("flags", PLANS)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_are_the_same_with_dropout_under_the_same_random_state(flags: str, dropout: float) -> None:
+    model, batch = gpt2(dropout=dropout, layers=3), ragged_batch()
+    torch.manual_seed(3)
+    model(**batch).loss.backward()
+    expected, after = gradients(model), torch.rand(2)
+    with fit(workload(model), flags):
+        torch.manual_seed(3)
+        model(**batch).loss.backward()
+    assert distance(gradients(model), expected) < 1e-6
+    assert torch.equal(torch.rand(2), after)
+
+
+def test_activations_fall_by_the_share_of_checkpointed_blocks() -> None:
+    model = gpt2(layers=6, vocabulary=64, width=128)
+    load = workload(model, **ragged_batch(vocabulary=64))
+    as_written, half, full = (
+        measure(load, flags, steps=1).breakdown[Category.ACTIVATIONS]
+        for flags in ("", "--checkpoint every:2", "--checkpoint")
+    )
+    assert full < half < as_written
+    assert full < 0.4 * as_written
+
+
+def test_selective_keeps_the_results_of_matrix_products() -> None:
+    model, batch = gpt2(layers=2), ragged_batch()
+
+    def products(flags: str) -> int:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with fit(workload(model), flags), FlopCounterMode(display=False) as counter:
+            model(**batch).loss.backward()
+        return counter.get_total_flops()
+
+    as_written, selective, full = products(""), products("--checkpoint selective"), products("--checkpoint")
+    assert selective == as_written
+    assert full > 1.05 * as_written
+
+
+def test_eval_mode_and_no_grad_are_not_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import memlab.techniques.checkpointing as module
+
+    calls: list[int] = []
+    original = module.checkpoint
+    monkeypatch.setattr(module, "checkpoint", lambda *a, **k: calls.append(1) or original(*a, **k))
+    model, batch = gpt2(), ragged_batch()
+    with fit(workload(model), "--checkpoint"):
+        with torch.no_grad():
+            model(**batch)
+        model.eval()(**batch)
+        assert calls == []
+        model.train()(**batch)
+    assert len(calls) == 2
+
+
+def test_four_toggles_leave_no_trace() -> None:
+    model, batch = gpt2(), ragged_batch()
+    before = {name: dict(module.__dict__["_forward_hooks"]) for name, module in model.named_modules()}
+    with fit(workload(model)) as session:
+        for flags in PLANS + PLANS:
+            session.switch(flags)
+            model(**batch)
+            session.switch("", now=True)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert {name: dict(module.__dict__["_forward_hooks"]) for name, module in model.named_modules()} == before
+
+
+def test_blocks_are_found_in_encoder_and_decoder() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 3, "vocab_size": 64}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    assert len(repeated_blocks(model)) == 6
+
+
+def test_a_list_of_single_layers_is_no_repetition() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(RefusalError) as caught:
+        fit(workload(model), "--checkpoint")
+    assert str(caught.value) == (
+        "checkpointing: Sequential repeats no block (a ModuleList or Sequential with several modules of one class); "
+        "use --accumulate N to hold fewer activations at a time"
+    )
+
+
+def test_batch_norm_in_a_block_is_refused() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+    with pytest.raises(RefusalError) as caught:
+        fit(workload(model), "--checkpoint")
+    assert str(caught.value) == (
+        "checkpointing: blocks of Sequential hold BatchNorm, whose running statistics would be updated twice a step; "
+        "use --offload activations, which recomputes nothing"
+    )
+
+
+def test_a_model_that_checkpoints_itself_is_refused() -> None:
+    model = gpt2()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(RefusalError, match="already checkpoints its blocks by its own switch"):
+        fit(workload(model), "--checkpoint")

@@ -1,0 +1,174 @@
+"""Cross-entropy in tiles: exact, and without the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memlab import RefusalError, SessionError, Workload, fit, measure
+from memlab.techniques import chunked_loss
+from memlab.techniques._lazy import LazyTensor
+from memlab.techniques.chunked_loss import DeferredLogits
+from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of logits that were computed in full after all."""
+    shapes: list[torch.Size] = []
+    original = LazyTensor.value
+
+    def noted(lazy: LazyTensor) -> torch.Tensor:
+        shapes.append(lazy.shape)
+        return original(lazy)
+
+    monkeypatch.setattr(LazyTensor, "value", noted)
+    return shapes
+
+
+class Head(nn.Module):
+    """Hidden rows to logits, and a loss of the test's choice."""
+
+    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.loss = nn.Linear(8, 16), nn.Linear(16, 3000, bias=bias), loss
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.head(self.body(inputs)), targets)
+
+
+def head_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, 3000, (4, 6), generator=generator)
+    targets[1, 3:] = -100
+    return torch.randn(4, 6, 8, generator=generator), targets
+
+
+DEFERRED: dict[str, Callable[[Any, Any], Any]] = {
+    "view": lambda x, y: F.cross_entropy(x.view(-1, 3000), y.view(-1)),
+    "flatten": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()),
+    "shifted": lambda x, y: F.cross_entropy(x[..., :-1, :].contiguous().view(-1, 3000), y[:, 1:].reshape(-1)),
+    "float and sum": lambda x, y: F.cross_entropy(x.float().reshape(-1, x.size(-1)), y.view(-1), reduction="sum"),
+    "module": lambda x, y: nn.CrossEntropyLoss()(x.to(torch.float32).view(24, -1), y.view(-1)),
+    "ignored": lambda x, y: F.cross_entropy(x.view(-1, 3000), y.clamp(min=0).view(-1), ignore_index=0) * 3,
+}
+FULL: dict[str, Callable[[Any, Any], Any]] = {
+    "smoothed": lambda x, y: F.cross_entropy(x.view(-1, 3000), y.view(-1), label_smoothing=0.1),
+    "each": lambda x, y: F.cross_entropy(x.view(-1, 3000), y.view(-1), reduction="none").mean(),
+    "capped": lambda x, y: F.cross_entropy((30 * torch.tanh(x / 30)).view(-1, 3000), y.view(-1)),
+    "transposed": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
+    "squared too": lambda x, y: F.cross_entropy(x.view(-1, 3000), y.view(-1)) + x.square().mean(),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", [*DEFERRED, *FULL])
+@pytest.mark.parametrize("tile_bytes", [4 * 3000 * 5, 2**25])
+def test_gradients_are_those_of_the_plain_loss(
+    name: str, bias: bool, tile_bytes: int, computed: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_loss, "_TILE_BYTES", tile_bytes)
+    model, batch = Head((DEFERRED | FULL)[name], bias), head_batch()
+    plain = model(*batch)
+    plain.backward()
+    expected = gradients(model)
+    with fit(workload(model), "--chunk-loss"):
+        tiled = model(*batch)
+        tiled.backward()
+    assert distance(gradients(model), expected) < 2e-6
+    assert tiled.item() == pytest.approx(plain.item(), rel=1e-6)
+    assert bool(computed) == (name in FULL)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "llama"])
+def test_language_models_never_compute_their_logits(family: str, computed: list[torch.Size]) -> None:
+    model, batch = language_model(family), ragged_batch(vocabulary=3000, length=16, rows=4)
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    with fit(workload(model), "--chunk-loss"):
+        output = model(**batch)
+        output.loss.backward()
+        assert distance(gradients(model), expected) < 3e-6
+        assert computed == []
+        assert output.logits.argmax(-1).shape == (4, 16)
+
+
+def language_model(family: str) -> nn.Module:
+    import transformers as t
+
+    torch.manual_seed(0)
+    small = {"vocab_size": 3000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if family == "bert":
+        drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return t.BertForMaskedLM(t.BertConfig(**small, **drop)).train()
+    if family == "llama":
+        return t.LlamaForCausalLM(t.LlamaConfig(**small, bos_token_id=0, eos_token_id=0)).train()
+    if family == "t5":
+        sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 2, "vocab_size": 3000}
+        return t.T5ForConditionalGeneration(t.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)).train()
+    return gpt2(vocabulary=3000)
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16", "--accumulate 2", "--fp16 --accumulate 2 --checkpoint"])
+def test_it_works_together_with_the_others(flags: str, computed: list[torch.Size]) -> None:
+    model, batch = gpt2(vocabulary=3000), ragged_batch(vocabulary=3000)
+    with fit(workload(model), flags) as session:
+        model(**batch).loss.backward()
+        expected = gradients(model)
+        session.switch(f"{flags} --chunk-loss", now=True)
+        model(**batch).loss.backward()
+    assert distance(gradients(model), expected) < (2e-6 if flags == "--accumulate 2" else 2e-2)
+    assert computed == []
+
+
+def test_a_criterion_in_the_loop_is_tiled_too_even_under_fp16(computed: list[torch.Size]) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3000))
+    inputs, targets = torch.randn(24, 8), torch.randint(0, 3000, (24,))
+    F.cross_entropy(model(inputs), targets).backward()
+    expected = gradients(model)
+    for flags, tolerance in (("--chunk-loss", 2e-6), ("--chunk-loss --fp16", 2e-2)):
+        with fit(workload(model), flags):
+            F.cross_entropy(model(inputs), targets).backward()
+        assert distance(gradients(model), expected) < tolerance
+    assert computed == []
+
+
+def test_the_peak_falls_by_the_logits() -> None:
+    load = workload(gpt2(vocabulary=20_000, width=32), **ragged_batch(vocabulary=20_000))
+    logits_bytes = 8 * 32 * 20_000 * 4
+    as_written, tiled = (measure(load, flags, steps=1).peak_allocated_bytes for flags in ("", "--chunk-loss"))
+    assert as_written - tiled > logits_bytes
+
+
+def test_evaluation_gets_plain_logits() -> None:
+    model, batch = gpt2(), ragged_batch()
+    with fit(workload(model), "--chunk-loss"):
+        with torch.no_grad():
+            assert type(model(**batch).logits) is torch.Tensor
+        assert type(model.eval()(**batch).logits) is torch.Tensor
+        assert isinstance(model.train()(**batch).logits, DeferredLogits)
+
+
+def test_a_second_backward_says_why_not() -> None:
+    model, batch = gpt2(), ragged_batch()
+    with fit(workload(model), "--chunk-loss"):
+        loss = model(**batch).loss
+        loss.backward(retain_graph=True)
+        with pytest.raises(SessionError, match="a second time through a chunked loss"):
+            loss.backward()
+
+
+def test_a_model_without_a_large_head_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 100))
+    with pytest.raises(RefusalError) as caught:
+        fit(Workload(model, torch.optim.AdamW(model.parameters())), "--chunk-loss")
+    assert str(caught.value) == (
+        "loss: Sequential has no linear layer onto 2048 or more classes; "
+        "use --accumulate N, which divides the logits as well"
+    )

@@ -1,0 +1,224 @@
+"""Number formats: true gradients, skipped steps, exact masters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memlab import RefusalError, Workload, fit
+from memlab.measure.runs import training_step
+from memlab.snapshot import Snapshot
+from memlab.techniques.precision import FIRST_SCALE, PrecisionChoice
+from tests.techniques.models import Regressor, distance, gpt2, gradients, ragged_batch, regression_batch, workload
+
+
+def scale_of(session: object) -> float:
+    return next(t for t in session._techniques if isinstance(t, PrecisionChoice))._scaler.scale  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("flags", "tolerance"), [("--fp16", 5e-3), ("--bf16", 3e-2), ("--precision fp32", 1e-7)])
+@pytest.mark.parametrize("accumulate", ["", "--accumulate 4"])
+def test_gradients_are_close_to_fp32(flags: str, tolerance: float, accumulate: str) -> None:
+    model, batch = gpt2(), ragged_batch()
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    with fit(workload(model), f"{flags} {accumulate}"):
+        output = model(**batch)
+        output.loss.backward()
+    assert output.logits.dtype is torch.float32
+    assert distance(gradients(model), expected) < max(tolerance, 1e-6)
+
+
+def test_half_precision_is_really_used() -> None:
+    model, batch = gpt2(), ragged_batch()
+    seen: set[torch.dtype] = set()
+    model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda _m, _a, out: seen.add(out.dtype))
+    for flags, dtype in (("--fp16", torch.float16), ("--bf16", torch.bfloat16), ("--precision pure-bf16", torch.bfloat16)):
+        with fit(workload(model), flags):
+            model(**batch)
+        assert seen == {dtype}, flags
+        seen.clear()
+
+
+def test_gradients_too_small_for_fp16_survive_and_clipping_sees_true_ones() -> None:
+    model, (inputs, targets) = Regressor().layers, regression_batch(8)
+
+    def loss() -> torch.Tensor:
+        return F.cross_entropy(model(inputs), targets) * 1e-5
+
+    loss().backward()
+    expected = gradients(model)
+    with fit(workload(model), "--fp16"):
+        loss().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert float(norm) == pytest.approx(float(torch.stack([g.norm() for g in expected]).norm()), rel=5e-3)
+    assert distance(gradients(model), expected) < 5e-3
+
+
+def test_a_step_with_infinite_gradients_is_skipped_and_the_scale_halved() -> None:
+    model, batch = Regressor(), regression_batch()
+    load = workload(model)
+    with fit(load, "--fp16") as session:
+        before = [p.detach().clone() for p in model.parameters()]
+        (model(*batch) * 1e38).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)  # hides the infinity from a look at the gradients
+        load.optimizers[0].step()
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        assert scale_of(session) == FIRST_SCALE / 2
+        assert session.log[-1].text == "gradients were not finite: update skipped, loss scale halved"
+        model.zero_grad()
+        model(*batch).backward()
+        load.optimizers[0].step()
+        assert not torch.equal(next(model.parameters()), before[0])
+
+
+def test_two_optimizers_of_one_model_skip_together() -> None:
+    model, batch = Regressor(), regression_batch()
+    first = torch.optim.AdamW(model.layers[0].parameters())
+    second = torch.optim.AdamW(model.layers[2].parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    with fit(Workload(model, [first, second]), "--fp16") as session:
+        (model(*batch) * 1e38).backward()
+        first.step()
+        second.step()
+        assert scale_of(session) == FIRST_SCALE / 2
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_the_scale_doubles_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memlab.techniques.precision._GROWTH_STEPS", 3)
+    model, batch = Regressor(), regression_batch()
+    load = workload(model)
+    with fit(load, "--fp16") as session:
+        for _ in range(3):
+            model(*batch).backward()
+            load.optimizers[0].step()
+        assert scale_of(session) == FIRST_SCALE * 2
+
+
+def test_an_lbfgs_like_closure_is_looked_at_after_its_backward() -> None:
+    model, batch = Regressor(), regression_batch()
+    load = workload(model)
+    with fit(load, "--fp16"):
+
+        def closure() -> torch.Tensor:
+            model.zero_grad()
+            loss = model(*batch) * 1e38
+            loss.backward()
+            return loss
+
+        before = [p.detach().clone() for p in model.parameters()]
+        load.optimizers[0].step(closure)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_loop_with_its_own_autocast_keeps_it_and_the_notes_say_so() -> None:
+    model, batch = gpt2(), ragged_batch()
+    with fit(workload(model), "--bf16") as session:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(**batch)
+        assert session.notes == ("the loop already runs under autocast (bf16); its own precision is kept",)
+
+
+class TestPureBf16:
+    """bf16 parameters with exact fp32 masters."""
+
+    def test_undo_gives_back_the_masters_bit_for_bit(self) -> None:
+        model, batch = gpt2(), ragged_batch()
+        load = workload(model, **batch)
+        training_step(load)
+        model(**batch).loss.backward()
+        before = Snapshot(load)
+        session = fit(load, "--precision pure-bf16")
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+        session.undo()
+        # moments and pending gradients were rounded to bf16, and the notes of the plan say so
+        changed = before.differences(Snapshot(load))
+        assert all(name.startswith(("gradient of", "optimizer 0 state")) for name in changed)
+
+    def test_updates_smaller_than_a_bf16_step_are_not_lost(self) -> None:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+        start = model.weight.detach().clone()
+        with fit(Workload(model, optimizer), "--precision pure-bf16"):
+            for _ in range(50):
+                model(torch.ones(4, 8)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        moved = start - model.weight.detach()
+        assert torch.allclose(moved, torch.full_like(moved, 50 * 4 * 1e-5), rtol=1e-2)
+
+    def test_it_follows_fp32_over_100_steps(self) -> None:
+        losses = []
+        for flags in ("", "--precision pure-bf16"):
+            load = workload(gpt2(vocabulary=128), lr=3e-4, **ragged_batch(vocabulary=128))
+            with fit(load, flags):
+                losses.append([training_step(load) for _ in range(100)])
+        drift = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+        assert drift < 0.01
+
+    def test_evaluation_takes_fp32_inputs(self) -> None:
+        model = Regressor()
+        with fit(workload(model), "--precision pure-bf16"), torch.no_grad():
+            assert model.eval()(*regression_batch()).dtype is torch.float32
+
+    def test_random_numbers_of_the_user_are_untouched(self) -> None:
+        load = workload(gpt2(vocabulary=128), **ragged_batch(vocabulary=128))
+        torch.manual_seed(0)
+        expected = torch.rand(3)
+        with fit(load, "--precision pure-bf16"):
+            torch.manual_seed(0)
+            training_step(load)
+            assert torch.equal(torch.rand(3), expected)
+
+    def test_checkpoints_hold_fp32_moments(self) -> None:
+        load = workload(gpt2(vocabulary=128), **ragged_batch(vocabulary=128))
+        with fit(load, "--precision pure-bf16"):
+            training_step(load)
+            saved = load.optimizers[0].state_dict()["state"][0]
+            assert saved["exp_avg"].dtype is torch.float32
+            assert load.optimizers[0].state[next(load.model.parameters())]["exp_avg"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (
+            "--fp16",
+            "precision: --fp16 needs float32 parameters, Regressor has float16 ones; "
+            "call model.float() and make the optimizer anew, or leave the precision as it is",
+        ),
+        (
+            "--precision tf32",
+            "precision: tf32 needs a CUDA GPU of the Ampere generation or newer; use --bf16 here",
+        ),
+    ],
+)
+def test_refusals(flags: str, text: str) -> None:
+    model = Regressor().half()
+    with pytest.raises(RefusalError) as caught:
+        fit(workload(model), flags)
+    assert str(caught.value) == text
+
+
+def test_lbfgs_under_fp16_is_refused() -> None:
+    model = Regressor()
+    with pytest.raises(RefusalError) as caught:
+        fit(Workload(model, torch.optim.LBFGS(model.parameters())), "--fp16")
+    assert str(caught.value) == (
+        "precision: fp16 cannot serve LBFGS, which evaluates the model inside its step; use --bf16"
+    )
+
+
+def test_matmul_precision_is_put_back() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with fit(workload(Regressor()), "--precision fp32"):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
