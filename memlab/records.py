@@ -151,6 +151,7 @@ class Measurement:
         tokens_per_step: tokens of a step's batches, 0 when inputs are no token ids.
         losses: loss of each step from the common starting point, when the model returns one.
         notes: what was refused, kept or skipped, in words.
+        fits: False when the plan ran out of memory; the peak is then the size it did not fit into.
     """
 
     plan: str
@@ -166,6 +167,7 @@ class Measurement:
     driver_bytes: int | None = None
     losses: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
+    fits: bool = True
 
     @property
     def median_step_seconds(self) -> float:
@@ -267,7 +269,7 @@ def loss_drift(reference: Sequence[float], other: Sequence[float]) -> float | No
 
 
 def _verdict(measurement: Measurement, first: Measurement, memory_ratio: float) -> str:
-    if measurement is first or memory_ratio <= 1 - _NO_GAIN:
+    if measurement is first or not measurement.fits or memory_ratio <= 1 - _NO_GAIN:
         return "; ".join(measurement.notes)
     where = _where_the_peak_is(measurement)
     return "; ".join((f"no gain: {where}" if where else "no gain", *measurement.notes))
@@ -325,6 +327,31 @@ def _measurement(loaded: dict[str, Any]) -> Measurement:
     points = (TimelinePoint(p["seconds"], Phase(p["phase"]), dict(p["live_bytes"])) for p in loaded["timeline"])
     tuples = {name: tuple(loaded[name]) for name in ("step_seconds", "losses", "notes")}
     return Measurement(**{**loaded, **tuples, "timeline": tuple(points)})
+
+
+def out_of_memory(plan: Plan, device: str, capacity_bytes: int, asked: str) -> Measurement:
+    """The row of a plan that did not fit.
+
+    Args:
+        plan: the plan.
+        device: name of the device.
+        capacity_bytes: the size it did not fit into.
+        asked: the device's own words for the allocation that failed.
+    """
+    return Measurement(
+        plan=plan.label,
+        device=device,
+        peak_allocated_bytes=capacity_bytes,
+        peak_reserved_bytes=None,
+        host_bytes=0,
+        breakdown={},
+        timeline=(),
+        step_seconds=(),
+        samples_per_step=0,
+        tokens_per_step=0,
+        notes=(f"out of memory: {asked}",),
+        fits=False,
+    )
 
 
 def measurement_of_steps(

@@ -115,7 +115,7 @@ def on_first_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStac
 
     remove = register_optimizer_step_pre_hook(hook).remove
     undo.callback(remove)
-    weakref.finalize(found.__self__, remove)
+    weakref.finalize(found.__self__, remove).atexit = False  # type: ignore[attr-defined] # a bound method
 
 
 class FirstTrainingCall:

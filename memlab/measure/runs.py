@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,13 +15,14 @@ import torch
 from memlab.errors import WorkloadError
 from memlab.measure.steps import Device, Meter, device_for
 from memlab.plan import Plan
-from memlab.records import Comparison, Measurement
+from memlab.records import Comparison, Measurement, out_of_memory
 from memlab.session import Session, fit, session_of
 from memlab.snapshot import Snapshot
 from memlab.workload import Batch, Workload
 
 # steps that are observed in detail and so not timed; see `Meter`
 _OBSERVED_STEPS = 2
+_SILENT_SECONDS = 2.0
 
 
 def measure(
@@ -79,23 +83,58 @@ def compare(
         plans: plans or their flags; the plan that changes nothing is put first when it is missing.
         steps: steps to time for each plan.
         device: what to count memory on.
-        progress: called with a line before each plan is run.
+        progress: called with a line before each plan is run; by default lines go to standard error once
+            the work takes longer than two seconds.
 
     Returns:
-        The comparison; print it with `memlab.report.text.table`.
+        The comparison; print it with `memlab.report.text.table`. A plan that runs out of memory gets a row
+        that says so.
 
     Raises:
-        WorkloadError, RefusalError, torch.OutOfMemoryError: as for `measure`.
+        WorkloadError: as for `measure`.
+        RefusalError: as for `measure`.
     """
     wanted = [plan if isinstance(plan, Plan) else Plan.parse(plan) for plan in plans]
     if Plan() not in wanted:
         wanted.insert(0, Plan())
+    report = progress or _say_when_long()
     measurements = []
     for number, plan in enumerate(wanted, 1):
-        if progress is not None:
-            progress(f"{number} of {len(wanted)}: {plan.label}")
-        measurements.append(measure(workload, plan, steps, device=device))
+        report(f"{number} of {len(wanted)}: {plan.label}")
+        measurements.append(_measured_or_not(workload, plan, steps, device))
     return Comparison(workload.describe(), tuple(measurements))
+
+
+def _measured_or_not(workload: Workload, plan: Plan, steps: int, device: Device | None) -> Measurement:
+    """A measurement, or the row that says the plan does not fit."""
+    try:
+        return measure(workload, plan, steps, device=device)
+    except torch.OutOfMemoryError as error:
+        asked = str(error).split(". ")[1] if ". " in str(error) else str(error)
+    # out of the handler: until here the traceback held the failed step's tensors
+    gc.collect()
+    name, capacity_bytes = _size_of(workload, device)
+    return out_of_memory(plan, name, capacity_bytes, asked)
+
+
+def _size_of(workload: Workload, device: Device | None) -> tuple[str, int]:
+    """Name of the device that ran full, and its size."""
+    counted_on = device or device_for(workload.device)
+    capacity_bytes = counted_on.capacity_bytes
+    if capacity_bytes is None and workload.device.type == "cuda":
+        capacity_bytes = torch.cuda.get_device_properties(workload.device).total_memory
+    return counted_on.name, capacity_bytes or 0
+
+
+def _say_when_long() -> Callable[[str], None]:
+    """Progress on standard error, from two seconds on."""
+    start = time.monotonic()
+
+    def say(line: str) -> None:
+        if time.monotonic() - start > _SILENT_SECONDS:
+            sys.stderr.write(f"memlab: measuring {line}\n")
+
+    return say
 
 
 def training_step(workload: Workload) -> float:

@@ -29,7 +29,7 @@ class Column:
 
 
 PLAN = Column("plan", lambda row: row.measurement.plan, is_number=False)
-MEMORY = Column("peak allocated", lambda row: format_bytes(row.measurement.peak_allocated_bytes))
+MEMORY = Column("peak allocated", lambda row: peak(row.measurement))
 MEMORY_CHANGE = Column("vs first", lambda row: change(row.memory_ratio))
 RESERVED = Column("peak reserved", lambda row: _bytes_or_nothing(row.measurement.peak_reserved_bytes))
 HOST = Column("on host", lambda row: _bytes_or_nothing(row.measurement.host_bytes or None))
@@ -90,6 +90,12 @@ def flag_lines(plan: str, most_characters: int) -> list[str]:
 def change(ratio: float) -> str:
     """A ratio to the first row as a percentage; a dash where there is no ratio."""
     return format_change(ratio) if math.isfinite(ratio) else NOTHING
+
+
+def peak(measurement: Measurement) -> str:
+    """The peak; of a plan that ran out of memory, the size it did not fit into."""
+    bound = "" if measurement.fits else "> "
+    return bound + format_bytes(measurement.peak_allocated_bytes)
 
 
 def rate(per_second: float) -> str:

@@ -107,7 +107,8 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Fingerprint:
     own = vars(optimizer)
     return {
         "class": (id(optimizer), type(optimizer)),
-        "attributes": sorted(own),
+        # a scheduler's wrapper marks the optimizer when it steps, memlab or not
+        "attributes": sorted(key for key in own if key != "_opt_called"),
         "step": id(own["step"]) if "step" in own else None,
         "class's step": id(type(optimizer).step),
         "state": (id(optimizer.state), type(optimizer.state)),

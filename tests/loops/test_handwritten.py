@@ -245,8 +245,7 @@ def test_learning_rates_follow_the_schedule(made: str, make: Any, plan: str) -> 
 
 def _forget_scheduler(optimizer: Optimizer) -> None:
     """Take away what making a scheduler leaves on an optimizer, so that structures can be compared."""
-    for name in ("step", "_opt_called"):
-        vars(optimizer).pop(name, None)
+    vars(optimizer).pop("step", None)
     for group in optimizer.param_groups:
         for key in set(group) - set(optimizer.defaults) - {"params"}:
             del group[key]

@@ -1,0 +1,103 @@
+"""Which way imports point, and that importing memlab changes nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "memlab"
+
+# what each part may import of memlab, from the core outwards
+STANDARD_LIBRARY_ONLY = {"errors", "units", "extras", "plan", "records"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "units": {"errors"},
+    "extras": {"errors"},
+    "plan": {"errors"},
+    "records": {"errors", "plan"},
+    "workload": {"errors"},
+    "stepping": {"techniques"},
+    "techniques": {"errors", "extras", "plan", "units", "workload", "stepping"},
+    "seams": set(),
+    "session": {"errors", "plan", "seams", "stepping", "techniques", "workload"},
+    "snapshot": {"plan", "techniques", "workload"},
+    "measuring": {"errors", "plan", "records", "session", "snapshot", "techniques", "units", "workload"},
+    "exporting": {"errors", "plan", "units"},
+    "report": {"errors", "extras", "plan", "records", "units"},
+}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Top-level names a file imports when it runs; imports for annotations only do not count."""
+    tree = ast.parse(path.read_text())
+    annotations_only = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.walk(node)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in annotations_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    part = part_of(path)
+    if part in ("__init__", "jupyter"):
+        return
+    of_memlab = {name.split(".")[1] for name in imports_of(path) if name.startswith("memlab.")}
+    assert of_memlab - {part} <= ALLOWED[part]
+
+
+@pytest.mark.parametrize("part", sorted(STANDARD_LIBRARY_ONLY))
+def test_the_core_needs_only_the_standard_library(part: str) -> None:
+    packages = {name.split(".")[0] for name in imports_of(ROOT / f"{part}.py")} - {"memlab"}
+    assert packages <= set(sys.stdlib_module_names)
+
+
+CHECK = """
+import sys, os, warnings, threading
+import torch
+def state():
+    return (dict(os.environ), torch.is_grad_enabled(), torch.get_default_dtype(), torch.cuda.is_initialized(),
+            id(torch.nn.Module.__call__), id(torch.optim.Optimizer.step), list(warnings.filters), sys.excepthook,
+            torch.get_float32_matmul_precision(), threading.active_count())
+before = state()
+import memlab
+{spoil}
+assert state() == before
+for name in ("IPython", "ipywidgets", "plotly", "matplotlib", "bitsandbytes", "transformers"):
+    assert name not in sys.modules, name
+"""
+
+
+def run(spoil: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", CHECK.format(spoil=spoil)], capture_output=True, text=True, cwd=ROOT.parent)
+
+
+def test_importing_memlab_has_no_side_effect() -> None:
+    result = run()
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    ["os.environ['X'] = '1'", "torch.set_default_dtype(torch.float64)", "warnings.simplefilter('ignore')", "import plotly"],
+)
+def test_the_check_itself_can_fail(spoil: str) -> None:
+    assert run(spoil).returncode != 0
