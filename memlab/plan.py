@@ -288,6 +288,8 @@ class Plan:
             PlanError: an unknown flag (with the nearest known one), a missing or unknown value, a field
                 set twice, or techniques that exclude each other.
         """
+        if not isinstance(text, str):
+            raise PlanError(f"plan: expected a memlab.Plan or its flags as text, got {type(text).__name__}")
         plan, rest = cls.parse_known(shlex.split(text))
         if rest:
             raise unknown_flag(rest[0])

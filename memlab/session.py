@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from memlab import stepping
-from memlab.errors import RefusalError, SessionError
+from memlab.errors import RefusalError, SessionError, WorkloadError
 from memlab.plan import Plan
 from memlab.seams import ForwardSeam, install_step_seam, on_first_step
 from memlab.techniques import TECHNIQUES, Technique
@@ -406,6 +406,7 @@ def fit(workload: Workload, plan: Plan | str = "", observers: Sequence[Observer]
         PlanError: the flags cannot be read.
         RefusalError: a technique does not apply; the workload is as it was.
         SessionError: the model has a session already.
+        WorkloadError: not a workload.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
@@ -417,6 +418,10 @@ def fit(workload: Workload, plan: Plan | str = "", observers: Sequence[Observer]
         >>> session.plan.label, session.attached
         ('as written', False)
     """
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"fit: expected a memlab.Workload, got {type(workload).__name__}; write fit(Workload(model, optimizer), plan)"
+        )
     wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
     session = Session(workload, observers)
     try:

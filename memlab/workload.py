@@ -76,8 +76,7 @@ class Workload:
         if not isinstance(model, nn.Module):
             raise WorkloadError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         self.model = unwrap_model(model)
-        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
-        self.optimizers: list[torch.optim.Optimizer] = [unwrap_optimizer(one) for one in given]
+        self.optimizers: list[torch.optim.Optimizer] = [unwrap_optimizer(one) for one in _given(optimizer)]
         self.batch = batch
         self.loss_fn = loss_fn
         self.scheduler = scheduler
@@ -213,6 +212,15 @@ def names_in(cell: str) -> tuple[list[str], set[str]]:
         (node for node in ast.walk(tree) if isinstance(node, ast.Name)), key=lambda node: (node.lineno, node.col_offset)
     )
     return list(dict.fromkeys(node.id for node in nodes)), assigned
+
+
+def _given(optimizer: Any) -> list[torch.optim.Optimizer]:
+    given = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    if not isinstance(given, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in given):
+        raise WorkloadError(
+            f"optimizer: expected a torch.optim.Optimizer, a sequence of them or None, got {type(optimizer).__name__}"
+        )
+    return list(given)
 
 
 def _is_optimizer(value: Any) -> bool:

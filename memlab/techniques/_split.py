@@ -27,6 +27,7 @@ _FIELD = "accumulation"
 # relative difference up to which two results count as equal: in fp32, and in half precision
 _TOLERANCE = 1e-4
 _LOW_TOLERANCE = 3e-2
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Call:
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         leaves, spec = tree_flatten((args, kwargs))
         return cls(tuple(leaves), spec)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What two calls have in common that split alike: the same arguments, the same ones of them tensors."""
+        return self.spec, tuple(leaf.dim() if isinstance(leaf, torch.Tensor) else -1 for leaf in self.leaves)
 
     def run(self, call: Callable[..., Any]) -> Any:
         args, kwargs = tree_unflatten(list(self.leaves), self.spec)
@@ -205,9 +211,10 @@ class Probe:
     def __init__(self, model: nn.Module, name: str) -> None:
         self._model = model
         self._name = name
-        self._layouts: dict[TreeSpec, tuple[int, tuple[int, ...]]] = {}
-        self._rules: dict[TreeSpec, dict[int, list[LossRule]]] = {}
-        self._joins: dict[TreeSpec, tuple[int | None, ...]] = {}
+        # by kind of call
+        self._layouts: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
+        self._rules: dict[tuple[Any, ...], dict[int, list[LossRule]]] = {}
+        self._joins: dict[tuple[Any, ...], tuple[int | None, ...]] = {}
 
     def layout(self, call: Call) -> Layout:
         """How this call splits.
@@ -215,7 +222,7 @@ class Probe:
         Raises:
             RefusalError: no tensor with a batch dimension, or rows that depend on each other.
         """
-        known = self._layouts.get(call.spec)
+        known = self._layouts.get(call.kind)
         if known is not None:
             dim, split = known
             return Layout(call.leaves[split[0]].size(dim), dim, split)
@@ -226,7 +233,7 @@ class Probe:
             )
         for layout in candidates:
             if layout.rows >= 2 and self._fits(call, layout):
-                self._layouts[call.spec] = (layout.dim, layout.split)
+                self._layouts[call.kind] = (layout.dim, layout.split)
                 return layout
         if candidates[0].rows < 2:
             return candidates[0]
@@ -238,7 +245,7 @@ class Probe:
 
     def joins(self, call: Call) -> tuple[int | None, ...]:
         """For each output, the dimension along which parts are joined; None for scalars and shared values."""
-        return self._joins[call.spec]
+        return self._joins[call.kind]
 
     def weights(self, call: Call, layout: Layout, parts: Sequence[Call]) -> dict[int, list[float]]:
         """For each scalar output with a rule, the weight of each part's value in the batch's.
@@ -246,11 +253,11 @@ class Probe:
         Raises:
             RefusalError: no rule makes the parts' losses add up to the batch's.
         """
-        known = self._rules.get(call.spec)
+        known = self._rules.get(call.kind)
         if known is None or not all(
             _agree([rule.weights(parts, layout) for rule in rules]) for rules in known.values()
         ):
-            known = self._rules[call.spec] = self._matching(call, layout, known)
+            known = self._rules[call.kind] = self._matching(call, layout, known)
         return {position: rules[0].weights(parts, layout) for position, rules in known.items()}
 
     def _fits(self, call: Call, layout: Layout) -> bool:
@@ -268,7 +275,7 @@ class Probe:
             joins.append(_joining_dim(leaf, pieces, self._tolerance))
             if joins[-1] is None and not all(_close(piece, leaf, self._tolerance) for piece in pieces):
                 return False
-        self._joins[call.spec] = tuple(joins)
+        self._joins[call.kind] = tuple(joins)
         return True
 
     def _matching(
@@ -309,6 +316,7 @@ class Probe:
         return list(range(min(layout.rows, 3)))
 
     def _look(self, call: Call, layout: Layout, rows: Sequence[int]) -> tuple[Outputs, list[Outputs]]:
+        call = call if self._has_half_parameters else call.with_leaves([_widened(leaf) for leaf in call.leaves])
         with quietly(self._model):
             together, *apart = (
                 Outputs.of(layout.pick(call, some).run(self._model.forward)) for some in (rows, rows[:1], rows[1:])
@@ -316,11 +324,19 @@ class Probe:
         return together, apart
 
     @property
+    def _has_half_parameters(self) -> bool:
+        return any(p.dtype in _HALF_DTYPES for p in self._model.parameters())
+
+    @property
     def _tolerance(self) -> float:
-        dtypes = {p.dtype for p in self._model.parameters()}
         # Accelerate's mixed precision runs inside forward and keeps the original beside it
-        low = dtypes & {torch.float16, torch.bfloat16} or "_original_forward" in self._model.__dict__
+        low = self._has_half_parameters or "_original_forward" in self._model.__dict__
         return _LOW_TOLERANCE if low else _TOLERANCE
+
+
+def _widened(leaf: Any) -> Any:
+    """An input that Fabric has cast for a model under autocast, as the probe without autocast needs it."""
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALF_DTYPES else leaf
 
 
 def _closest(

@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Fingerprint = dict[str, Any]
 
+# what schedulers and Accelerate leave behind themselves, memlab or not
+_MARKS_OF_OTHERS = {"_opt_called", "_is_accelerate_prepared"}
+
 
 def fingerprint(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), schedulers: Iterable[Any] = ()
@@ -37,7 +40,14 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """What changed between two fingerprints, one line each."""
     keys = [*before, *(key for key in after if key not in before)]
     pairs = ((key, before.get(key, "absent"), after.get(key, "absent")) for key in keys)
-    return [f"{key}: {was!r} → {now!r}" for key, was, now in pairs if was != now]
+    return [f"{key}: {_change(was, now)}" for key, was, now in pairs if was != now]
+
+
+def _change(was: Any, now: Any) -> str:
+    if isinstance(was, list) and isinstance(now, list):
+        gone, come = [x for x in was if x not in now], [x for x in now if x not in was]
+        return f"gone {gone!r}, come {come!r}" if gone or come else f"another order: {now!r}"
+    return f"{was!r} → {now!r}"
 
 
 def global_state() -> Fingerprint:
@@ -70,7 +80,7 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
         label = f"module {name or '(root)'}"
         own = vars(module)
         yield f"{label} class", (id(module), type(module))
-        yield f"{label} attributes", sorted(own)
+        yield f"{label} attributes", sorted(set(own) - _MARKS_OF_OTHERS)
         yield f"{label} forward", id(own["forward"]) if "forward" in own else None
         for key in sorted(key for key in own if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))):
             yield f"{label} {key}", _hooks(own[key])
@@ -107,8 +117,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Fingerprint:
     own = vars(optimizer)
     return {
         "class": (id(optimizer), type(optimizer)),
-        # a scheduler's wrapper marks the optimizer when it steps, memlab or not
-        "attributes": sorted(key for key in own if key != "_opt_called"),
+        "attributes": sorted(set(own) - _MARKS_OF_OTHERS),
         "step": id(own["step"]) if "step" in own else None,
         "class's step": id(type(optimizer).step),
         "state": (id(optimizer.state), type(optimizer.state)),

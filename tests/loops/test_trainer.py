@@ -38,7 +38,8 @@ def trainer_for(model: nn.Module, folder: Path, name: str = "gpt2", **settings: 
         "report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "seed": 1, "weight_decay": 0.01,
     }  # fmt: skip
     arguments = transformers.TrainingArguments(**(defaults | settings))
-    return transformers.Trainer(model, arguments, train_dataset=rows_of(name))
+    rows = rows_of(name)
+    return transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:24])
 
 
 def history(trainer: Any, key: str) -> list[float]:
@@ -154,7 +155,6 @@ def test_evaluating_and_a_second_train(tmp_path: Path) -> None:
 
     def run(plan: str) -> Any:
         trainer = trainer_for(CASES["gpt2"].model(), tmp_path, **settings)
-        trainer.eval_dataset = rows_of("gpt2")[:24]
         with fit(Workload.from_trainer(trainer), plan):
             trainer.train()
             trainer.train()
