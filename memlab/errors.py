@@ -5,7 +5,8 @@ MemlabError
 ├── WorkloadError      no model, several models, an optimizer that fits none of them
 ├── RefusalError       a technique that cannot be applied to this model, with the nearest thing that works
 ├── MissingExtraError  an optional package that is not installed (also an ImportError)
-└── SessionError       a session used after its end, or from inside a step
+├── SessionError       a session used after its end, or from inside a step
+└── DoesNotFitError    a request a simulated device has no room for (in memlab.allocator)
 
 Each message says what was given, what is allowed and what to do. The magics print it as one
 line; the Python API raises it.

@@ -49,10 +49,10 @@ class ForwardSeam:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._model))
-        return self._original if copied is None else _class_forward(copied)
+        return self._original if copied is None else class_forward(copied)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
-        return _class_forward, (self._model,)
+        return class_forward, (self._model,)
 
     def install(self, undo: ExitStack) -> None:
         """Put the seam in place; `undo` takes it out again."""
@@ -72,7 +72,8 @@ class ForwardSeam:
                 instance["forward"] = before
 
 
-def _class_forward(model: nn.Module) -> Any:
+def class_forward(model: nn.Module) -> Any:
+    """The forward a module has by its class; what copies of a patched module get."""
     return functools.partial(type(model).forward, model)
 
 

@@ -359,7 +359,8 @@ class Session:
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         self._skipped = not has_closure and self._must_skip(optimizer)
         takes_over = any(_takes_the_step(technique, optimizer) for technique in self._techniques)
-        if not (self._skipped or takes_over or (has_closure and self._techniques)):
+        may_skip = has_closure and any(technique.may_skip for technique in self._techniques)
+        if not (self._skipped or takes_over or may_skip):
             return None
         try:
             return stepping.take_over(self._update)(optimizer, args, kwargs)

@@ -22,10 +22,10 @@ _MOST_SECONDS_PER_CELL = 600
 
 
 def notebook_of(source: str) -> nbformat.NotebookNode:
-    """Cells of a source, without outputs.
+    r"""Cells of a source, without outputs.
 
     Example:
-        >>> [cell.cell_type for cell in notebook_of("# Title\\n\\n```python\\n1 + 1\\n```\\n").cells]
+        >>> [cell.cell_type for cell in notebook_of("# Title\n\n```python\n1 + 1\n```\n").cells]
         ['markdown', 'code']
     """
     cells = []

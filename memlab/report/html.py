@@ -20,7 +20,8 @@ _FLAG = re.compile(r"--[a-z][^ ]*( [^- ][^ ]*(?= --|$))?")
 _RULE = "rgba(128,128,128,.35)"
 _WRAPPER = "overflow-x:auto;font-variant-numeric:tabular-nums;font-size:13px;line-height:1.45"
 _TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:inherit"
-_CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit"
+# a table may be narrower than its title, which then stays on one line
+_CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit;white-space:nowrap"
 _CELL = f"padding:5px 14px 5px 0;vertical-align:top;background:transparent;border:0;border-bottom:1px solid {_RULE}"
 _HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600;white-space:nowrap"
 _CODE = "font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"

@@ -39,6 +39,7 @@ _GRID = "#E3E4E6"
 _BUDGET = "#B3261E"
 _FONT = "DejaVu Sans"  # comes with matplotlib: the same picture on every machine
 _DOTS_PER_INCH = 144
+_COLOURS = 128
 _WIDTH_INCHES = 11.0
 _PHASES = {Phase.FORWARD: "#DDE3EA", Phase.BACKWARD: "#B9C3CF", Phase.STEP: "#8894A3", Phase.OTHER: "#F3F3F2"}
 
@@ -135,11 +136,20 @@ def _paper(height_inches: float) -> Figure:
 
 
 def _encode(figure: Figure, **about: str) -> bytes:
+    """PNG bytes with a palette: a notebook holds a picture per receipt, and flat colours need no more."""
+    # Pillow comes with matplotlib
+    from PIL import Image, PngImagePlugin
+
     # the canvas is asked, not `savefig`: that one follows the user's rcParams
-    buffer = io.BytesIO()
     canvas: Any = figure.canvas
-    metadata = {name.capitalize(): _latin(text) for name, text in about.items()}
-    canvas.print_png(buffer, metadata={"Software": None, **metadata})
+    canvas.draw()
+    pixels = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
+    palette = pixels.quantize(_COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    texts = PngImagePlugin.PngInfo()
+    for name, text in about.items():
+        texts.add_text(name.capitalize(), _latin(text))
+    buffer = io.BytesIO()
+    palette.save(buffer, "png", optimize=True, pnginfo=texts, dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))
     return buffer.getvalue()
 
 

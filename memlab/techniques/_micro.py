@@ -363,6 +363,11 @@ class _SplitCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # as autograd has it under create_graph
+            raise SessionError(
+                "create_graph=True through a split batch: its gradients have no graph; "
+                "use --checkpoint, or switch accumulation off for this loop"
+            )
         run, ctx.run = ctx.run, None
         if run is None:
             raise SessionError(

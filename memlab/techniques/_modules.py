@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
+
+from memlab.seams import class_forward
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -63,7 +66,29 @@ def patch_forward(module: nn.Module, replacement: Callable[..., Any], undo: Exit
             instance.pop("forward", None)
 
     undo.callback(restore)
-    instance["forward"] = replacement
+    instance["forward"] = _PatchedForward(module, replacement)
+
+
+class _PatchedForward:
+    """The forward of one module instance; a copy or a pickle of the module has the forward of its class.
+
+    A bare function would be shared by copies, which would then compute with the parameters of the original.
+    """
+
+    def __init__(self, module: nn.Module, replacement: Callable[..., Any]) -> None:
+        self._module = module
+        self._replacement = replacement
+        functools.update_wrapper(self, replacement)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replacement(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        return self if copied is None else class_forward(copied)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
+        return class_forward, (self._module,)
 
 
 def accepts_use_cache(model: nn.Module) -> bool:

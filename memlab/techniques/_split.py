@@ -257,7 +257,10 @@ class Probe:
         if known is None or not all(
             _agree([rule.weights(parts, layout) for rule in rules]) for rules in known.values()
         ):
-            known = self._rules[call.kind] = self._matching(call, layout, known)
+            known = self._matching(call, layout, known)
+            if not all(known.values()):  # a loss over no target: there is nothing to learn from it
+                return {position: [0.0] * len(parts) for position in known}
+            self._rules[call.kind] = known
         return {position: rules[0].weights(parts, layout) for position, rules in known.items()}
 
     def _fits(self, call: Call, layout: Layout) -> bool:
@@ -296,6 +299,8 @@ class Probe:
             if rules:
                 found[position] = rules
         if whole.loss >= 0 and whole.loss not in found:
+            if whole.leaves[whole.loss].isnan():
+                return {whole.loss: []}
             raise RefusalError(
                 _FIELD,
                 f"the loss of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient",
@@ -311,6 +316,8 @@ class Probe:
                 continue
             counts = rule.counts(rows, layout)
             order = sorted((row for row in range(len(rows)) if counts[row]), key=lambda row: counts[row])
+            if len(order) == 1:  # the only row with a target, and any other
+                return [order[0], 1 if order[0] == 0 else 0][: len(rows)]
             if len(order) >= 2 and counts[order[0]] != counts[order[-1]]:
                 return [order[0], *order[-2:]] if len(order) >= 3 else order
         return list(range(min(layout.rows, 3)))

@@ -48,12 +48,15 @@ class Technique:
         field: name of the plan's field it implements.
         changes_state: whether `pack_state` and `unpack_state` do something.
         state_per_step: whether packed state must be unpacked for an update.
+        may_skip: whether `skips_step` can say so; a step with a closure is then taken over, and the closure
+            evaluated once.
         notes: lines for the log and the receipt, in words.
     """
 
     field: ClassVar[str]
     changes_state: bool = False
     state_per_step: bool = False
+    may_skip: bool = False
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

@@ -293,6 +293,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # as autograd has it under create_graph
+            raise SessionError("create_graph=True through a chunked loss: its gradients have no graph; switch it off")
         if ctx.handed_over:
             raise SessionError(
                 "backward() a second time through a chunked loss: its gradients were handed over at the first"

@@ -80,4 +80,3 @@ def _round_chunk(values: torch.Tensor, out: torch.Tensor, generator: torch.Gener
     bits.add_(values.view(torch.int32)).bitwise_and_(_KEEP_HIGH_HALF)
     rounded = bits.view(torch.float32).clamp_(-_LARGEST_BF16, _LARGEST_BF16)
     out.copy_(torch.where(torch.isfinite(values), rounded, values))
-

@@ -64,6 +64,10 @@ class PrecisionChoice(Technique):
 
     state_per_step = True
 
+    @property
+    def may_skip(self) -> bool:  # type: ignore[override]
+        return self._is(Precision.FP16)
+
     def check(self, workload: Workload) -> None:
         precision = self.plan.precision
         dtypes = {p.dtype for p in workload.model.parameters() if p.requires_grad}

@@ -13,7 +13,7 @@ from memlab import Workload
 from memlab.measure.runs import training_step
 from memlab.measure.steps import Meter, device_for
 from memlab.records import Category
-from memlab.session import fit
+from memlab.session import fit, session_of
 from memlab.units import format_bytes
 from tests.bench.timing import paired
 from tests.bench.workloads import gpt2
@@ -76,35 +76,17 @@ def watching(device: torch.device, pairs: int) -> list[Figure]:
 
 def accumulation(device: torch.device, pairs: int) -> list[Figure]:
     """Transparent accumulation against the loop people write by hand: time, then peak."""
-    workload = gpt2(device, batch=8, tokens=128, small=device.type == "cpu")
-    model, optimizer = workload.model, workload.optimizers[0]
-    micro = [{key: value[start : start + 2] for key, value in workload.batch.items()} for start in range(0, 8, 2)]
-    counts = [int((part["labels"][:, 1:] != -100).sum()) for part in micro]
-
-    def by_hand() -> None:
-        for part, count in zip(micro, counts, strict=True):
-            loss = model(**part, use_cache=False).loss * (count / sum(counts))
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    session = fit(workload)
+    split, whole = (gpt2(device, batch=8, tokens=128, small=device.type == "cpu") for _ in range(2))
 
     def transparent() -> None:
-        training_step(workload)
+        training_step(split)
 
-    def switched(flags: str, work: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            session.switch(flags, now=True)
-            work()
+    def by_hand() -> None:
+        _step_by_hand(whole)
 
-        return run
-
-    session.switch("--accumulate 4", now=True)
-    one, other = switched("--accumulate 4", transparent), switched("", by_hand)
-    ratio = paired(one, other, pairs)
-    peaks = [_peak(workload, session, flags, work) for flags, work in (("--accumulate 4", transparent), ("", by_hand))]
-    session.undo()
+    with fit(split, "--accumulate 4"):
+        ratio = paired(transparent, by_hand, pairs)
+        peaks = [_peak(split, transparent, "--accumulate 4"), _peak(whole, by_hand, "")]
     shown = {"transparent": format_bytes(peaks[0]), "by hand": format_bytes(peaks[1])}
     return [
         Figure("transparent accumulation against a hand-written loop (time)", ratio.median, 1.02, asdict(ratio)),
@@ -112,8 +94,21 @@ def accumulation(device: torch.device, pairs: int) -> list[Figure]:
     ]
 
 
-def _peak(workload: Workload, session: memlab.Session, flags: str, work: Callable[[], None]) -> int:
-    session.switch(flags, now=True)
+def _step_by_hand(workload: Workload) -> None:
+    """The loop that gets the same gradient by hand: four micro-batches, each weighted by its targets."""
+    micro = [{key: value[start : start + 2] for key, value in workload.batch.items()} for start in range(0, 8, 2)]
+    counts = [int((part["labels"][:, 1:] != -100).sum()) for part in micro]
+    for part, count in zip(micro, counts, strict=True):
+        loss = workload.model(**part, use_cache=False).loss * (count / sum(counts))
+        loss.backward()
+    for optimizer in workload.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _peak(workload: Workload, work: Callable[[], None], flags: str) -> int:
+    """Peak of three steps, by the meter of a session under the plan that is in force or the empty one."""
+    session = session_of(workload.model) or fit(workload, flags)
     device = device_for(workload.device)
     meter = Meter(workload.model, workload.optimizers, device)
     session.observers = [meter]
@@ -125,6 +120,8 @@ def _peak(workload: Workload, session: memlab.Session, flags: str, work: Callabl
         session.observers = []
         meter.close()
         device.close()
+        if not flags:
+            session.undo()
 
 
 def arithmetic(device: torch.device) -> list[Figure]:

@@ -19,9 +19,8 @@ def faults(path: Path) -> list[str]:
     if path.stat().st_size > MOST_BYTES:
         found.append(f"is {path.stat().st_size / MOST_BYTES:.1f} MiB: at most 1")
     for cell in notebook["cells"]:
-        for output in cell.get("outputs", []):
-            if output["output_type"] == "error":
-                found.append(f"ends in {output['ename']}: {output['evalue'][:80]}")
+        errors = [output for output in cell.get("outputs", []) if output["output_type"] == "error"]
+        found += [f"ends in {error['ename']}: {error['evalue'][:80]}" for error in errors]
     return found
 
 

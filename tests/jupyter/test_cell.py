@@ -109,13 +109,17 @@ def test_an_error_is_shown_once_with_the_lines_of_the_cell(shell: Any, made: Cel
 
 
 def test_an_error_that_the_cell_handles_itself_is_its_own_affair(made: Cell) -> None:
-    ran = made("%%memfit\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    get_ipython().showtraceback()\nprint('after')")
+    ran = made(
+        "%%memfit\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    get_ipython().showtraceback()\nprint('after')"
+    )
     assert ran.error is None
     assert (ran.out + ran.err).count("ZeroDivisionError: division by zero") == 1
 
 
 def test_a_caught_magic_leaves_the_next_error_alone(shell: Any, made: Cell) -> None:
-    ran = made("try:\n    get_ipython().run_cell_magic('memfit', '', '1 / 0')\nexcept ZeroDivisionError:\n    pass\n{}['other']")
+    ran = made(
+        "try:\n    get_ipython().run_cell_magic('memfit', '', '1 / 0')\nexcept ZeroDivisionError:\n    pass\n{}['other']"
+    )
     assert isinstance(ran.error, KeyError)
     assert "KeyError: 'other'" in ran.out + ran.err
     assert "showtraceback" not in vars(shell)
@@ -212,7 +216,10 @@ def test_interrupted_training_still_gets_its_receipt(shell: Any, made: Cell) -> 
 def test_a_cell_in_which_nothing_trains_says_so(made: Cell) -> None:
     ran = made("%%memfit --accumulate 4\nmodel.eval()\nwith torch.no_grad():\n    _ = model(inputs)\nmodel.train();")
     assert ran.error is None
-    assert "no optimizer step ended in this cell, so nothing was measured; --accumulate 4 is in force on Sequential" in ran.out
+    assert (
+        "no optimizer step ended in this cell, so nothing was measured; --accumulate 4 is in force on Sequential"
+        in ran.out
+    )
 
 
 def test_loading_twice_and_unloading_twice(shell: Any, made: Cell) -> None:

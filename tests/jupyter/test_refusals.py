@@ -107,7 +107,9 @@ def test_no_model(cell: Cell) -> None:
 
 
 def test_several_models(shell: Any, made: Cell, unchanged: Any) -> None:
-    said = refused(made, unchanged, "%%memfit --accumulate 4", "train()", "other = torch.nn.Linear(2, 2)\ndef train(): pass")
+    said = refused(
+        made, unchanged, "%%memfit --accumulate 4", "train()", "other = torch.nn.Linear(2, 2)\ndef train(): pass"
+    )
     assert said == "several models found: model (Sequential), other (Linear); name the one to use with --model model"
     ran = made(f"%%memfit --accumulate 4 --model model\n{TRAIN}")
     assert ran.error is None
@@ -230,7 +232,10 @@ def test_a_deleted_model_is_said_and_let_go(shell: Any, made: Cell) -> None:
     made(f"%%memfit --accumulate 4\n{TRAIN}")
     model = weakref.ref(shell.user_ns["model"])
     made("del model")
-    assert "Sequential is in no variable of this notebook any more: %memfit undo takes the plan off and lets it go" in made("%memfit").out
+    assert (
+        "Sequential is in no variable of this notebook any more: %memfit undo takes the plan off and lets it go"
+        in made("%memfit").out
+    )
     made("%memfit undo\ndel optimizer")
     gc.collect()
     assert model() is None

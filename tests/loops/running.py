@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tests.helpers.fingerprint import differing, fingerprint
-from tests.loops.cases import CASES, Case
 from torch import nn
 
 from memlab import Workload, fit
 from memlab.session import Session
 from memlab.snapshot import Snapshot
+from tests.helpers.fingerprint import differing, fingerprint
+from tests.loops.cases import CASES, Case
 
 Optimizer = torch.optim.Optimizer
 Loop = Callable[[nn.Module, Optimizer, Case, int], list[float]]

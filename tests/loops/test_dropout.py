@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+
+from memlab import Workload
 from tests.loops import tolerances
 from tests.loops.cases import CASES, Case, SelfJudging, Tower, TwoTowers, gpt2
 from tests.loops.running import deviation, fitted, plain_loop
-
-from memlab import Workload
 
 _PARTS = 4
 _STEPS = 20
@@ -83,7 +83,9 @@ def assert_same(found: tuple[list[float], torch.nn.Module], expected: tuple[list
         assert float((mine - theirs).norm()) <= 1e-3 * float(theirs.norm()) + 1e-4
 
 
-@pytest.mark.parametrize("plan", ["--accumulate 4", "--accumulate 4 --checkpoint", "--accumulate 4 --offload activations"])
+@pytest.mark.parametrize(
+    "plan", ["--accumulate 4", "--accumulate 4 --checkpoint", "--accumulate 4 --offload activations"]
+)
 @pytest.mark.parametrize("name", ["gpt2", "module-loss"])
 def test_fused_form(name: str, plan: str) -> None:
     build = {"gpt2": lambda: gpt2(0.1), "module-loss": lambda: SelfJudging(0.1)}[name]
@@ -91,7 +93,9 @@ def test_fused_form(name: str, plan: str) -> None:
     assert_same(under_memlab(case, plan), accumulating_by_hand(case))
 
 
-@pytest.mark.parametrize("plan", ["--accumulate 4", "--accumulate 4 --checkpoint", "--accumulate 4 --offload activations"])
+@pytest.mark.parametrize(
+    "plan", ["--accumulate 4", "--accumulate 4 --checkpoint", "--accumulate 4 --offload activations"]
+)
 def test_replay_form(plan: str) -> None:
     case = replace(CASES["module-logits"], build=lambda: Tower(dropout=0.1))
 
@@ -117,5 +121,7 @@ def test_contrastive_loss_over_the_whole_batch(plan: str) -> None:
 
 def test_checkpointing_draws_the_same_numbers_as_without() -> None:
     case = replace(CASES["gpt2"], build=lambda: gpt2(0.1))
-    losses = [under_memlab(case, plan)[0] for plan in ("", "--checkpoint", "--checkpoint every:2", "--checkpoint selective")]
+    losses = [
+        under_memlab(case, plan)[0] for plan in ("", "--checkpoint", "--checkpoint every:2", "--checkpoint selective")
+    ]
     assert losses[1:] == [losses[0]] * 3

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
+
+from memlab import Workload
 from tests.loops import tolerances
 from tests.loops.cases import CASES, Case
 from tests.loops.running import (
@@ -20,9 +23,6 @@ from tests.loops.running import (
     plans_for,
     untouched,
 )
-from torch.utils._pytree import tree_map
-
-from memlab import Workload
 
 _EACH = [(name, plan) for name, case in CASES.items() for plan in plans_for(case)]
 _TOGETHER = [(name, everything_for(case)) for name, case in CASES.items()]
@@ -71,7 +71,7 @@ def test_losses_of_a_hundred_steps(name: str) -> None:
 
 @pytest.mark.parametrize("plan", plans_for(CASES["gpt2"]))
 def test_losses_of_a_hundred_steps_under_each_plan(plan: str) -> None:
-    steps = 30 if "activations" in plan else 100
+    steps = 10 if "activations" in plan else 100
     losses = losses_under("gpt2", plain_loop, plan, steps)
     assert deviation(losses, untouched("gpt2", plain_loop, steps)) <= tolerances.LOSS
 

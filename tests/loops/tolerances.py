@@ -6,10 +6,11 @@ cancellation rounding is all there is to compare (largest seen: 3.3e-6 for a bia
 LayerNorm, whose untouched gradient is 3.3e-6 from the fp64 one too). In fp64 the same gradients agree to
 `GRADIENT_FP64`.
 
-`LOSS`: per step, over 100 steps, relative. Largest seen: 2.1e-6; an untouched run whose batches have their
+`LOSS`: per step, over 100 steps, relative. Largest seen: 1.2e-6; an untouched run whose batches have their
 rows in the opposite order, which changes nothing but rounding, is up to 1.0e-6 away.
 
-`LOSSY`: the largest distance over 100 steps to the fp32 run, as a share of the loss at the first step.
+`LOSSY`: the largest distance over 100 steps to the fp32 run, as a share of the loss at the first step; fp32 leaves out the updates
+that fp16 had to skip while its loss scale was found.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ LOSSY: dict[str, dict[str, float]] = {
     "--fp16": {
         "gpt2": 3e-4,  # 5.3e-5
         "bert-classifier": 1e-3,  # 5.7e-5
-        "vit": 3e-3,
-        "contrastive": 1e-2,
+        "vit": 2e-3,  # 2.2e-4
+        "contrastive": 3e-3,  # 3.2e-4
         "tied-criterion": 3e-4,  # 4.8e-5
     },
     "--precision pure-bf16": {

@@ -384,6 +384,15 @@ class TestRefusals:
             "backward() a second time through a split batch: its gradients were handed over at the first"
         )
 
+    def test_gradients_of_gradients(self) -> None:
+        model, batch = Regressor(), regression_batch()
+        with fit(workload(model), "--accumulate 3"), pytest.raises(SessionError) as caught:
+            torch.autograd.grad(model(*batch), list(model.parameters()), create_graph=True)
+        assert str(caught.value) == (
+            "create_graph=True through a split batch: its gradients have no graph; "
+            "use --checkpoint, or switch accumulation off for this loop"
+        )
+
     def test_a_parameter_reached_past_its_module(self) -> None:
         class Hidden(nn.Module):
             def __init__(self) -> None:

@@ -164,6 +164,12 @@ def test_a_second_backward_says_why_not() -> None:
             loss.backward()
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    model, batch = gpt2(), ragged_batch()
+    with fit(workload(model), "--chunk-loss"), pytest.raises(SessionError, match="create_graph=True through a chunked"):
+        torch.autograd.grad(model(**batch).loss, list(model.parameters()), create_graph=True)
+
+
 def test_a_model_without_a_large_head_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 100))
     with pytest.raises(RefusalError) as caught:

@@ -6,18 +6,18 @@ import functools
 
 import pytest
 import torch
+
+from memlab import Workload
 from tests.helpers.needs import needs
 from tests.loops import tolerances
 from tests.loops.cases import CASES, Case
-from tests.loops.running import fitted, plain_loop
-
-from memlab import Workload
+from tests.loops.running import Loop, fitted, plain_loop
 
 _STEPS = 100
 _ROWS = [(plan, name, bound) for plan, models in tolerances.LOSSY.items() for name, bound in models.items()]
 
 
-def skipping(skipped: frozenset[int]):  # noqa: ANN201
+def skipping(skipped: frozenset[int]) -> Loop:
     """The plain loop, leaving out the updates of some steps."""
 
     def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer, case: Case, steps: int) -> list[float]:

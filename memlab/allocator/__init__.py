@@ -1,0 +1,35 @@
+"""PyTorch's CUDA caching allocator as a simulator: integers in, integers out.
+
+It needs no GPU and no torch. The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13; `sizes` has
+the numbers, `allocator` the order of things, `expandable` the segments that grow.
+"""
+
+from __future__ import annotations
+
+from memlab.allocator.allocator import Allocator
+from memlab.allocator.blocks import Block
+from memlab.allocator.events import Event
+from memlab.allocator.history import Action, Context, Entry, Frame
+from memlab.allocator.memory_viz import memory_viz, save_memory_viz
+from memlab.allocator.out_of_memory import DoesNotFitError, OutOfMemory
+from memlab.allocator.settings import Settings
+from memlab.allocator.snapshot import Segment, SegmentBlock
+from memlab.allocator.statistics import Statistics
+
+__all__ = [
+    "Action",
+    "Allocator",
+    "Block",
+    "Context",
+    "DoesNotFitError",
+    "Entry",
+    "Event",
+    "Frame",
+    "OutOfMemory",
+    "Segment",
+    "SegmentBlock",
+    "Settings",
+    "Statistics",
+    "memory_viz",
+    "save_memory_viz",
+]

@@ -1,0 +1,165 @@
+"""Blocks, and the pools that keep the free ones in order of size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from memlab.allocator.history import NO_CONTEXT, Context
+from memlab.allocator.statistics import Meter
+
+# a free block under its key: torch orders by stream, size and address (BlockComparatorSize)
+_Entry = tuple[int, int, "Block"]
+
+
+class Range:
+    """Addresses set aside for one expandable segment, of which pages are mapped as they are needed."""
+
+    __slots__ = ("address", "page_bytes", "size")
+
+    def __init__(self, address: int, size: int, page_bytes: int) -> None:
+        self.address = address
+        self.size = size
+        self.page_bytes = page_bytes
+
+
+class Block:
+    """A stretch of one segment: in use, free, or (in an expandable segment) not mapped.
+
+    Args:
+        address: where it begins.
+        size: its bytes.
+        stream: the stream it may be used on.
+        pool: where it goes when it is free.
+        range: the expandable segment it is part of, None in an ordinary one.
+    """
+
+    __slots__ = (
+        "address", "allocated", "context", "lookups_before", "mapped", "next", "pool", "prev", "range",
+        "requested", "size", "stream",
+    )  # fmt: skip
+
+    def __init__(self, address: int, size: int, stream: int, pool: Pool, range: Range | None = None) -> None:  # noqa: A002
+        self.address = address
+        self.size = size
+        self.stream = stream
+        self.pool = pool
+        self.range = range
+        self.requested = 0
+        self.allocated = False
+        self.mapped = True
+        self.lookups_before = 0
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.context: Context = NO_CONTEXT
+
+    def __repr__(self) -> str:
+        state = "allocated" if self.allocated else "free" if self.mapped else "unmapped"
+        return f"Block(address={self.address:#x}, size={self.size}, stream={self.stream}, {state})"
+
+    @property
+    def is_split(self) -> bool:
+        """Whether its segment has other blocks."""
+        return self.prev is not None or self.next is not None
+
+    @property
+    def reach(self) -> int:
+        """Its size with the unmapped addresses behind it, into which it could grow."""
+        return self.size + (self.next.size if self.next is not None and not self.next.mapped else 0)
+
+    def split_off(self, size: int) -> Block:
+        """Cut a new block of this size off the low end; this one keeps the rest."""
+        low = Block(self.address, size, self.stream, self.pool, self.range)
+        low.mapped = self.mapped
+        self.address += size
+        self.size -= size
+        low.link(self.prev, self)
+        return low
+
+    def link(self, before: Block | None, after: Block | None) -> None:
+        """Stand between two neighbours."""
+        self.prev, self.next = before, after
+        if before is not None:
+            before.next = self
+        if after is not None:
+            after.prev = self
+
+    def absorb(self, other: Block | None) -> int:
+        """Merge with a free neighbour in the same state and return its size, 0 when there is nothing to merge."""
+        if other is None or other.allocated or other.mapped != self.mapped:
+            return 0
+        other.pool.remove(other)
+        if other is self.prev:
+            self.address = other.address
+            self.link(other.prev, self.next)
+        else:
+            self.link(self.prev, other.next)
+        self.size += other.size
+        return other.size
+
+
+class Pool:
+    """The free and the unmapped blocks of one pool.
+
+    Args:
+        is_small: whether this is the pool of blocks up to 1 MiB.
+        meters: what counts both pools, and what counts this one.
+    """
+
+    def __init__(self, *, is_small: bool, meters: tuple[Meter, Meter]) -> None:
+        self.is_small = is_small
+        self.meters = meters
+        self.lookups = 0
+        self._free: dict[int, list[_Entry]] = {}
+        self._unmapped: dict[int, list[tuple[int, Block]]] = {}
+
+    def insert(self, block: Block) -> None:
+        """Keep a block for reuse."""
+        block.lookups_before = self.lookups
+        if block.mapped:
+            insort(self.free_on(block.stream), (block.size, block.address, block))
+        else:
+            insort(self.unmapped_on(block.stream), (block.address, block))
+
+    def remove(self, block: Block) -> None:
+        """Let a block go; its size and address are those it was inserted with."""
+        if block.mapped:
+            entries = self._free[block.stream]
+            del entries[bisect_left(entries, (block.size, block.address))]
+        else:
+            unmapped = self._unmapped[block.stream]
+            del unmapped[bisect_left(unmapped, (block.address,))]
+
+    def free_on(self, stream: int) -> list[_Entry]:
+        """Free blocks of a stream, by size and then address."""
+        return self._free.setdefault(stream, [])
+
+    def unmapped_on(self, stream: int) -> list[tuple[int, Block]]:
+        """Unmapped blocks of a stream, by address."""
+        return self._unmapped.setdefault(stream, [])
+
+    def free_blocks(self) -> Iterator[Block]:
+        """All free blocks, by stream, size and address."""
+        return (entry[2] for stream in sorted(self._free) for entry in self._free[stream])
+
+    def best_fit(self, size: int, stream: int) -> Block | None:
+        """The smallest block that holds `size`, the one at the lowest address of equals (`get_free_block`).
+
+        In an expandable segment a block is as large as it could become, so that the one at the end is used last.
+        """
+        entries = self._free.get(stream)
+        if not entries:
+            return None
+        index = bisect_left(entries, (size,))
+        if index == len(entries):
+            return None
+        if entries[index][2].range is not None:
+            index = _least_reach(entries, index)
+        return entries[index][2]
+
+
+def _least_reach(entries: list[_Entry], index: int) -> int:
+    """Step on while the next block could grow to less than this one."""
+    while index + 1 < len(entries) and entries[index + 1][2].reach < entries[index][2].reach:
+        index += 1
+    return index

@@ -1,0 +1,146 @@
+"""Expandable segments: one growing range of addresses per stream and pool, mapped page by page.
+
+1. A range is 1⅛ times as large as the device's memory, and nothing of it is mapped at first.
+2. A request that fits no free block takes the lowest addresses where free and unmapped blocks together hold it;
+   pages are mapped until they do.
+3. Pages are 2 MiB in the small pool and as large as a large segment (20 MiB) in the large one.
+4. Giving back unmaps whole pages inside free blocks; what is free on a page partly in use stays.
+5. A range of which nothing is mapped any more is dropped.
+"""
+
+from __future__ import annotations
+
+from memlab.allocator.blocks import Block, Pool, Range
+from memlab.allocator.device import Device
+from memlab.allocator.history import Action, Context, History
+from memlab.allocator.sizes import SMALL_SEGMENT_BYTES, round_up
+from memlab.allocator.statistics import Counters
+
+
+class ExpandableSegments:
+    """Maps and unmaps pages for both pools.
+
+    Args:
+        device: where pages come from.
+        large_page_bytes: size of a page in the large pool.
+        counters: what counts calls to the driver.
+        history: where they are noted.
+    """
+
+    def __init__(self, device: Device, large_page_bytes: int, counters: Counters, history: History) -> None:
+        self._device = device
+        self._large_page_bytes = large_page_bytes
+        self._counters = counters
+        self._history = history
+
+    def grow(self, pool: Pool, stream: int, size: int, context: Context) -> Block | None:
+        """A free block of at least `size`, or None when the device has too few pages (`try_allocate_expandable_block`).
+
+        Pages mapped before the device ran out stay mapped, as in torch; the retry unmaps them.
+        """
+        block = self._find(pool, stream, size)
+        if not block.mapped and not self._map(block, min(block.size, size), context):
+            return None
+        while block.size < size:
+            beyond = block.next
+            assert beyond is not None, "the addresses found hold the whole request"
+            if not self._map(beyond, min(size - block.size, beyond.size), context):
+                return None
+            block = beyond  # it has merged with the block before it
+        return block
+
+    def shrink(self, block: Block) -> None:
+        """Unmap the whole pages inside a free block, and drop its range when that leaves it empty."""
+        self._unmap(block)
+        if not block.mapped and not block.is_split:
+            block.pool.remove(block)
+
+    def _find(self, pool: Pool, stream: int, size: int) -> Block:
+        for _, unmapped in pool.unmapped_on(stream):
+            before = unmapped.prev
+            start = before if before is not None and not before.allocated else unmapped
+            if _holds(start, size):
+                return start
+        return self._new_range(pool, stream, size)
+
+    def _new_range(self, pool: Pool, stream: int, size: int) -> Block:
+        page = SMALL_SEGMENT_BYTES if pool.is_small else self._large_page_bytes
+        total = self._device.total_bytes
+        # 1⅛ as in `find_expandable_block`; larger only where a device without a limit is asked for more than that
+        length = round_up(max(total + total // 8, size), page)
+        address = self._device.new_addresses(length)
+        block = Block(address, length, stream, pool, Range(address, length, page))
+        block.mapped = False
+        pool.insert(block)
+        return block
+
+    def _map(self, block: Block, size: int, context: Context) -> bool:
+        """Back the low end of an unmapped block with pages: all that `size` needs, or none."""
+        assert block.range is not None
+        mapped_bytes = round_up(size, block.range.page_bytes)
+        if not self._device.take(mapped_bytes):
+            return False
+        pool, address = block.pool, block.address
+        pool.remove(block)
+        if mapped_bytes < block.size:
+            _cut_tail(block, mapped_bytes)
+        block.mapped = True
+        block.absorb(block.prev)
+        block.absorb(block.next)
+        pool.insert(block)
+        for meter in pool.meters:
+            meter.reserved_bytes.add(mapped_bytes)
+        self._counters.num_device_alloc += 1
+        self._history.add(Action.SEGMENT_MAP, address, mapped_bytes, block.stream, context)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        begin, end = _whole_pages(block)
+        if begin >= end:
+            return
+        pool = block.pool
+        pool.remove(block)
+        if begin > block.address:
+            pool.insert(block.split_off(begin - block.address))
+        if end < block.address + block.size:
+            pool.insert(_cut_tail(block, end - begin, mapped=True))
+        block.mapped = False
+        block.absorb(block.prev)
+        block.absorb(block.next)
+        pool.insert(block)
+        self._device.give_back(end - begin)
+        for meter in pool.meters:
+            meter.reserved_bytes.remove(end - begin)
+        self._counters.num_device_free += 1
+        self._history.add(Action.SEGMENT_UNMAP, begin, end - begin, block.stream)
+
+
+def _cut_tail(block: Block, keep: int, *, mapped: bool = False) -> Block:
+    """Leave `keep` bytes in the block and put a new one behind it; unmapped ones go to their pool at once."""
+    tail = Block(block.address + keep, block.size - keep, block.stream, block.pool, block.range)
+    tail.mapped = mapped
+    block.size = keep
+    tail.link(block, block.next)
+    if not mapped:
+        block.pool.insert(tail)
+    return tail
+
+
+def _holds(start: Block, size: int) -> bool:
+    """Whether free and unmapped blocks from here on, without a gap, hold `size`."""
+    found, block = 0, start
+    while found < size and not block.allocated:
+        found += block.size
+        if block.next is None:
+            break
+        block = block.next
+    return found >= size
+
+
+def _whole_pages(block: Block) -> tuple[int, int]:
+    """Where the pages that lie completely inside a block begin and end."""
+    assert block.range is not None
+    page, base = block.range.page_bytes, block.range.address
+    begin = base + round_up(block.address - base, page)
+    end = base + (block.address + block.size - base) // page * page
+    return begin, end

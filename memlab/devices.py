@@ -1,0 +1,161 @@
+"""The GPU catalogue: memory, bandwidth and peak rates, each with the datasheet it is from.
+
+Rates are dense ones: where a datasheet gives numbers "with sparsity", they are halved. fp16 and bf16 are matrix
+products that accumulate in fp32, as torch does them, on tensor cores where the GPU has them. A rate is None where
+the GPU has no such mode, or where its datasheet's number could not be confirmed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from memlab.errors import MemlabError
+
+_TERA = 10**12
+_GIGA = 10**9
+# memory chips come in powers of two: a GPU's "16 GB" are 16 × 2**30 bytes, before ECC and the driver take their share
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A model of GPU.
+
+    Args:
+        name: as in the catalogue.
+        memory_bytes: size of its memory; what CUDA reports is up to a few per cent less (ECC, driver).
+        bandwidth_bytes_per_second: of its memory.
+        fp32_flops: peak rate of fp32 without tensor cores.
+        tf32_flops: peak rate of fp32 matrix products rounded to tf32.
+        fp16_flops: peak rate of fp16 matrix products.
+        bf16_flops: peak rate of bf16 matrix products.
+        compute_capability: (major, minor), as `torch.cuda.get_device_capability` says it.
+        year: of its introduction.
+        datasheet: where the numbers are from.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_per_second: float
+    fp32_flops: float | None
+    tf32_flops: float | None
+    fp16_flops: float | None
+    bf16_flops: float | None
+    compute_capability: tuple[int, int]
+    year: int
+    datasheet: str
+
+
+_P100 = "https://images.nvidia.com/content/tesla/pdf/nvidia-tesla-p100-PCIe-datasheet.pdf"
+_GTX_1080 = (
+    "https://international.download.nvidia.com/geforce-com/international/pdfs/GeForce_GTX_1080_Whitepaper_FINAL.pdf"
+)
+_V100 = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
+_TURING = (
+    "https://images.nvidia.com/aem-dam/en-zz/Solutions/design-visualization/technologies/turing-architecture/"
+    "NVIDIA-Turing-Architecture-Whitepaper.pdf"
+)
+_T4 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"
+_GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
+_A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
+_A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_L4 = "https://images.nvidia.com/aem-dam/Solutions/Data-Center/l4/nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf"
+_L40S = "https://www.nvidia.com/en-us/data-center/l40s/"
+_H100 = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
+_H200 = "https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446"
+_RTX_BLACKWELL = (
+    "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
+)
+_B200 = "https://www.nvidia.com/en-us/data-center/dgx-b200/"
+
+
+def _gpu(
+    name: str,
+    gib: int,
+    gigabytes_per_second: float,
+    teraflops: tuple[float | None, float | None, float | None, float | None],
+    compute_capability: tuple[int, int],
+    year: int,
+    datasheet: str,
+) -> Gpu:
+    fp32, tf32, fp16, bf16 = (None if rate is None else rate * _TERA for rate in teraflops)
+    bandwidth = gigabytes_per_second * _GIGA
+    return Gpu(name, gib * _GIB, bandwidth, fp32, tf32, fp16, bf16, compute_capability, year, datasheet)
+
+
+# name, memory in GiB, bandwidth in GB/s, teraflops in (fp32, tf32, fp16, bf16), compute capability, year, datasheet
+_GPUS: tuple[Gpu, ...] = (
+    _gpu("GTX 1080", 8, 320, (8.873, None, None, None), (6, 1), 2016, _GTX_1080),
+    _gpu("P100", 16, 732, (9.3, None, 18.7, None), (6, 0), 2016, _P100),  # PCIe; fp16 without tensor cores
+    _gpu("V100 16GB", 16, 900, (15.7, None, 125, None), (7, 0), 2017, _V100),  # SXM2
+    _gpu("V100 32GB", 32, 900, (15.7, None, 125, None), (7, 0), 2018, _V100),  # SXM2
+    _gpu("T4", 16, 300, (8.1, None, 65, None), (7, 5), 2018, _T4),
+    _gpu("RTX 2080 Ti", 11, 616, (13.4, None, 53.8, None), (7, 5), 2018, _TURING),  # reference clocks
+    _gpu("A100 40GB", 40, 1555, (19.5, 156, 312, 312), (8, 0), 2020, _A100),
+    _gpu("A100 80GB", 80, 2039, (19.5, 156, 312, 312), (8, 0), 2020, _A100),  # SXM; PCIe has 1935 GB/s
+    _gpu("RTX 3090", 24, 936, (35.6, 35.6, 71, 71), (8, 6), 2020, _GA102),
+    _gpu("A10G", 24, 600, (None, None, 70, 70), (8, 6), 2021, _A10G),
+    _gpu("RTX 4090", 24, 1008, (82.6, 82.6, 165.2, 165.2), (8, 9), 2022, _ADA),
+    _gpu("L4", 24, 300, (30.3, 60, 121, 121), (8, 9), 2023, _L4),
+    _gpu("L40S", 48, 864, (91.6, 183, 362.05, 362.05), (8, 9), 2023, _L40S),
+    _gpu("H100 PCIe", 80, 2000, (51, 756 / 2, 1513 / 2, 1513 / 2), (9, 0), 2022, _H100),
+    _gpu("H100 SXM", 80, 3350, (67, 989 / 2, 1979 / 2, 1979 / 2), (9, 0), 2022, _H100),
+    _gpu("H200", 141, 4800, (67, 989 / 2, 1979 / 2, 1979 / 2), (9, 0), 2023, _H200),
+    _gpu("RTX 5090", 32, 1792, (104.8, 104.8, 209.5, 209.5), (12, 0), 2025, _RTX_BLACKWELL),
+    # an eighth of the DGX B200: 1,440 GB, 64 TB/s; sources disagree about fp32 (75 or 80) and tf32 (1.1 or 1.125 PFLOP/s)
+    _gpu("B200", 180, 8000, (None, None, 2250, 2250), (10, 0), 2024, _B200),
+)
+_BY_NAME = {gpu.name.casefold(): gpu for gpu in _GPUS}
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Every GPU of the catalogue, by memory and then by name.
+
+    Example:
+        >>> [gpu.name for gpu in gpus()][:3]
+        ['GTX 1080', 'RTX 2080 Ti', 'P100']
+    """
+    return tuple(sorted(_GPUS, key=lambda gpu: (gpu.memory_bytes, gpu.name)))
+
+
+def gpu(name: str) -> Gpu:
+    """Look a GPU up.
+
+    Args:
+        name: as in the catalogue, in any letter case.
+
+    Raises:
+        MemlabError: no such GPU, with the nearest name and the known ones.
+
+    Example:
+        >>> gpu("t4").memory_bytes // 2**30
+        16
+    """
+    found = _BY_NAME.get(name.strip().casefold())
+    if found is None:
+        known = ", ".join(listed.name for listed in gpus())
+        raise MemlabError(f"no GPU {name!r} in the catalogue{_did_you_mean(name)}; there are {known}")
+    return found
+
+
+def smallest_that_holds(size_bytes: int) -> Gpu | None:
+    """The GPU with the least memory that is at least this large; None when there is none.
+
+    Of GPUs with the same memory, the one with the lower bandwidth: the cheaper one, as a rule.
+
+    Args:
+        size_bytes: bytes needed on the device, with what the driver and CUDA need.
+
+    Example:
+        >>> smallest_that_holds(20 * 2**30).name
+        'L4'
+    """
+    large_enough = (listed for listed in _GPUS if listed.memory_bytes >= size_bytes)
+    return min(large_enough, key=lambda listed: (listed.memory_bytes, listed.bandwidth_bytes_per_second), default=None)
+
+
+def _did_you_mean(name: str) -> str:
+    close = difflib.get_close_matches(name.strip().casefold(), _BY_NAME, n=1)
+    return f"; did you mean {_BY_NAME[close[0]].name}?" if close else ""

@@ -1,0 +1,111 @@
+"""The receipt as people see it: a notebook run by menu and keyboard in JupyterLab, in both themes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
+
+from tests.browser.conftest import choose_theme  # noqa: E402
+from tests.jupyter.conftest import MAKE, TRAIN  # noqa: E402
+
+pytestmark = pytest.mark.browser
+
+CELLS = (
+    "%load_ext memlab",
+    MAKE,
+    f"%%memfit\n{TRAIN}",
+    f"%%memfit --accumulate 4\n{TRAIN}",
+    "%memfit report",
+)
+_MILLISECONDS = 90_000
+# how much lighter or darker text is than its page (WCAG 2, for text)
+_LEAST_CONTRAST = 4.5
+_COLOURS = """cell => {
+    const numbers = colour => colour.match(/[0-9.]+/g).map(Number);
+    let page = cell, back = numbers(getComputedStyle(page).backgroundColor);
+    while (back.length === 4 && back[3] === 0 && page.parentElement) {
+        page = page.parentElement;
+        back = numbers(getComputedStyle(page).backgroundColor);
+    }
+    return [numbers(getComputedStyle(cell).color), back];
+}"""
+
+
+def contrast(ink: list[float], page: list[float]) -> float:
+    """Contrast of two colours, from 1 to 21, as WCAG 2 defines it."""
+    lights = sorted((_luminance(ink) + 0.05, _luminance(page) + 0.05))
+    return lights[1] / lights[0]
+
+
+def _luminance(colour: list[float]) -> float:
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (part / 255 for part in colour[:3])]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def write_notebook(folder: Path, name: str) -> None:
+    cells = [nbformat.v4.new_code_cell(source.strip(), id=f"cell-{number}") for number, source in enumerate(CELLS)]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), folder / name)
+
+
+def open_notebook(page: Any, lab: str, name: str) -> None:
+    page.goto(f"{lab}/lab/tree/{name}?reset")
+    page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for(timeout=_MILLISECONDS)
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=_MILLISECONDS)
+
+
+def run_all_by_menu(page: Any) -> None:
+    page.locator("#jp-MainMenu").get_by_text("Run", exact=True).click()
+    page.get_by_text("Run All Cells", exact=True).click()
+
+
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+def test_receipt_and_figure(browser: Any, lab: str, lab_folder: Path, tmp_path: Path, theme: str) -> None:
+    choose_theme(lab_folder, theme)
+    name = f"{theme.split()[1].lower()}.ipynb"
+    write_notebook(lab_folder, name)
+    page = browser.new_page(viewport={"width": 1400, "height": 1900})
+    try:
+        open_notebook(page, lab, name)
+        run_all_by_menu(page)
+        receipts = page.locator(".memlab-receipt table")
+        page.locator(".js-plotly-plot .main-svg").first.wait_for(timeout=_MILLISECONDS)
+        page.wait_for_function("document.querySelectorAll('.memlab-receipt table').length === 3", timeout=_MILLISECONDS)
+        page.screenshot(path=str(tmp_path / "receipt.png"))
+        rows = receipts.nth(1).locator("tbody tr").all_inner_texts()
+        assert rows[0].startswith("as written")
+        assert rows[1].startswith("--accumulate 4")
+        assert "memfit · Sequential" in receipts.nth(1).locator("caption").inner_text()
+        for cell in receipts.nth(1).locator("caption, th, td").all():
+            assert contrast(*cell.evaluate(_COLOURS)) >= _LEAST_CONTRAST
+        save_by_keyboard(page)
+    finally:
+        page.close()
+    saved = json.loads((lab_folder / name).read_text())
+    assert "widgets" not in saved["metadata"]
+    assert any("image/png" in output.get("data", {}) for output in saved["cells"][3]["outputs"])
+
+
+def test_one_cell_by_keyboard(browser: Any, lab: str, lab_folder: Path) -> None:
+    write_notebook(lab_folder, "keys.ipynb")
+    page = browser.new_page()
+    try:
+        open_notebook(page, lab, "keys.ipynb")
+        page.locator(".jp-Cell .cm-content").first.click()
+        for _ in CELLS[:3]:
+            page.keyboard.press("Shift+Enter")
+        page.locator(".memlab-receipt table").wait_for(timeout=_MILLISECONDS)
+        assert page.locator(".memlab-receipt tbody tr").count() == 1
+    finally:
+        page.close()
+
+
+def save_by_keyboard(page: Any) -> None:
+    page.locator(".jp-Notebook").click(position={"x": 5, "y": 5})
+    with page.expect_response(lambda r: r.request.method == "PUT" and "/api/contents/" in r.url, timeout=_MILLISECONDS):
+        page.keyboard.press("Control+s")

@@ -1,0 +1,1 @@
+"""Traces of PyTorch's CUDA allocator, recorded on a GPU to be replayed without one."""

@@ -1,0 +1,120 @@
+"""The contracts of the techniques on CUDA: exact gradients, falling memory, exact undo, capacity."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from memlab import Workload, compare, fit, measure
+from memlab.measure.runs import training_step
+from memlab.measure.steps import device_for
+from memlab.records import Category
+from memlab.snapshot import Snapshot
+from tests.techniques.models import distance, gpt2, gradients, ragged_batch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+EXACT = [
+    "--accumulate 4",
+    "--checkpoint",
+    "--checkpoint selective",
+    "--accumulate 4 --checkpoint",
+    "--offload activations",
+    "--chunk-loss",
+]
+CLOSE = {"--fp16": 1e-2, "--bf16": 5e-2, "--precision tf32": 1e-2, "--fp16 --accumulate 4": 1e-2}
+LOWER = [
+    *EXACT,
+    "--bf16",
+    "--precision pure-bf16",
+    "--adam8bit",
+    "--optim paged-adam8bit",
+    "--optim adafactor",
+    "--offload optimizer",
+]
+
+
+@pytest.fixture
+def load() -> Workload:
+    model = gpt2(vocabulary=20_000, layers=4, width=256).cuda()
+    batch = {key: value.cuda() for key, value in ragged_batch(vocabulary=20_000, length=64).items()}
+    return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch=batch)
+
+
+@pytest.mark.parametrize("flags", EXACT)
+def test_gradients_are_the_same(load: Workload, flags: str) -> None:
+    load.model(**load.batch).loss.backward()
+    expected = gradients(load.model)
+    with fit(load, flags):
+        load.model(**load.batch).loss.backward()
+    assert distance(gradients(load.model), expected) < 5e-6
+
+
+@pytest.mark.parametrize("flags", CLOSE)
+def test_gradients_are_close(load: Workload, flags: str) -> None:
+    load.model(**load.batch).loss.backward()
+    expected = gradients(load.model)
+    with fit(load, flags):
+        load.model(**load.batch).loss.backward()
+    assert distance(gradients(load.model), expected) < CLOSE[flags]
+
+
+@pytest.mark.parametrize("flags", LOWER)
+def test_the_peak_falls(load: Workload, flags: str) -> None:
+    training_step(load)
+    as_written, planned = (measure(load, plan, steps=2) for plan in ("", flags))
+    assert planned.peak_allocated_bytes < as_written.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("flags", [*EXACT, "--offload optimizer", "--fp16 --accumulate 2 --offload optimizer,activations"])
+def test_comparing_leaves_no_difference(load: Workload, flags: str) -> None:
+    training_step(load)
+    before = Snapshot(load)
+    compare(load, [flags], steps=1)
+    assert before.differences(Snapshot(load)) == []
+
+
+def test_undo_gives_the_memory_back(load: Workload) -> None:
+    training_step(load)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with fit(load, "--accumulate 4 --checkpoint --fp16 --offload optimizer,activations"):
+        training_step(load)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_8bit_state_takes_its_arithmetic(load: Workload) -> None:
+    training_step(load)
+    parameters = sum(p.numel() for p in load.model.parameters())
+    with fit(load, "--adam8bit"):
+        state = measure(load, "--adam8bit", steps=1).breakdown[Category.OPTIMIZER_STATE]
+    assert state < 2.1 * parameters
+
+
+def test_a_capacity_is_kept_and_given_back(load: Workload) -> None:
+    needed = measure(load, steps=1)
+    device = device_for(torch.device("cuda"), int(0.7 * needed.peak_reserved_bytes))
+    torch.cuda.empty_cache()
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(load, steps=1, device=device)
+    device.close()
+    gc.collect()
+    assert measure(load, steps=1).fits
+
+
+def test_replay_restores_the_random_state_of_the_gpu(load: Workload) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.Dropout(0.5), torch.nn.Linear(512, 1)).cuda()
+    inputs = torch.randn(8, 8, device="cuda")
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), 0.1)), "--accumulate 4"):
+        model(inputs)
+        torch.manual_seed(5)
+        output = model(inputs)
+        output.square().mean().backward()
+        found = gradients(model)
+    torch.manual_seed(5)
+    torch.cat([model(inputs[start : start + 2]) for start in range(0, 8, 2)]).square().mean().backward()
+    assert distance(found, gradients(model)) < 1e-6

@@ -1,0 +1,74 @@
+"""The notebooks run from top to bottom, without a network, and show what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
+nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
+pytest.importorskip("ipykernel", reason="needs ipykernel")
+
+_ROOT = Path(__file__).parents[1]
+_NOTEBOOKS = _ROOT / "notebooks"
+_MOST_BYTES = 2**20
+_MOST_RAM_KIB = 8 * 2**20
+_PEAKS = "import json; print(json.dumps([[m.plan, m.peak_allocated_bytes] for m in comparison.measurements]))"
+
+
+def _build() -> Any:
+    spec = importlib.util.spec_from_file_location("notebooks_build", _NOTEBOOKS / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("source", sorted(_NOTEBOOKS.glob("source/*.md")), ids=lambda path: path.stem)
+class TestCommitted:
+    """What lies in the repository is what the source says, small, and needs no kernel to be read."""
+
+    def test_is_built_from_its_source(self, source: Path) -> None:
+        committed = nbformat.read(_NOTEBOOKS / f"{source.stem}.ipynb", as_version=4)
+        wanted = _build().notebook_of(source.read_text(encoding="utf-8"))
+        assert [(c.cell_type, c.source) for c in committed.cells] == [(c.cell_type, c.source) for c in wanted.cells]
+
+    def test_is_small_and_holds_receipts_but_no_widgets(self, source: Path) -> None:
+        file = _NOTEBOOKS / f"{source.stem}.ipynb"
+        committed = nbformat.read(file, as_version=4)
+        assert file.stat().st_size < _MOST_BYTES
+        assert "widgets" not in committed.metadata
+        bundles = [o.data for c in committed.cells if c.cell_type == "code" for o in c.outputs if "data" in o]
+        assert sum({"text/plain", "text/html", "image/png"} <= set(data) for data in bundles) >= 2
+        assert not any(kind.startswith("application/vnd.jupyter.widget") for data in bundles for kind in data)
+
+    def test_shows_no_path_of_the_machine_it_ran_on(self, source: Path) -> None:
+        text = (_NOTEBOOKS / f"{source.stem}.ipynb").read_text(encoding="utf-8")
+        assert str(_ROOT) not in text
+        assert str(Path.home()) + "/" not in text
+
+
+# given to one worker as a whole: the notebook needs both cores and several GiB
+@pytest.mark.xdist_group("notebooks")
+@pytest.mark.timeout(900)
+def test_make_it_fit_runs_and_memory_falls() -> None:
+    notebook = _build().notebook_of((_NOTEBOOKS / "source" / "00_make_it_fit.md").read_text(encoding="utf-8"))
+    # the table, read before the last cells take the plan off
+    notebook.cells.append(nbformat.v4.new_code_cell(_PEAKS))
+    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
+    client.execute(env={**os.environ, "PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"})
+    peaks = dict(json.loads(notebook.cells[-1].outputs[0].text))
+    first, *single, together = peaks
+    assert first == "as written"
+    assert len(single) == 5
+    assert all(peaks[plan] < 0.97 * peaks[first] for plan in single)
+    assert peaks[together] < 0.6 * peaks[first]
+    assert all(peaks[together] < peaks[plan] for plan in single)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < _MOST_RAM_KIB
