@@ -127,7 +127,7 @@ def gpu(name: str) -> Gpu:
         name: as in the catalogue, in any letter case.
 
     Raises:
-        MemlabError: no such GPU, with the nearest name and the known ones.
+        MemlabError: no such GPU, with the known ones and the nearest name.
 
     Example:
         >>> gpu("t4").memory_bytes // 2**30
@@ -136,7 +136,7 @@ def gpu(name: str) -> Gpu:
     found = _BY_NAME.get(name.strip().casefold())
     if found is None:
         known = ", ".join(listed.name for listed in gpus())
-        raise MemlabError(f"no GPU {name!r} in the catalogue{_did_you_mean(name)}; there are {known}")
+        raise MemlabError(f"no GPU {name!r} in the catalogue; there are {known}{_did_you_mean(name)}")
     return found
 
 

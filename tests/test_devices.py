@@ -62,7 +62,7 @@ KNOWN = (
 def test_an_unknown_name() -> None:
     with pytest.raises(MemlabError) as caught:
         gpu("RTX 4099")
-    assert str(caught.value) == f"no GPU 'RTX 4099' in the catalogue; did you mean RTX 4090?; {KNOWN}"
+    assert str(caught.value) == f"no GPU 'RTX 4099' in the catalogue; {KNOWN}; did you mean RTX 4090?"
     with pytest.raises(MemlabError) as caught:
         gpu("quantum")
     assert str(caught.value) == f"no GPU 'quantum' in the catalogue; {KNOWN}"

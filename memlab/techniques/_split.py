@@ -85,7 +85,11 @@ class Layout:
 
 
 def layouts_of(call: Call) -> list[Layout]:
-    """The ways a call could be split, likeliest first: along dimension 0, then along 1."""
+    """The ways a call could be split, likeliest first: along dimension 0, then along 1.
+
+    A square matrix among them may be a mask over positions that is as large as the batch by chance: each way
+    is followed by one that leaves such matrices whole.
+    """
     found = []
     for dim in (0, 1):
         sizes = [
@@ -95,7 +99,11 @@ def layouts_of(call: Call) -> list[Layout]:
         ]
         if sizes:
             rows = max(size for _, size in sizes) if dim else sizes[0][1]
-            found.append(Layout(rows, dim, tuple(i for i, size in sizes if size == rows)))
+            split = tuple(i for i, size in sizes if size == rows)
+            found.append(Layout(rows, dim, split))
+            without_squares = tuple(i for i in split if i == split[0] or call.leaves[i].shape != (rows, rows))
+            if without_squares != split:
+                found.append(Layout(rows, dim, without_squares))
     return found
 
 

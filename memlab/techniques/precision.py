@@ -81,6 +81,9 @@ class PrecisionChoice(Technique):
                 f"{workload.name} has {found} ones",
                 "call model.float() and make the optimizer anew, or leave the precision as it is",
             )
+        recurrent = any(isinstance(module, nn.RNNBase) for module in workload.model.modules())
+        if precision is Precision.FP16 and workload.device.type == "cpu" and recurrent:
+            raise RefusalError(self.field, "the CPU has no fp16 kernels for recurrent layers", "use --bf16 here")
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS) and self.plan.precision in (Precision.FP16, Precision.PURE_BF16):

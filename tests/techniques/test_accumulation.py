@@ -77,6 +77,20 @@ def test_a_rule_that_equal_rows_left_open_is_settled_by_ragged_ones() -> None:
     assert distance(gradients(model), expected) < 1e-6
 
 
+def test_a_mask_as_large_as_the_batch_by_chance_stays_whole() -> None:
+    class Masked(nn.Linear):
+        def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs @ mask)
+
+    torch.manual_seed(0)
+    model, inputs, mask = Masked(6, 3), torch.randn(6, 6), torch.rand(6, 6)
+    model(inputs, mask).square().mean().backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 3"):
+        model(inputs, mask).square().mean().backward()
+    assert distance(gradients(model), expected) < 1e-6
+
+
 def test_micro_batches_without_any_target_count_nothing() -> None:
     model, batch = gpt2(), ragged_batch()
     batch["labels"][:2] = -100

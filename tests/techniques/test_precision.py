@@ -204,6 +204,13 @@ def test_refusals(flags: str, text: str) -> None:
     assert str(caught.value) == text
 
 
+def test_recurrent_layers_in_fp16_on_the_cpu_are_refused() -> None:
+    model = nn.LSTM(4, 4)
+    with pytest.raises(RefusalError) as caught:
+        fit(workload(model), "--fp16")
+    assert str(caught.value) == "precision: the CPU has no fp16 kernels for recurrent layers; use --bf16 here"
+
+
 def test_lbfgs_under_fp16_is_refused() -> None:
     model = Regressor()
     with pytest.raises(RefusalError) as caught:
