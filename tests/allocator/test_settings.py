@@ -65,7 +65,9 @@ def test_one_number_of_divisions_holds_everywhere() -> None:
 
 
 def test_keys_without_effect_on_device_memory_are_read_over() -> None:
-    text = "backend:native,pinned_use_background_threads:True,release_lock_on_cudamalloc:True,throw_on_cudamalloc_oom:True"
+    text = (
+        "backend:native,pinned_use_background_threads:True,release_lock_on_cudamalloc:True,throw_on_cudamalloc_oom:True"
+    )
     assert Settings.parse(text) == Settings()
 
 
