@@ -26,8 +26,8 @@ from memlab.errors import (
     SessionError,
     WorkloadError,
 )
-from memlab.export import export
-from memlab.measure.runs import compare, measure
+from memlab.exporting import export
+from memlab.measuring.runs import compare, measure
 from memlab.plan import Plan
 from memlab.records import Comparison, Measurement, RunRecord
 from memlab.session import Session, fit

@@ -398,7 +398,7 @@ def fit(workload: Workload, plan: Plan | str = "", observers: Sequence[Observer]
     Args:
         workload: model and optimizer, see `Workload`.
         plan: a `Plan`, or its flags as text.
-        observers: who watches, such as a `memlab.measure.Meter`.
+        observers: who watches, such as a `memlab.measuring.Meter`.
 
     Returns:
         The session; use it bare and call `undo()` later, or under ``with``.

@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "allocator": {"errors", "units"},
     "workload": {"errors"},
     "stepping": {"techniques"},
-    "techniques": {"errors", "extras", "plan", "units", "workload", "stepping"},
+    "techniques": {"errors", "extras", "plan", "seams", "stepping", "units", "workload"},
     "seams": set(),
     "session": {"errors", "plan", "seams", "stepping", "techniques", "workload"},
     "snapshot": {"plan", "techniques", "workload"},

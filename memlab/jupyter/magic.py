@@ -18,7 +18,7 @@ from IPython.core.magic import no_var_expand
 from torch import nn
 
 from memlab.errors import MemlabError, PlanError, WorkloadError
-from memlab.export import export
+from memlab.exporting import export
 from memlab.jupyter import cells
 from memlab.jupyter.config import MemLab
 from memlab.jupyter.display import is_rich, show, show_figure, teach_receipts
@@ -34,8 +34,8 @@ from memlab.jupyter.parser import (
 )
 from memlab.jupyter.state import out_of_memory_advice, state_text
 from memlab.jupyter.watch import CellWatch, was_raised_by_memlab
-from memlab.measure.runs import compare
-from memlab.measure.steps import device_for
+from memlab.measuring.runs import compare
+from memlab.measuring.steps import device_for
 from memlab.plan import Plan
 from memlab.records import Comparison, RunRecord
 from memlab.session import Session, session_of, sessions

@@ -21,8 +21,8 @@ from torch import nn
 from memlab.errors import MemlabError
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress
-from memlab.measure.cpu import tensors_in
-from memlab.measure.steps import Device, Meter, device_for
+from memlab.measuring.cpu import tensors_in
+from memlab.measuring.steps import Device, Meter, device_for
 from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.seams import FirstTrainingCall

@@ -10,8 +10,8 @@ import torch
 
 import memlab
 from memlab import Workload
-from memlab.measure.runs import training_step
-from memlab.measure.steps import Meter, device_for
+from memlab.measuring.runs import training_step
+from memlab.measuring.steps import Meter, device_for
 from memlab.records import Category
 from memlab.session import fit, session_of
 from memlab.units import format_bytes

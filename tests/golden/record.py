@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from memlab.measure.runs import training_step
+from memlab.measuring.runs import training_step
 from memlab.session import fit
 from tests.bench.workloads import gpt2
 

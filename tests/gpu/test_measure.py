@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memlab.measure.steps import Meter, device_for
+from memlab.measuring.steps import Meter, device_for
 from memlab.plan import Plan
 from memlab.records import Category
 from memlab.units import GIB, MIB

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memlab import RefusalError, Workload, fit
-from memlab.measure.runs import training_step
+from memlab.measuring.runs import training_step
 from memlab.snapshot import Snapshot
 from memlab.techniques.precision import FIRST_SCALE, PrecisionChoice
 from tests.techniques.models import Regressor, distance, gpt2, gradients, ragged_batch, regression_batch, workload

@@ -15,11 +15,11 @@ import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.errors import PlanError
-from memlab.export import export
+from memlab.exporting import export
 from memlab.plan import Plan
 
-# `memlab.export` as an attribute is the function of that name
-export_module = importlib.import_module("memlab.export")
+# the module, not the function
+export_module = importlib.import_module("memlab.exporting")
 transformers = pytest.importorskip("transformers")
 
 TARGETS = ("torch", "trainer", "accelerate", "deepspeed")

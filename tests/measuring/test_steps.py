@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from memlab.errors import MemlabError, WorkloadError
-from memlab.measure import steps
-from memlab.measure.cpu import CpuDevice
-from memlab.measure.steps import Meter, device_for, samples_of, steps_between_observations, tokens_of
+from memlab.measuring import steps
+from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.steps import Meter, device_for, samples_of, steps_between_observations, tokens_of
 from memlab.plan import Plan
 from memlab.records import Category, Phase
 from memlab.workload import Batch

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memlab.errors import WorkloadError
-from memlab.measure.steps import Device, Meter, device_for
+from memlab.measuring.steps import Device, Meter, device_for
 from memlab.plan import Plan
 from memlab.records import Comparison, Measurement, out_of_memory
 from memlab.session import Session, fit, session_of

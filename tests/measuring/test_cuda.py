@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memlab.measure.cuda import CudaDevice
-from memlab.measure.steps import Meter, device_for
+from memlab.measuring.cuda import CudaDevice
+from memlab.measuring.steps import Meter, device_for
 from memlab.plan import Plan
 from memlab.records import Category, Phase, TimelinePoint
 from memlab.units import GIB
