@@ -73,7 +73,7 @@ def main() -> None:
         strip(notebook)
         target = _HERE / f"{name}.ipynb"
         nbformat.write(notebook, target)
-        print(f"{target.name}: {time.monotonic() - began:.0f} s, {target.stat().st_size / 1024:.0f} KiB")  # noqa: T201
+        print(f"{target.name}: {time.monotonic() - began:.0f} s, {target.stat().st_size / 1024:.0f} KiB")
 
 
 if __name__ == "__main__":

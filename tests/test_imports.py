@@ -90,7 +90,9 @@ for name in ("IPython", "ipywidgets", "plotly", "matplotlib", "bitsandbytes", "t
 
 
 def run(spoil: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", CHECK.format(spoil=spoil)], capture_output=True, text=True, cwd=ROOT.parent)
+    return subprocess.run(
+        [sys.executable, "-c", CHECK.format(spoil=spoil)], capture_output=True, text=True, cwd=ROOT.parent
+    )
 
 
 def test_importing_memlab_has_no_side_effect() -> None:
@@ -100,7 +102,12 @@ def test_importing_memlab_has_no_side_effect() -> None:
 
 @pytest.mark.parametrize(
     "spoil",
-    ["os.environ['X'] = '1'", "torch.set_default_dtype(torch.float64)", "warnings.simplefilter('ignore')", "import plotly"],
+    [
+        "os.environ['X'] = '1'",
+        "torch.set_default_dtype(torch.float64)",
+        "warnings.simplefilter('ignore')",
+        "import plotly",
+    ],
 )
 def test_the_check_itself_can_fail(spoil: str) -> None:
     assert run(spoil).returncode != 0

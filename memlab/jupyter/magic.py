@@ -124,7 +124,7 @@ class MagicMemfit:
             with _plain_errors():
                 self._find(watch, options, source)
             outcome = cells.run(self.shell, source)
-        steps = self._keep(watch)
+        steps = self._keep(watch, outcome.error)
         if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
             self._show_receipt(watch, steps)
         if outcome.error is not None:
@@ -148,13 +148,13 @@ class MagicMemfit:
         else:
             watch.attach(found)
 
-    def _keep(self, watch: CellWatch) -> int:
+    def _keep(self, watch: CellWatch, error: BaseException | None) -> int:
         if watch.session is None:
             return 0
         model = watch.session.workload.model
         self._last_model = weakref.ref(model)
         self._last_name = watch.session.workload.name
-        return watch.keep(self._histories.setdefault(model, History()))
+        return watch.keep(self._histories.setdefault(model, History()), error)
 
     def _show_receipt(self, watch: CellWatch, steps: int) -> None:
         if watch.session is None:

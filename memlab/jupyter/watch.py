@@ -22,6 +22,7 @@ from memlab.errors import MemlabError
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress
 from memlab.measuring.cpu import tensors_in
+from memlab.measuring.runs import row_of_failure
 from memlab.measuring.steps import Device, Meter, device_for
 from memlab.plan import Plan
 from memlab.records import Measurement
@@ -95,8 +96,12 @@ class CellWatch:
         if self._progress is not None and self._meter is not None and self._progress.is_due():
             self._progress.show(self._meter.steps)
 
-    def keep(self, history: History) -> int:
+    def keep(self, history: History, error: BaseException | None = None) -> int:
         """Put what was measured into a history, once the cell is over.
+
+        Args:
+            history: of the model that was trained.
+            error: what ended the cell, if anything; a plan that ran out of memory gets a row that says so.
 
         Returns:
             How many steps ended in the cell.
@@ -110,6 +115,9 @@ class CellWatch:
             history.batch = self._notes.batch
         if measurements and session.notes:
             measurements[-1] = replace(measurements[-1], notes=(*measurements[-1].notes, *session.notes))
+        if isinstance(error, torch.OutOfMemoryError):
+            measurements = [m for m in measurements if m.plan != session.plan.label]
+            measurements.append(row_of_failure(session.plan, meter.device, str(error)))
         events = tuple(str(entry) for entry in session.log[self._log_from :])
         history.add_steps(steps)
         history.add(self._title(session, meter, len(steps)), measurements, events)

@@ -110,20 +110,25 @@ def _measured_or_not(workload: Workload, plan: Plan, steps: int, device: Device 
     try:
         return measure(workload, plan, steps, device=device)
     except torch.OutOfMemoryError as error:
-        asked = str(error).split(". ")[1] if ". " in str(error) else str(error)
+        words = str(error)
     # out of the handler: until here the traceback held the failed step's tensors
     gc.collect()
-    name, capacity_bytes = _size_of(workload, device)
-    return out_of_memory(plan, name, capacity_bytes, asked)
+    return row_of_failure(plan, device or device_for(workload.device), words)
 
 
-def _size_of(workload: Workload, device: Device | None) -> tuple[str, int]:
-    """Name of the device that ran full, and its size."""
-    counted_on = device or device_for(workload.device)
-    capacity_bytes = counted_on.capacity_bytes
-    if capacity_bytes is None and workload.device.type == "cuda":
-        capacity_bytes = torch.cuda.get_device_properties(workload.device).total_memory
-    return counted_on.name, capacity_bytes or 0
+def row_of_failure(plan: Plan, device: Device, words: str) -> Measurement:
+    """The row of a plan that ran out of memory.
+
+    Args:
+        plan: the plan in force.
+        device: what ran full.
+        words: text of the `torch.OutOfMemoryError`.
+    """
+    capacity_bytes = device.capacity_bytes
+    if capacity_bytes is None and torch.cuda.is_available():
+        capacity_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    asked = words.split(". ")[1] if ". " in words else words
+    return out_of_memory(plan, device.name, capacity_bytes or 0, asked)
 
 
 def _say_when_long() -> Callable[[str], None]:

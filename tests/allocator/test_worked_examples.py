@@ -241,6 +241,42 @@ def test_several_blocks_above_the_split_limit_are_freed_from_the_largest() -> No
     assert simulated.stats().reserved_bytes == (34 + 70) * MIB
 
 
+def test_of_several_blocks_that_are_large_enough_the_smallest_is_freed() -> None:
+    # capacity 150 MiB; cached: 60 and 80 MiB, both refused for 36 MiB (60 ≥ 36 + 20). 60 MiB are enough
+    simulated = allocator("max_split_size_mb:32", 150 * MIB)
+    held = [simulated.malloc(60 * MIB), simulated.malloc(80 * MIB)]
+    for block in held:
+        simulated.free(block)
+    simulated.malloc(36 * MIB)
+    assert [entry.size for entry in simulated.history if entry.action is Action.SEGMENT_FREE] == [60 * MIB]
+
+
+def test_too_little_above_the_split_limit_leads_to_the_retry() -> None:
+    # capacity 100 MiB; cached: 34 MiB. For 70 MiB they are freed, but 34 < 70 counts as a failure: the driver is
+    # asked again only in the retry
+    simulated = allocator("max_split_size_mb:32", 100 * MIB)
+    simulated.free(simulated.malloc(34 * MIB))
+    simulated.malloc(70 * MIB)
+    assert simulated.stats()["num_alloc_retries"] == 1
+
+
+def test_a_single_idle_segment_is_as_old_as_the_average() -> None:
+    # allowed: 80 MiB, threshold 8 MiB; 30 MiB idle are 22 above it and freed, although 40 MiB more would fit
+    simulated = allocator("garbage_collection_threshold:0.1,per_process_memory_fraction:0.8", 100 * MIB)
+    simulated.free(simulated.malloc(30 * MIB))
+    simulated.malloc(40 * MIB)
+    assert simulated.stats().reserved_bytes == 40 * MIB
+
+
+def test_the_memory_fraction_is_compared_with_the_segment_not_the_request() -> None:
+    # allowed: 32 MiB, reserved: 18. A request for 5 MiB needs a segment of 20 MiB: 38 > 32
+    simulated = allocator("per_process_memory_fraction:0.5", 64 * MIB)
+    simulated.malloc(18 * MIB)
+    with pytest.raises(DoesNotFitError) as caught:
+        simulated.malloc(5 * MIB)
+    assert caught.value.out_of_memory.attempted_bytes == 20 * MIB
+
+
 def test_garbage_collection_frees_old_segments_before_asking_the_driver() -> None:
     # allowed: 80 of 100 MiB; the threshold is 40 MiB. Cached: 30 MiB, freed after request 2, and 20 MiB, freed
     # after request 3. Request 4 (50 MiB) finds 50 MiB reserved, 10 above the threshold. Ages are 4 − 2 = 2 and
@@ -458,6 +494,16 @@ def test_the_memory_fraction_counts_a_whole_segment_even_where_pages_would_do() 
         simulated.malloc(16 * MIB)
     assert caught.value.out_of_memory.allowed_bytes == 32 * MIB
     assert not [entry for entry in simulated.history if entry.action is Action.SEGMENT_UNMAP]
+
+
+def test_a_range_without_pages_is_dropped() -> None:
+    simulated = allocator("expandable_segments:True", GIB)
+    block = simulated.malloc(5 * MIB)
+    address = block.address
+    simulated.free(block)
+    simulated.empty_cache()
+    # 1⅛ GiB further on: 1152 MiB in whole pages of 20 MiB are 1160 MiB
+    assert simulated.malloc(5 * MIB).address == address + 1160 * MIB
 
 
 def test_a_request_larger_than_any_guess_of_a_device_without_limit() -> None:

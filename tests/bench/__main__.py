@@ -1,7 +1,7 @@
 """Measure the figures on this machine, write them as JSON and show them.
 
-    python -m tests.bench            measure and write tests/bench/results/<device>.json
-    python -m tests.bench --show     show what was measured last, on every device
+python -m tests.bench            measure and write tests/bench/results/<device>.json
+python -m tests.bench --show     show what was measured last, on every device
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ def test_the_peak_falls(load: Workload, flags: str) -> None:
     assert planned.peak_allocated_bytes < as_written.peak_allocated_bytes
 
 
-@pytest.mark.parametrize("flags", [*EXACT, "--offload optimizer", "--fp16 --accumulate 2 --offload optimizer,activations"])
+@pytest.mark.parametrize(
+    "flags", [*EXACT, "--offload optimizer", "--fp16 --accumulate 2 --offload optimizer,activations"]
+)
 def test_comparing_leaves_no_difference(load: Workload, flags: str) -> None:
     training_step(load)
     before = Snapshot(load)

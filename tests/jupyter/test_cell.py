@@ -158,6 +158,18 @@ def test_out_of_memory_names_the_first_thing_to_try(made: Cell) -> None:
     assert text.count("Traceback (most recent call last)") == 1
 
 
+def test_what_did_not_fit_stays_the_first_row_of_the_table(shell: Any, made: Cell) -> None:
+    made("inputs, target = torch.randn(4096, 16), torch.randint(0, 4, (4096,))")
+    assert isinstance(made("%%memfit --capacity 600KiB\n" + TRAIN).error, torch.OutOfMemoryError)
+    assert made("%%memfit --accumulate 16 --capacity 600KiB\n" + TRAIN).error is None
+    assert made("comparison = %memfit report").error is None
+    first, second = shell.user_ns["comparison"].measurements
+    assert (first.plan, first.fits, first.peak_allocated_bytes) == ("as written", False, 600 * 1024)
+    assert first.notes[0].startswith("out of memory: Tried to allocate")
+    assert (second.plan, second.fits) == ("--accumulate 16", True)
+    assert second.peak_allocated_bytes < 600 * 1024
+
+
 def test_capacity_of_the_configuration_and_of_the_cell(made: Cell) -> None:
     made("%config MemLab.capacity = '1GiB'")
     assert "CPU ledger (capacity 1.00 GiB)" in made(f"%%memfit\n{TRAIN}").out

@@ -45,7 +45,9 @@ def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Largest relative distance of a gradient to what it should be."""
     assert len(found) == len(expected)
     largest = max(float(b.norm()) for b in expected)
-    return max(float((a - b).norm()) / max(float(b.norm()), 1e-3 * largest) for a, b in zip(found, expected, strict=True))
+    return max(
+        float((a - b).norm()) / max(float(b.norm()), 1e-3 * largest) for a, b in zip(found, expected, strict=True)
+    )
 
 
 class Regressor(nn.Module):

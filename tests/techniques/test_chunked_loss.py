@@ -103,7 +103,13 @@ def language_model(family: str) -> nn.Module:
     import transformers as t
 
     torch.manual_seed(0)
-    small = {"vocab_size": 3000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small = {
+        "vocab_size": 3000,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     if family == "bert":
         drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return t.BertForMaskedLM(t.BertConfig(**small, **drop)).train()

@@ -13,7 +13,9 @@ from memlab.records import Category
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
 
-@pytest.mark.parametrize("flags", ["--offload activations", "--offload activations --checkpoint", "--offload activations:disk"])
+@pytest.mark.parametrize(
+    "flags", ["--offload activations", "--offload activations --checkpoint", "--offload activations:disk"]
+)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradients_are_bit_for_bit_the_same(flags: str, dropout: float) -> None:
     model, batch = gpt2(dropout=dropout), ragged_batch()

@@ -35,7 +35,11 @@ def test_half_precision_is_really_used() -> None:
     model, batch = gpt2(), ragged_batch()
     seen: set[torch.dtype] = set()
     model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda _m, _a, out: seen.add(out.dtype))
-    for flags, dtype in (("--fp16", torch.float16), ("--bf16", torch.bfloat16), ("--precision pure-bf16", torch.bfloat16)):
+    for flags, dtype in (
+        ("--fp16", torch.float16),
+        ("--bf16", torch.bfloat16),
+        ("--precision pure-bf16", torch.bfloat16),
+    ):
         with fit(workload(model), flags):
             model(**batch)
         assert seen == {dtype}, flags
