@@ -11,13 +11,13 @@ import json
 import platform
 import re
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from memlab.records import RunRecord
+from memlab.records import Comparison, RunRecord
 from memlab.report import text
 from tests.bench import figures
 from tests.bench.figures import Figure
@@ -55,13 +55,18 @@ def measure(pairs: int) -> dict:
         print(f"measuring {name} …", flush=True)
         found += run()
     print("measuring techniques …", flush=True)
-    record = RunRecord(figures.techniques(device), versions=versions())
+    record = RunRecord(without_timelines(figures.techniques(device)), versions=versions())
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu {torch.get_num_threads()} threads",
         "machine": platform.machine(),
         "figures": [{**asdict(figure), "holds": figure.holds} for figure in found],
         "techniques": json.loads(record.to_json()),
     }
+
+
+def without_timelines(comparison: Comparison) -> Comparison:
+    """The comparison without the course of each step, which would be most of the file."""
+    return replace(comparison, measurements=tuple(replace(m, timeline=()) for m in comparison.measurements))
 
 
 def show(measured: dict) -> None:

@@ -167,7 +167,7 @@ def _gradient_bytes(workload: Workload) -> int:
 
 def techniques(device: torch.device) -> memlab.Comparison:
     """Every technique on the same steps: the table people see, on this machine."""
-    workload = gpt2(device, batch=8, tokens=128, small=device.type == "cpu")
+    workload = gpt2(device, batch=8, tokens=128)
     training_step(workload)
     plans = [
         "",
