@@ -1,0 +1,92 @@
+"""DeepSpeed: the JSON file; the rest of the plan is named in its notes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from memlab.exporting._parts import one_line_optimizer, zero_stage
+from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+
+
+def to_deepspeed(plan: Plan) -> str:
+    notes = [*([str(plan)] if str(plan) else []), *_deepspeed_notes(plan)]
+    config: dict[str, Any] = {
+        # JSON has no comments; DeepSpeed passes over names it does not know at this level
+        **({"memlab_notes": notes} if notes else {}),
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": plan.accumulation,
+        "gradient_clipping": "auto",
+        "zero_optimization": _deepspeed_zero(plan),
+        **_deepspeed_precision(plan),
+        **_deepspeed_optimizer(plan),
+        **_deepspeed_checkpointing(plan),
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
+def _deepspeed_zero(plan: Plan) -> dict[str, Any]:
+    tier = plan.tier_of(Offloaded.OPTIMIZER)
+    zero: dict[str, Any] = {"stage": zero_stage(plan)}
+    if tier is Tier.DISK:
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": "nvme", "pin_memory": True}
+    elif tier is not None:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return zero
+
+
+def _deepspeed_precision(plan: Plan) -> dict[str, Any]:
+    if plan.precision is Precision.FP16:
+        # a loss scale of 0 means dynamic
+        return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}}
+    if plan.precision is Precision.BF16:
+        return {"bf16": {"enabled": True}}
+    if plan.precision is Precision.PURE_BF16:
+        return {"bf16": {"enabled": True, **_deepspeed_pure_bf16(plan)}}
+    return {"fp16": {"enabled": False}, "bf16": {"enabled": False}} if plan.precision is Precision.FP32 else {}
+
+
+def _deepspeed_pure_bf16(plan: Plan) -> dict[str, bool]:
+    """Offloaded bf16 weights are updated by DeepSpeed's own AdamW only, which keeps its moments in fp32."""
+    if plan.tier_of(Offloaded.OPTIMIZER) is None:
+        return {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    return {"bf16_master_weights_and_grads": True} if plan.optimizer is OptimizerChoice.ADAMW else {}
+
+
+def _deepspeed_optimizer(plan: Plan) -> dict[str, Any]:
+    if plan.optimizer is OptimizerChoice.ADAMW:
+        parameters = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+        return {"optimizer": {"type": "AdamW", "params": parameters}}
+    # an optimizer of the script's own: DeepSpeed asks for leave to shard it, and to run it on the host
+    own = {"zero_allow_untested_optimizer": True} if zero_stage(plan) else {}
+    return {**own, **({"zero_force_ds_cpu_optimizer": False} if plan.tier_of(Offloaded.OPTIMIZER) else {})}
+
+
+def _deepspeed_checkpointing(plan: Plan) -> dict[str, Any]:
+    if plan.checkpointing == "off":
+        return {}
+    offloaded = plan.tier_of(Offloaded.ACTIVATIONS) is not None
+    return {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": offloaded}}
+
+
+def _deepspeed_notes(plan: Plan) -> list[str]:
+    activations, is_checkpointed = plan.tier_of(Offloaded.ACTIVATIONS), plan.checkpointing != "off"
+    offloaded = plan.tier_of(Offloaded.OPTIMIZER)
+    notes = (
+        ("the Trainer takes the rest from memlab.export(plan, to='trainer'); both files agree", True),
+        (("activation_checkpointing serves models that call deepspeed.checkpointing; models of transformers are "
+         "checkpointed by TrainingArguments(activation_checkpointing=True)"), is_checkpointed),
+        ("tf32: torch.set_float32_matmul_precision('high') in the script", plan.precision is Precision.TF32),
+        ("pure-bf16 with this offloaded optimizer: DeepSpeed keeps fp32 master weights; '--optim adamw' avoids it",
+         plan.precision is Precision.PURE_BF16 and bool(offloaded) and plan.optimizer is not OptimizerChoice.ADAMW),
+        (f"optimizer of the script: {one_line_optimizer(plan)}",
+         plan.optimizer not in (OptimizerChoice.KEEP, OptimizerChoice.ADAMW)),
+        ("optimizer state on disk needs libaio; offload_optimizer.nvme_path is a folder on a fast disk",
+         plan.tier_of(Offloaded.OPTIMIZER) is Tier.DISK),
+        ("activations without checkpointing: the forward pass under torch.autograd.graph.save_on_cpu",
+         activations is not None and not is_checkpointed),
+        ("activations on disk: DeepSpeed keeps them in host memory", activations is Tier.DISK),
+        ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
+    )  # fmt: skip
+    return [text for text, wanted in notes if wanted and str(plan)]

@@ -1,0 +1,63 @@
+"""What several targets share."""
+
+from __future__ import annotations
+
+from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
+
+
+def header(plan: Plan) -> str:
+    return f"# memlab plan: {str(plan) or 'none, as written'}"
+
+
+def indent(lines: list[str], spaces: int) -> list[str]:
+    return [" " * spaces + line if line else line for line in lines]
+
+
+def block_stride(plan: Plan) -> int:
+    """One block in how many is checkpointed."""
+    return int(plan.checkpointing.partition(":")[2] or 1)
+
+
+# choice -> (import inside the function, the call)
+TORCH_OPTIMIZERS = {
+    OptimizerChoice.KEEP: ("", "torch.optim.AdamW(model.parameters(), lr=lr)"),
+    OptimizerChoice.ADAMW: ("", "torch.optim.AdamW(model.parameters(), lr=lr)"),
+    OptimizerChoice.ADAM8BIT: ("import bitsandbytes", "bitsandbytes.optim.AdamW8bit(model.parameters(), lr=lr)"),
+    OptimizerChoice.PAGED_ADAM8BIT: (
+        "import bitsandbytes",
+        "bitsandbytes.optim.PagedAdamW8bit(model.parameters(), lr=lr)",
+    ),
+    OptimizerChoice.ADAFACTOR: (
+        "from transformers.optimization import Adafactor",
+        "Adafactor(model.parameters(), lr=lr, scale_parameter=False, relative_step=False, warmup_init=False)",
+    ),
+    OptimizerChoice.SGD: ("", "torch.optim.SGD(model.parameters(), lr=lr)"),
+}
+
+
+def one_line_optimizer(plan: Plan) -> str:
+    package, call = TORCH_OPTIMIZERS[plan.optimizer]
+    return f"{call}  ({package})" if package else call
+
+
+SELECTIVE_CONTEXT = """
+    aten = torch.ops.aten
+    kept = [
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    ]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)"""
+
+
+def zero_stage(plan: Plan) -> int:
+    """DeepSpeed offloads to the host from stage 2 (and keeps pure-bf16 there), to files only at stage 3."""
+    tier = plan.tier_of(Offloaded.OPTIMIZER)
+    if tier is Tier.DISK:
+        return 3
+    return 2 if tier is not None or plan.precision is Precision.PURE_BF16 else 0

@@ -1,0 +1,272 @@
+"""Plain torch: a training loop with its helper functions."""
+
+from __future__ import annotations
+
+from memlab.exporting._parts import SELECTIVE_CONTEXT, TORCH_OPTIMIZERS, block_stride, header, indent
+from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+
+
+def to_torch(plan: Plan) -> str:
+    parts = [_torch_imports(plan), _torch_optimizer(plan), *_torch_helpers(plan), _torch_loop(plan)]
+    return "\n\n\n".join(parts) + "\n"
+
+
+def _torch_imports(plan: Plan) -> str:
+    on_disk = Tier.DISK in dict(plan.offload).values()
+    needed = (
+        ("import functools", plan.checkpointing != "off"),
+        ("import itertools", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
+        ("import os", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
+        ("import tempfile", on_disk),
+        ("", plan.checkpointing != "off" or on_disk),
+        ("import torch", True),
+        ("from torch.utils.checkpoint import checkpoint", plan.checkpointing not in ("off", "selective")),
+        (
+            "from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts",
+            plan.checkpointing == "selective",
+        ),
+    )
+    return "\n".join([header(plan), *(line for line, wanted in needed if wanted)])
+
+
+def _torch_optimizer(plan: Plan) -> str:
+    package, call = TORCH_OPTIMIZERS[plan.optimizer]
+    comment = ["# the plan keeps your optimizer: put it here"] if plan.optimizer is OptimizerChoice.KEEP else []
+    body = [*([package, ""] if package else []), *comment, f"return {call}"]
+    return "\n".join(["def make_optimizer(model, lr):", *indent(body, 4)])
+
+
+def _torch_helpers(plan: Plan) -> list[str]:
+    optimizer_tier, activations_tier = plan.tier_of(Offloaded.OPTIMIZER), plan.tier_of(Offloaded.ACTIVATIONS)
+    helpers = (
+        (_COUNT_TARGETS, plan.accumulation > 1),
+        (_SPLIT, plan.accumulation > 1),
+        (_LOSS_CHUNKED, plan.loss is Loss.CHUNKED),
+        (_torch_checkpointing(plan), plan.checkpointing != "off"),
+        (_ACTIVATIONS_ON_DISK, activations_tier is Tier.DISK),
+        (_STATE_ON_HOST, optimizer_tier in (Tier.HOST, Tier.AUTO)),
+        (_STATE_ON_DISK, optimizer_tier is Tier.DISK),
+    )
+    return [code.strip("\n") for code, wanted in helpers if wanted]
+
+
+_COUNT_TARGETS = '''
+def count_targets(model, batch):
+    """How many targets the mean loss of a batch is taken over."""
+    labels = batch.get("labels")
+    if labels is None or labels.is_floating_point():
+        return len(next(iter(batch.values())))
+    # a causal language model predicts each next token: the first one is nobody's target
+    causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return int((labels[..., 1:] if causal else labels).ne(-100).sum())
+'''
+
+_SPLIT = '''
+def split(batch, parts):
+    """Cut the rows of a batch into micro-batches; what has no rows goes to each of them."""
+    rows = len(batch.get("labels", next(iter(batch.values()))))
+    cut = {
+        name: value.tensor_split(min(parts, rows)) if value.dim() and len(value) == rows else [value] * parts
+        for name, value in batch.items()
+    }
+    return [dict(zip(cut, values)) for values in zip(*cut.values())]
+'''
+
+_LOSS_CHUNKED = '''
+def chunked_loss(model, batch):
+    """The loss of a causal language model without its full logits (torch 2.13 or newer).
+
+    Serves models whose logits are the plain product with the output embeddings: no logit scaling
+    or capping, no loss besides the cross-entropy.
+    """
+    batch = dict(batch)
+    targets = batch.pop("labels")[..., 1:].flatten()
+    head = model.get_output_embeddings()
+    hidden = model.base_model(**batch).last_hidden_state[:, :-1].flatten(0, 1)
+    # in the number format of the weights: a half-precision head would lose the small gradients
+    return torch.nn.functional.linear_cross_entropy(
+        hidden.to(head.weight.dtype),
+        head.weight,
+        targets,
+        linear_bias=head.bias,
+        options=torch.nn.LinearCrossEntropyOptions(),
+    )
+'''
+
+_CHECKPOINT = '''
+def checkpoint_blocks(model):
+    """Recompute {what} in the backward pass instead of keeping them."""{context}
+    # transformers ≥ 5.23, else its older name, else a model that is not of transformers
+    enable = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))
+    if enable is not None:
+        enable({{{arguments}}}{every})
+        return
+    lists = [m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)) and len(m) > 1]
+    if not lists:
+        raise ValueError("no list of blocks in this model: name the modules to checkpoint here")
+    for block in list(max(lists, key=len)){stride}:
+        block.forward = functools.partial(checkpoint, block.forward, {keywords})
+'''
+
+
+def _torch_checkpointing(plan: Plan) -> str:
+    every, is_selective = block_stride(plan), plan.checkpointing == "selective"
+    what = "the activations of every block" if every == 1 else f"the activations of one block in {every}"
+    return _CHECKPOINT.format(
+        what="all activations but products and attention" if is_selective else what,
+        context=SELECTIVE_CONTEXT if is_selective else "",
+        arguments='"use_reentrant": False' + (', "context_fn": contexts' if is_selective else ""),
+        keywords="use_reentrant=False" + (", context_fn=contexts" if is_selective else ""),
+        every=f", every_n_layers={every}" if every > 1 else "",
+        stride=f"[::{every}]" if every > 1 else "",
+    )
+
+
+_ACTIVATIONS_ON_DISK = '''
+def activations_on_disk(model, folder, numbers=itertools.count()):
+    """Write what autograd saves to files; parameters stay, they are in memory anyway."""
+    resident = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() in resident:
+            return tensor
+        path = os.path.join(folder, f"{next(numbers)}.pt")
+        torch.save(tensor.detach().clone(), path)
+        return path
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else torch.load(packed)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+'''
+
+_STATE_ON_HOST = '''
+def move_state(optimizer, device):
+    """Move the moments between device and host; step counters are single numbers and stay."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[name] = value.to(device)
+'''
+
+_STATE_ON_DISK = '''
+def write_state(optimizer, file):
+    """Write the moments to a file and free them."""
+    file.seek(0)
+    torch.save(list(optimizer.state.values()), file)
+    for state in optimizer.state.values():
+        state.clear()
+
+
+def read_state(optimizer, file):
+    """Read the moments back, each to the device it came from."""
+    if optimizer.state:
+        file.seek(0)
+        for state, saved in zip(optimizer.state.values(), torch.load(file)):
+            state.update(saved)
+'''
+
+
+def _torch_loop(plan: Plan) -> str:
+    body = [*_torch_setup(plan), "losses = []", *_torch_steps(plan), "return losses"]
+    words = '    """Train on dicts of tensors; `model(**batch)` returns a `.loss`. Returns the loss of each batch."""'
+    head = ["def train(model, batches, lr=5e-5):", words]
+    return "\n".join([*head, *indent(body, 4)])
+
+
+_TORCH_PRECISION_SETUP: dict[Precision, list[str]] = {
+    Precision.KEEP: [],
+    Precision.FP32: ["model.float()", 'torch.set_float32_matmul_precision("highest")'],
+    Precision.TF32: ['torch.set_float32_matmul_precision("high")  # TF32 products on NVIDIA GPUs since Ampere'],
+    Precision.FP16: [
+        "model.float()  # master weights: gradients of fp16 parameters cannot be unscaled",
+        "scaler = torch.amp.GradScaler(device.type)",
+    ],
+    Precision.BF16: ["model.float()  # master weights"],
+    Precision.PURE_BF16: ["model.to(torch.bfloat16)  # before the optimizer: its state follows the parameters"],
+}
+
+
+def _torch_setup(plan: Plan) -> list[str]:
+    lines = ["device = next(model.parameters()).device", *_TORCH_PRECISION_SETUP[plan.precision]]
+    if plan.checkpointing != "off":
+        lines.append("checkpoint_blocks(model)")
+    return [*lines, "optimizer = make_optimizer(model, lr)", "model.train()"]
+
+
+def _torch_steps(plan: Plan) -> list[str]:
+    """The loop over batches, inside the temporary files that the plan needs."""
+    step = ["batch = {name: value.to(device) for name, value in batch.items()}", *_torch_gradients(plan)]
+    step += [*_torch_update(plan), "optimizer.zero_grad()", "losses.append(total)"]
+    if plan.precision is Precision.PURE_BF16:
+        cast = "value.bfloat16() if value.is_floating_point() else value"
+        step.insert(1, f"batch = {{name: {cast} for name, value in batch.items()}}")
+    loop = ["for batch in batches:", *indent(step, 4)]
+    if plan.tier_of(Offloaded.OPTIMIZER) is Tier.DISK:
+        loop = ["with tempfile.TemporaryFile() as state_file:", *indent(loop, 4)]
+    return loop
+
+
+def _torch_gradients(plan: Plan) -> list[str]:
+    """Forward and backward of one batch; leaves `total`, the mean loss of the whole batch."""
+    if plan.accumulation == 1:
+        return _torch_disk_folder(plan, [*_torch_forward(plan, "batch"), *_torch_backward(plan, "loss"),
+                                         "total = loss.item()"])  # fmt: skip
+    weight = "share = count_targets(model, part) / max(1, targets)"
+    empty = ["if share == 0:", "    continue  # nothing to learn from, and its mean loss is not a number"]
+    part = [weight, *empty, *_torch_forward(plan, "part"), *_torch_backward(plan, "(loss * share)")]
+    return [
+        "targets, total = count_targets(model, batch), 0.0",
+        f"for part in split(batch, {plan.accumulation}):",
+        *indent(_torch_disk_folder(plan, [*part, "total += loss.item() * share"]), 4),
+    ]
+
+
+def _torch_disk_folder(plan: Plan, lines: list[str]) -> list[str]:
+    if plan.tier_of(Offloaded.ACTIVATIONS) is not Tier.DISK:
+        return lines
+    return ["with tempfile.TemporaryDirectory() as folder:", *indent(lines, 4)]
+
+
+def _torch_forward(plan: Plan, batch: str) -> list[str]:
+    call = f"chunked_loss(model, {batch})" if plan.loss is Loss.CHUNKED else f"model(**{batch}).loss"
+    contexts = [context for context in (_torch_autocast(plan), _torch_saved(plan)) if context]
+    lines = [f"loss = {call}"]
+    if contexts:
+        lines = [f"with {', '.join(contexts)}:", *indent(lines, 4)]
+    return [*_selective_offload_comment(plan), *lines]
+
+
+def _selective_offload_comment(plan: Plan) -> list[str]:
+    if plan.checkpointing == "selective" and plan.tier_of(Offloaded.ACTIVATIONS):
+        return ["# what selective checkpointing keeps stays on the device: torch 2.13 hides it from these hooks"]
+    return []
+
+
+def _torch_autocast(plan: Plan) -> str:
+    names = {Precision.FP16: "float16", Precision.BF16: "bfloat16"}
+    name = names.get(plan.precision)
+    return f"torch.autocast(device.type, torch.{name})" if name else ""
+
+
+def _torch_saved(plan: Plan) -> str:
+    tier = plan.tier_of(Offloaded.ACTIVATIONS)
+    if tier is None:
+        return ""
+    on_host = 'torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")'
+    return "activations_on_disk(model, folder)" if tier is Tier.DISK else on_host
+
+
+def _torch_backward(plan: Plan, loss: str) -> list[str]:
+    scaled = f"scaler.scale({loss.strip('()')})" if plan.precision is Precision.FP16 else loss
+    return [f"{scaled}.backward()"]
+
+
+def _torch_update(plan: Plan) -> list[str]:
+    step = ["scaler.step(optimizer)", "scaler.update()"] if plan.precision is Precision.FP16 else ["optimizer.step()"]
+    tier = plan.tier_of(Offloaded.OPTIMIZER)
+    if tier is None:
+        return step
+    if tier is Tier.DISK:
+        return ["read_state(optimizer, state_file)", *step, "write_state(optimizer, state_file)"]
+    return ["move_state(optimizer, device)", *step, 'move_state(optimizer, "cpu")']

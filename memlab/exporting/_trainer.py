@@ -1,0 +1,116 @@
+"""transformers.Trainer: TrainingArguments, and code for what they have no argument for."""
+
+from __future__ import annotations
+
+from memlab.exporting._parts import SELECTIVE_CONTEXT, block_stride, header, indent
+from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+
+_TRAINER_OPTIMIZERS = {
+    OptimizerChoice.ADAMW: "adamw_torch",
+    OptimizerChoice.ADAM8BIT: "adamw_bnb_8bit",
+    OptimizerChoice.PAGED_ADAM8BIT: "paged_adamw_8bit",
+    OptimizerChoice.ADAFACTOR: "adafactor",
+    OptimizerChoice.SGD: "sgd",
+}
+_TRAINER_PRECISION: dict[Precision, list[str]] = {
+    Precision.KEEP: [],
+    Precision.FP32: ["fp16=False,", "bf16=False,", "tf32=False,"],
+    Precision.TF32: ["tf32=True,"],
+    Precision.FP16: ["fp16=True,"],
+    Precision.BF16: ["bf16=True,"],
+    Precision.PURE_BF16: [],
+}
+_ACCUMULATION_COMMENT = """
+# Some models take **kwargs and ignore num_items_in_batch (BertForSequenceClassification is one). Trainer 5.23 then
+# adds up the losses of the micro-batches instead of averaging them: gradients are {n} times too large. For them:
+# trainer.loss_is_scaled_for_ga = False"""
+
+
+def to_trainer(plan: Plan) -> str:
+    names = "Trainer, TrainingArguments" if plan.tier_of(Offloaded.ACTIVATIONS) else "TrainingArguments"
+    imports = [*_trainer_imports(plan), f"from transformers import {names}"]
+    arguments = "\n".join([header(plan), *imports, "", *_trainer_arguments(plan)])
+    return "\n\n\n".join([arguments, *_trainer_notes(plan)]) + "\n"
+
+
+def _trainer_imports(plan: Plan) -> list[str]:
+    is_selective = plan.checkpointing == "selective"
+    needs_torch = is_selective or plan.precision is Precision.PURE_BF16 or plan.tier_of(Offloaded.ACTIVATIONS)
+    lines = [
+        ("import functools\n", is_selective),
+        ("import torch", needs_torch),
+        ("from torch.utils.checkpoint import create_selective_checkpoint_contexts", is_selective),
+    ]
+    return [line for line, wanted in lines if wanted]
+
+
+def _trainer_arguments(plan: Plan) -> list[str]:
+    batch = ["batch_size = 8  # as you train today"] if plan.accumulation > 1 else []
+    arguments = ['output_dir="out",']
+    if plan.accumulation > 1:
+        arguments.append(f"per_device_train_batch_size=max(1, batch_size // {plan.accumulation}),")
+        arguments.append(f"gradient_accumulation_steps={plan.accumulation},")
+    if plan.checkpointing not in ("off", "selective"):
+        every = f', "every_n_layers": {block_stride(plan)}' if block_stride(plan) > 1 else ""
+        arguments.append("activation_checkpointing=True,  # gradient_checkpointing before transformers 5.23")
+        arguments.append(f'activation_checkpointing_kwargs={{"use_reentrant": False{every}}},')
+    arguments += _TRAINER_PRECISION[plan.precision]
+    if plan.optimizer in _TRAINER_OPTIMIZERS:
+        arguments.append(f'optim="{_TRAINER_OPTIMIZERS[plan.optimizer]}",')
+    return [*batch, "args = TrainingArguments(", *indent(arguments, 4), ")"]
+
+
+def _trainer_notes(plan: Plan) -> list[str]:
+    """What TrainingArguments has no argument for: code where a few lines do it, else the way round."""
+    notes = (
+        (_ACCUMULATION_COMMENT.format(n=plan.accumulation), plan.accumulation > 1),
+        (_TRAINER_WEIGHTS, plan.precision in (Precision.FP32, Precision.FP16, Precision.BF16)),
+        (_TRAINER_SELECTIVE, plan.checkpointing == "selective"),
+        (_TRAINER_PURE_BF16, plan.precision is Precision.PURE_BF16),
+        (_trainer_activations(plan), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
+        (_TRAINER_STATE, plan.tier_of(Offloaded.OPTIMIZER) is not None),
+        (_TRAINER_LOSS, plan.loss is Loss.CHUNKED),
+    )
+    return [text.strip("\n") for text, wanted in notes if wanted]
+
+
+_TRAINER_SELECTIVE = f'''
+
+def checkpoint_blocks(model):
+    """TrainingArguments takes no functions: call this before Trainer(model=model, args=args)."""{SELECTIVE_CONTEXT}
+    model.activation_checkpointing_enable({{"use_reentrant": False, "context_fn": contexts}})
+'''
+
+_TRAINER_PURE_BF16 = '''
+
+def to_bf16(model):
+    """bf16=True would keep fp32 weights: call this before Trainer(model=model, args=args) instead."""
+    return model.to(torch.bfloat16)
+'''
+
+_TRAINER_ACTIVATIONS = '''
+
+class OffloadingTrainer(Trainer):
+    """Use it in place of Trainer: TrainingArguments offloads only what checkpointing keeps."""{disk}
+
+    def compute_loss(self, *args, **kwargs):
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return super().compute_loss(*args, **kwargs)
+'''
+
+_TRAINER_WEIGHTS = """
+# These arguments leave the weights in the format they were loaded in, and this plan wants them in fp32:
+# from_pretrained(..., dtype=torch.float32), or model.float() before Trainer(model=model, args=args)"""
+
+_TRAINER_STATE = """
+# TrainingArguments cannot offload optimizer state on one device. Pass it the DeepSpeed file of this plan:
+# TrainingArguments(..., deepspeed="deepspeed.json"), with deepspeed.json from memlab.export(plan, to="deepspeed")"""
+
+_TRAINER_LOSS = """
+# TrainingArguments cannot chunk the loss by itself. use_liger_kernel=True does it for the models Liger knows
+# (CUDA, pip install liger-kernel); for others see chunked_loss in memlab.export(plan, to="torch")"""
+
+
+def _trainer_activations(plan: Plan) -> str:
+    disk = "\n\n    # the plan says disk: Trainer has nothing for files, this keeps the activations in host memory"
+    return _TRAINER_ACTIVATIONS.format(disk=disk if plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK else "")
