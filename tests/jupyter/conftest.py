@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -53,8 +54,10 @@ Cell = Callable[[str], Ran]
 
 
 @pytest.fixture
-def shell() -> Iterator[Any]:
+def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A shell of its own, with `%load_ext memlab` done; sessions are undone when the test ends."""
+    # a doctest earlier in this process leaves its last value there, and IPython then keeps its own `_` out
+    monkeypatch.delattr(builtins, "_", raising=False)
     before = {name: getattr(sys, name) for name in ("displayhook", "excepthook")}
     main = sys.modules["__main__"]
     InteractiveShell.clear_instance()
