@@ -6,6 +6,7 @@ exchanged as Adam accumulates them, that is without bias correction.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -40,7 +41,7 @@ class Moments:
         return Moments(self.step, self.first.to(dtype), self.second.to(dtype))
 
 
-class StateFormat:
+class StateFormat(ABC):
     """One way of keeping moments.
 
     Attributes:
@@ -51,17 +52,17 @@ class StateFormat:
     keeps_first: ClassVar[bool] = True
     keeps_second: ClassVar[bool] = True
 
+    @abstractmethod
     def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
         """Whether the state of a parameter is in this format."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(self, parameter: torch.nn.Parameter, group: Group, moments: Moments) -> State:
         """Write moments in this format; new tensors, the old ones stay as they are."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, parameter: torch.nn.Parameter, group: Group, state: State) -> Moments:
         """Read moments out of this format."""
-        raise NotImplementedError
 
     def fresh(self, parameter: torch.nn.Parameter) -> State | None:
         """State before the first update, or None to let the optimizer create it."""
