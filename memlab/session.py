@@ -105,6 +105,7 @@ class Session:
         self._techniques: list[Technique] = []
         self._steps = 0
         self._window_open = False
+        self._skipped = False  # of the step that is under way
         self._thread = threading.get_ident()
         self._attach()
 
@@ -388,8 +389,6 @@ class Session:
             observer.step_ended(optimizer, skipped)
         self._steps += 1
         self._window_open = False
-
-    _skipped = False
 
 
 def fit(workload: Workload, plan: Plan | str = "", observers: Sequence[Observer] = ()) -> Session:
