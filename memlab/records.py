@@ -197,9 +197,6 @@ class Measurement:
             return None
         return max(self.timeline, key=lambda point: point.total_bytes).phase
 
-    def with_note(self, note: str) -> Measurement:
-        return replace(self, notes=(*self.notes, note))
-
 
 @dataclass(frozen=True)
 class Row:

@@ -62,8 +62,9 @@ def measurement(plan: str, activations_gib: float, samples_per_second: float, mi
 def comparison() -> Comparison:
     first = measurement("as written", 9.1, 1.31)
     accumulated = replace(measurement("--accumulate 4", 2.8, 1.27, 4), losses=(10.9, 10.2, 9.800002))
-    checkpointed = measurement("--accumulate 4 --checkpoint", 1.1, 0.98, 4).with_note(
-        "the peak is now in the loss: try --chunk-loss"
+    checkpointed = replace(
+        measurement("--accumulate 4 --checkpoint", 1.1, 0.98, 4),
+        notes=("the peak is now in the loss: try --chunk-loss",),
     )
     worse = replace(measurement("--offload optimizer", 9.2, 1.1), host_bytes=GIB)
     return Comparison(TITLE, (first, accumulated, checkpointed, worse), (EVENT,))

@@ -40,7 +40,7 @@ def test_short_notes_stand_beside_their_rows() -> None:
         Measurement(plan, "cpu", peak_bytes, None, 0, {}, (), (0.5,), 4, 0)
         for plan, peak_bytes in (("as written", 4), ("--fp16", 2))
     )
-    assert text.table(Comparison("t", (first, second.with_note("scale 65536")))) == (
+    assert text.table(Comparison("t", (first, replace(second, notes=("scale 65536",))))) == (
         """\
 t
 plan         peak allocated   vs first   samples/s   vs first   note
