@@ -193,9 +193,101 @@ class Measurement:
     @property
     def phase_of_peak(self) -> Phase | None:
         """What ran at the peak, from the timeline; None without one."""
-        if not self.timeline:
-            return None
-        return max(self.timeline, key=lambda point: point.total_bytes).phase
+        return _phase_of_peak(self.timeline)
+
+
+class Fit(StrEnum):
+    """Whether something predicted fits into a budget."""
+
+    YES = "fits"
+    NO = "does not fit"
+    UNCERTAIN = "uncertain"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a prediction fits, and by how much.
+
+    Args:
+        fit: the answer; uncertain when the budget lies within the interval of the prediction.
+        spare_bytes: budget less the predicted peak; negative when too much is needed.
+    """
+
+    fit: Fit
+    spare_bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Memory and speed of one plan, foretold; of the same shape as a `Measurement`.
+
+    Args:
+        plan: flags of the plan, or "as written".
+        device: name of the device it is foretold for.
+        peak_allocated_bytes: highest live bytes of a step.
+        peak_reserved_bytes: highest bytes the caching allocator reserves, None where there is none (CPU).
+        host_bytes: bytes memlab would keep in host memory or files for this plan.
+        breakdown: live bytes by category at the peak.
+        timeline: live bytes by category over one step, thinned; its seconds are predicted ones.
+        step_seconds: predicted time of a step; NaN where no rate of the device is known.
+        samples_per_step: rows of a step's batch.
+        tokens_per_step: tokens of a step's batch, 0 when inputs are no token ids.
+        interval_bytes: lowest and highest peak that would be no surprise, of what is compared with a budget.
+        interval_seconds: shortest and longest step that would be no surprise.
+        notes: what the prediction leaves out or takes for granted, in words.
+        refused: why the plan does not apply here; empty when it does. A refused plan has no numbers.
+    """
+
+    plan: str
+    device: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    host_bytes: int
+    breakdown: Mapping[str, int]
+    timeline: tuple[TimelinePoint, ...]
+    step_seconds: float
+    samples_per_step: float
+    tokens_per_step: float
+    interval_bytes: tuple[int, int]
+    interval_seconds: tuple[float, float]
+    notes: tuple[str, ...] = ()
+    refused: str = ""
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a budget must hold: the reserved peak where there is one, else the allocated peak."""
+        return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples per second; NaN when no time is predicted."""
+        return _ratio(self.samples_per_step, self.step_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second; 0 when the inputs are no token ids."""
+        return _ratio(self.tokens_per_step, self.step_seconds)
+
+    @property
+    def phase_of_peak(self) -> Phase | None:
+        """What would run at the peak; None without a timeline."""
+        return _phase_of_peak(self.timeline)
+
+    def verdict(self, budget_bytes: int) -> Verdict:
+        """Whether the plan fits into a budget.
+
+        Args:
+            budget_bytes: size of the device, or what may be used of it.
+        """
+        low, high = self.interval_bytes
+        spare_bytes = budget_bytes - self.needed_bytes
+        if self.refused or budget_bytes < low:
+            return Verdict(Fit.NO, spare_bytes)
+        return Verdict(Fit.YES if budget_bytes >= high else Fit.UNCERTAIN, spare_bytes)
+
+
+def _phase_of_peak(timeline: Sequence[TimelinePoint]) -> Phase | None:
+    return max(timeline, key=lambda point: point.total_bytes).phase if timeline else None
 
 
 @dataclass(frozen=True)
@@ -278,6 +370,27 @@ def _where_the_peak_is(measurement: Measurement) -> str:
     largest = max(measurement.breakdown, key=lambda category: measurement.breakdown[category])
     phase = measurement.phase_of_peak
     return f"the peak is in the {phase.words}, mostly {largest}" if phase else f"the peak is mostly {largest}"
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """The fastest plan that fits a budget, proven by running it.
+
+    Args:
+        title: what was trained, on what.
+        budget_bytes: what it had to fit into.
+        plan: the plan.
+        measurement: what it was measured at.
+        trials: every plan that was run, in order; those that did not fit have `fits` False.
+        predictions: what was foretold for every plan that was considered, best first.
+    """
+
+    title: str
+    budget_bytes: int
+    plan: Plan
+    measurement: Measurement
+    trials: tuple[Measurement, ...]
+    predictions: tuple[Prediction, ...]
 
 
 @dataclass(frozen=True)

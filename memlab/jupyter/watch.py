@@ -21,7 +21,7 @@ from torch import nn
 from memlab.errors import MemlabError
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress
-from memlab.measuring.cpu import tensors_in
+from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import row_of_failure
 from memlab.measuring.steps import Device, Meter, device_for
 from memlab.plan import Plan

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from memlab.measuring.cpu import Ledger, breakdown_at_peak
+from memlab.measuring.ledger import Ledger, breakdown_at_peak
 from memlab.records import Category, TimelinePoint
 from memlab.units import format_bytes
 

@@ -24,7 +24,8 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from memlab.errors import MemlabError, WorkloadError
-from memlab.measuring.cpu import CpuDevice, Holding, Ledger, Observation, tensors_in
+from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.ledger import Holding, Ledger, Observation, tensors_in
 from memlab.measuring.cuda import CudaDevice
 from memlab.plan import Plan
 from memlab.records import Category, Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps

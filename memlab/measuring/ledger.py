@@ -1,0 +1,458 @@
+"""The ledger: exact live bytes, from every storage born and freed during real training steps.
+
+Rules of the ledger, in the order in which they matter:
+
+1. Only outputs of operators are looked at, and only of operators that can give birth: views and
+   in-place updates are recognised once by their schema and then cost next to nothing.
+2. A storage is counted once, from its birth to its death, whatever views and ties point to it. Its
+   Python object lives as long as the storage does, so a weak reference to it tells the death.
+3. What lived before the step is known because it is named: parameters, buffers, gradients,
+   optimizer state, inputs; and what an observed step left alive is still tracked in the next.
+4. Categories are decided when the step is over, when gradients and state have found their place.
+5. The ledger lies at the bottom of the stack of dispatch modes. A mode that the user's code enters
+   or leaves during the step is then never disturbed: leaving a mode takes whatever is on top.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from operator import attrgetter
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+
+from memlab.records import AllocEvent, Category, Phase, TimelinePoint, thin, timeline_of
+from memlab.techniques.spill import is_spilled
+from memlab.units import format_bytes
+
+Holding = tuple[Category, torch.Tensor]
+
+
+class _Moment(IntEnum):
+    """What ran when a storage was born or freed; RECOMPUTE is a checkpoint's forward inside backward."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    RECOMPUTE = 2
+    STEP = 3
+    OTHER = 4
+
+
+# plain integers for the hot path, where looking up a member of an enum costs as much as the rest
+_BACKWARD, _RECOMPUTE = int(_Moment.BACKWARD), int(_Moment.RECOMPUTE)
+_FORWARD_LIKE = frozenset({int(_Moment.FORWARD), _RECOMPUTE, int(_Moment.OTHER)})
+_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.STEP, Phase.OTHER)
+_MOMENT_OF_PHASE = {
+    Phase.FORWARD: int(_Moment.FORWARD),
+    Phase.BACKWARD: _BACKWARD,
+    Phase.STEP: int(_Moment.STEP),
+    Phase.OTHER: int(_Moment.OTHER),
+}
+
+# seconds, bytes gained or lost, number of the storage, moment
+_RawEvent = tuple[float, int, int, int]
+
+
+class _Effect(IntEnum):
+    """What an operator can do to storages, from its schema."""
+
+    NONE = 0
+    BIRTH = 1
+    RESIZE = 2
+
+
+_RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
+# their schemas promise a view, but `torch.tensor(...)` shows its new storage only through this one
+_BEARING_VIEWS = frozenset({"aten::lift_fresh"})
+# their schemas promise a new tensor, but it shares its input's storage
+_UNSAFE_VIEWS = frozenset({"aten::_unsafe_view"})
+_effects: dict[Any, int] = {}
+_deferring: dict[type, bool] = {}
+
+
+def _effect_of(operator: Any) -> int:
+    """Look up, or learn, what an operator can do to storages."""
+    effect = _effects.get(operator)
+    if effect is None:
+        effect = _effects[operator] = _learn_effect(getattr(operator, "_schema", None))
+    return effect
+
+
+def _learn_effect(schema: Any) -> int:
+    if schema is None or schema.name in _BEARING_VIEWS:
+        return _Effect.BIRTH
+    if schema.name in _RESIZING or any(argument.is_out for argument in schema.arguments):
+        return _Effect.RESIZE
+    if schema.name in _UNSAFE_VIEWS:
+        return _Effect.NONE
+    return _Effect.BIRTH if any(returned.alias_info is None for returned in schema.returns) else _Effect.NONE
+
+
+def _defers(types: Iterable[type]) -> bool:
+    """Whether wrapper subclasses take part, which must first unfold into the plain tensors they hold."""
+    return any(_wraps(kind) for kind in types)
+
+
+def _wraps(kind: type) -> bool:
+    wraps = _deferring.get(kind)
+    if wraps is None:
+        wraps = _deferring[kind] = is_traceable_wrapper_subclass_type(kind)
+    return wraps
+
+
+class _Alive(weakref.ref[torch.UntypedStorage]):
+    """A tracked storage: a weak reference that carries what must be booked when it dies."""
+
+    __slots__ = ("key", "moment", "number", "size_bytes")
+
+    key: int
+    moment: int
+    number: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a ledger saw in one step.
+
+    Args:
+        peak_bytes: highest live bytes of the step.
+        baseline: bytes of every storage that lived when the step began, by number.
+    """
+
+    peak_bytes: int
+    baseline: Mapping[int, int]
+    _assigned: Mapping[int, Category]
+    _raw: tuple[_RawEvent, ...]
+    _start: float
+
+    @property
+    def events(self) -> tuple[AllocEvent, ...]:
+        """Births and deaths in order, each with its category."""
+        categories = self._categories()
+        return tuple(
+            AllocEvent(
+                seconds=seconds - self._start,
+                size_bytes=size_bytes,
+                storage=number,
+                category=categories.get(number, Category.TEMPORARIES),
+                phase=_PHASES[moment],
+            )
+            for seconds, size_bytes, number, moment in self._raw
+        )
+
+    @property
+    def baseline_bytes(self) -> dict[Category, int]:
+        """Bytes by category that lived when the step began."""
+        categories = self._categories()
+        summed: dict[Category, int] = {}
+        for number, size_bytes in self.baseline.items():
+            category = categories.get(number, Category.TEMPORARIES)
+            summed[category] = summed.get(category, 0) + size_bytes
+        return summed
+
+    def timeline(self) -> tuple[TimelinePoint, ...]:
+        """Live bytes by category over the step, thinned."""
+        return thin(timeline_of(self.events, self.baseline_bytes))
+
+    def _categories(self) -> dict[int, Category]:
+        saved = dict.fromkeys(_saved_for_backward(self._raw), Category.ACTIVATIONS)
+        return {**saved, **self._assigned}
+
+
+def breakdown_at_peak(timeline: Iterable[TimelinePoint]) -> dict[str, int]:
+    """Live bytes by category at the highest point, without the categories that are empty there."""
+    highest = max(timeline, key=lambda point: point.total_bytes)
+    return {str(category): size for category, size in highest.live_bytes.items() if size}
+
+
+def _saved_for_backward(raw: Iterable[_RawEvent]) -> set[int]:
+    """Storages born outside backward, or by a recomputation, that live when backward work follows."""
+    waiting: set[int] = set()
+    saved: set[int] = set()
+    for _, size_bytes, number, moment in raw:
+        if moment == _BACKWARD and waiting:
+            saved |= waiting
+            waiting.clear()
+        if size_bytes < 0:
+            waiting.discard(number)
+        elif moment in _FORWARD_LIKE:
+            waiting.add(number)
+    return saved
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves __init_subclass__ unannotated
+    """Exact live bytes of one device type, by watching operators.
+
+    Args:
+        device_type: storages of which devices count, "cpu" or "cuda".
+        capacity_bytes: size of the device; a birth past it raises `torch.OutOfMemoryError`.
+
+    Attributes:
+        live_bytes: bytes of the storages alive now.
+        peak_bytes: highest `live_bytes` since `begin`.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> ledger.begin([])
+        >>> with ledger:
+        ...     kept = torch.zeros(256)
+        >>> ledger.live_bytes
+        1024
+
+    Known limitations:
+        Memory that a kernel takes and frees inside one operator is invisible, as is code made by
+        `torch.compile`, and tensors that lived before the step without being named in `begin`.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device_type: str = "cpu", capacity_bytes: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # unannotated in torch
+        self.device_type = device_type
+        self.capacity_bytes = capacity_bytes
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._limit: float = math.inf if capacity_bytes is None else capacity_bytes
+        self._live: dict[int, _Alive] = {}
+        self._assigned: dict[int, Category] = {}
+        self._events: list[_RawEvent] = []
+        self._baseline: dict[int, int] = {}
+        self._born = 0
+        self._start = 0.0
+        self._moment = int(_Moment.OTHER)
+        self._watching = False
+        # reading the attribute is five times as fast as comparing `tensor.device.type`
+        self._is_here = attrgetter(f"is_{device_type}")
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # the wrapper this spares would import the compiler and cost more than the ledger itself
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @property
+    def phase(self) -> Phase:
+        """What runs outside backward; backward is recognised by itself."""
+        return _PHASES[self._moment]
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._moment = _MOMENT_OF_PHASE[phase]
+
+    @property
+    def watching(self) -> bool:
+        """Whether the ledger sees operators at present."""
+        return self._watching
+
+    def begin(self, holdings: Iterable[Holding]) -> None:
+        """Begin a step: what lives now is its baseline.
+
+        Args:
+            holdings: tensors that live already, with what they are for.
+        """
+        self._assigned = {alive.number: self._category_of_survivor(alive) for alive in self._live.values()}
+        self.know(holdings)
+        self._baseline = {alive.number: alive.size_bytes for alive in self._live.values()}
+        self._events = []
+        self.peak_bytes = self.live_bytes
+        self._start = perf_counter()
+
+    def know(self, holdings: Iterable[Holding]) -> None:
+        """Assign categories to tensors; those not tracked yet are counted from now on."""
+        for category, tensor in holdings:
+            for storage in _storages_of(tensor, self.device_type):
+                self._assign(storage, category)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def finish(self) -> Observation:
+        """What was seen since `begin`."""
+        return Observation(
+            peak_bytes=self.peak_bytes,
+            baseline=self._baseline,
+            _assigned=dict(self._assigned),
+            _raw=tuple(self._events),
+            _start=self._start,
+        )
+
+    def start(self) -> None:
+        """Watch this thread's operators, beneath the dispatch modes that are already there."""
+        if self not in _get_current_dispatch_mode_stack():
+            _restack(lambda modes: [self, *modes])
+        self._watching = True
+
+    def stop(self) -> None:
+        """Stop watching; on another thread than `start`, the mode stays there as a mere pass-through."""
+        self._watching = False
+        if self in _get_current_dispatch_mode_stack():
+            _restack(lambda modes: [mode for mode in modes if mode is not self])
+
+    def close(self) -> None:
+        """Stop, and forget every storage."""
+        self.stop()
+        self._live.clear()
+        self._assigned.clear()
+        self._baseline = {}
+        self._events = []
+        self.live_bytes = self.peak_bytes = 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and _defers(types):
+            return NotImplemented
+        first = self._born
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        effect = _effects.get(func)
+        if effect is None:
+            effect = _effect_of(func)
+        if not effect or not self._watching:
+            return out
+        if type(out) is torch.Tensor and effect == 1 and out.layout is torch.strided:
+            if self._is_here(out):
+                storage = out.untyped_storage()
+                if storage._cdata not in self._live:
+                    self._track(storage)
+        else:
+            self._see(out, effect)
+        if self.live_bytes > self.peak_bytes or self.live_bytes > self._limit:
+            if self.live_bytes > self._limit and self._asks_for_more(first, effect):
+                # the traceback keeps this frame: it must not keep the newborn and the inputs alive
+                out = args = kwargs = storage = None  # type: ignore[assignment] # nothing reads them again
+                self._refuse(first)
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return out
+
+    def _see(self, out: Any, effect: int) -> None:
+        """Book the outputs of an operator that are not simply one new tensor."""
+        for tensor in tensors_in(out):
+            for storage in _storages_of(tensor, self.device_type):
+                alive = self._live.get(storage._cdata)
+                if alive is None:
+                    self._track(storage)
+                elif effect == _Effect.RESIZE:
+                    self._resized(alive, storage.nbytes())
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        """Book a birth."""
+        size_bytes = storage.nbytes()
+        if not size_bytes or is_spilled(storage):
+            return
+        alive = _Alive(storage, self._died)
+        alive.key = key = storage._cdata
+        alive.size_bytes = size_bytes
+        alive.number = number = self._born = self._born + 1
+        alive.moment = moment = self._now()
+        self._live[key] = alive
+        self.live_bytes += size_bytes
+        self._events.append((perf_counter(), size_bytes, number, moment))
+
+    def _died(self, alive: _Alive) -> None:
+        """Book a death; called when the storage is gone."""
+        if self._live.pop(alive.key, None) is not None:
+            self.live_bytes -= alive.size_bytes
+            self._events.append((perf_counter(), -alive.size_bytes, alive.number, self._now()))
+
+    def _resized(self, alive: _Alive, size_bytes: int) -> None:
+        change_bytes = size_bytes - alive.size_bytes
+        if change_bytes:
+            alive.size_bytes = size_bytes
+            self.live_bytes += change_bytes
+            self._events.append((perf_counter(), change_bytes, alive.number, self._now()))
+
+    def _now(self) -> int:
+        if torch._C._current_graph_task_id() == -1:
+            return self._moment
+        return _RECOMPUTE if torch.is_grad_enabled() else _BACKWARD
+
+    def _assign(self, storage: torch.UntypedStorage, category: Category) -> None:
+        if storage._cdata not in self._live:
+            self._track(storage)
+        alive = self._live.get(storage._cdata)
+        if alive is not None and self._assigned.get(alive.number) is not Category.PARAMETERS:
+            self._assigned[alive.number] = category
+
+    def _category_of_survivor(self, alive: _Alive) -> Category:
+        """A storage that outlived its step unnamed is an output the loop still holds, unless the step made it."""
+        unnamed = Category.ACTIVATIONS if alive.moment in _FORWARD_LIKE else Category.TEMPORARIES
+        return self._assigned.get(alive.number, unnamed)
+
+    def _asks_for_more(self, first: int, effect: int) -> bool:
+        return self._born > first or effect == _Effect.RESIZE
+
+    def _refuse(self, first: int) -> None:
+        """Raise as the allocator of a GPU would; the newborn storages have just been dropped."""
+        asked_bytes = sum(size for _, size, number, _ in self._events if number > first and size > 0)
+        survivors = {alive.number for alive in self._live.values()}
+        self._events = [event for event in self._events if event[2] <= first or event[2] in survivors]
+        raise torch.OutOfMemoryError(_refusal(asked_bytes, self.live_bytes, int(self._limit), len(self._live)))
+
+
+def _refusal(asked_bytes: int, live_bytes: int, capacity_bytes: int, storages: int) -> str:
+    free_bytes = max(0, capacity_bytes - live_bytes)
+    return (
+        f"memlab CPU device out of memory. Tried to allocate {format_bytes(asked_bytes)}. "
+        f"Capacity {format_bytes(capacity_bytes)}, of which {format_bytes(free_bytes)} is free. "
+        f"{format_bytes(live_bytes)} is held by {storages} live storages."
+    )
+
+
+def _restack(change: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]]) -> None:
+    """Rebuild this thread's stack of dispatch modes, bottom first."""
+    modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+    for mode in change(modes[::-1]):
+        _push_mode(mode)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a nest of mappings, lists and tuples, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.UntypedStorage]:
+    """Storages behind a tensor on a device; of a wrapper subclass those of the tensors it holds."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages_of(getattr(tensor, name), device_type)
+    elif tensor.layout is torch.sparse_coo:
+        yield from _storages_of(tensor._indices(), device_type)
+        yield from _storages_of(tensor._values(), device_type)
+    elif tensor.device.type == device_type:
+        try:
+            yield tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            # opaque tensors have no storage that could be counted
+            return
