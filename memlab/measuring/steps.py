@@ -25,8 +25,8 @@ import torch
 
 from memlab.errors import MemlabError, WorkloadError
 from memlab.measuring.cpu import CpuDevice
-from memlab.measuring.ledger import Holding, Ledger, Observation, tensors_in
 from memlab.measuring.cuda import CudaDevice
+from memlab.measuring.ledger import Holding, Ledger, Observation, tensors_in
 from memlab.plan import Plan
 from memlab.records import Category, Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
 from memlab.workload import Batch
