@@ -6,6 +6,8 @@ MemlabError
 ├── RefusalError       a technique that cannot be applied to this model, with the nearest thing that works
 ├── MissingExtraError  an optional package that is not installed (also an ImportError)
 ├── SessionError       a session used after its end, or from inside a step
+├── TraceError         a step that cannot be foretold: which operator, and what to do instead
+├── BudgetError        a budget that no plan fits: how far off it is, and which GPU would do
 └── DoesNotFitError    a request a simulated device has no room for (in memlab.allocator)
 
 Each message says what was given, what is allowed and what to do. The magics print it as one
@@ -49,3 +51,20 @@ class MissingExtraError(MemlabError, ImportError):
 
 class SessionError(MemlabError):
     """A session that is used in a way it cannot serve."""
+
+
+class TraceError(MemlabError):
+    """A training step that cannot be foretold without running it.
+
+    Args:
+        message: what stands in the way, and what to do instead.
+        operator: the operator whose result depends on values; empty when it is something else.
+    """
+
+    def __init__(self, message: str, operator: str = "") -> None:
+        self.operator = operator
+        super().__init__(message)
+
+
+class BudgetError(MemlabError):
+    """A budget that no plan fits."""

@@ -141,6 +141,11 @@ class Session:
         """Bytes kept off the device by the techniques in force."""
         return sum(technique.host_bytes for technique in self._techniques)
 
+    def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype a parameter or buffer of the model has without any plan."""
+        changed = (t.canonical_dtype(tensor) for t in self._techniques)
+        return next((dtype for dtype in changed if dtype is not tensor.dtype), tensor.dtype)
+
     def switch(self, plan: Plan | str, *, now: bool = False) -> None:
         """Change to another plan, at once or at the next step boundary.
 

@@ -148,7 +148,7 @@ def training_step(workload: Workload) -> float:
     Returns:
         The loss.
     """
-    loss = _loss(workload)
+    loss = loss_of(workload)
     loss.backward()  # type: ignore[no-untyped-call]
     for optimizer in workload.optimizers:
         optimizer.step()
@@ -190,7 +190,12 @@ def _with(measurement: Measurement, losses: list[float], notes: tuple[str, ...])
     return replace(measurement, losses=finite, notes=(*measurement.notes, *notes))
 
 
-def _loss(workload: Workload) -> torch.Tensor:
+def loss_of(workload: Workload) -> torch.Tensor:
+    """The loss of a workload on its batch.
+
+    Raises:
+        WorkloadError: the model returns none, and there is no `loss_fn`.
+    """
     model, batch = workload.model, workload.batch
     if workload.loss_fn is not None:
         inputs, target = batch

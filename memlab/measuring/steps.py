@@ -26,9 +26,10 @@ import torch
 from memlab.errors import MemlabError, WorkloadError
 from memlab.measuring.cpu import CpuDevice
 from memlab.measuring.cuda import CudaDevice
+from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding, Ledger, Observation, tensors_in
 from memlab.plan import Plan
-from memlab.records import Category, Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
+from memlab.records import Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
 from memlab.workload import Batch
 
 _WARMUP_STEPS = 1
@@ -266,7 +267,7 @@ class Meter:
         if step is None:
             step = self._step = self._begin_step(batch)
         elif step.observed:
-            self._ledger.know(_inputs(batch))
+            self._ledger.know(inputs_of(batch))
         step.forwards += 1
         step.samples += samples_of(batch)
         step.tokens += tokens_of(batch)
@@ -337,7 +338,7 @@ class Meter:
     def _begin_step(self, batch: Batch) -> _OpenStep:
         observed = self.device.observes_every_step or self._is_due()
         step = _OpenStep(begin=self._last_end or self.device.mark(), observed=observed)
-        self._forget_peaks(step, _inputs(batch))
+        self._forget_peaks(step, inputs_of(batch))
         if observed:
             self._ledger.start()
         return step
@@ -416,17 +417,13 @@ class Meter:
             return [step for step in self._timed if step.period == period.number]
 
     def _parameters(self) -> Iterator[Holding]:
-        if self._model is not None:
-            yield from ((Category.PARAMETERS, tensor) for tensor in self._model.parameters())
-            yield from ((Category.PARAMETERS, tensor) for tensor in self._model.buffers())
+        return iter(()) if self._model is None else parameters_of(self._model)
 
     def _gradients(self) -> Iterator[Holding]:
-        parameters = self._model.parameters() if self._model is not None else ()
-        return ((Category.GRADIENTS, p.grad) for p in parameters if p.grad is not None)
+        return iter(()) if self._model is None else gradients_of(self._model)
 
     def _state(self) -> Iterator[Holding]:
-        states = (optimizer.state for optimizer in self._optimizers)
-        return ((Category.OPTIMIZER_STATE, tensor) for state in states for tensor in tensors_in(state))
+        return state_of(self._optimizers)
 
 
 def _measurement(period: _Period, device: Device, timed: Sequence[_TimedStep]) -> Measurement:
@@ -468,11 +465,6 @@ def steps_between_observations(observed_seconds: Sequence[float], plain_seconds:
 
 def _is_readable(loss: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_meta
-
-
-def _inputs(batch: Batch) -> Iterator[Holding]:
-    # inputs grow with the batch and are kept for backward, as activations are
-    return ((Category.ACTIVATIONS, tensor) for tensor in tensors_in((batch.args, batch.kwargs)))
 
 
 def samples_of(batch: Batch) -> int:

@@ -125,6 +125,10 @@ class Technique:
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         """Called after each update, skipped or not."""
 
+    def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype a parameter or buffer had before this technique; that of the tensor when it changed none."""
+        return tensor.dtype
+
     @property
     def host_bytes(self) -> int:
         """Bytes kept off the device on behalf of this technique."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Offloaded, Plan
 from memlab.techniques.base import ModelCall, Technique
@@ -25,6 +26,8 @@ from memlab.techniques.spill import Spill, resolve_tier
 from memlab.workload import Workload
 
 _SMALLEST_BYTES = 1024
+# wrapper subclasses keep their data elsewhere
+_MOVABLE = (torch.Tensor, FakeTensor)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class OffloadActivations(Technique):
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._model is not None
         staying = {
-            tensor.untyped_storage().data_ptr()
+            tensor.untyped_storage()._cdata
             for tensors in (self._model.parameters(), self._model.buffers())
             for tensor in tensors
         }
@@ -101,10 +104,10 @@ class OffloadActivations(Technique):
         seen: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[torch.Tensor]]],
     ) -> torch.Tensor | _Parked:
         assert self._spill is not None
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        if type(tensor) not in _MOVABLE or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
-        if storage.nbytes() < _SMALLEST_BYTES or storage.data_ptr() in staying:
+        if storage.nbytes() < _SMALLEST_BYTES or storage._cdata in staying:
             return tensor
         # a small view of a large storage is stored alone, contiguous
         whole = storage.nbytes() <= 2 * tensor.numel() * tensor.element_size()
@@ -114,9 +117,17 @@ class OffloadActivations(Technique):
         known = seen.get(key)
         stored = known[1]() if known and known[0]() is not None else None
         if stored is None:
-            stored = self._spill.store(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+            stored = self._spill.store(_whole_storage(tensor))
             seen[key] = (weakref.ref(storage), weakref.ref(stored))
         return _parked_view(stored, tensor, contiguous=False)
+
+
+def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes behind a tensor, as uint8: [storage bytes]."""
+    storage = tensor.untyped_storage()
+    if isinstance(tensor, FakeTensor):  # a fake storage fits no other tensor: one of the same size does as well
+        return _bytes_of(tensor).as_strided((storage.nbytes(),), (1,), 0)
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

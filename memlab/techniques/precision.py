@@ -155,6 +155,9 @@ class PrecisionChoice(Technique):
             high, self._masters[id(tensor)] = split_master(tensor.data)
             _set_data(tensor, high)
 
+    def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        return torch.float32 if id(tensor) in self._masters else tensor.dtype
+
     def _join(self, tensor: torch.Tensor) -> None:
         low = self._masters.pop(id(tensor), None)
         if low is not None:

@@ -1,7 +1,8 @@
 """Tensors that live off the device: in host memory beside a GPU, or in a file beside the CPU.
 
 A spilled tensor stays an ordinary tensor with the same shape and dtype, so optimizer state that
-holds one can still be read, saved and compared at any time.
+holds one can still be read, saved and compared at any time. A fake tensor (of a prediction) is
+spilled to a fake one, which takes up nothing anywhere.
 """
 
 from __future__ import annotations
@@ -9,19 +10,34 @@ from __future__ import annotations
 import mmap
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.plan import Tier
 
 _ALIGNMENT_BYTES = mmap.ALLOCATIONGRANULARITY
 _spilled_storages: set[int] = set()
+_spilling_fakes = False
 
 
 def is_spilled(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is file-backed by a `Spill`, so that it takes no memory of the device."""
-    return storage._cdata in _spilled_storages
+    """Whether a storage is kept elsewhere by a `Spill`, so that it takes no memory of the device."""
+    return _spilling_fakes or storage._cdata in _spilled_storages
+
+
+@contextmanager
+def _births_are_spilled() -> Iterator[None]:
+    """A ledger sees a fake storage at its birth, before it could be registered."""
+    global _spilling_fakes
+    _spilling_fakes = True
+    try:
+        yield
+    finally:
+        _spilling_fakes = False
 
 
 def resolve_tier(tier: Tier, device: torch.device, what: str) -> Tier:
@@ -62,7 +78,10 @@ class Spill:
         """A spilled tensor with the shape and dtype of another one, not filled yet."""
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        spilled = self._on_disk(tensor) if self.tier is Tier.DISK else self._on_host(tensor)
+        if isinstance(tensor, FakeTensor):
+            spilled = _faked(tensor)
+        else:
+            spilled = self._on_disk(tensor) if self.tier is Tier.DISK else self._on_host(tensor)
         size_bytes = spilled.untyped_storage().nbytes()
         self.stored_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.stored_bytes)
@@ -87,7 +106,18 @@ class Spill:
             file.truncate(size_bytes)
             mapping = mmap.mmap(file.fileno(), size_bytes)
         spilled = torch.frombuffer(mapping, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
-        storage = spilled.untyped_storage()
-        _spilled_storages.add(storage._cdata)
-        weakref.finalize(storage, _spilled_storages.discard, storage._cdata).atexit = False
+        _register(spilled)
         return spilled
+
+
+def _faked(tensor: torch.Tensor) -> torch.Tensor:
+    with _births_are_spilled():
+        spilled = tensor.new_empty(tensor.shape)
+    _register(spilled)
+    return spilled
+
+
+def _register(spilled: torch.Tensor) -> None:
+    storage = spilled.untyped_storage()
+    _spilled_storages.add(storage._cdata)
+    weakref.finalize(storage, _spilled_storages.discard, storage._cdata).atexit = False

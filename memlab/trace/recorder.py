@@ -1,0 +1,200 @@
+"""`Recorder`: a ledger for fake steps, which also prices every operator.
+
+Rules beyond those of the ledger:
+
+1. Tensors of integers run for real as long as they are small; everything that grows with the model is fake. A
+   factory of floats, whose result no argument makes fake, is made fake here.
+2. A fake has no value. Asked for one outside of the model (by an optimizer, a technique, a loop), the answer is
+   the one that means "nothing special": True, or 1. Asked by the model itself, the step cannot be foretold: the
+   answer would decide what it computes.
+3. An operator that reaches a live tensor of floats is refused: the twin must never touch what it was made from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+
+from memlab.errors import TraceError
+from memlab.measuring.ledger import Ledger, tensors_in
+from memlab.roofline import Work
+from memlab.units import MIB
+
+_MOST_REAL_BYTES = 16 * MIB
+_aten = torch.ops.aten
+_VALUES = frozenset(
+    (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default, _aten.allclose.default)
+)
+_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+_makes_from_nothing: dict[Any, bool] = {}
+
+# called with an operator, its arguments and its result
+Price = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Work | None]
+HiddenBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """One operator's work, and when it ran.
+
+    Args:
+        event: number of births and deaths booked before it.
+        work: what it had to do.
+        moment: what ran (see `memlab.measuring.ledger`).
+    """
+
+    event: int
+    work: Work
+    moment: int
+
+
+class Recorder(Ledger):
+    """Watches a step on a twin: births, deaths and work.
+
+    Args:
+        fake_mode: the mode the twin's tensors belong to.
+        price: tells the work of an operator, None for one that does none.
+        live: tensors of the live model, which no operator may touch.
+        hidden_bytes: tells the sizes of temporaries inside an operator; None where none are known.
+
+    Attributes:
+        priced: the operators that did work, in order.
+        in_model: whether the model itself runs, rather than what surrounds it.
+    """
+
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        price: Price,
+        live: Iterable[torch.Tensor] = (),
+        hidden_bytes: HiddenBytes | None = None,
+    ) -> None:
+        super().__init__("cpu")
+        self.priced: list[Priced] = []
+        self.in_model = False
+        self._fake_mode = fake_mode
+        self._price_of = price
+        self._live_storages = {tensor.untyped_storage()._cdata for tensor in live if tensor.is_floating_point()}
+        self._hidden_bytes = hidden_bytes
+
+    @property
+    def events_booked(self) -> int:
+        """Births and deaths since `begin`."""
+        return len(self._events)
+
+    @contextmanager
+    def model_runs(self) -> Iterator[None]:
+        """While the model's own forward runs."""
+        before, self.in_model = self.in_model, True
+        try:
+            yield
+        finally:
+            self.in_model = before
+
+    def begin(self, holdings: Any) -> None:
+        super().begin(holdings)
+        self.priced = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._watching:
+            return func(*args, **(kwargs or {}))
+        if func in _VALUES and FakeTensor in types:
+            return self._value(func, args)
+        if FakeTensor not in types:
+            return self._on_real(func, types, args, kwargs)
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        except _UNKNOWN as error:
+            raise self._untraceable(func) from error
+        if out is not NotImplemented:
+            self._price(func, args, kwargs or {}, out)
+        return out
+
+    def _on_real(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """An operator without a fake among its arguments: a factory, or one on integers."""
+        if makes_from_nothing(func):
+            if _makes_floats(func, args, kwargs or {}) or _elements(args) * 8 > _MOST_REAL_BYTES:
+                with self._fake_mode:
+                    return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if any(
+            tensor.is_floating_point() and tensor.untyped_storage()._cdata in self._live_storages
+            for tensor in tensors_in([*args])
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        ):
+            raise TraceError(
+                f"{func} reaches a tensor of the live model past the copy a prediction is made on (a loss function or "
+                f"hook that refers to the model?): hand it over as loss_fn=nn.Module, or measure the plan instead"
+            )
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _value(self, func: Any, args: tuple[Any, ...]) -> Any:
+        if self.in_model:
+            raise self._untraceable(func)
+        if func is not _aten._local_scalar_dense.default:
+            return True
+        dtype = args[0].dtype
+        return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+
+    def _untraceable(self, func: Any) -> TraceError:
+        return TraceError(
+            f"what this model computes depends on values ({func}), which a prediction does not have", str(func)
+        )
+
+    def _price(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        work = self._price_of(func, args, kwargs, out)
+        if work is None:
+            return
+        moment = self._now()
+        self.priced.append(Priced(len(self._events), work, moment))
+        if self._hidden_bytes is not None:
+            for size_bytes in self._hidden_bytes(func, args, kwargs, out):
+                self._book_temporary(size_bytes, moment)
+
+    def _book_temporary(self, size_bytes: int, moment: int) -> None:
+        """Bytes that live while an operator runs, beside its inputs and outputs."""
+        self._born += 1
+        now = perf_counter()
+        self._events.append((now, size_bytes, self._born, moment))
+        self._events.append((now, -size_bytes, self._born, moment))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + size_bytes)
+
+
+def makes_from_nothing(func: Any) -> bool:
+    """Whether an operator makes tensors without being given any."""
+    known = _makes_from_nothing.get(func)
+    if known is None:
+        schema = getattr(func, "_schema", None)
+        known = schema is not None and not any("Tensor" in str(argument.type) for argument in schema.arguments)
+        _makes_from_nothing[func] = known
+    return known
+
+
+def _makes_floats(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a factory's result holds floats, and more than one."""
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        numbers = [value for value in args if isinstance(value, (int, float))]
+        counts = func._schema.name in ("aten::arange", "aten::full", "aten::scalar_tensor", "aten::randint")
+        dtype = torch.get_default_dtype() if not counts or any(isinstance(n, float) for n in numbers) else torch.int64
+    return bool(dtype.is_floating_point) and (_elements(args) > 1 or func._schema.name == "aten::arange")
+
+
+def _elements(args: tuple[Any, ...]) -> int:
+    size = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+    return math.prod(size) if size else 1

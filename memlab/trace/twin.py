@@ -1,0 +1,249 @@
+"""A twin of live objects that has their shapes, but no values and no memory.
+
+Rules of the twin:
+
+1. Floating-point tensors become fake ones on the CPU, whatever device they are on; integer and boolean
+   tensors stay real, as copies, so that decisions a model takes from masks, labels and positions are the real
+   ones.
+2. The twin is what the user wrote: forwards that memlab patched are those of the class again, parameters have
+   the dtype they had before a plan changed it, and the optimizer has the settings, but no state.
+3. Hooks on modules are left behind unless torch made them (weight norm, pruning): a user's hook may keep what
+   it sees, and would then keep fakes.
+4. Nothing of the live objects is written to. What cannot be copied is shared.
+
+Source: `torch._subclasses.fake_tensor`, https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from memlab.errors import TraceError
+from memlab.session import session_of
+from memlab.workload import Workload
+
+_CPU = torch.device("cpu")
+_MODULE_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_OPTIMIZER_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+# objects a module may refer to that are no part of it, and that lead to the whole program
+_FOREIGN_ATTRIBUTES = ("_trainer", "_fabric")
+
+
+class TwinWorkload(Workload):
+    """A workload of fakes that says it is on the device it stands for.
+
+    Args:
+        device: the device the live workload is on, or the one it is foretold for.
+        **given: as for `Workload`.
+    """
+
+    def __init__(self, device: torch.device, **given: Any) -> None:
+        self._stands_for = device
+        super().__init__(**given)
+
+    @property
+    def device(self) -> torch.device:
+        return self._stands_for
+
+
+class Twin:
+    """The fake counterpart of a workload.
+
+    Args:
+        workload: the live objects, with a batch; they are not changed.
+        device: the device the twin says it is on.
+
+    Attributes:
+        fake_mode: the mode all fake tensors belong to.
+        workload: fake model, optimizers without state, batch and loss function.
+        notes: what was left behind, in words.
+
+    Raises:
+        TraceError: the model cannot be copied.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> twin = Twin(Workload(model, torch.optim.SGD(model.parameters()), batch=torch.zeros(3, 4)))
+        >>> twin.workload.model.weight.shape, twin.workload.model.weight.device.type
+        (torch.Size([2, 4]), 'cpu')
+    """
+
+    def __init__(self, workload: Workload, device: torch.device | None = None) -> None:
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.notes: list[str] = []
+        self._live = workload
+        self._memo: dict[int, Any] = {}
+        model = self._copied_model(workload.model)
+        self._leave_hooks_behind(model)
+        self.workload = TwinWorkload(
+            device or workload.device,
+            model=model,
+            optimizer=[self._copied_optimizer(optimizer) for optimizer in workload.optimizers],
+            batch=self._copied_batch(workload.batch),
+            loss_fn=self._copied_loss(workload.loss_fn),
+            name=workload.name,
+        )
+
+    def take(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """The batch with each tensor put through a function (to make it larger or smaller)."""
+        return tree_map(lambda leaf: rows(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.workload.batch)
+
+    def forget(self) -> None:
+        """Drop gradients and optimizer state, to start anew."""
+        for parameter in self.workload.model.parameters():
+            parameter.grad = None
+        for optimizer in self.workload.optimizers:
+            optimizer.state.clear()
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def _copied_model(self, model: nn.Module) -> nn.Module:
+        session = session_of(model)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if type(tensor) in (torch.Tensor, nn.Parameter):
+                dtype = tensor.dtype if session is None else session.canonical_dtype(tensor)
+                self._memo[id(tensor)] = self._counterpart(tensor, dtype)
+        for module in model.modules():
+            for name in _FOREIGN_ATTRIBUTES:
+                if (foreign := module.__dict__.get(name)) is not None:
+                    self._memo[id(foreign)] = foreign
+        copied: nn.Module = self._copied(model, "model")
+        return copied
+
+    def _copied(self, value: Any, what: str) -> Any:
+        with _FakeCopies(self._counterpart):
+            try:
+                return copy.deepcopy(value, self._memo)
+            except Exception:  # noqa: BLE001 - anything may come out of a class's own __deepcopy__
+                _share_what_cannot_be_copied(value, self._memo)
+            try:
+                return copy.deepcopy(value, self._memo)
+            except Exception as error:
+                raise TraceError(
+                    f"{what} {type(value).__name__} cannot be copied for a prediction: {error}; "
+                    f"give it a __deepcopy__, or measure the plan instead: measure(workload, plan)"
+                ) from error
+
+    def _counterpart(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """What stands for a live tensor: a fake for floats, a copy on the CPU for integers."""
+        dtype = dtype or tensor.dtype
+        if tensor.layout is not torch.strided:
+            raise TraceError(f"a {str(tensor.layout).removeprefix('torch.')} tensor of the model cannot be foretold")
+        if not (dtype.is_floating_point or dtype.is_complex):
+            made = tensor.detach().to(_CPU, copy=True)
+        else:
+            with self.fake_mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_CPU)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad) if made.is_floating_point() else made
+
+    def _copied_optimizer(self, live: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        twin: torch.optim.Optimizer = object.__new__(type(live))
+        kept = {name: value for name, value in live.__dict__.items() if name != "step"}  # schedulers patch step
+        twin.__dict__.update(kept)
+        twin.__dict__.update({name: OrderedDict() for name in _OPTIMIZER_HOOKS if name in kept})
+        twin.param_groups = [self._copied_group(group) for group in live.param_groups]
+        twin.state = defaultdict(dict)
+        return twin
+
+    def _copied_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        known = [self._memo[id(p)] for p in group["params"] if id(p) in self._memo]
+        # parameters of other models: they have no part in this one's step
+        settings = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        return {**settings, "params": known}
+
+    def _copied_batch(self, batch: Any) -> Any:
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in self._memo:  # labels may be the very tensor the inputs are
+                self._memo[id(leaf)] = self._counterpart(leaf)
+            return self._memo[id(leaf)]
+
+        return tree_map(copied, batch)
+
+    def _copied_loss(self, loss_fn: Any) -> Any:
+        return self._copied(loss_fn, "loss_fn") if isinstance(loss_fn, nn.Module) else loss_fn
+
+    def _leave_hooks_behind(self, model: nn.Module) -> None:
+        left = 0
+        for module in model.modules():
+            for name in _MODULE_HOOKS:
+                hooks = getattr(module, name)
+                for key in [key for key, hook in hooks.items() if not _is_torchs(hook)]:
+                    del hooks[key]
+                    for options in _HOOK_OPTIONS:
+                        getattr(module, options).pop(key, None)
+                    left += 1
+        if left:
+            self.notes.append(f"{left} hook{'s' if left > 1 else ''} on modules left out of the prediction")
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a fake tensor."""
+    return isinstance(value, FakeTensor)
+
+
+def live_tensors(workload: Workload) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of the live model."""
+    yield from workload.model.parameters()
+    yield from workload.model.buffers()
+
+
+class _FakeCopies(TorchFunctionMode):
+    """Lets deepcopy make counterparts of tensors."""
+
+    def __init__(self, counterpart: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._counterpart = counterpart
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and type(args[0]) in (torch.Tensor, nn.Parameter):
+            tensor, memo = args[0], args[1]
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._counterpart(tensor)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _share_what_cannot_be_copied(value: Any, memo: dict[int, Any]) -> None:
+    """Let copies share attributes of modules that refuse to be copied (locks, files, loggers)."""
+    if not isinstance(value, nn.Module):
+        return
+    for module in value.modules():
+        for name, attribute in module.__dict__.items():
+            if name in ("_modules", "_parameters", "_buffers") or id(attribute) in memo:
+                continue
+            try:
+                copy.deepcopy(attribute, dict(memo))
+            except Exception:  # noqa: BLE001 - anything may come out of a class's own __deepcopy__
+                memo[id(attribute)] = attribute
+
+
+def _is_torchs(hook: Any) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.")
