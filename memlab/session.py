@@ -141,6 +141,11 @@ class Session:
         """Bytes kept off the device by the techniques in force."""
         return sum(technique.host_bytes for technique in self._techniques)
 
+    @property
+    def held_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Parts of parameters that the techniques in force keep on the device, beside the model."""
+        return tuple(tensor for technique in self._techniques for tensor in technique.held_tensors)
+
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype a parameter or buffer of the model has without any plan."""
         changed = (t.canonical_dtype(tensor) for t in self._techniques)
@@ -435,6 +440,20 @@ def fit(workload: Workload, plan: Plan | str = "", observers: Sequence[Observer]
         session.undo()
         raise
     return session
+
+
+def check(workload: Workload, plan: Plan) -> None:
+    """Ask every technique of a plan whether it applies, without applying any.
+
+    Raises:
+        RefusalError: the first one that does not.
+    """
+    for kind in TECHNIQUES:
+        if kind.wanted(plan):
+            technique = kind(plan)
+            technique.check(workload)
+            for optimizer in workload.optimizers:
+                technique.check_optimizer(optimizer)
 
 
 def session_of(model: nn.Module) -> Session | None:

@@ -324,7 +324,7 @@ class TestInTheLoop:
             assert refusal(loss.backward, SessionError) == text
 
     def test_large_logits_before_and_after_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_micro, "_LAZY_FROM_BYTES", 0)
+        monkeypatch.setattr(_micro, "LAZY_FROM_BYTES", 0)
         model = TiedLanguageModel()
         optimizer = torch.optim.AdamW(model.parameters())
         batch = prompted_batch(0)

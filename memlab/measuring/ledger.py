@@ -15,6 +15,7 @@ Rules of the ledger, in the order in which they matter:
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,7 +56,7 @@ class _Moment(IntEnum):
 # plain integers for the hot path, where looking up a member of an enum costs as much as the rest
 _BACKWARD, _RECOMPUTE = int(_Moment.BACKWARD), int(_Moment.RECOMPUTE)
 _FORWARD_LIKE = frozenset({int(_Moment.FORWARD), _RECOMPUTE, int(_Moment.OTHER)})
-_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.STEP, Phase.OTHER)
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.STEP, Phase.OTHER)
 _MOMENT_OF_PHASE = {
     Phase.FORWARD: int(_Moment.FORWARD),
     Phase.BACKWARD: _BACKWARD,
@@ -64,7 +65,7 @@ _MOMENT_OF_PHASE = {
 }
 
 # seconds, bytes gained or lost, number of the storage, moment
-_RawEvent = tuple[float, int, int, int]
+RawEvent = tuple[float, int, int, int]
 
 
 class _Effect(IntEnum):
@@ -132,33 +133,34 @@ class Observation:
     Args:
         peak_bytes: highest live bytes of the step.
         baseline: bytes of every storage that lived when the step began, by number.
+        raw: births and deaths in order: seconds, bytes, number of the storage, moment.
     """
 
     peak_bytes: int
     baseline: Mapping[int, int]
+    raw: tuple[RawEvent, ...]
     _assigned: Mapping[int, Category]
-    _raw: tuple[_RawEvent, ...]
     _start: float
 
     @property
     def events(self) -> tuple[AllocEvent, ...]:
         """Births and deaths in order, each with its category."""
-        categories = self._categories()
+        categories = self.categories
         return tuple(
             AllocEvent(
                 seconds=seconds - self._start,
                 size_bytes=size_bytes,
                 storage=number,
                 category=categories.get(number, Category.TEMPORARIES),
-                phase=_PHASES[moment],
+                phase=PHASES[moment],
             )
-            for seconds, size_bytes, number, moment in self._raw
+            for seconds, size_bytes, number, moment in self.raw
         )
 
     @property
     def baseline_bytes(self) -> dict[Category, int]:
         """Bytes by category that lived when the step began."""
-        categories = self._categories()
+        categories = self.categories
         summed: dict[Category, int] = {}
         for number, size_bytes in self.baseline.items():
             category = categories.get(number, Category.TEMPORARIES)
@@ -169,8 +171,10 @@ class Observation:
         """Live bytes by category over the step, thinned."""
         return thin(timeline_of(self.events, self.baseline_bytes))
 
-    def _categories(self) -> dict[int, Category]:
-        saved = dict.fromkeys(_saved_for_backward(self._raw), Category.ACTIVATIONS)
+    @functools.cached_property
+    def categories(self) -> dict[int, Category]:
+        """What each storage is for, by number; those that are missing are temporaries."""
+        saved = dict.fromkeys(_saved_for_backward(self.raw), Category.ACTIVATIONS)
         return {**saved, **self._assigned}
 
 
@@ -180,7 +184,7 @@ def breakdown_at_peak(timeline: Iterable[TimelinePoint]) -> dict[str, int]:
     return {str(category): size for category, size in highest.live_bytes.items() if size}
 
 
-def _saved_for_backward(raw: Iterable[_RawEvent]) -> set[int]:
+def _saved_for_backward(raw: Iterable[RawEvent]) -> set[int]:
     """Storages born outside backward, or by a recomputation, that live when backward work follows."""
     waiting: set[int] = set()
     saved: set[int] = set()
@@ -230,7 +234,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves
         self._limit: float = math.inf if capacity_bytes is None else capacity_bytes
         self._live: dict[int, _Alive] = {}
         self._assigned: dict[int, Category] = {}
-        self._events: list[_RawEvent] = []
+        self._events: list[RawEvent] = []
         self._baseline: dict[int, int] = {}
         self._born = 0
         self._start = 0.0
@@ -251,7 +255,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves
     @property
     def phase(self) -> Phase:
         """What runs outside backward; backward is recognised by itself."""
-        return _PHASES[self._moment]
+        return PHASES[self._moment]
 
     @phase.setter
     def phase(self, phase: Phase) -> None:
@@ -288,7 +292,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves
             peak_bytes=self.peak_bytes,
             baseline=self._baseline,
             _assigned=dict(self._assigned),
-            _raw=tuple(self._events),
+            raw=tuple(self._events),
             _start=self._start,
         )
 

@@ -19,7 +19,7 @@ from memlab.units import MIB
 _FIELD = "accumulation"
 _KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
 # an output larger than this is computed only when the loop looks at it
-_LAZY_FROM_BYTES = 16 * MIB
+LAZY_FROM_BYTES = 16 * MIB
 # scale of the inner backward under a loop's own fp16, until its scaler has shown its own
 _FIRST_LOOP_SCALE = 2.0**16
 
@@ -259,7 +259,7 @@ class MicroRun:
         if not self._fused or joined.dim is None or self._learnt.reads_outputs:
             return False
         size_bytes = leaf.numel() * leaf.element_size() * len(self._micro_batches)
-        return isinstance(leaf, LazyTensor) or size_bytes > _LAZY_FROM_BYTES
+        return isinstance(leaf, LazyTensor) or size_bytes > LAZY_FROM_BYTES
 
     def _backward_of_loss(self, micro_batch: Call, loss: torch.Tensor, weight: float) -> None:
         if weight:  # without a target the mean of this micro-batch is 0/0

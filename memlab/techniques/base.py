@@ -130,6 +130,11 @@ class Technique:
         return tensor.dtype
 
     @property
+    def held_tensors(self) -> Sequence[torch.Tensor]:
+        """Parts of parameters that this technique keeps on the device, beside the model."""
+        return ()
+
+    @property
     def host_bytes(self) -> int:
         """Bytes kept off the device on behalf of this technique."""
         return 0

@@ -158,6 +158,10 @@ class PrecisionChoice(Technique):
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return torch.float32 if id(tensor) in self._masters else tensor.dtype
 
+    @property
+    def held_tensors(self) -> Sequence[torch.Tensor]:
+        return tuple(self._masters.values())
+
     def _join(self, tensor: torch.Tensor) -> None:
         low = self._masters.pop(id(tensor), None)
         if low is not None:

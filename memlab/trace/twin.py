@@ -106,9 +106,12 @@ class Twin:
             name=workload.name,
         )
 
-    def take(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """The batch with each tensor put through a function (to make it larger or smaller)."""
-        return tree_map(lambda leaf: rows(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.workload.batch)
+    def with_batch(self, batch: Any) -> Workload:
+        """The same fake objects with another batch."""
+        twin = self.workload
+        return TwinWorkload(
+            twin.device, model=twin.model, optimizer=twin.optimizers, batch=batch, loss_fn=twin.loss_fn, name=twin.name
+        )
 
     def forget(self) -> None:
         """Drop gradients and optimizer state, to start anew."""

@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,8 @@ from memlab.roofline import Kind, Work
 from memlab.techniques.spill import is_spilled
 
 _Args = tuple[Any, ...]
-_Flops = Callable[[_Args, Any], float]
+_Flops = Callable[[_Args], float]
+_Pricer = Callable[[_Args, Mapping[str, Any], Any], Work | None]
 
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
@@ -52,10 +54,11 @@ def work_of(func: Any, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work
     Known limitations:
         An operator without a formula is priced by its memory traffic alone.
     """
-    rule = _rules.get(func, _UNKNOWN)
-    if rule is _UNKNOWN:
+    try:
+        rule = _rules[func]
+    except KeyError:
         rule = _rules[func] = _learnt(func)
-    return None if rule is None else rule(args, kwargs, out)  # type: ignore[misc,operator,no-any-return]
+    return None if rule is None else rule(args, kwargs, out)
 
 
 # --- sizes ----------------------------------------------------------------------------------------
@@ -93,58 +96,64 @@ def _floating_dtype(args: Sequence[Any]) -> str:
 # --- products -------------------------------------------------------------------------------------
 
 
-def _mm(args: _Args, out: Any) -> float:
-    return 2.0 * args[0].shape[-1] * out.numel()
+def _matrices(args: _Args) -> float:
+    return 2.0 * float(args[0].numel() * args[1].shape[-1])
 
 
-def _addmm(args: _Args, out: Any) -> float:
-    return 2.0 * args[1].shape[-1] * out.numel()
+def _added_matrices(args: _Args) -> float:
+    return _matrices(args[1:])
 
 
-def _mv(args: _Args, out: Any) -> float:
-    return 2.0 * args[0].numel()
+def _linear(args: _Args) -> float:
+    return 2.0 * float(args[0].numel() * args[1].shape[0])
 
 
-def _addmv(args: _Args, out: Any) -> float:
-    return 2.0 * args[1].numel()
+def _vector(args: _Args) -> float:
+    return 2.0 * float(args[0].numel())
 
 
-def _attention(args: _Args, out: Any) -> float:
+def _added_vector(args: _Args) -> float:
+    return _vector(args[1:])
+
+
+def _attention(args: _Args) -> float:
     """Queries with keys, and weights with values; causal masks are counted in full, as torch does."""
     query, key, value = args[:3]  # [b, h, s, d]
-    rows = query.shape[0] * query.shape[1] * query.shape[2]
-    return 2.0 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    return 2.0 * _scores(query, key) * float(query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(args: _Args, out: Any) -> float:
+def _attention_backward(args: _Args) -> float:
     """Five products for the forward's two: the weights are computed again."""
     query, key, value = args[1:4]
-    rows = query.shape[0] * query.shape[1] * query.shape[2]
-    return 2.0 * rows * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+    return 2.0 * _scores(query, key) * float(3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-def _rnn_layer(args: _Args, out: Any) -> float:
+def _scores(query: torch.Tensor, key: torch.Tensor) -> float:
+    return float(math.prod(query.shape[:-1]) * key.shape[-2])
+
+
+def _rnn_layer(args: _Args) -> float:
     """The two products of a recurrent layer, with its input and with its state; weights serve every time step."""
     inputs, *weights = args[:3]
-    return 2.0 * inputs.numel() / inputs.shape[-1] * sum(weight.numel() for weight in weights)
+    return 2.0 * float(math.prod(inputs.shape[:-1]) * sum(weight.numel() for weight in weights))
 
 
-def _rnn_layer_backward(args: _Args, out: Any) -> float:
-    return 2 * _rnn_layer(args, out)
+def _rnn_layer_backward(args: _Args) -> float:
+    return 2 * _rnn_layer(args)
 
 
 _PRODUCTS: dict[str, _Flops] = {
-    "aten::mm": _mm,
-    "aten::bmm": _mm,
-    "aten::linear": _mm,
-    "aten::addmm": _addmm,
-    "aten::_addmm_activation": _addmm,
-    "aten::baddbmm": _addmm,
-    "aten::addbmm": _addmm,
-    "aten::mv": _mv,
-    "aten::dot": _mv,
-    "aten::vdot": _mv,
-    "aten::addmv": _addmv,
+    "aten::mm": _matrices,
+    "aten::bmm": _matrices,
+    "aten::linear": _linear,
+    "aten::addmm": _added_matrices,
+    "aten::_addmm_activation": _added_matrices,
+    "aten::baddbmm": _added_matrices,
+    "aten::addbmm": _added_matrices,
+    "aten::mv": _vector,
+    "aten::dot": _vector,
+    "aten::vdot": _vector,
+    "aten::addmv": _added_vector,
     "aten::mkldnn_rnn_layer": _rnn_layer,
     "aten::mkldnn_rnn_layer_backward": _rnn_layer_backward,
 }
@@ -158,27 +167,6 @@ _ATTENTION: dict[str, _Flops] = {
     "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
     "aten::_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
 }
-
-
-class _FormulaOfTorch:
-    """A formula of torch's registry; it walks its arguments as a tree, so its answers are kept by shape."""
-
-    def __init__(self, formula: Callable[..., Any]) -> None:
-        self._formula = formula
-        self._known: dict[Any, float] = {}
-
-    def __call__(self, args: _Args, out: Any) -> float:
-        key = (_shapes(args), _shapes(out))
-        flops = self._known.get(key)
-        if flops is None:
-            flops = self._known[key] = float(self._formula(*args, out_val=out))
-        return flops
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape
-    return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else value
 
 
 # --- other arithmetic -----------------------------------------------------------------------------
@@ -206,6 +194,9 @@ _KINDS: dict[str, Kind] = {
     "bitsandbytes::quantize_blockwise": Kind.QUANTIZATION,
     "bitsandbytes::dequantize_blockwise": Kind.QUANTIZATION,
 }
+# passes over the elements for one of softmax's: the CPU's kernels look for rows that are masked as a whole, and take one
+# element at a time for pooling (torch 2.13)
+_PASSES = {"aten::_safe_softmax": 3, "aten::max_pool2d_with_indices": 7}
 _GELU = frozenset({"aten::gelu", "aten::gelu_backward"})
 
 
@@ -270,9 +261,7 @@ class _Rule:
             0 if at == skipped else 1 if argument.is_out or (is_only_written and written[at]) else 1 + written[at]
             for at, argument in enumerate(arguments)
         ]
-        self._times_by_name = {
-            argument.name: times for argument, times in zip(arguments, self._times, strict=True)
-        }
+        self._times_by_name = {argument.name: times for argument, times in zip(arguments, self._times, strict=True)}
         returns_its_arguments = schema.returns and all(_is_written(returned) for returned in schema.returns)
         self._makes_tensors = bool(schema.returns) and not returns_its_arguments
         if any(written) and not self._makes_tensors and self.kind is Kind.ELEMENTWISE:
@@ -282,16 +271,19 @@ class _Rule:
         self._looks_up = skipped >= 0 and not name.endswith("_backward")
         self._is_random = self.kind is Kind.RANDOM
         self._is_gelu = name in _GELU
+        self._passes = _PASSES.get(name, 1)
 
-    def __call__(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work:
+    def __call__(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work | None:
         moved = self._moved_bytes(args, kwargs, out)
+        if not moved:  # tensors without elements: nothing is launched
+            return None
         kind, flops = self.kind, 0.0
         if kind is not Kind.ELEMENTWISE and kind is not Kind.IN_PLACE:
             kind, flops = self._arithmetic(args, kwargs, out)
         if self._is_copy:
             host = _crossing_bytes(args, out)
-            return Work(flops, max(0, moved - host), "other", 1, host, kind)
-        return Work(flops, moved, "other", self._kernels, 0, kind)
+            return Work(flops, max(0, moved - host), "other", 1, host, kind, self._made_bytes(out))
+        return Work(flops, moved, "other", self._kernels, 0, kind, self._made_bytes(out))
 
     def _arithmetic(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> tuple[str, float]:
         if self._is_random:
@@ -301,7 +293,7 @@ class _Rule:
             return Kind.TANH, float(_numel_of_largest(args))
         if self._name == "bitsandbytes::optimizer_update_8bit_blockwise":
             return self.kind, float(args[2].numel())
-        return self.kind, float(_numel_of_largest(args))
+        return self.kind, float(self._passes * _numel_of_largest(args))
 
     def _moved_bytes(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> int:
         moved = 0
@@ -318,9 +310,14 @@ class _Rule:
                 if isinstance(arg, (torch.Tensor, list, tuple)):
                     moved += self._times_by_name.get(name, 0) * _bytes_in((arg,))
         if self._makes_tensors:
-            made = size_bytes_of(out) if isinstance(out, torch.Tensor) else _bytes_in((out,))
+            made = self._made_bytes(out)
             moved += 2 * made if self._looks_up else made
         return moved
+
+    def _made_bytes(self, out: Any) -> int:
+        if not self._makes_tensors:
+            return 0
+        return size_bytes_of(out) if isinstance(out, torch.Tensor) else _bytes_in((out,))
 
 
 class _ProductRule(_Rule):
@@ -333,16 +330,38 @@ class _ProductRule(_Rule):
 
     def __call__(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work:
         moved = self._moved_bytes(args, kwargs, out)
-        return Work(self._flops(args, out), moved, _floating_dtype(args), self._kernels, 0, self.kind)
+        flops, made = self._flops_of(args, kwargs, out), self._made_bytes(out)
+        return Work(flops, moved, _floating_dtype(args), self._kernels, 0, self.kind, made)
+
+    def _flops_of(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> float:
+        return self._flops(args)
+
+
+class _FormulaRule(_ProductRule):
+    """A formula of torch's registry, which walks its arguments as a tree: its answers are kept by shape."""
+
+    def __init__(self, name: str, schema: Any, kind: Kind, formula: Callable[..., Any]) -> None:
+        super().__init__(name, schema, kind, formula)
+        self._formula = formula
+        self._known: dict[Any, float] = {}
+
+    def _flops_of(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> float:
+        key = (_shapes(args), _shapes(out))
+        flops = self._known.get(key)
+        if flops is None:
+            flops = self._known[key] = float(self._formula(*args, **kwargs, out_val=out))
+        return flops
 
 
 class _ForeachRule(_Rule):
     """How to price an operator over lists of tensors, which takes few launches."""
 
-    def __call__(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work:
+    def __call__(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work | None:
         work = super().__call__(args, kwargs, out)
+        if work is None:
+            return None
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
-        return Work(work.flops, work.moved_bytes, work.dtype, _launches(lists), work.host_bytes, self.kind)
+        return dataclasses.replace(work, kernels=_launches(lists))
 
 
 def _launches(lists: Sequence[Sequence[torch.Tensor]]) -> int:
@@ -359,6 +378,12 @@ class _Item:
     def __call__(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work:
         size_bytes = args[0].element_size()
         return Work(0.0, size_bytes, "other", 1, 0 if args[0].is_cpu else size_bytes)
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_written(argument: Any) -> bool:
@@ -392,11 +417,10 @@ def _is_in_file(tensor: torch.Tensor) -> bool:
 
 # --- the rule of an operator ----------------------------------------------------------------------
 
-_UNKNOWN: Any = object()
-_rules: dict[Any, Callable[[_Args, Mapping[str, Any], Any], Work] | None] = {}
+_rules: dict[Any, _Pricer | None] = {}
 
 
-def _learnt(func: Any) -> Callable[[_Args, Mapping[str, Any], Any], Work] | None:
+def _learnt(func: Any) -> _Pricer | None:
     """The rule of an operator, None where there is no work."""
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator: what runs inside is seen by itself
@@ -407,12 +431,13 @@ def _learnt(func: Any) -> Callable[[_Args, Mapping[str, Any], Any], Work] | None
     if name in _NO_WORK or _is_view(schema) or not _touches_tensors(schema):
         return None
     for kind, table in ((Kind.PRODUCT, _PRODUCTS), (Kind.ATTENTION, _ATTENTION)):
-        if name in table:
-            return _ProductRule(name, schema, kind, table[name])
+        flops = table.get(name.removesuffix("_"))  # addmm_ as addmm
+        if flops is not None:
+            return _ProductRule(name, schema, kind, flops)
     formula = flop_registry.get(getattr(func, "overloadpacket", None))
     if formula is not None:
         kind = Kind.ATTENTION if "attention" in name else Kind.PRODUCT
-        return _ProductRule(name, schema, kind, _FormulaOfTorch(formula))
+        return _FormulaRule(name, schema, kind, formula)
     if name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")) and "rms_norm" not in name:
         return _ForeachRule(name, schema)
     return _Rule(name, schema)

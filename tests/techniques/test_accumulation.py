@@ -274,7 +274,7 @@ class TestLargeOutputs:
 
     @pytest.fixture(autouse=True)
     def _every_output_is_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_micro, "_LAZY_FROM_BYTES", 1)
+        monkeypatch.setattr(_micro, "LAZY_FROM_BYTES", 1)
 
     def test_they_are_computed_when_looked_at(self) -> None:
         model, batch = gpt2(dropout=0.2), ragged_batch()

@@ -1,0 +1,416 @@
+"""`Tracer`: fake steps, or the parts of one, of the same `Session` on a twin.
+
+A step is made of *passes* (forward and backward of one micro-batch) and an *update* (the optimizers' step). Whole
+steps are traced for a single plan; for a lattice of plans each part is traced once and the rest is composed.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from memlab.errors import TraceError, WorkloadError
+from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
+from memlab.measuring.ledger import Holding, Observation, tensors_in
+from memlab.measuring.runs import loss_of
+from memlab.measuring.steps import samples_of, tokens_of
+from memlab.plan import Plan
+from memlab.records import Category, Phase
+from memlab.roofline import Bill
+from memlab.session import Session, fit
+from memlab.techniques._split import Call, Layout, Probe
+from memlab.trace.recorder import HiddenBytes, Priced, Recorder
+from memlab.trace.twin import Twin, live_tensors
+from memlab.trace.work import work_of
+from memlab.workload import Batch, Workload
+
+# optimizer state appears in the first step: the second one is like all that follow
+_STEPS = 2
+_NO_LOSS = "the loop's own loss function is not known here: what it computes from the model's outputs is left out"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What makes operators on the twin choose what they would choose on its device.
+
+    Args:
+        entered: context in which steps run.
+        hidden_bytes: sizes of the temporaries inside an operator; None where none are known.
+    """
+
+    entered: Callable[[], AbstractContextManager[Any]] = nullcontext
+    hidden_bytes: HiddenBytes | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step, or a part of one, showed on the twin.
+
+    Args:
+        observation: births and deaths, on top of what lived before.
+        priced: operators that did work, in order.
+        samples: rows that went in.
+        tokens: tokens that went in.
+        host_bytes: bytes techniques would keep off the device.
+        notes: what techniques had to say, and what was left out.
+        outputs_bytes: of the model's outputs beside scalars, one number for each.
+        trained: numbers of the parameters that got a gradient.
+    """
+
+    observation: Observation
+    priced: tuple[Priced, ...]
+    samples: int
+    tokens: int
+    host_bytes: int
+    notes: tuple[str, ...]
+    outputs_bytes: tuple[int, ...] = ()
+    trained: frozenset[int] = frozenset()
+
+    @property
+    def has_surrogate_loss(self) -> bool:
+        """Whether the loop's own loss is not known, and something in its place was differentiated."""
+        return _NO_LOSS in self.notes
+
+    @functools.cached_property
+    def bill(self) -> Bill:
+        """The work of all operators."""
+        return Bill.of(priced.work for priced in self.priced)
+
+
+class Tracer:
+    """Traces steps of one workload.
+
+    Args:
+        workload: the live objects with a batch; never touched.
+        device: the device the twin says it is on; by default the workload's.
+        choices: what makes operators choose as on that device.
+
+    Raises:
+        TraceError: the model cannot be copied.
+
+    Example:
+        >>> model = nn.Linear(256, 256)
+        >>> workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.zeros(4, 256),),
+        ...                     loss_fn=None)
+        >>> tracer = Tracer(workload)
+        >>> trace = tracer.steps(Plan())[-1]
+        >>> trace.observation.baseline_bytes[Category.PARAMETERS]
+        263168
+    """
+
+    def __init__(self, workload: Workload, device: torch.device | None = None, choices: Choices | None = None) -> None:
+        self._live = workload
+        self._choices = choices or Choices()
+        self.twin = Twin(workload, device)
+        self._parameters = {id(p): number for number, p in enumerate(self.twin.workload.model.parameters())}
+
+    def steps(self, plan: Plan) -> list[Trace]:
+        """Trace whole steps, from fresh optimizer state.
+
+        Returns:
+            One trace per step: the first, which creates optimizer state, and one like all that follow.
+
+        Raises:
+            RefusalError: a technique of the plan does not apply.
+            TraceError: what the model computes depends on values.
+        """
+        with self._session(plan) as (session, seen):
+            return [self._step(session, seen) for _ in range(_STEPS)]
+
+    def one_pass(self, plan: Plan, rows: int | None = None) -> Trace:
+        """Trace forward and backward of one batch, without gradients before.
+
+        Args:
+            plan: its settings that work on the model; the others are left aside.
+            rows: rows of the batch; by default as many as it has. Others are made by repeating rows.
+        """
+        workload = self.twin.workload if rows is None else self._with_rows(rows)
+        with self._session(plan) as (session, seen):
+            seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(_call_of(workload))])
+            seen.start()
+            self._backward(workload, seen)
+            seen.recorder.know(gradients_of(workload.model))
+            trained = frozenset(self._parameters[id(p)] for p in workload.model.parameters() if p.grad is not None)
+            return seen.finish(session, trained=trained)
+
+    def one_update(self, plan: Plan, trained: Iterable[int]) -> Trace:
+        """Trace an update like all that follow the first.
+
+        Args:
+            plan: its settings that work on the optimizers; the others are left aside.
+            trained: numbers of the parameters that get a gradient.
+        """
+        chosen = set(trained)
+        with self._session(plan) as (session, seen):
+            parameters = [p for n, p in enumerate(seen.workload.model.parameters()) if n in chosen]
+            for _ in range(_STEPS):
+                for parameter in parameters:
+                    parameter.grad = torch.empty_like(parameter)
+                model, optimizers = seen.workload.model, seen.workload.optimizers
+                seen.recorder.begin(
+                    [*parameters_of(model), *_held(session), *gradients_of(model), *state_of(optimizers)]
+                )
+                seen.start()
+                self._update(seen)
+                trace = seen.finish(session)
+            return trace
+
+    def layout(self) -> Layout:
+        """How the batch splits into rows.
+
+        Raises:
+            RefusalError: it does not.
+        """
+        with self._session(Plan()) as (_, seen), torch.no_grad():
+            workload = seen.workload
+            call = _call_of(workload)
+            seen.recorder.start()
+            return Probe(workload.model, workload.name).layout(Call.of(call.args, dict(call.kwargs)))
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _step(self, session: Session, seen: _Seen) -> Trace:
+        workload = seen.workload
+        seen.recorder.begin(
+            [
+                *parameters_of(workload.model),
+                *_held(session),
+                *state_of(workload.optimizers),
+                *inputs_of(_call_of(workload)),
+            ]
+        )
+        seen.start()
+        self._backward(workload, seen)
+        self._update(seen)
+        trace = seen.finish(session)
+        for optimizer in workload.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return trace
+
+    def _backward(self, workload: Workload, seen: _Seen) -> None:
+        try:
+            loss = loss_of(workload)
+        except WorkloadError:
+            loss = _surrogate_loss(workload)
+            seen.note(_NO_LOSS)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _update(self, seen: _Seen) -> None:
+        for optimizer in seen.workload.optimizers:
+            optimizer.step()
+        seen.recorder.know([*state_of(seen.workload.optimizers), *parameters_of(seen.workload.model)])
+
+    def _with_rows(self, rows: int) -> Workload:
+        """The twin's workload with a batch of so many rows."""
+        twin = self.twin.workload
+        layout = self._layout
+        whole = layout.rows
+
+        known: dict[int, torch.Tensor] = {}
+
+        def taken(leaf: torch.Tensor) -> torch.Tensor:
+            if id(leaf) not in known:  # labels may be the very tensor the inputs are
+                known[id(leaf)] = leaf.index_select(layout.dim, torch.arange(rows) % whole)
+            return known[id(leaf)]
+
+        def resized(batch: Any) -> Any:
+            call = Batch.of(batch)
+            leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
+            args, kwargs = tree_unflatten(
+                [taken(leaf) if place in layout.split else leaf for place, leaf in enumerate(leaves)], spec
+            )
+            return Batch(args, kwargs)
+
+        def target_of(leaf: Any) -> Any:
+            is_split = isinstance(leaf, torch.Tensor) and leaf.dim() > layout.dim and leaf.size(layout.dim) == whole
+            return taken(leaf) if is_split else leaf
+
+        if twin.loss_fn is None:
+            batch: Any = resized(twin.batch)
+        else:
+            batch = (resized(twin.batch[0]), tree_map(target_of, twin.batch[1]))
+        return self.twin.with_batch(batch)
+
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        return self.layout()
+
+    @contextmanager
+    def _session(self, plan: Plan) -> Iterator[tuple[Session, _Seen]]:
+        """A session on the twin that is being recorded; everything is put back afterwards."""
+        model = self.twin.workload.model
+        recorder = Recorder(self.twin.fake_mode, work_of, live_tensors(self._live), self._choices.hidden_bytes)
+        before = _GradientsBefore(self._live)
+        try:
+            with (
+                _undisturbed(),
+                self._choices.entered(),
+                _watched_model(model, recorder) as outputs,
+                fit(self.twin.workload, plan) as session,
+            ):
+                model.train()
+                seen = _Seen(recorder, self.twin.workload, outputs, list(self.twin.notes))
+                session.observers = [seen]
+                yield session, seen
+                recorder.stop()
+        finally:
+            recorder.close()
+            self.twin.forget()
+            before.check()
+
+
+@dataclass
+class _Seen:
+    """What a step shows; an observer of the session that tells the recorder what runs."""
+
+    recorder: Recorder
+    workload: Workload
+    outputs: list[int]
+    notes: list[str]
+    samples: int = 0
+    tokens: int = 0
+    _known: set[int] = field(default_factory=set)
+
+    def start(self) -> None:
+        self.samples = self.tokens = 0
+        self.outputs.clear()
+        self.recorder.start()
+
+    def finish(self, session: Session, trained: frozenset[int] = frozenset()) -> Trace:
+        self.recorder.stop()
+        return Trace(
+            self.recorder.finish(),
+            tuple(self.recorder.priced),
+            self.samples,
+            self.tokens,
+            session.host_bytes,
+            (*self.notes, *session.notes),
+            tuple(self.outputs),
+            trained,
+        )
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def forward_begins(self, batch: Batch) -> None:
+        self.recorder.phase = Phase.FORWARD
+        self.recorder.know(inputs_of(batch))
+        self.samples += samples_of(batch)
+        self.tokens += tokens_of(batch)
+
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        self.recorder.phase = Phase.OTHER
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self.recorder.phase = Phase.STEP
+        self.recorder.know(gradients_of(self.workload.model))
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        self.recorder.phase = Phase.OTHER
+
+    def plan_changed(self, plan: Plan) -> None: ...
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def interrupted(self) -> None: ...
+
+
+class _GradientsBefore:
+    """Makes sure that no gradient has reached the live model (through a loss function that refers to it)."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._before = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in workload.model.parameters()]
+
+    def check(self) -> None:
+        for parameter, gradient, version in self._before:
+            now = parameter.grad
+            if now is gradient and (now is None or now._version == version):
+                continue
+            if now is not gradient:
+                parameter.grad = gradient
+            raise TraceError(
+                "the loss function refers to the live model: a prediction would write to its gradients; hand the "
+                "loss over as a function of output and target, loss_fn=…"
+            )
+
+
+@contextmanager
+def _watched_model(model: nn.Module, recorder: Recorder) -> Iterator[list[int]]:
+    """Let the recorder know when the model's own forward runs, below all techniques.
+
+    Yields:
+        Bytes of the outputs of the latest call, filled in by it.
+    """
+    original: Callable[..., Any] = model.forward
+    before = model.__dict__.get("forward")
+    outputs: list[int] = []
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with recorder.model_runs():
+            output = original(*args, **kwargs)
+        outputs[:] = [t for t in map(_output_bytes, tensors_in(_plain(output))) if t]
+        return output
+
+    model.__dict__["forward"] = watched
+    try:
+        yield outputs
+    finally:
+        if before is None:
+            del model.__dict__["forward"]
+        else:
+            model.__dict__["forward"] = before
+
+
+def _call_of(workload: Workload) -> Batch:
+    """The model call within the batch."""
+    return Batch.of(workload.batch if workload.loss_fn is None else workload.batch[0])
+
+
+def _held(session: Session) -> Iterator[Holding]:
+    return ((Category.PARAMETERS, tensor) for tensor in session.held_tensors)
+
+
+def _plain(output: Any) -> Any:
+    return dict(output) if isinstance(output, Mapping) else output
+
+
+def _output_bytes(output: torch.Tensor) -> int:
+    """Bytes of an output as the loop gets it: `techniques.precision` returns halves as fp32; 0 for a scalar."""
+    is_scalar = output.numel() == 1 and output.dim() <= 1
+    return 0 if is_scalar else output.numel() * (output.element_size() if output.element_size() != 2 else 4)
+
+
+def _surrogate_loss(workload: Workload) -> torch.Tensor:
+    """A scalar that depends on every output of the model, computed with next to no memory."""
+    call = _call_of(workload)
+    output = workload.model(*call.args, **call.kwargs)
+    floats = [t for t in tensors_in(_plain(output)) if t.is_floating_point() and t.requires_grad]
+    if not floats:
+        raise WorkloadError(
+            f"{workload.name} returns nothing that depends on its parameters: there is nothing to train"
+        )
+    total: torch.Tensor = sum(t.float().mean() if t.dtype is not torch.float32 else t.mean() for t in floats)  # type: ignore[assignment]
+    return total
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Random numbers as they were, and no collection in the middle: deaths then come in the same order every time."""
+    state, collecting = random.getstate(), gc.isenabled()
+    gc.disable()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        if collecting:
+            gc.enable()
