@@ -1,0 +1,104 @@
+"""Rates of the CPU: measured once, plausible, and without a trace in the process."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memlab.measuring import host_rates as module
+from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.host_rates import host_rates
+from memlab.roofline import Bill, Kind, Rates, Work
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test measures for itself."""
+    monkeypatch.setattr(module, "_known", {})
+
+
+def numbers_of(rates: Rates) -> list[float]:
+    return [
+        *rates.flops_per_second.values(),
+        *rates.elements_per_second.values(),
+        rates.bytes_per_second,
+        rates.mapped_bytes_per_second,
+        rates.seconds_per_kernel,
+        rates.host_bytes_per_second,
+    ]
+
+
+def test_rates_are_numbers_of_a_computer() -> None:
+    rates = host_rates()
+    assert all(math.isfinite(number) and number > 0 for number in numbers_of(rates))
+    assert set(rates.flops_per_second) == {"fp32", "bf16", "fp16", "fp64"}
+    assert {Kind.EXPONENTIAL, Kind.TANH, Kind.RANDOM} <= set(rates.elements_per_second)
+    assert rates.name == "CPU, 1 thread"
+    assert rates.seconds_per_kernel < 1e-3
+    assert not rates.overlaps
+    assert Bill.of([Work(flops=1e9, dtype="fp32", kind=Kind.PRODUCT)]).seconds(rates) > 0
+
+
+def test_measured_once_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = host_rates()
+    assert host_rates() is rates
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    assert host_rates() is not rates
+    assert host_rates().name == "CPU, 7 threads"
+
+
+def test_nothing_is_measured_at_import() -> None:
+    code = (
+        "import memlab.measuring.host_rates as m, sys; assert m._known == {}; assert 'bitsandbytes' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("surroundings", ["plain", "no_grad", "inference", "autocast", "fake"])
+def test_the_surroundings_stay_as_they_are(surroundings: str) -> None:
+    contexts = {
+        "plain": torch.enable_grad,
+        "no_grad": torch.no_grad,
+        "inference": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "fake": FakeTensorMode,
+    }
+    with contexts[surroundings]():
+        before = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_num_threads())
+        random_before = torch.get_rng_state()
+        rates = host_rates()
+        after = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_num_threads())
+        random_after = torch.get_rng_state()
+    assert before == after
+    assert bytes(random_before.untyped_storage()) == bytes(random_after.untyped_storage())
+    assert all(math.isfinite(number) and number > 0 for number in numbers_of(rates))
+
+
+def test_another_default_dtype_is_not_asked() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        rates = host_rates()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(number > 0 for number in numbers_of(rates))
+
+
+def test_a_ledger_does_not_see_it() -> None:
+    # a capacity of one MiB would refuse the first of the large tensors
+    device = CpuDevice(2**20)
+    ledger = device.ledger()
+    ledger.begin([])
+    with ledger:
+        host_rates()
+    assert ledger.peak_bytes == 0
+    device.close()
+
+
+def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available", lambda package: False)
+    assert Kind.ADAM_8BIT not in host_rates().elements_per_second
