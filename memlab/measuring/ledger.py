@@ -85,7 +85,7 @@ _effects: dict[Any, int] = {}
 _deferring: dict[type, bool] = {}
 
 
-def _effect_of(operator: Any) -> int:
+def effect_of(operator: Any) -> int:
     """Look up, or learn, what an operator can do to storages."""
     effect = _effects.get(operator)
     if effect is None:
@@ -103,7 +103,7 @@ def _learn_effect(schema: Any) -> int:
     return _Effect.BIRTH if any(returned.alias_info is None for returned in schema.returns) else _Effect.NONE
 
 
-def _defers(types: Iterable[type]) -> bool:
+def defers(types: Iterable[type]) -> bool:
     """Whether wrapper subclasses take part, which must first unfold into the plain tensors they hold."""
     return any(_wraps(kind) for kind in types)
 
@@ -329,13 +329,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types and _defers(types):
+        if types and defers(types):
             return NotImplemented
         first = self._born
         out = func(*args, **kwargs) if kwargs else func(*args)
         effect = _effects.get(func)
         if effect is None:
-            effect = _effect_of(func)
+            effect = effect_of(func)
         if not effect or not self._watching:
             return out
         if type(out) is torch.Tensor and effect == 1 and out.layout is torch.strided:

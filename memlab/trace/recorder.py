@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
 )
 
 from memlab.errors import TraceError
-from memlab.measuring.ledger import Ledger, tensors_in
+from memlab.measuring.ledger import Ledger, defers, effect_of, tensors_in
 from memlab.roofline import Work
+from memlab.trace.fast_fakes import FastFakes, Recipe
 from memlab.units import MIB
 
 _MOST_REAL_BYTES = 16 * MIB
@@ -39,6 +39,8 @@ _VALUES = frozenset(
     (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default, _aten.allclose.default)
 )
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+_DEVICE = torch.ops.prim.device.default
+_COST = "cost"
 _makes_from_nothing: dict[Any, bool] = {}
 
 # called with an operator, its arguments and its result
@@ -65,7 +67,7 @@ class Recorder(Ledger):
     """Watches a step on a twin: births, deaths and work.
 
     Args:
-        fake_mode: the mode the twin's tensors belong to.
+        fakes: runs operators on the twin's tensors.
         price: tells the work of an operator, None for one that does none.
         live: tensors of the live model, which no operator may touch.
         hidden_bytes: tells the sizes of temporaries inside an operator; None where none are known.
@@ -77,7 +79,7 @@ class Recorder(Ledger):
 
     def __init__(
         self,
-        fake_mode: FakeTensorMode,
+        fakes: FastFakes,
         price: Price,
         live: Iterable[torch.Tensor] = (),
         hidden_bytes: HiddenBytes | None = None,
@@ -85,7 +87,7 @@ class Recorder(Ledger):
         super().__init__("cpu")
         self.priced: list[Priced] = []
         self.in_model = False
-        self._fake_mode = fake_mode
+        self._fakes = fakes
         self._price_of = price
         self._live_storages = {tensor.untyped_storage()._cdata for tensor in live if tensor.is_floating_point()}
         self._hidden_bytes = hidden_bytes
@@ -111,25 +113,36 @@ class Recorder(Ledger):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if not self._watching:
             return func(*args, **(kwargs or {}))
-        if func in _VALUES and FakeTensor in types:
-            return self._value(func, args)
         if FakeTensor not in types:
             return self._on_real(func, types, args, kwargs)
-        try:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-        except _UNKNOWN as error:
-            raise self._untraceable(func) from error
-        if out is not NotImplemented:
-            self._price(func, args, kwargs or {}, out)
+        if func in _VALUES:
+            return self._value(func, args)
+        if any(kind is not FakeTensor for kind in types) and defers(types):
+            return NotImplemented
+        return self._on_fakes(func, args, kwargs or {})
+
+    def _on_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunction():  # a mode of functions must not see what is asked of tensors here
+            try:
+                out, recipe = self._fakes.run(func, args, kwargs)
+            except _UNKNOWN as error:
+                raise self._untraceable(func) from error
+            effect = effect_of(func)
+            if effect:
+                self._see(out, effect)
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._price(recipe, func, args, kwargs, out)
         return out
 
     def _on_real(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """An operator without a fake among its arguments: a factory, or one on integers."""
         if makes_from_nothing(func):
             if _makes_floats(func, args, kwargs or {}) or _elements(args) * 8 > _MOST_REAL_BYTES:
-                with self._fake_mode:
+                with self._fakes.mode:
                     return super().__torch_dispatch__(func, types, args, kwargs)
             return super().__torch_dispatch__(func, types, args, kwargs)
         if any(
@@ -156,15 +169,21 @@ class Recorder(Ledger):
             f"what this model computes depends on values ({func}), which a prediction does not have", str(func)
         )
 
-    def _price(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        work = self._price_of(func, args, kwargs, out)
+    def _price(self, recipe: Recipe | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        known = None if recipe is None else recipe.learnt.get(_COST)
+        if known is None:
+            work = self._price_of(func, args, kwargs, out)
+            hidden = self._hidden_bytes(func, args, kwargs, out) if work is not None and self._hidden_bytes else ()
+            known = work, hidden
+            if recipe is not None:
+                recipe.learnt[_COST] = known
+        work, hidden = known
         if work is None:
             return
         moment = self._now()
         self.priced.append(Priced(len(self._events), work, moment))
-        if self._hidden_bytes is not None:
-            for size_bytes in self._hidden_bytes(func, args, kwargs, out):
-                self._book_temporary(size_bytes, moment)
+        for size_bytes in hidden:
+            self._book_temporary(size_bytes, moment)
 
     def _book_temporary(self, size_bytes: int, moment: int) -> None:
         """Bytes that live while an operator runs, beside its inputs and outputs."""

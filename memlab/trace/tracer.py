@@ -28,6 +28,7 @@ from memlab.records import Category, Phase
 from memlab.roofline import Bill
 from memlab.session import Session, fit
 from memlab.techniques._split import Call, Layout, Probe
+from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.recorder import HiddenBytes, Priced, Recorder
 from memlab.trace.twin import Twin, live_tensors
 from memlab.trace.work import work_of
@@ -111,6 +112,7 @@ class Tracer:
         self._live = workload
         self._choices = choices or Choices()
         self.twin = Twin(workload, device)
+        self._fakes = FastFakes(self.twin.fake_mode)
         self._parameters = {id(p): number for number, p in enumerate(self.twin.workload.model.parameters())}
 
     def steps(self, plan: Plan) -> list[Trace]:
@@ -248,7 +250,7 @@ class Tracer:
     def _session(self, plan: Plan) -> Iterator[tuple[Session, _Seen]]:
         """A session on the twin that is being recorded; everything is put back afterwards."""
         model = self.twin.workload.model
-        recorder = Recorder(self.twin.fake_mode, work_of, live_tensors(self._live), self._choices.hidden_bytes)
+        recorder = Recorder(self._fakes, work_of, live_tensors(self._live), self._choices.hidden_bytes)
         before = _GradientsBefore(self._live)
         try:
             with (

@@ -1,0 +1,104 @@
+"""Which GPU the current thread traces for, and changes of the process that only that thread feels.
+
+A traced step needs a few of torch's functions and kernels to answer as they would on CUDA. They are
+exchanged for the time of the trace, in numbered rules:
+
+1. Each exchanged function first asks `current_gpu()`. In a thread that traces nothing it does what the
+   original does, so training in another thread goes on as before.
+2. Threads may trace at the same time: the exchange is made by the first and taken back by the last.
+3. What is taken back is put back exactly; when a name does not exist in this torch, nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from memlab.devices import Gpu
+from memlab.errors import MemlabError
+
+_thread = threading.local()
+_MISSING = object()
+
+
+def current_gpu() -> Gpu | None:
+    """The GPU that the current thread traces for; None outside of a trace."""
+    gpus: list[Gpu] = getattr(_thread, "gpus", [])
+    return gpus[-1] if gpus else None
+
+
+@contextmanager
+def tracing_for(gpu: Gpu) -> Iterator[None]:
+    """Make this thread one that traces for a GPU."""
+    if not hasattr(_thread, "gpus"):
+        _thread.gpus = []
+    _thread.gpus.append(gpu)
+    try:
+        yield
+    finally:
+        _thread.gpus.pop()
+
+
+class SharedExchange:
+    """A change of the process that several threads may hold at once.
+
+    Args:
+        make: makes the change and registers what takes it back.
+    """
+
+    def __init__(self, make: Callable[[ExitStack], None]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._undo = ExitStack()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Have the change in force, made by the first holder and taken back by the last."""
+        with self._lock:
+            if self._holders == 0:
+                self._begin()
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if self._holders == 0:
+                    self._undo.close()
+
+    def _begin(self) -> None:
+        with ExitStack() as undo:
+            self._make(undo)
+            self._undo = undo.pop_all()
+
+
+def exchange(owner: Any, name: str, replacement: Callable[[Any], Any], undo: ExitStack) -> None:
+    """Replace an attribute by what is made of it.
+
+    Args:
+        owner: module or class that has the attribute itself.
+        name: of the attribute.
+        replacement: given the original, returns what stands in for it.
+        undo: gets what puts the original back.
+
+    Raises:
+        MemlabError: this torch has no such attribute.
+    """
+    original = vars(owner).get(name, _MISSING)
+    if original is _MISSING:
+        raise missing(f"{owner.__name__}.{name}")
+    undo.callback(setattr, owner, name, original)
+    setattr(owner, name, replacement(original))
+
+
+def missing(name: str) -> MemlabError:
+    """The error for a private name of torch that memlab needs and this version lacks."""
+    return MemlabError(
+        f"torch {torch.__version__} has no {name}, which memlab needs to trace a training step as CUDA runs it; "
+        "install the torch of memlab's constraints.txt, or measure instead of predicting"
+    )

@@ -1,0 +1,207 @@
+"""Operators on fake tensors, several times as fast as `FakeTensorMode` runs them.
+
+A step on a twin repeats the same operators on the same shapes block after block. The first time one is met, the
+official fake mode runs it; what it returned is learnt as a recipe:
+
+1. *Written*: the result is an argument (in-place operators). It is returned, and that is all.
+2. *Made*: the results are new storages. They are made from the shapes, strides and dtypes seen.
+3. *Viewed*: the result shares an argument's storage. The meta kernel of the view is run, without what surrounds it.
+4. Anything else (values asked for, wrappers, results of other kinds) always goes the official way.
+
+Recipes are kept by operator and by everything a result can depend on: shapes, strides, dtypes and plain arguments.
+`tests/trace/test_fast_fakes.py` holds both ways to the same events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+_CPU = torch.device("cpu")
+_META = torch.device("meta")
+_PLAIN = frozenset(
+    {
+        int,
+        float,
+        bool,
+        str,
+        complex,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        torch.Size,
+    }
+)
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_OFFICIAL, _WRITTEN, _MADE, _VIEWED = range(4)
+_CHANGES_METADATA = frozenset({torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+@dataclass(slots=True)
+class Recipe:
+    """How to get an operator's result on given shapes.
+
+    Args:
+        way: one of the four ways.
+        results: for each result the place of the argument it is, or shape, stride and dtype; None for no tensor.
+        container: the type the results come in; None for a single one.
+        learnt: room for what a caller wants to remember with it.
+    """
+
+    way: int
+    results: tuple[Any, ...] = ()
+    container: Callable[[Iterable[Any]], Any] | None = None
+    learnt: dict[str, Any] = field(default_factory=dict)
+
+
+class FastFakes:
+    """Runs operators on the fake tensors of one mode.
+
+    Args:
+        mode: the mode the tensors belong to.
+
+    Attributes:
+        mode: the same.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._recipes: dict[Any, Recipe] = {}
+        with mode:
+            self._template = dict(torch.empty(1).__dict__)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Recipe | None]:
+        """The result of an operator, and the recipe it is known by (None when it is not to be remembered)."""
+        key = _key(func, args, kwargs)
+        if key is None:
+            return func(*args, **kwargs), None
+        recipe = self._recipes.get(key)
+        if recipe is None:
+            out = func(*args, **kwargs)
+            recipe = self._recipes[key] = _learnt(func, args, kwargs, out)
+            return out, recipe
+        if recipe.way == _MADE:
+            return self._made(recipe), recipe
+        if recipe.way == _WRITTEN:
+            results = tuple(args[place] for place in recipe.results)
+            return (results[0] if recipe.container is None else recipe.container(results)), recipe
+        if recipe.way == _VIEWED:
+            return self._viewed(func, args, kwargs), recipe
+        return func(*args, **kwargs), recipe
+
+    def _made(self, recipe: Recipe) -> Any:
+        made = [None if result is None else self._new(*result) for result in recipe.results]
+        return made[0] if recipe.container is None else recipe.container(made)
+
+    def _new(self, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
+        return self._wrapped(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
+
+    def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with in_kernel_invocation_manager(self.mode):
+            out = func(*args, **kwargs)
+        if type(out) is torch.Tensor:
+            return self._wrapped(out)
+        return type(out)(self._wrapped(view) for view in out)
+
+    def _wrapped(self, meta: torch.Tensor) -> FakeTensor:
+        """What `FakeTensor.__new__` makes of a meta tensor, without its checks."""
+        fake: FakeTensor = torch.Tensor._make_subclass(
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(self._template)
+        return fake
+
+
+def _key(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Everything the result's shape can depend on; None when that cannot be said."""
+    parts: list[Any] = [func]
+    for value in args:
+        part = _part(value)
+        if part is None:
+            return None
+        parts.append(part)
+    for name, value in kwargs.items():
+        part = _part(value)
+        if part is None:
+            return None
+        parts.append((name, part))
+    return tuple(parts)
+
+
+def _part(value: Any) -> Any:
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None:
+            return None
+        return value.shape, value.stride(), value.dtype
+    if kind in _PLAIN:
+        return kind, value
+    if kind is list or kind is tuple:
+        parts = tuple(_part(item) for item in value)
+        return None if None in parts else (kind, parts)
+    if kind in _ORDINARY and value.layout is torch.strided:
+        return "real", value.shape, value.stride(), value.dtype
+    return None
+
+
+def _learnt(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Recipe:
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.returns or _CHANGES_METADATA & set(func.tags):
+        return Recipe(_OFFICIAL)
+    container = None if isinstance(out, torch.Tensor) else type(out)
+    results = (out,) if container is None else out
+    if container not in (None, tuple, list) or not _all_fakes(results):
+        return Recipe(_OFFICIAL)
+    aliases = [returned.alias_info for returned in schema.returns]
+    if all(alias is not None and alias.is_write for alias in aliases):
+        places = [_place(result, args) for result in results]
+        return Recipe(_OFFICIAL) if None in places else Recipe(_WRITTEN, tuple(places), container)
+    inputs = {tensor.untyped_storage()._cdata for tensor in _tensors([*args, *kwargs.values()])}
+    shares = [result is not None and result.untyped_storage()._cdata in inputs for result in results]
+    if all(shares) and _is_wholly_meta(func):
+        return Recipe(_VIEWED)
+    if any(shares) or any(alias is not None for alias in aliases) or not all(map(_is_own_storage, results)):
+        return Recipe(_OFFICIAL)
+    return Recipe(_MADE, tuple(None if r is None else (r.shape, r.stride(), r.dtype) for r in results), container)
+
+
+def _all_fakes(results: Iterable[Any]) -> bool:
+    return all(
+        result is None or (type(result) is FakeTensor and result.constant is None and result.layout is torch.strided)
+        for result in results
+    )
+
+
+def _place(result: Any, args: tuple[Any, ...]) -> int | None:
+    return next((place for place, value in enumerate(args) if value is result), None)
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _is_wholly_meta(func: Any) -> bool:
+    """Whether a view needs nothing of the fake mode: torch's own, with a meta kernel or made of ones that have."""
+    return bool(func.namespace == "aten") and func.name() not in ("aten::lift_fresh", "aten::_to_copy")
+
+
+def _is_own_storage(result: Any) -> bool:
+    """Whether a result fills a storage of its own, as `empty_strided` would make it."""
+    if result is None:
+        return True
+    if result.storage_offset() != 0:
+        return False
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True))
+    needed = 0 if result.numel() == 0 else extent * result.element_size()
+    return bool(result.untyped_storage().nbytes() == needed)

@@ -1,0 +1,291 @@
+"""Bytes on a CUDA device that no dispatch mode sees, by formulas from torch's sources.
+
+Three kinds: temporaries that one operator takes from the caching allocator and gives back before it
+returns (`hidden_bytes`), workspaces that libraries take once and keep (`workspaces`), and what lies
+outside of the allocator (`context_bytes`). Where a size is not certain, nothing is counted.
+
+Sources (pytorch; the formulas are those of 2.13 unless a version is named):
+- flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp `mha_bwd`;
+- memory-efficient: transformers/cuda/attention_backward.cu `_efficient_attention_backward`, attention.cu
+  `_efficient_attention_forward`, and in the wheel include/ATen/native/transformers/cuda/mem_eff_attention/
+  kernel_backward.h `workspace_size`, kernel_forward.h, kernels/cutlassB.h (which kernel is taken);
+- embedding: aten/src/ATen/native/cuda/Embedding.cu `embedding_dense_backward_cuda`,
+  EmbeddingBackwardKernel.cu `embedding_backward_cuda_kernel`;
+- index_put: cuda/Indexing.cu `index_put_with_sort_kernel`;
+- norms of many tensors: cuda/ForeachReduceOp.cu `foreach_tensor_norm_cuda`;
+- safe softmax: SoftMax / transformers/attention.cpp `_safe_softmax`;
+- cuBLAS: aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`, `parseCUDABlasLtWorkspaceSize`;
+  32 MiB on Blackwell since https://github.com/pytorch/pytorch/pull/175344 (2.12).
+
+Known limitations: workspaces of cuDNN (its attention, convolutions, recurrent layers), of cub's sorts, and the
+extra buffers of deterministic algorithms are not counted, nor flash attention's split over keys for small batches.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memlab.devices import Gpu
+from memlab.units import MIB
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+_FP32_BYTES = 4
+_INDEX_BYTES = 8
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+Sizes = tuple[int, ...]
+_Rule = Callable[[Sequence[Any], Mapping[str, Any], Gpu], Sizes]
+
+
+def hidden_bytes(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    out: Any,  # noqa: ARG001 -- part of what a recorder calls; the rules so far need only the arguments
+    gpu: Gpu,
+) -> Sizes:
+    """Sizes of the temporaries inside one operator that are alive together when they need the most.
+
+    They are alive beside the operator's inputs and outputs; all are freed when it returns.
+
+    Args:
+        func: the aten overload, as a dispatch mode sees it.
+        args: its arguments.
+        kwargs: its named arguments.
+        out: its result.
+        gpu: what it runs on.
+
+    Example:
+        >>> from memlab.devices import gpu
+        >>> scores = torch.empty(2, 4, 8, 8, device="meta")
+        >>> hidden_bytes(torch.ops.aten._safe_softmax.default, (scores, -1), {}, scores, gpu("A100 80GB"))
+        (512, 64)
+    """
+    rule = _RULES.get(func)
+    return () if rule is None else rule(args, kwargs, gpu)
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy_bytes(tensor: torch.Tensor) -> Sizes:
+    """What `.contiguous()` takes."""
+    return () if tensor.is_contiguous() else (_bytes_of(tensor),)
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def _flash_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+    gradient, query, key, _value, out = args[:5]  # [b, h, s, d]
+    batch, heads, queries, channels = query.shape
+    wide_queries = _rounded(queries, 128)
+    wide_channels = _rounded(channels, 32 if channels <= 128 else 64)
+    softmax_sums = batch * heads * wide_queries * _FP32_BYTES
+    query_gradient = softmax_sums * wide_channels
+    expanded: Sizes = ()
+    if key.size(1) != heads:  # gradients of keys and values per query head, to be summed
+        expanded = (batch * key.size(2) * heads * channels * query.element_size(),) * 2
+    copies = (*_copy_bytes(gradient.transpose(1, 2)), *_copy_bytes(out.transpose(1, 2)))
+    return (*copies, softmax_sums, query_gradient, *expanded)
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """A kernel of memory-efficient attention's backward pass: its tile, and whether results stay in registers."""
+
+    queries: int
+    keys: int
+    in_registers: bool
+
+
+def _tiles(channels: int, dtype: torch.dtype, gpu: Gpu) -> _Tiles:
+    """The first kernel of kernels/cutlassB.h that takes so many channels and fits into shared memory.
+
+    For 65 to 128 channels of half precision, which one fits is taken from the size of a GPU's shared memory; where
+    it is small, the kernel with the larger workspace is assumed.
+    """
+    if dtype not in _HALF:
+        return _Tiles(64, 64, in_registers=False)
+    if channels <= 64:
+        return _Tiles(64, 64, in_registers=True)
+    if channels > 128:
+        return _Tiles(128, 64, in_registers=False)
+    if channels <= 96 and gpu.compute_capability in ((8, 6), (8, 9)):
+        return _Tiles(128, 64, in_registers=True)
+    large_shared_memory = gpu.compute_capability in ((8, 0), (9, 0), (10, 0), (10, 3))
+    return _Tiles(128, 128, in_registers=True) if large_shared_memory else _Tiles(64, 64, in_registers=False)
+
+
+def _efficient_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> Sizes:
+    gradient, query, _key, value = args[:4]  # [b, h, s, d]
+    copies = _copy_bytes(gradient.transpose(1, 2))
+    rows_bytes = query.numel() // query.size(-1) * _FP32_BYTES
+    running = (rows_bytes, _efficient_workspace(query, args[2], value, gpu))
+    if query.dtype in _HALF:
+        return (*copies, *running)
+    product = rows_bytes * value.size(-1)  # of gradient and output, summed over channels outside of the kernel
+    return (*copies, *max(running, (product, rows_bytes), key=sum))
+
+
+def _efficient_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gpu: Gpu) -> int:
+    batch, heads, queries, channels = query.shape
+    half = query.dtype in _HALF
+    tiles = _tiles(max(channels, value.size(-1)), query.dtype, gpu)
+    elements = 0
+    if half and not tiles.in_registers:
+        splits = max(1, min(-(-key.size(2) // tiles.keys), 200 // (batch * heads)))
+        widths = _rounded(channels, tiles.queries) + _rounded(value.size(-1), tiles.queries)
+        elements += splits * tiles.keys * widths
+    if half or gpu.compute_capability >= (7, 0):  # keys are split: query gradients are added up in tiles, with a lock
+        stored = 4 + tiles.queries * tiles.keys
+        elements += -(-queries // tiles.queries) * -(-channels // tiles.keys) * stored
+    return batch * heads * _rounded(elements, 4) * _FP32_BYTES
+
+
+def _efficient_forward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+    query, _key, value = args[:3]
+    if query.dtype not in _HALF or value.size(-1) <= 128:
+        return ()
+    return (math.prod(query.shape[:-1]) * value.size(-1) * _FP32_BYTES,)
+
+
+def _safe_softmax(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+    scores, dim = args[:2]
+    return scores.numel(), scores.numel() // max(scores.size(dim), 1)
+
+
+# --- sums over equal indices ----------------------------------------------------------------------
+
+_SORTS_FROM = 3072
+_ROWS_PER_THREAD = 10
+
+
+def _embedding_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+    """Indices are sorted, runs of equal ones cut into pieces, and each piece summed in fp32."""
+    gradient, indices, rows = args[:3]
+    scaled = bool(args[4]) if len(args) > 4 else False
+    count, index_bytes = indices.numel(), indices.element_size()
+    copies = _copy_bytes(gradient)
+    if count <= _SORTS_FROM and not scaled:
+        return copies
+    segments = min(count, rows)
+    pieces = count // _ROWS_PER_THREAD + segments
+    lists = (count, count, count, segments, segments, pieces, *((count,) if scaled else ()))
+    return (*copies, *(length * index_bytes for length in lists), pieces * gradient.size(-1) * _FP32_BYTES)
+
+
+def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any], _: Gpu) -> Sizes:
+    """With accumulation, indices are made linear and sorted beside their numbers."""
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    shapes = [index.shape for index in args[1] if index is not None and index.dtype is not torch.bool]
+    if not accumulate or not shapes:
+        return ()
+    broadcast: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return (math.prod(broadcast) * _INDEX_BYTES,) * 4
+
+
+# --- many tensors at once -------------------------------------------------------------------------
+
+_CHUNK_ELEMENTS = 65536  # kChunkSize, aten/src/ATen/native/cuda/MultiTensorApply.cuh
+
+
+def _foreach_norm(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+    tensors = args[0]
+    chunks = max((-(-tensor.numel() // _CHUNK_ELEMENTS) for tensor in tensors), default=0)
+    return (len(tensors) * chunks * _FP32_BYTES,) if chunks else ()
+
+
+def _overloads(*packets: Any) -> list[Any]:
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+_RULES: dict[Any, _Rule] = {
+    **dict.fromkeys(_overloads(_aten._scaled_dot_product_flash_attention_backward), _flash_backward),
+    **dict.fromkeys(_overloads(_aten._scaled_dot_product_efficient_attention_backward), _efficient_backward),
+    **dict.fromkeys(_overloads(_aten._scaled_dot_product_efficient_attention), _efficient_forward),
+    **dict.fromkeys(_overloads(_aten._safe_softmax), _safe_softmax),
+    **dict.fromkeys(_overloads(_aten.embedding_dense_backward), _embedding_backward),
+    **dict.fromkeys(
+        _overloads(_aten.index_put, _aten.index_put_, _aten._unsafe_index_put, _aten._index_put_impl_), _index_put
+    ),
+    **dict.fromkeys(_overloads(_aten._foreach_norm), _foreach_norm),
+}
+
+
+# --- kept by libraries ----------------------------------------------------------------------------
+
+_CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024  # ":4096:2:16:8"
+_LARGE_CUBLAS_BYTES = 8 * 4096 * 1024
+_THREADS = 2  # the one that runs forward, and autograd's for the device
+
+
+def workspaces(gpu: Gpu) -> Sizes:
+    """Sizes of the cuBLAS workspaces of a training process: one of forward's thread, one of backward's.
+
+    `CUBLAS_WORKSPACE_CONFIG`, `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and `CUBLASLT_WORKSPACE_SIZE` are honoured.
+
+    Example:
+        >>> from memlab.devices import gpu
+        >>> workspaces(gpu("A100 80GB"))
+        (8519680, 8519680)
+    """
+    of_a_thread = (_cublas_bytes(gpu), *_separate_lt_bytes())
+    return tuple(size for size in of_a_thread if size) * _THREADS
+
+
+def _cublas_bytes(gpu: Gpu) -> int:
+    pairs = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(kib) * 1024 * int(count) for kib, count in pairs)  # nothing when it is ":0:0"
+    large = gpu.compute_capability[0] in (9, 10, 12) if _VERSION >= (2, 12) else gpu.compute_capability == (9, 0)
+    return _LARGE_CUBLAS_BYTES if large else _CUBLAS_BYTES
+
+
+def _separate_lt_bytes() -> Sizes:
+    """The workspace of cuBLASLt, which is the one of cuBLAS unless that is switched off."""
+    if os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1") not in ("0", "OFF", "off", "n", "no", "False", "false"):
+        return ()
+    size = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    return ((int(size) if size.isdigit() else 1024) * 1024,)
+
+
+# --- outside of the allocator ---------------------------------------------------------------------
+
+CONTEXT_RANGE_BYTES = (140 * MIB, 670 * MIB)
+"""Least and most that was reported for a context with its loaded kernels, over GPUs, drivers and loading modes:
+140.9 MiB on a T4 (fitcheck-llm 0.3.1), 287 MB lazy and 667 MB eager
+(https://github.com/pytorch/pytorch/issues/86509)."""
+
+# reported by others, by compute capability
+_CONTEXT_BYTES: Mapping[tuple[int, int], int] = {
+    (7, 5): 141 * MIB,  # T4, fitcheck-llm 0.3.1 (PyPI)
+    (8, 9): 426 * MIB,  # RTX 6000 Ada, torch 2.10+cu130, https://github.com/unslothai/unsloth-zoo/issues/1053
+}
+
+
+def context_bytes(gpu: Gpu) -> int | None:
+    """Bytes of the CUDA context with the kernels a step loads, which no allocator counts.
+
+    None where nobody has reported a number for such a GPU: it lies within `CONTEXT_RANGE_BYTES`. Reported
+    numbers depend on driver, CUDA version and loading mode, and may be off by a factor of two.
+
+    Example:
+        >>> from memlab.devices import gpu
+        >>> context_bytes(gpu("H200")) is None
+        True
+    """
+    return _CONTEXT_BYTES.get(gpu.compute_capability)

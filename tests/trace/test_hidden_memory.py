@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memlab.devices import Gpu, gpu
+from memlab.trace import hidden_memory
+from memlab.trace.cuda_choices import cuda_choices
+from memlab.trace.hidden_memory import context_bytes, hidden_bytes, workspaces
+from memlab.units import MIB
+from tests.trace.cuda_twins import fake, twin_of
+
+A100, L4, H100, T4, P100 = (gpu(name) for name in ("A100 80GB", "L4", "H100 SXM", "T4", "P100"))
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Hidden(TorchDispatchMode):
+    """Keeps the temporaries of each operator that has some."""
+
+    def __init__(self, on: Gpu) -> None:
+        super().__init__()
+        self.on = on
+        self.sizes: dict[str, tuple[int, ...]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if sizes := hidden_bytes(func, args, kwargs or {}, out, self.on):
+            self.sizes[func.name().removeprefix("aten::")] = sizes
+        return out
+
+
+def attend(
+    on: Gpu, dtype: torch.dtype, shape: tuple[int, ...], key_heads: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    batch, heads, length, channels = shape
+    # as a model makes them: [b, s, h, d], seen as [b, h, s, d]
+    q = fake(batch, length, heads, channels, dtype=dtype, trained=True)
+    k, v = (fake(batch, length, key_heads or heads, channels, dtype=dtype, trained=True) for _ in range(2))
+    with cuda_choices(on), Hidden(on) as hidden:
+        out = F.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=key_heads is not None
+        )
+        out.transpose(1, 2).backward(fake(batch, length, heads, channels, dtype=dtype))
+    return hidden.sizes
+
+
+def test_flash_backward_gathers_query_gradients_in_fp32() -> None:
+    sizes = attend(A100, BF16, (2, 4, 200, 80))
+
+    sums = 2 * 4 * 256 * 4  # 200 queries rounded to 256
+    assert sizes == {"_scaled_dot_product_flash_attention_backward": (sums, sums * 96)}  # 80 channels rounded to 96
+
+
+def test_flash_backward_rounds_many_channels_to_64() -> None:
+    (sums, query_gradient) = attend(A100, BF16, (1, 2, 128, 136))["_scaled_dot_product_flash_attention_backward"]
+
+    assert query_gradient == sums * 192
+
+
+def test_flash_backward_expands_shared_heads() -> None:
+    sizes = attend(A100, BF16, (2, 8, 128, 64), key_heads=2)["_scaled_dot_product_flash_attention_backward"]
+
+    assert sizes[2:] == (2 * 128 * 8 * 64 * 2,) * 2
+
+
+def test_flash_backward_copies_what_is_not_in_its_order() -> None:
+    q = fake(2, 4, 128, 64, dtype=BF16, trained=True)
+
+    with cuda_choices(A100), Hidden(A100) as hidden:
+        F.scaled_dot_product_attention(q, q, q).backward(fake(2, 4, 128, 64, dtype=BF16))
+
+    sizes = hidden.sizes["_scaled_dot_product_flash_attention_backward"]
+    assert sizes[:2] == (2 * 4 * 128 * 64 * 2,) * 2  # gradient and output
+    assert len(sizes) == 4
+
+
+def gradient_tiles(shape: tuple[int, ...], queries: int, keys: int) -> int:
+    batch, heads, length, channels = shape
+    tiles = math.ceil(length / queries) * math.ceil(channels / keys)
+    return batch * heads * tiles * (4 + queries * keys) * 4
+
+
+def test_efficient_backward_in_fp32_multiplies_outside_of_its_kernel() -> None:
+    shape = (2, 4, 200, 64)
+
+    sizes = attend(A100, FP32, shape)["_scaled_dot_product_efficient_attention_backward"]
+
+    rows = 2 * 4 * 200 * 4
+    assert sizes == max(((rows, gradient_tiles(shape, 64, 64)), (rows * 64, rows)), key=sum)
+
+
+def test_efficient_backward_in_half_precision_needs_tiles_of_query_gradients() -> None:
+    shape = (2, 4, 200, 64)
+
+    sizes = attend(T4, FP16, shape)["_scaled_dot_product_efficient_attention_backward"]
+
+    assert sizes == (2 * 4 * 200 * 4, gradient_tiles(shape, 64, 64))
+
+
+def test_efficient_backward_with_little_shared_memory_gathers_keys_and_values_too() -> None:
+    shape = (2, 4, 200, 128)
+
+    sizes = attend(T4, FP16, shape)["_scaled_dot_product_efficient_attention_backward"]
+
+    splits = min(math.ceil(200 / 64), 200 // 8)
+    assert sizes[1] == gradient_tiles(shape, 64, 64) + 2 * 4 * splits * 64 * (128 + 128) * 4
+
+
+def test_efficient_backward_before_volta_splits_no_keys() -> None:
+    sizes = attend(P100, FP32, (2, 4, 200, 64))["_scaled_dot_product_efficient_attention_backward"]
+
+    assert sizes == (2 * 4 * 200 * 64 * 4, 2 * 4 * 200 * 4)
+
+
+def test_efficient_forward_of_many_channels_adds_up_in_fp32() -> None:
+    sizes = attend(T4, FP16, (2, 4, 16, 160))
+
+    assert sizes["_scaled_dot_product_efficient_attention"] == (2 * 4 * 16 * 160 * 4,)
+
+
+def test_plain_attention_marks_empty_rows() -> None:
+    sizes = attend(A100, FP32, (2, 4, 16, 64), key_heads=2)
+
+    assert sizes == {"_safe_softmax": (2 * 4 * 16 * 16, 2 * 4 * 16)}
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(4096, 50_000), (4096, 1024)])
+def test_embedding_backward_sorts_and_sums_in_pieces(tokens: int, rows: int) -> None:
+    table = twin_of(nn.Embedding(rows, 32))
+
+    with cuda_choices(A100), Hidden(A100) as hidden:
+        table(torch.zeros(4, tokens // 4, dtype=torch.long)).sum().backward()
+
+    segments = min(tokens, rows)
+    pieces = tokens // 10 + segments
+    sizes = hidden.sizes["embedding_dense_backward"]
+    assert sizes[-1] == pieces * 32 * 4
+    assert sum(sizes[-7:-1]) == 8 * (3 * tokens + 2 * segments + pieces)
+
+
+def test_embedding_backward_of_few_tokens_needs_nothing() -> None:
+    table, ids = twin_of(nn.Embedding(100, 32)), torch.zeros(4, 8, dtype=torch.long)
+
+    with cuda_choices(A100), Hidden(A100) as hidden:
+        table(ids).backward(fake(4, 8, 32))
+
+    assert hidden.sizes == {}
+
+
+def test_index_put_sorts_only_when_it_accumulates() -> None:
+    rows, at = fake(100, 8), torch.arange(10)
+
+    with Hidden(A100) as hidden:
+        rows.index_put((at,), fake(10, 8))
+        assert hidden.sizes == {}
+        rows.index_put((at[:, None], torch.arange(4)), fake(10, 4), accumulate=True)
+
+    assert hidden.sizes == {"index_put": (10 * 4 * 8,) * 4}
+
+
+def test_norms_of_many_tensors_are_taken_by_chunks() -> None:
+    tensors = [fake(65536 * 3 + 1), fake(5)]
+
+    with Hidden(A100) as hidden:
+        torch._foreach_norm(tensors)
+
+    assert hidden.sizes == {"_foreach_norm.Scalar": (2 * 4 * 4,)}
+
+
+def test_everything_else_is_one_look_up() -> None:
+    rows = fake(4, 4)
+
+    assert hidden_bytes(torch.ops.aten.add.Tensor, (rows, rows), {}, rows, A100) == ()
+
+
+# --- kept and outside -----------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "CUBLASLT_WORKSPACE_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(("on", "expected"), [(A100, 8_519_680), (T4, 8_519_680), (L4, 8_519_680), (H100, 32 * MIB)])
+def test_forward_and_backward_have_a_workspace_each(on: Gpu, expected: int) -> None:
+    assert workspaces(on) == (expected, expected)
+
+
+def test_blackwell_has_the_large_workspace_since_2_12(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, expected in (((2, 11), 8_519_680), ((2, 12), 32 * MIB)):
+        monkeypatch.setattr(hidden_memory, "_VERSION", version)
+        assert workspaces(gpu("B200")) == (expected, expected)
+
+
+def test_settings_of_the_workspaces_are_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert workspaces(A100) == (32 * MIB,) * 2
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert workspaces(H100) == (16 * 1024 * 8,) * 2
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    assert workspaces(A100) == ()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "nonsense")
+    assert workspaces(A100) == (8_519_680,) * 2
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0")
+    assert workspaces(A100) == (8_519_680, MIB) * 2
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "2048")
+    assert workspaces(A100) == (8_519_680, 2 * MIB) * 2
+
+
+def test_the_context_is_told_only_where_somebody_measured_it() -> None:
+    low, high = hidden_memory.CONTEXT_RANGE_BYTES
+
+    assert context_bytes(A100) is None
+    assert low <= (context_bytes(T4) or 0) <= high
+    assert low <= (context_bytes(L4) or 0) <= high
