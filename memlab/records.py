@@ -292,13 +292,14 @@ def _phase_of_peak(timeline: Sequence[TimelinePoint]) -> Phase | None:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a comparison: a measurement against the first one."""
+    """One line of a comparison: a measurement against the first one, and what was foretold for it."""
 
     measurement: Measurement
     memory_ratio: float
     speed_ratio: float
     loss_drift: float | None
     verdict: str
+    prediction: Prediction | None = None
 
 
 # a change of the peak below this share is reported as no gain
@@ -313,11 +314,13 @@ class Comparison:
         title: what was trained, on what.
         measurements: at least one.
         events: what happened on the way, in words (plan changes, refusals).
+        predictions: what was foretold for some of the plans, in any order.
     """
 
     title: str
     measurements: tuple[Measurement, ...]
     events: tuple[str, ...] = ()
+    predictions: tuple[Prediction, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.measurements:
@@ -326,7 +329,13 @@ class Comparison:
     @property
     def rows(self) -> tuple[Row, ...]:
         first = self.measurements[0]
-        return tuple(_row(measurement, first) for measurement in self.measurements)
+        return tuple(
+            _row(measurement, first, self.prediction_of(measurement.plan)) for measurement in self.measurements
+        )
+
+    def prediction_of(self, plan: str) -> Prediction | None:
+        """What was foretold for a plan, by its label; None when nothing was, or the plan was refused."""
+        return next((each for each in self.predictions if each.plan == plan and not each.refused), None)
 
     def add(self, measurement: Measurement) -> Comparison:
         """The same comparison with one more measurement; a plan measured again replaces its old row."""
@@ -336,7 +345,7 @@ class Comparison:
         return replace(self, measurements=(*kept, measurement))
 
 
-def _row(measurement: Measurement, first: Measurement) -> Row:
+def _row(measurement: Measurement, first: Measurement, prediction: Prediction | None) -> Row:
     memory_ratio = measurement.peak_allocated_bytes / max(1, first.peak_allocated_bytes)
     return Row(
         measurement=measurement,
@@ -344,6 +353,7 @@ def _row(measurement: Measurement, first: Measurement) -> Row:
         speed_ratio=_ratio(measurement.samples_per_second, first.samples_per_second),
         loss_drift=loss_drift(first.losses, measurement.losses),
         verdict=_verdict(measurement, first, memory_ratio),
+        prediction=prediction,
     )
 
 
@@ -401,18 +411,20 @@ class RunRecord:
         comparison: the settings tried.
         steps: every step of the loop, in order.
         versions: package versions of the machine it ran on.
+        predictions: every plan that was foretold, whether it was run or not.
     """
 
     comparison: Comparison
     steps: tuple[StepRecord, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    predictions: tuple[Prediction, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
-        """Read what `to_json` wrote.
+        """Read what `to_json` wrote, now or before there were predictions.
 
         Raises:
             MemlabError: the text is no run record.
@@ -425,18 +437,28 @@ class RunRecord:
                     comparison["title"],
                     tuple(_measurement(m) for m in comparison["measurements"]),
                     tuple(comparison["events"]),
+                    tuple(_prediction(p) for p in comparison.get("predictions", ())),
                 ),
                 steps=tuple(StepRecord(**step) for step in loaded["steps"]),
                 versions=dict(loaded["versions"]),
+                predictions=tuple(_prediction(p) for p in loaded.get("predictions", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise MemlabError(f"not a run record of memlab: {error!r}") from error
 
 
 def _measurement(loaded: dict[str, Any]) -> Measurement:
-    points = (TimelinePoint(p["seconds"], Phase(p["phase"]), dict(p["live_bytes"])) for p in loaded["timeline"])
     tuples = {name: tuple(loaded[name]) for name in ("step_seconds", "losses", "notes")}
-    return Measurement(**{**loaded, **tuples, "timeline": tuple(points)})
+    return Measurement(**{**loaded, **tuples, "timeline": _timeline(loaded)})
+
+
+def _prediction(loaded: dict[str, Any]) -> Prediction:
+    tuples = {name: tuple(loaded[name]) for name in ("interval_bytes", "interval_seconds", "notes")}
+    return Prediction(**{**loaded, **tuples, "timeline": _timeline(loaded)})
+
+
+def _timeline(loaded: dict[str, Any]) -> tuple[TimelinePoint, ...]:
+    return tuple(TimelinePoint(p["seconds"], Phase(p["phase"]), dict(p["live_bytes"])) for p in loaded["timeline"])
 
 
 def out_of_memory(plan: Plan, device: str, capacity_bytes: int, asked: str) -> Measurement:

@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab import stepping
 from memlab.errors import RefusalError, SessionError, WorkloadError
@@ -497,9 +498,15 @@ def _refuse_foreign_engines(workload: Workload) -> None:
             f"{workload.name} is compiled, and the compiled code no longer calls model.forward",
             "attach memlab to the model before torch.compile, or to the uncompiled one (model._orig_mod)",
         )
-    if any(type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor" for p in model.parameters()):
+    if any(_is_sharded(parameter) for parameter in model.parameters()):
         raise RefusalError(
             "session",
             f"{workload.name} is already sharded (FSDP2 or tensor parallel)",
             "use that engine's own accumulation, checkpointing and offload",
         )
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    # asking a fake for its data is slow, and it would say what its own type says
+    kinds = (type(parameter),) if isinstance(parameter, FakeTensor) else (type(parameter), type(parameter.data))
+    return any(kind.__name__ == "DTensor" for kind in kinds)

@@ -18,6 +18,7 @@ from memlab.records import (
     Comparison,
     Measurement,
     Phase,
+    Prediction,
     RunRecord,
     StepRecord,
     TimelinePoint,
@@ -177,3 +178,34 @@ def test_fewer_steps_than_the_warm_up_are_all_timed() -> None:
 def test_records_are_plain_json() -> None:
     text = RunRecord(Comparison("t", (measured(timeline=(point(5),)),))).to_json()
     assert json.loads(text)["comparison"]["measurements"][0]["timeline"][0]["phase"] == "forward"
+
+
+def foretold(plan: str = "as written", peak_bytes: int = 990, **more: object) -> Prediction:
+    base = Prediction(plan, "cpu", peak_bytes, None, 0, {"activations": 690, "parameters": 300}, (point(5),), 0.5, 4, 40,
+                      (980, 1000), (0.4, 0.6))  # fmt: skip
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def test_rows_know_what_was_foretold_for_them() -> None:
+    refused = foretold("--bf16", 0, refused="precision: no")
+    comparison = Comparison("t", (measured(), measured("--fp16"), measured("--bf16")), (), (foretold(), refused))
+    assert [row.prediction for row in comparison.rows] == [foretold(), None, None]
+    again = comparison.add(measured("--fp16", 400))
+    assert again.prediction_of("as written") == foretold()
+
+
+def test_predictions_are_saved_with_a_run() -> None:
+    record = RunRecord(
+        Comparison("title", (measured(),), (), (foretold(notes=("a note",)),)),
+        predictions=(foretold("--fp16", refused="precision: no", timeline=()),),
+    )
+    again = RunRecord.from_json(record.to_json())
+    assert again == record
+    assert again.comparison.rows[0].prediction is not None
+    assert isinstance(again.comparison.predictions[0].timeline[0].phase, Phase)
+
+
+def test_a_file_from_before_there_were_predictions_is_read() -> None:
+    loaded = json.loads(RunRecord(Comparison("t", (measured(),))).to_json())
+    del loaded["predictions"], loaded["comparison"]["predictions"]
+    assert RunRecord.from_json(json.dumps(loaded)) == RunRecord(Comparison("t", (measured(),)))

@@ -4,6 +4,7 @@
 - `parser`: the flags of the magics and their help, generated from the plan's fields
 - `cells`: running a cell's text untouched, from inside a cell magic
 - `watch`: plan, session and meter for the duration of one cell
+- `foresight`: what is predicted, chosen for a budget and found; `forecast`: what `%memfit predict` returns
 - `history`: what was measured, per model, across cells
 - `live`: the line that shows progress; `display`: receipts in every format a front end may want
 - `config`: what `%config MemLab` holds

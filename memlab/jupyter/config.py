@@ -18,6 +18,10 @@ class MemLab(Configurable):
     capacity = Unicode(
         "", help="size the device is to behave as, such as '4GiB'; empty for its own size. Past it, memory runs out."
     ).tag(config=True)
+    budget = Unicode(
+        "", help="size that the plan of %%memfit cells without flags is to fit into, such as '8GiB'; empty for none"
+    ).tag(config=True)
+    predict = Bool(True, help="show in receipts what was predicted for the plans measured").tag(config=True)
     quiet = Bool(False, help="show no progress while a cell trains").tag(config=True)
     plan = Unicode("", help="flags of %%memfit cells that give none, such as '--accumulate 4'").tag(config=True)
     picture = Bool(True, help="put a PNG picture into receipts, for pages that show no HTML").tag(config=True)
@@ -27,8 +31,13 @@ class MemLab(Configurable):
         """The capacity in bytes, or None for the device's own size."""
         return parse_bytes(self.capacity) if self.capacity else None
 
-    @validate("capacity")
-    def _check_capacity(self, proposal: Any) -> str:
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes, or None for none."""
+        return parse_bytes(self.budget) if self.budget else None
+
+    @validate("capacity", "budget")
+    def _check_size(self, proposal: Any) -> str:
         return _accepted(proposal["value"], parse_bytes)
 
     @validate("plan")

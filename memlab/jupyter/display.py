@@ -1,13 +1,14 @@
 """Receipts in every format a front end may want.
 
-A `Comparison` is taught to the shell's formatters, so it shows as a receipt wherever a notebook shows
-values: HTML for live pages, PNG for pages that drop HTML, plain text for terminals and GitHub's diff.
+A `Comparison`, a `Forecast` and a `FoundPlan` are taught to the shell's formatters, so they show as tables and
+pictures wherever a notebook shows values: HTML for live pages, PNG for pages that drop HTML, plain text for terminals and GitHub's diff.
 All three are static: a saved notebook needs no kernel, no widget and no script to show them.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,24 +16,38 @@ from IPython.display import display, update_display
 
 from memlab.extras import available
 from memlab.jupyter.config import MemLab
-from memlab.records import Comparison
-from memlab.report import figure, html, image, text
+from memlab.jupyter.forecast import Forecast
+from memlab.records import Comparison, FoundPlan
+from memlab.report import figure, html, image, listing, pareto, pareto_figure, pareto_image, text
 
 
 def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:
-    """Let the shell show a `Comparison` as a receipt; `undo` makes it forget."""
+    """Let the shell show what the magics return; `undo` makes it forget."""
+    for shown, (plain, rich, picture) in _FORMATS.items():
+        known = {
+            "text/plain": _printed(plain),
+            "text/html": rich,
+            "image/png": _where_wanted(picture, config),
+        }
+        for kind, formatter in known.items():
+            formatters = shell.display_formatter.formatters[kind]
+            formatters.for_type(shown, formatter)
+            undo.callback(formatters.pop, shown, None)
 
-    def plain(comparison: Comparison, printer: Any, _cycle: bool) -> None:
-        printer.text(text.table(comparison))
 
-    def picture(comparison: Comparison) -> bytes | None:
-        return image.png(comparison) if config.picture and available("matplotlib") else None
+_FORMATS: dict[type, tuple[Callable[[Any], str], Callable[[Any], str], Callable[[Any], bytes | None]]] = {
+    Comparison: (text.table, html.table, image.png),
+    Forecast: (lambda forecast: forecast.text, lambda forecast: forecast.html, lambda forecast: forecast.png),
+    FoundPlan: (text.found_table, html.found_table, lambda found: pareto_image.png(pareto.found_chart(found))),
+}
 
-    known = {"text/plain": plain, "text/html": html.table, "image/png": picture}
-    for kind, formatter in known.items():
-        formatters = shell.display_formatter.formatters[kind]
-        formatters.for_type(Comparison, formatter)
-        undo.callback(formatters.pop, Comparison, None)
+
+def _printed(plain: Callable[[Any], str]) -> Callable[[Any, Any, bool], None]:
+    return lambda value, printer, _cycle: printer.text(plain(value))
+
+
+def _where_wanted(picture: Callable[[Any], bytes | None], config: MemLab) -> Callable[[Any], bytes | None]:
+    return lambda value: picture(value) if config.picture and available("matplotlib") else None
 
 
 def is_rich(shell: Any) -> bool:
@@ -50,10 +65,17 @@ def replace_shown(data: Any, **options: Any) -> None:
     update_display(data, **options)  # type: ignore[no-untyped-call] # unannotated in IPython
 
 
-def show_figure(shell: Any, comparison: Comparison) -> None:
+def show_figure(shell: Any, shown: Comparison | Forecast | FoundPlan) -> None:
     """Show the plotly figure, where there is a front end and plotly to show it."""
     if not is_rich(shell) or not available("plotly"):
         return
-    drawn = json.loads(figure.comparison(comparison).to_json())
+    if isinstance(shown, Comparison):
+        drawn, said = figure.comparison(shown), text.summary(shown)
+    elif isinstance(shown, FoundPlan):
+        drawn, said = pareto_figure.figure(pareto.found_chart(shown)), listing.found_sentence(shown)
+    elif shown.closely is not None:
+        drawn, said = figure.timeline(shown.closely, shown.budget_bytes), shown.sentence
+    else:
+        drawn, said = pareto_figure.figure(shown.chart), shown.sentence
     # this format alone: plotly's HTML would put its whole library into the saved notebook
-    show({"application/vnd.plotly.v1+json": drawn, "text/plain": text.summary(comparison)}, raw=True)
+    show({"application/vnd.plotly.v1+json": json.loads(drawn.to_json()), "text/plain": said}, raw=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from typing import Any
 
 from memlab.errors import MemlabError
-from memlab.records import Comparison, Measurement, RunRecord, StepRecord
+from memlab.plan import Plan
+from memlab.records import Comparison, Measurement, Prediction, RunRecord, StepRecord
 from memlab.workload import Batch
 
 _VERSIONS_OF = ("torch", "transformers", "bitsandbytes")
@@ -20,12 +23,21 @@ class History:
     Args:
         comparison: the receipt; None before the first measured step.
         steps: every step of the measured cells, in order.
-        batch: the last batch that was trained on, until the plan is undone.
+        batch: the last batch that was trained on, until the plan is undone. By reference: `compare` and `find`
+            train on it, and it is a variable of the loop as a rule. It holds no graph.
+        foretold: what was predicted for the measured plans.
+        lattice: what was predicted last for all plans on the model's own device.
+        chosen: the plan that was chosen for a budget, by what it was chosen for.
+        is_foretelling: whether receipts show predictions; no more after one failed or took too long.
     """
 
     comparison: Comparison | None = None
     steps: list[StepRecord] = field(default_factory=list)
     batch: Batch | None = None
+    foretold: dict[str, Prediction] = field(default_factory=dict)
+    lattice: tuple[Prediction, ...] = ()
+    chosen: dict[Any, Plan] = field(default_factory=dict)
+    is_foretelling: bool = True
 
     def add(self, title: str, measurements: list[Measurement], events: tuple[str, ...]) -> None:
         """Take in what a cell measured; a plan measured again replaces its old row."""
@@ -34,7 +46,19 @@ class History:
             row = replace(measurement, losses=())
             self.comparison = self.comparison.add(row) if self.comparison else Comparison(title, (row,))
         if self.comparison is not None:
-            self.comparison = replace(self.comparison, title=title, events=events)
+            predictions = tuple(self.foretold.values())
+            self.comparison = replace(self.comparison, title=title, events=events, predictions=predictions)
+
+    def say(self, *events: str) -> None:
+        """Put lines below the receipt."""
+        if self.comparison is not None:
+            self.comparison = replace(self.comparison, events=(*self.comparison.events, *events))
+
+    def foretell(self, predictions: Iterable[Prediction]) -> None:
+        """Take in predictions of measured plans, for their rows."""
+        self.foretold |= {each.plan: each for each in predictions}
+        if self.comparison is not None:
+            self.comparison = replace(self.comparison, predictions=tuple(self.foretold.values()))
 
     def add_steps(self, steps: list[StepRecord]) -> None:
         """Append a cell's steps, numbered on from the last one."""
@@ -52,7 +76,8 @@ class History:
         Raises:
             MemlabError: nothing was measured yet.
         """
-        return RunRecord(self.require(), tuple(self.steps), versions())
+        considered = tuple(replace(each, timeline=()) for each in self.lattice)
+        return RunRecord(self.require(), tuple(self.steps), versions(), considered)
 
     def require(self) -> Comparison:
         """The receipt.

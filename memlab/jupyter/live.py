@@ -72,6 +72,23 @@ class TerminalLine:
             sys.stdout.flush()
 
 
+class Saying:
+    """Says on a line what goes on: at once, and then four times a second at most.
+
+    Args:
+        line: where to; None for silence.
+    """
+
+    def __init__(self, line: Line | None) -> None:
+        self._line = line
+        self._next_seconds = 0.0
+
+    def __call__(self, text: str) -> None:
+        if self._line is not None and monotonic() >= self._next_seconds:
+            self._line.write(f"memfit · {text}")
+            self._next_seconds = monotonic() + _LEAST_SECONDS_BETWEEN
+
+
 class Progress:
     """Shows the newest step: after two seconds for the first time, then four times a second at most.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,16 +19,20 @@ from torch import nn
 
 from memlab.errors import MemlabError, PlanError, WorkloadError
 from memlab.exporting import export
-from memlab.jupyter import cells
+from memlab.jupyter import cells, foresight
 from memlab.jupyter.config import MemLab
 from memlab.jupyter.display import is_rich, show, show_figure, teach_receipts
+from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.history import History
-from memlab.jupyter.live import NotebookLine, Progress, TerminalLine
+from memlab.jupyter.live import Line, NotebookLine, Progress, Saying, TerminalLine
 from memlab.jupyter.parser import (
     CellOptions,
+    ForesightOptions,
     cell_help,
     cell_options,
+    foresight_options,
     line_help,
+    plans_in,
     split_words,
     unknown_word,
 )
@@ -37,12 +41,13 @@ from memlab.jupyter.watch import CellWatch, was_raised_by_memlab
 from memlab.measuring.runs import compare
 from memlab.measuring.steps import device_for
 from memlab.plan import Plan
-from memlab.records import Comparison, RunRecord
+from memlab.records import Comparison, FoundPlan, RunRecord
 from memlab.session import Session, session_of, sessions
 from memlab.units import parse_bytes
 from memlab.workload import Workload
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_Shown = Comparison | Forecast | FoundPlan
 _NAME = "memfit"
 _NO_MODEL = (
     "no model found: no variable of this notebook is a trainable torch.nn.Module, and the cell made no training "
@@ -117,14 +122,23 @@ class MagicMemfit:
         self._run(options, source)
 
     def _run(self, options: CellOptions, source: cells.Source) -> None:
+        budget_bytes = self._budget_of(options)
+        line = self._line(options)
         watch = CellWatch(
-            self._plan_of(options), options.capacity_bytes or self._config.capacity_bytes, self._progress(options)
+            self._plan_of(options),
+            options.capacity_bytes or self._config.capacity_bytes,
+            Progress(line) if line is not None else None,
+            self._choice(options, budget_bytes, line) if budget_bytes is not None else None,
         )
         with watch:
             with _plain_errors():
                 self._find(watch, options, source)
             outcome = cells.run(self.shell, source)
         steps = self._keep(watch, outcome.error)
+        if steps and watch.session is not None:
+            # whoever interrupted the cell does not wait for predictions
+            plans = watch.plans if outcome.error is None else ()
+            self._foretell(watch.session, plans, budget_bytes, line)
         if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
             self._show_receipt(watch, steps)
         if outcome.error is not None:
@@ -136,10 +150,35 @@ class MagicMemfit:
             return Plan.parse(self._config.plan)
         return options.plan
 
-    def _progress(self, options: CellOptions) -> Progress | None:
+    def _line(self, options: CellOptions) -> Line | None:
         if options.quiet or self._config.quiet:
             return None
-        return Progress(NotebookLine() if is_rich(self.shell) else TerminalLine())
+        return NotebookLine() if is_rich(self.shell) else TerminalLine()
+
+    def _budget_of(self, options: CellOptions) -> int | None:
+        """The budget of a cell; the configured one is for cells that say nothing about the plan."""
+        if options.budget_bytes is None and options.plan is None:
+            return self._config.budget_bytes
+        return options.budget_bytes
+
+    def _choice(self, options: CellOptions, budget_bytes: int, line: Line | None) -> Callable[[Workload], Plan]:
+        def history_of(workload: Workload) -> History:
+            return self._histories.setdefault(workload.model, History())
+
+        return foresight.choice(options, budget_bytes, self._plan_of(options) or Plan(), history_of, Saying(line))
+
+    def _foretell(self, session: Session, plans: tuple[Plan, ...], budget_bytes: int | None, line: Line | None) -> None:
+        """Add what was predicted to what was measured."""
+        history = self._histories[session.workload.model]
+        live = session.workload
+        if self._config.predict and history.batch is not None and plans:
+            with suppress(WorkloadError):
+                workload = Workload(live.model, live.optimizers, history.batch, name=live.name)
+                foresight.foretell_rows(history, workload, plans, Saying(line))
+            if line is not None:
+                line.clear()
+        if budget_bytes is not None:
+            history.say(foresight.budget_line(history, session.plan, budget_bytes))
 
     def _find(self, watch: CellWatch, options: CellOptions, source: cells.Source) -> None:
         found = Workload.find(self.shell.user_ns, source.python, model=options.model, optimizer=options.optimizer)
@@ -184,7 +223,7 @@ class MagicMemfit:
     # -- %memfit -------------------------------------------------------------------------------
 
     @_one_line
-    def run_line(self, line: str) -> Comparison | None:
+    def run_line(self, line: str) -> _Shown | None:
         """Do what one line says; see `line_help`."""
         words = split_words(line)
         if not words:
@@ -200,8 +239,11 @@ class MagicMemfit:
         return command(words[1:])
 
     @property
-    def _commands(self) -> dict[str, Callable[[list[str]], Comparison | None]]:
+    def _commands(self) -> dict[str, Callable[[list[str]], _Shown | None]]:
         return {
+            "predict": self._predict,
+            "find": self._find_plan,
+            "snapshot": self._snapshot,
             "report": self._report,
             "compare": self._compare,
             "switch": self._switch,
@@ -231,25 +273,68 @@ class MagicMemfit:
         show_figure(self.shell, comparison)
         return comparison
 
+    def _predict(self, words: list[str]) -> Forecast:
+        options = foresight_options("predict", words)
+        workload, history = self._subject("predict", options)
+        budget = options.budget or self._config.budget or ("" if options.device else self._config.capacity)
+        with self._saying() as say:
+            forecast = foresight.forecast(workload, options, budget, history, say)
+        show_figure(self.shell, forecast)
+        return forecast
+
+    def _find_plan(self, words: list[str]) -> FoundPlan:
+        options = foresight_options("find", words)
+        workload, history = self._subject("find", options)
+        with self._saying() as say:
+            found = foresight.found(
+                workload, options, options.budget or self._config.budget or self._config.capacity, history, say
+            )
+        show_figure(self.shell, found)
+        print(f"memfit: to apply it: %memfit {str(found.plan) or '--accumulate 1'}")  # noqa: T201
+        return found
+
+    def _snapshot(self, words: list[str]) -> None:
+        options = foresight_options("snapshot", words)
+        workload, _ = self._subject("snapshot", options)
+        session = session_of(workload.model)
+        plan = options.plan or (session.plan if session is not None else Plan())
+        with self._saying() as say:
+            file = foresight.snapshot(workload, options, plan, say)
+        print(f"memfit: {plan.label}, saved to {file}; open it at https://docs.pytorch.org/memory_viz")  # noqa: T201
+
+    def _subject(self, command: str, options: ForesightOptions) -> tuple[Workload, History]:
+        """What is foretold: the model of the last cell, or the one in the notebook."""
+        session = next(iter(self._sessions()), None)
+        history = self._histories.get(session.workload.model, History()) if session is not None else History()
+        workload = foresight.workload_of(command, options, self.shell.user_ns, session, history)
+        return workload, self._histories.setdefault(workload.model, History())
+
+    @contextmanager
+    def _saying(self) -> Iterator[Callable[[str], None]]:
+        """A line that says what goes on, and is gone afterwards."""
+        line = NotebookLine() if is_rich(self.shell) else TerminalLine()
+        try:
+            yield Saying(line)
+        finally:
+            line.clear()
+
     def _compare(self, words: list[str]) -> Comparison:
         if not words:
             raise PlanError(
                 '%memfit compare: name the plans, each in quotes, as in %memfit compare "--accumulate 4" "--checkpoint"'
             )
-        plans = [Plan.parse(word) for word in _plans_in(words)]
+        plans = [Plan.parse(word) for word in plans_in(words)]
         session, batch = self._session(), self._history().batch
         if batch is None:
             raise WorkloadError("%memfit compare needs a batch: run a %%memfit cell that trains first")
         workload = Workload(session.workload.model, session.workload.optimizers, batch)
         device = device_for(workload.device, self._config.capacity_bytes)
-        line = NotebookLine() if is_rich(self.shell) else TerminalLine()
-        try:
-            return compare(
-                workload, plans, device=device, progress=lambda text: line.write(f"memfit · comparing, {text}")
-            )
-        finally:
-            line.clear()
-            device.close()
+        with self._saying() as say:
+            try:
+                compared = compare(workload, plans, device=device, progress=lambda text: say(f"comparing, {text}"))
+            finally:
+                device.close()
+            return foresight.with_predictions(compared, workload, say) if self._config.predict else compared
 
     def _switch(self, words: list[str]) -> None:
         plan, rest = Plan.parse_known(words)
@@ -340,7 +425,7 @@ class MagicMemfit:
         me = weakref.ref(self)
 
         @no_var_expand
-        def memfit(line: str) -> Comparison | None:
+        def memfit(line: str) -> _Shown | None:
             __tracebackhide__ = True
             return _alive(me).run_line(line)
 
@@ -375,11 +460,6 @@ def _plain_errors() -> Iterator[None]:
     else:
         return
     raise UsageError(message)
-
-
-def _plans_in(words: list[str]) -> list[str]:
-    """Plans as they were quoted; unquoted flags with values make one plan."""
-    return words if all(word.startswith("-") or not word for word in words) else [" ".join(words)]
 
 
 def _no_more(words: list[str], command: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError
 from memlab.jupyter.history import History
@@ -27,7 +28,7 @@ from memlab.measuring.steps import Device, Meter, device_for
 from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.seams import FirstTrainingCall
-from memlab.session import Session, fit, session_of
+from memlab.session import Observer, Session, fit, session_of
 from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
 
 
@@ -38,16 +39,25 @@ class CellWatch:
         plan: the plan to apply; None keeps the one in force.
         capacity_bytes: size the device is to behave as, or None.
         progress: shows steps while they happen; None for silence.
+        choose: called once with the workload and its batch at the first training step; the plan it returns is
+            applied to that very step. None applies `plan` at once.
 
     Attributes:
         session: the session of the model the cell trains; None until it is found.
     """
 
-    def __init__(self, plan: Plan | None, capacity_bytes: int | None, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        plan: Plan | None,
+        capacity_bytes: int | None,
+        progress: Progress | None,
+        choose: Callable[[Workload], Plan] | None = None,
+    ) -> None:
         self.session: Session | None = None
         self._plan = plan
         self._capacity_bytes = capacity_bytes
         self._progress = progress
+        self._choose = choose
         self._meter: Meter | None = None
         self._notes = _Notes(self._step_ended)
         self._log_from = 0
@@ -73,7 +83,7 @@ class CellWatch:
         """
         device = device_for(workload.device, self._capacity_bytes)
         self._undo.callback(device.close)
-        session = _session_for(workload, self._plan)
+        session = _session_for(workload, None if self._choose is not None else self._plan)
         self.session = session
         self._log_from = len(session.log)
         self._observe(session, device)
@@ -87,7 +97,10 @@ class CellWatch:
         self._meter = meter
         # callbacks run in reverse: first nobody calls the meter any more, then it closes
         self._undo.callback(meter.close)
-        for observer in (meter, self._notes):
+        # the one that chooses comes first: what it takes is no part of the first step
+        watching: list[Observer] = [_Chooser(session, self._choose)] if self._choose is not None else []
+        watching += [meter, self._notes]
+        for observer in watching:
             session.observers.append(observer)
             self._undo.callback(_leave, session, observer)
             observer.plan_changed(session.plan)
@@ -95,6 +108,11 @@ class CellWatch:
     def _step_ended(self) -> None:
         if self._progress is not None and self._meter is not None and self._progress.is_due():
             self._progress.show(self._meter.steps)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Plans that were in force during the cell, the last one last."""
+        return tuple(self._notes.plans)
 
     def keep(self, history: History, error: BaseException | None = None) -> int:
         """Put what was measured into a history, once the cell is over.
@@ -112,7 +130,7 @@ class CellWatch:
         measurements = [m for plan in self._notes.plans if (m := _measured(meter, plan)) is not None]
         steps = meter.steps
         if self._notes.batch is not None and session.attached:
-            history.batch = self._notes.batch
+            history.batch = without_graph(self._notes.batch)
         if measurements and session.notes:
             measurements[-1] = replace(measurements[-1], notes=(*measurements[-1].notes, *session.notes))
         if isinstance(error, torch.OutOfMemoryError):
@@ -130,7 +148,42 @@ class CellWatch:
         return " · ".join(["memfit", session.workload.describe(), *batch, meter.device.name, counted])
 
 
-class _Notes:
+class _Quiet:
+    """An observer that does nothing; others override what they watch."""
+
+    def plan_changed(self, plan: Plan) -> None: ...
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def forward_begins(self, batch: Batch) -> None: ...
+    def forward_ended(self, loss: torch.Tensor | None) -> None: ...
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None: ...
+    def interrupted(self) -> None: ...
+
+
+class _Chooser(_Quiet):
+    """Chooses the plan at the first training forward of a cell, when the batch is known, and applies it to it.
+
+    A session looks at its techniques after its observers were told of a forward, so the forward that begins
+    runs under the new plan already.
+
+    Args:
+        session: of the model that is trained.
+        choose: called with the workload and its batch.
+    """
+
+    def __init__(self, session: Session, choose: Callable[[Workload], Plan]) -> None:
+        self._session = session
+        self._choose: Callable[[Workload], Plan] | None = choose
+
+    def forward_begins(self, batch: Batch) -> None:
+        choose, self._choose = self._choose, None
+        if choose is not None:
+            live = self._session.workload
+            plan = choose(Workload(live.model, live.optimizers, without_graph(batch), name=live.name))
+            self._session.switch(plan, now=True)
+
+
+class _Notes(_Quiet):
     """Notes which plans were in force during a cell, and the last batch.
 
     Args:
@@ -151,17 +204,24 @@ class _Notes:
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self._step_ended()
 
-    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def forward_ended(self, loss: torch.Tensor | None) -> None: ...
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def interrupted(self) -> None: ...
-
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Every live optimizer that updates parameters of a model, wherever it is kept."""
     live = (value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer))
     distinct = {id(one): one for one in map(unwrap_optimizer, live)}
     return [optimizer for optimizer in distinct.values() if steps_some_of(optimizer, model)]
+
+
+def without_graph(batch: Batch) -> Batch:
+    """The same batch, whose tensors keep no graph alive (that of a generator, say) and share their memory."""
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+            return value
+        return value.detach().requires_grad_()
+
+    args, kwargs = tree_map(cut, (batch.args, dict(batch.kwargs)))
+    return Batch(args, kwargs)
 
 
 def shape_of(batch: Batch | None) -> tuple[int, ...]:

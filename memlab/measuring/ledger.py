@@ -68,7 +68,7 @@ _MOMENT_OF_PHASE = {
 RawEvent = tuple[float, int, int, int]
 
 
-class _Effect(IntEnum):
+class Effect(IntEnum):
     """What an operator can do to storages, from its schema."""
 
     NONE = 0
@@ -95,12 +95,12 @@ def effect_of(operator: Any) -> int:
 
 def _learn_effect(schema: Any) -> int:
     if schema is None or schema.name in _BEARING_VIEWS:
-        return _Effect.BIRTH
+        return Effect.BIRTH
     if schema.name in _RESIZING or any(argument.is_out for argument in schema.arguments):
-        return _Effect.RESIZE
+        return Effect.RESIZE
     if schema.name in _UNSAFE_VIEWS:
-        return _Effect.NONE
-    return _Effect.BIRTH if any(returned.alias_info is None for returned in schema.returns) else _Effect.NONE
+        return Effect.NONE
+    return Effect.BIRTH if any(returned.alias_info is None for returned in schema.returns) else Effect.NONE
 
 
 def defers(types: Iterable[type]) -> bool:
@@ -360,7 +360,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves
                 alive = self._live.get(storage._cdata)
                 if alive is None:
                     self._track(storage)
-                elif effect == _Effect.RESIZE:
+                elif effect == Effect.RESIZE:
                     self._resized(alive, storage.nbytes())
 
     def _track(self, storage: torch.UntypedStorage) -> None:
@@ -408,7 +408,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves
         return self._assigned.get(alive.number, unnamed)
 
     def _asks_for_more(self, first: int, effect: int) -> bool:
-        return self._born > first or effect == _Effect.RESIZE
+        return self._born > first or effect == Effect.RESIZE
 
     def _refuse(self, first: int) -> None:
         """Raise as the allocator of a GPU would; the newborn storages have just been dropped."""

@@ -196,14 +196,29 @@ def loss_of(workload: Workload) -> torch.Tensor:
     Raises:
         WorkloadError: the model returns none, and there is no `loss_fn`.
     """
-    model, batch = workload.model, workload.batch
+    return loss_in(workload, output_of(workload))
+
+
+def output_of(workload: Workload) -> Any:
+    """What the model of a workload returns for its batch."""
+    call = call_of(workload)
+    return workload.model(*call.args, **call.kwargs)
+
+
+def call_of(workload: Workload) -> Batch:
+    """The model call within the batch of a workload."""
+    return Batch.of(workload.batch if workload.loss_fn is None else workload.batch[0])
+
+
+def loss_in(workload: Workload, output: Any) -> torch.Tensor:
+    """The loss in an output of the model, or computed from it.
+
+    Raises:
+        WorkloadError: there is none, and no `loss_fn`.
+    """
     if workload.loss_fn is not None:
-        inputs, target = batch
-        call = Batch.of(inputs)
-        loss: Any = workload.loss_fn(model(*call.args, **call.kwargs), target)
+        loss: Any = workload.loss_fn(output, workload.batch[1])
     else:
-        call = Batch.of(batch)
-        output = model(*call.args, **call.kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise WorkloadError(f"{workload.name} returned no loss: pass loss_fn=…, or put the labels into the batch")

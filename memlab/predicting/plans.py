@@ -26,7 +26,9 @@ from memlab.lattice import lattice
 from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision
 from memlab.predicting.reserved import Reserved, reserved_by
 from memlab.predicting.segments import (
+    ACTIVATIONS,
     NOTHING,
+    OUTSIDE,
     Levels,
     NotAlikeError,
     Segment,
@@ -38,6 +40,7 @@ from memlab.predicting.segments import (
 )
 from memlab.predicting.targets import Target, interval_seconds, target_for
 from memlab.records import Category, Measurement, Prediction, TimelinePoint, thin
+from memlab.roofline import Bill
 from memlab.session import check
 from memlab.techniques import TECHNIQUES
 from memlab.techniques._micro import LAZY_FROM_BYTES
@@ -225,8 +228,12 @@ class Foreteller:
         update = self._update(plan, passed.trace)
         rows = passed.trace.samples
         sizes = [stop - start for start, stop in row_ranges(rows, min(plan.accumulation, max(1, rows)))]
-        passes = [self._segment(plan, passed, size, accumulating=number > 0) for number, size in enumerate(sizes)]
-        kept = [_kept(passed, size) if len(sizes) > 1 else 0 for size in sizes]
+        kept = _kept(passed) if len(sizes) > 1 else frozenset()
+        passes = [
+            self._segment(plan, passed, size, accumulating=number > 0, kept=kept) for number, size in enumerate(sizes)
+        ]
+        if kept:
+            passes.append(self._joined(passed, kept))
         before = update.observation.baseline_bytes
         base = added(
             levels({**passed.trace.observation.baseline_bytes}),
@@ -239,7 +246,7 @@ class Foreteller:
             tokens=passed.trace.tokens,
             host_bytes=passed.host_bytes(max(sizes)) + update.host_bytes,
             notes=tuple(dict.fromkeys((*passed.trace.notes, *update.notes))),
-            kept=tuple(kept),
+            kept_bytes=sum(size for number, size in passed.outputs_bytes(rows).items() if number in kept),
             inputs=tuple(_sizes(passed.trace, Category.ACTIVATIONS).values()),
             owned=_sizes(update, Category.PARAMETERS),
             state=_sizes(update, Category.OPTIMIZER_STATE),
@@ -264,14 +271,25 @@ class Foreteller:
             self._refuse_few_rows(plan, known.trace.samples)
         return known
 
-    def _segment(self, plan: Plan, passed: TracedPass, rows: int, *, accumulating: bool) -> Segment:
+    def _joined(self, passed: TracedPass, kept: frozenset[int]) -> Segment:
+        """Outputs of the micro-batches put together for the loop, which drops them again."""
+        whole = passed.outputs_bytes(passed.trace.samples)
+        sizes = [whole[number] for number in sorted(kept)]
+        births = [(size_bytes, place, ACTIVATIONS, OUTSIDE) for place, size_bytes in enumerate(sizes)]
+        deaths = [(-size_bytes, place, ACTIVATIONS, OUTSIDE) for place, size_bytes in enumerate(sizes)]
+        return Segment([*births, *deaths], Bill.of([]), self.target.rates)
+
+    def _segment(
+        self, plan: Plan, passed: TracedPass, rows: int, *, accumulating: bool, kept: frozenset[int]
+    ) -> Segment:
         """The pass with so many rows; of a single one it is traced, as copies of transposed tensors are then spared."""
         if rows > 1 or passed.trace.samples == 1:
-            return passed.segment(rows, accumulating=accumulating)
+            return passed.segment(rows, accumulating=accumulating, kept=kept)
         key = _of_model(plan)
         if key not in self._single_rows:
             self._single_rows[key] = TracedPass(self.target.rates, self._tracer.one_pass(key, 1), 1)
-        return self._single_rows[key].segment(1, accumulating=accumulating)
+        single = self._single_rows[key]
+        return single.segment(1, accumulating=accumulating, kept=frozenset(single.trace.outputs) if kept else kept)
 
     def _refuse_few_rows(self, plan: Plan, rows: int) -> None:
         if rows < plan.accumulation:
@@ -323,12 +341,10 @@ def _of_optimizers(plan: Plan) -> Plan:
     return Plan(optimizer=plan.optimizer, offload=offload, precision=precision, loss=Loss.KEEP)
 
 
-def _kept(passed: TracedPass, rows: int) -> int:
-    """Bytes of a micro-batch's outputs that are kept until the batch is whole: see `techniques._micro`."""
+def _kept(passed: TracedPass) -> frozenset[int]:
+    """Outputs of micro-batches that are kept until the batch is whole, by number: see `techniques._micro`."""
     whole = passed.outputs_bytes(passed.trace.samples)
-    return sum(
-        own for own, all_rows in zip(passed.outputs_bytes(rows), whole, strict=True) if all_rows <= LAZY_FROM_BYTES
-    )
+    return frozenset(number for number, size_bytes in whole.items() if size_bytes <= LAZY_FROM_BYTES)
 
 
 def _sizes(trace: Trace, category: Category) -> dict[int, int]:
@@ -349,7 +365,7 @@ class Parts:
         tokens: tokens of its batch.
         host_bytes: kept off the device.
         notes: in words.
-        kept: bytes of outputs that stay after each segment; empty for none.
+        kept_bytes: of outputs that stay until the update.
         inputs: sizes of the batch's tensors.
         owned: sizes of what lives before the first step, by number in the last segment.
         state: sizes of the optimizer state that the first step creates, likewise.
@@ -361,7 +377,7 @@ class Parts:
     tokens: int
     host_bytes: int
     notes: tuple[str, ...]
-    kept: tuple[int, ...] = ()
+    kept_bytes: int = 0
     inputs: tuple[int, ...] = ()
     owned: Mapping[int, int] = field(default_factory=dict)
     state: Mapping[int, int] = field(default_factory=dict)
@@ -369,11 +385,11 @@ class Parts:
     def bases(self) -> list[Levels]:
         """What lives when each segment begins."""
         found, base = [], self.base
-        for place, segment in enumerate(self.segments):
+        for segment in self.segments:
             found.append(base)
             base = added(base, segment.shape.end)
-            if place < len(self.kept):
-                base = added(base, levels({Category.ACTIVATIONS: self.kept[place]}))
+        if self.kept_bytes:
+            found[-1] = added(found[-1], levels({Category.ACTIVATIONS: -self.kept_bytes}))
         return found
 
 

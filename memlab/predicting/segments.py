@@ -19,6 +19,9 @@ _CATEGORIES = tuple(Category)
 _PLACE = {category: place for place, category in enumerate(_CATEGORIES)}
 _GRADIENTS = _PLACE[Category.GRADIENTS]
 _TEMPORARIES = _PLACE[Category.TEMPORARIES]
+ACTIVATIONS = _PLACE[Category.ACTIVATIONS]
+# the moment outside forward, backward and step
+OUTSIDE = PHASES.index(Phase.OTHER)
 _MOST_POINTS = 100
 
 # bytes by category, in the order of `Category`
@@ -139,7 +142,7 @@ class TracedPass:
         self._other_sizes = self._sizes if other is None else _aligned(one, other)
         categories = one.observation.categories
         self._places = [_PLACE[categories.get(number, Category.TEMPORARIES)] for number, _ in self._numbers]
-        self._segments: dict[tuple[int, bool], Segment] = {}
+        self._segments: dict[tuple[int, bool, frozenset[int]], Segment] = {}
 
     @property
     def is_scalable(self) -> bool:
@@ -150,16 +153,17 @@ class TracedPass:
         """How far a number of rows lies from that of the one trace towards that of the other."""
         return 0.0 if self._other is None else (rows - self._rows) / (self._other_rows - self._rows)
 
-    def segment(self, rows: int, *, accumulating: bool = False) -> Segment:
+    def segment(self, rows: int, *, accumulating: bool = False, kept: frozenset[int] = frozenset()) -> Segment:
         """The pass with so many rows.
 
         Args:
             rows: rows of the micro-batch.
             accumulating: whether gradients are there already: new ones are added to them and freed.
+            kept: numbers of storages that outlive the pass.
         """
-        key = (rows, accumulating)
+        key = (rows, accumulating, kept)
         if key not in self._segments:
-            self._segments[key] = self._made(rows, accumulating=accumulating)
+            self._segments[key] = self._made(rows, accumulating=accumulating, kept=kept)
         return self._segments[key]
 
     def host_bytes(self, rows: int) -> int:
@@ -167,18 +171,20 @@ class TracedPass:
         other = self.trace.host_bytes if self._other is None else self._other.host_bytes
         return _between(self.trace.host_bytes, other, self.share(rows))
 
-    def outputs_bytes(self, rows: int) -> list[int]:
-        """Bytes of the model's outputs."""
-        others = self.trace.outputs_bytes if self._other is None else self._other.outputs_bytes
+    def outputs_bytes(self, rows: int) -> dict[int, int]:
+        """Bytes of the storages the model's outputs lie in, by number."""
+        wanted = set(self.trace.outputs)
         share = self.share(rows)
-        return [_between(a, b, share) for a, b in zip(self.trace.outputs_bytes, others, strict=True)]
+        pairs = zip(self._sizes, self._other_sizes, self._numbers, strict=True)
+        return {number: _between(a, b, share) for a, b, (number, _) in pairs if a > 0 and number in wanted}
 
-    def _made(self, rows: int, *, accumulating: bool) -> Segment:
+    def _made(self, rows: int, *, accumulating: bool, kept: frozenset[int]) -> Segment:
         share = self.share(rows)
         sizes = [_between(a, b, share) for a, b in zip(self._sizes, self._other_sizes, strict=True)]
         events = [
             (size_bytes, number, place, moment)
             for size_bytes, (number, moment), place in zip(sizes, self._numbers, self._places, strict=True)
+            if size_bytes > 0 or number not in kept
         ]
         bill = self.trace.bill
         if self._other is not None and share:

@@ -1,15 +1,17 @@
 """Pictures and tables of records: pure functions, nothing here measures or changes anything.
 
-- `text`: the plain-text receipt
-- `html`: the same receipt with inline styles, for a saved notebook
-- `image`: static PNG pictures, by matplotlib
+- `text`: tables as plain text: a receipt, predictions, a found plan
+- `html`: the same tables with inline styles, for a saved notebook
+- `image`: static PNG pictures of a receipt and of a step, by matplotlib
 - `figure`: the live twins of the pictures, by plotly
+- `pareto`: memory against throughput, drawn by `pareto_image` and `pareto_figure`
+- `ranking`, `listing`: which predictions are shown, in which order and words
 
 matplotlib and plotly are imported when a picture is asked for, never before.
 """
 
 from __future__ import annotations
 
-from memlab.report import figure, html, image, text
+from memlab.report import figure, html, image, listing, pareto, pareto_figure, pareto_image, ranking, text
 
-__all__ = ["figure", "html", "image", "text"]
+__all__ = ["figure", "html", "image", "listing", "pareto", "pareto_figure", "pareto_image", "ranking", "text"]

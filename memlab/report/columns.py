@@ -6,16 +6,18 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from memlab.records import Comparison, Measurement, Row
 from memlab.units import format_bytes, format_change
 
 NOTHING = "–"
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
-class Column:
-    """One column of a receipt.
+class Column(Generic[_R]):
+    """One column of a table.
 
     Args:
         title: its heading.
@@ -24,30 +26,34 @@ class Column:
     """
 
     title: str
-    cell: Callable[[Row], str]
+    cell: Callable[[_R], str]
     is_number: bool = True
 
 
-PLAN = Column("plan", lambda row: row.measurement.plan, is_number=False)
-MEMORY = Column("peak allocated", lambda row: peak(row.measurement))
-MEMORY_CHANGE = Column("vs first", lambda row: change(row.memory_ratio))
-RESERVED = Column("peak reserved", lambda row: _bytes_or_nothing(row.measurement.peak_reserved_bytes))
-HOST = Column("on host", lambda row: _bytes_or_nothing(row.measurement.host_bytes or None))
-SPEED = Column("samples/s", lambda row: speed(row.measurement))
-SPEED_CHANGE = Column("vs first", lambda row: change(row.speed_ratio))
-TOKENS = Column("tokens/s", lambda row: rate(row.measurement.tokens_per_second or math.nan))
-DRIFT = Column("loss drift", lambda row: drift(row.loss_drift))
-DEVICE = Column("device", lambda row: row.measurement.device, is_number=False)
-NOTE = Column("note", lambda row: row.verdict, is_number=False)
+PLAN = Column[Row]("plan", lambda row: row.measurement.plan, is_number=False)
+MEMORY = Column[Row]("peak allocated", lambda row: peak(row.measurement))
+PREDICTED = Column[Row](
+    "predicted", lambda row: bytes_or_nothing(row.prediction.peak_allocated_bytes if row.prediction else None)
+)
+MEMORY_CHANGE = Column[Row]("vs first", lambda row: change(row.memory_ratio))
+RESERVED = Column[Row]("peak reserved", lambda row: bytes_or_nothing(row.measurement.peak_reserved_bytes))
+HOST = Column[Row]("on host", lambda row: bytes_or_nothing(row.measurement.host_bytes or None))
+SPEED = Column[Row]("samples/s", lambda row: speed(row.measurement))
+SPEED_CHANGE = Column[Row]("vs first", lambda row: change(row.speed_ratio))
+TOKENS = Column[Row]("tokens/s", lambda row: rate(row.measurement.tokens_per_second or math.nan))
+DRIFT = Column[Row]("loss drift", lambda row: drift(row.loss_drift))
+DEVICE = Column[Row]("device", lambda row: row.measurement.device, is_number=False)
+NOTE = Column[Row]("note", lambda row: row.verdict, is_number=False)
 
 
-def columns(comparison: Comparison) -> tuple[Column, ...]:
+def columns(comparison: Comparison) -> tuple[Column[Row], ...]:
     """The columns that say something about this comparison; the note comes last."""
     measurements = comparison.measurements
     optional = (
         (PLAN, True),
         (DEVICE, len({m.device for m in measurements}) > 1),
         (MEMORY, True),
+        (PREDICTED, any(row.prediction for row in comparison.rows)),
         (MEMORY_CHANGE, True),
         (RESERVED, any(m.peak_reserved_bytes is not None for m in measurements)),
         (HOST, any(m.host_bytes for m in measurements)),
@@ -60,7 +66,7 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
     return tuple(column for column, wanted in optional if wanted)
 
 
-def cells(row: Row, chosen: tuple[Column, ...], *, is_first: bool) -> tuple[str, ...]:
+def cells(row: Row, chosen: tuple[Column[Row], ...], *, is_first: bool) -> tuple[str, ...]:
     """The texts of one row; the first row is not compared with itself."""
     against_itself = (MEMORY_CHANGE, SPEED_CHANGE, DRIFT) if is_first else ()
     return tuple(NOTHING if column in against_itself else column.cell(row) for column in chosen)
@@ -140,5 +146,6 @@ def drift(share: float | None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def _bytes_or_nothing(size_bytes: int | None) -> str:
+def bytes_or_nothing(size_bytes: int | None) -> str:
+    """A size; a dash where there is none."""
     return NOTHING if size_bytes is None else format_bytes(size_bytes)

@@ -13,9 +13,19 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from memlab.extras import require
-from memlab.records import Comparison, Measurement, Phase, TimelinePoint
+from memlab.records import Comparison, Phase, Prediction, TimelinePoint
 from memlab.report.columns import change, flag_lines, rate, speed
-from memlab.report.segments import categories_of, finite, scale, segments, stretches, swatch, time_scale
+from memlab.report.segments import (
+    Profile,
+    categories_of,
+    finite,
+    no_timeline,
+    scale,
+    segments,
+    stretches,
+    swatch,
+    time_scale,
+)
 from memlab.units import format_bytes, format_change
 
 if TYPE_CHECKING:
@@ -24,7 +34,8 @@ if TYPE_CHECKING:
 NEUTRAL_INK = "#7A7A7A"
 _RULE = "rgba(128,128,128,.25)"
 _CLEAR = "rgba(0,0,0,0)"
-_BUDGET = "#D9534F"
+BUDGET = "#D9534F"
+_FORETOLD_OPACITY = 0.5
 _PHASE_SHADES = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.10, Phase.STEP: 0.22, Phase.OTHER: 0.0}
 
 
@@ -42,6 +53,7 @@ def comparison(comparison: Comparison, ink: str = NEUTRAL_INK) -> Figure:
         MissingExtraError: plotly is not installed.
 
     Example:
+        >>> from memlab.records import Measurement
         >>> m = Measurement("as written", "cpu", 2**30, None, 0, {"parameters": 2**30}, (), (0.5,), 8, 0)
         >>> comparison(Comparison("gpt2 124M", (m,))).data[0].name
         'parameters'
@@ -49,28 +61,32 @@ def comparison(comparison: Comparison, ink: str = NEUTRAL_INK) -> Figure:
     go = _plotly()
     figure = go.Figure()
     parts = [segments(measurement) for measurement in comparison.measurements]
-    most_bytes = max(sum(part.values()) for part in parts)
+    foretold = (row.prediction.peak_allocated_bytes for row in comparison.rows if row.prediction)
+    most_bytes = max(*(sum(part.values()) for part in parts), *foretold, 0)
     unit, name = scale(most_bytes)
     plans = ["<br>".join(flag_lines(escape(measurement.plan), 32)) for measurement in comparison.measurements]
     for category in categories_of(parts):
         figure.add_trace(_memory_bars(go, category, plans, parts, unit))
+    if any(row.prediction for row in comparison.rows):
+        figure.add_trace(_predicted_marks(go, comparison, plans, unit, ink))
     figure.add_trace(_throughput_bars(go, comparison, plans, ink))
     figure.update_layout(
-        **_bare_layout(ink), barmode="stack", height=150 + len(plans) * _row_pixels(plans),
-        xaxis=_axis(f"peak memory allocated, {name}", domain=[0, 0.60], range=[0, most_bytes / unit * 1.35]),
-        xaxis2=_axis("throughput, samples/s", domain=[0.66, 1], anchor="y2", range=[0, _fastest(comparison) * 1.5]),
-        yaxis=_axis("", autorange="reversed", showgrid=False),
+        **bare_layout(ink), barmode="stack", height=150 + len(plans) * _row_pixels(plans),
+        xaxis=axis(f"peak memory allocated, {name}", domain=[0, 0.60], range=[0, most_bytes / unit * 1.35]),
+        xaxis2=axis("throughput, samples/s", domain=[0.66, 1], anchor="y2", range=[0, _fastest(comparison) * 1.5]),
+        yaxis=axis("", autorange="reversed", showgrid=False),
         yaxis2={"matches": "y", "showticklabels": False, "anchor": "x2", "showgrid": False},
         annotations=[*_totals(comparison, plans, parts, unit), *_rates(comparison, plans)],
     )  # fmt: skip
     return figure
 
 
-def timeline(measurement: Measurement, budget_bytes: int | None = None, ink: str = NEUTRAL_INK) -> Figure:
+def timeline(profile: Profile, budget_bytes: int | None = None, ink: str = NEUTRAL_INK) -> Figure:
     """Memory of one step over time, stacked by category, with its phases and the budget.
 
     Args:
-        measurement: a measurement of an observed step; without a timeline the figure says so.
+        profile: a measurement of an observed step, or a prediction, which is paler and has a dashed outline;
+            without a timeline the figure says so.
         budget_bytes: draw a line at this size.
         ink: colour of text; the default reads on light and dark.
 
@@ -82,27 +98,32 @@ def timeline(measurement: Measurement, budget_bytes: int | None = None, ink: str
 
     Example:
         >>> point = TimelinePoint(0.0, Phase.FORWARD, {"parameters": 2**20})
+        >>> from memlab.records import Measurement
         >>> m = Measurement("as written", "cpu", 2**20, None, 0, {}, (point,), (0.5,), 8, 0)
         >>> timeline(m).layout.yaxis.title.text
         'memory allocated, MiB'
     """
     go = _plotly()
-    points = measurement.timeline
+    points, is_foretold = profile.timeline, isinstance(profile, Prediction)
     factor, time_name = time_scale(points[-1].seconds if points else 0)
     most_bytes = max([budget_bytes or 0, *(point.total_bytes for point in points)])
     unit, name = scale(most_bytes)
     live = [point.live_bytes for point in points]
-    figure = go.Figure([_layer(go, category, points, live, factor, unit) for category in categories_of(live)])
+    figure = go.Figure([
+        _layer(go, category, points, live, factor, unit, is_foretold=is_foretold) for category in categories_of(live)
+    ])  # fmt: skip
+    if is_foretold:
+        figure.add_trace(_outline(go, points, factor, unit, ink))
     figure.update_layout(
-        **_bare_layout(ink), height=340, hovermode="x unified",
-        xaxis=_axis(f"time in the step, {time_name}", showgrid=False),
-        yaxis=_axis(f"memory allocated, {name}", range=[0, most_bytes / unit * 1.22]),
-        shapes=_phase_shapes(points, factor), annotations=_timeline_notes(points, factor, unit),
+        **bare_layout(ink), height=340, hovermode="x unified",
+        xaxis=axis(f"time in the step, {time_name}", showgrid=False),
+        yaxis=axis(f"memory allocated, {name}", range=[0, most_bytes / unit * 1.22]),
+        shapes=_phase_shapes(points, factor), annotations=_timeline_notes(profile, factor, unit),
     )  # fmt: skip
     if budget_bytes is not None:
         figure.add_hline(
-            budget_bytes / unit, line={"color": _BUDGET, "dash": "dash", "width": 1.5},
-            annotation={"text": f"budget {format_bytes(budget_bytes)}", "font": {"color": _BUDGET}, "xanchor": "right"},
+            budget_bytes / unit, line={"color": BUDGET, "dash": "dash", "width": 1.5},
+            annotation={"text": f"budget {format_bytes(budget_bytes)}", "font": {"color": BUDGET}, "xanchor": "right"},
             annotation_position="top right",
         )  # fmt: skip
     return figure
@@ -113,7 +134,8 @@ def _plotly() -> Any:
     return importlib.import_module("plotly.graph_objects")
 
 
-def _bare_layout(ink: str) -> dict[str, Any]:
+def bare_layout(ink: str) -> dict[str, Any]:
+    """No background and no template; the legend above."""
     return {
         "template": "none",
         "paper_bgcolor": _CLEAR,
@@ -124,10 +146,17 @@ def _bare_layout(ink: str) -> dict[str, Any]:
     }
 
 
-def _axis(title: str, **more: Any) -> dict[str, Any]:
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """An axis with its name and pale lines."""
     heading = {"text": title, "font": {"size": 13}, "standoff": 8}
     lines = {"gridcolor": _RULE, "zerolinecolor": _RULE, "linecolor": _RULE}
     return {"title": heading, "automargin": True, **lines, **more}
+
+
+def pale(colour: str, opacity: float) -> str:
+    """A translucent version of a colour."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
 
 
 def _pattern(category: str) -> dict[str, Any]:
@@ -141,6 +170,19 @@ def _memory_bars(go: Any, category: str, plans: list[str], parts: Sequence[Mappi
         name=category, orientation="h", y=plans, x=[size / unit for size in sizes], width=0.62,
         marker={"color": swatch(category).colour, "pattern": _pattern(category)},
         customdata=[format_bytes(size) for size in sizes], hovertemplate=f"{category} %{{customdata}}<extra></extra>",
+    )  # fmt: skip
+
+
+def _predicted_marks(go: Any, comparison: Comparison, plans: list[str], unit: int, ink: str) -> Any:
+    found = [
+        (row.prediction.peak_allocated_bytes, plan)
+        for row, plan in zip(comparison.rows, plans, strict=True)
+        if row.prediction
+    ]
+    return go.Scatter(
+        name="predicted", mode="markers", x=[size / unit for size, _ in found], y=[plan for _, plan in found],
+        marker={"symbol": "line-ns-open", "size": 30, "color": ink, "line": {"width": 2, "color": ink}},
+        customdata=[format_bytes(size) for size, _ in found], hovertemplate="predicted %{customdata}<extra></extra>",
     )  # fmt: skip
 
 
@@ -163,7 +205,7 @@ def _totals(
 ) -> list[dict[str, Any]]:
     return [
         {
-            "x": sum(part.values()) / unit, "y": plan, "xanchor": "left", "xshift": 5, "showarrow": False,
+            "x": max(sum(part.values()), row.prediction.peak_allocated_bytes if row.prediction else 0) / unit, "y": plan, "xanchor": "left", "xshift": 5, "showarrow": False,
             "text": format_bytes(row.measurement.peak_allocated_bytes)
             + (f"  {format_change(row.memory_ratio)}" if index else ""),
         }
@@ -192,15 +234,28 @@ def _row_pixels(plans: Sequence[str]) -> int:
 
 
 def _layer(
-    go: Any, category: str, points: Sequence[TimelinePoint], live: Sequence[Mapping[str, int]], factor: float, unit: int
-) -> Any:
-    look = swatch(category)
+    go: Any, category: str, points: Sequence[TimelinePoint], live: Sequence[Mapping[str, int]], factor: float, unit: int,
+    *, is_foretold: bool,
+) -> Any:  # fmt: skip
+    colour = swatch(category).colour
+    pattern = _pattern(category)
+    if is_foretold:
+        colour = pale(colour, _FORETOLD_OPACITY)
+        pattern |= {"bgcolor": colour}
     sizes = [part.get(category, 0) for part in live]
     return go.Scatter(
         name=category, x=[point.seconds * factor for point in points], y=[size / unit for size in sizes],
-        stackgroup="memory", line={"width": 0, "shape": "hv", "color": look.colour}, fillcolor=look.colour,
-        fillpattern=_pattern(category),
+        stackgroup="memory", line={"width": 0, "shape": "hv", "color": colour}, fillcolor=colour,
+        fillpattern=pattern,
         customdata=[format_bytes(size) for size in sizes], hovertemplate="%{customdata}",
+    )  # fmt: skip
+
+
+def _outline(go: Any, points: Sequence[TimelinePoint], factor: float, unit: int, ink: str) -> Any:
+    return go.Scatter(
+        name="predicted", x=[point.seconds * factor for point in points], mode="lines",
+        y=[point.total_bytes / unit for point in points], line={"color": ink, "dash": "dash", "width": 2, "shape": "hv"},
+        customdata=[format_bytes(point.total_bytes) for point in points], hovertemplate="%{customdata}",
     )  # fmt: skip
 
 
@@ -215,9 +270,10 @@ def _phase_shapes(points: Sequence[TimelinePoint], factor: float) -> list[dict[s
     ]  # fmt: skip
 
 
-def _timeline_notes(points: Sequence[TimelinePoint], factor: float, unit: int) -> list[dict[str, Any]]:
+def _timeline_notes(profile: Profile, factor: float, unit: int) -> list[dict[str, Any]]:
+    points = profile.timeline
     if not points:
-        return [{"text": "no timeline: no step of this plan was observed", "xref": "paper", "yref": "paper",
+        return [{"text": escape(no_timeline(profile)), "xref": "paper", "yref": "paper",
                  "x": 0.5, "y": 0.5, "showarrow": False}]  # fmt: skip
     peak = max(points, key=lambda point: point.total_bytes)
     note = {

@@ -1,4 +1,4 @@
-"""The receipt as HTML that lives on in a saved notebook: inline styles, no script, either theme.
+"""Tables as HTML that lives on in a saved notebook: inline styles, no script, either theme.
 
 Colours of text and lines derive from the page (`currentColor`, translucent grey), so the table
 reads on a light and on a dark page. Where styles are stripped, a plain table with every number
@@ -8,11 +8,13 @@ remains; the bars, which repeat numbers, are the only thing lost.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
-from memlab.records import Comparison, Measurement
+from memlab.records import Comparison, FoundPlan, Measurement, Prediction, Row
 from memlab.report.columns import MEMORY, NOTE, PLAN, Column, cells, columns
+from memlab.report.listing import Listing, found_listing, predictions_listing
 from memlab.report.segments import categories_of, segments, swatch
 from memlab.units import format_bytes
 
@@ -26,6 +28,8 @@ _CELL = f"padding:5px 14px 5px 0;vertical-align:top;background:transparent;borde
 _HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600;white-space:nowrap"
 _CODE = "font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
 _BAR = "display:flex;height:8px;margin-top:4px;width:170px"
+# what is foretold is paler and dashed, in every picture
+_FORETOLD = "opacity:.65;border-bottom:1px dashed currentColor"
 _KEY = "display:inline-block;width:10px;height:10px;margin-right:5px"
 
 
@@ -59,22 +63,91 @@ def table(comparison: Comparison) -> str:
     )
 
 
-def _align(column: Column) -> str:
+def predictions_table(
+    predictions: Sequence[Prediction],
+    budget_bytes: int | None = None,
+    *,
+    title: str = "",
+    every: bool = False,
+    how_to_see_all: str = "every=True shows them",
+) -> str:
+    """Write predictions as one HTML table, the best first; see `memlab.report.text.predictions_table`.
+
+    Example:
+        >>> p = Prediction("as written", "T4", 2**30, None, 0, {}, (), 0.5, 8, 0, (2**30, 2**30), (0.5, 0.5))
+        >>> "fits, 1.00 GiB to spare" in predictions_table([p], 2**31)
+        True
+    """
+    return listing(
+        predictions_listing(predictions, budget_bytes, title=title, every=every, how_to_see_all=how_to_see_all)
+    )
+
+
+def found_table(found: FoundPlan) -> str:
+    """Write the evidence for a found plan as one HTML table."""
+    return listing(found_listing(found))
+
+
+def listing(content: Listing) -> str:
+    """Write a table of ready texts; bars of what is foretold have a dashed outline."""
+    heads = "".join(
+        f'<th scope="col" style="{_HEAD};{_listed_align(column)}">{_head(column.title)}</th>'
+        for column in content.columns
+    )
+    most_bytes = max((sum(part.values()) for part in content.parts), default=0)
+    parts = content.parts or ({},) * len(content.rows)
+    rows = "".join(
+        f'<tr style="background:transparent">{_listed(content.columns, texts, part, most_bytes)}</tr>'
+        for texts, part in zip(content.rows, parts, strict=True)
+    )
+    body = f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>" if content.columns else ""
+    foot = "".join(f'<div style="margin-top:4px">{_unbroken(line)}</div>' for line in content.foot)
+    return (
+        f'<div class="memlab-receipt" style="{_WRAPPER}"><table style="{_TABLE}">'
+        f'<caption style="{_CAPTION}">{escape(content.title)}</caption>{body}</table>'
+        f"{_keys(categories_of(content.parts))}{foot}</div>"
+    )
+
+
+def _listed(columns: tuple[Column[None], ...], texts: tuple[str, ...], part: Mapping[str, int], most_bytes: int) -> str:
+    return "".join(
+        _plan_cell(text)
+        if column.title == PLAN.title
+        else f'<td style="{_CELL};{_listed_align(column)};white-space:nowrap">{_unbroken(text)}'
+        f"{_bar(part, most_bytes, is_foretold=True) if column.title == MEMORY.title and part else ''}</td>"
+        for column, text in zip(columns, texts, strict=True)
+    )
+
+
+def _listed_align(column: Column[None]) -> str:
+    return "text-align:right" if column.is_number and column.title != MEMORY.title else "text-align:left"
+
+
+def _head(title: str) -> str:
+    """A heading; a mark is spoken in words."""
+    return f'<span title="Pareto-optimal" aria-label="Pareto-optimal">{title}</span>' if len(title) == 1 else title
+
+
+def _align(column: Column[Row]) -> str:
     return "text-align:right" if column.is_number and column is not MEMORY else "text-align:left"
 
 
-def _row(measurement: Measurement, chosen: tuple[Column, ...], texts: tuple[str, ...], most_bytes: int) -> str:
+def _row(measurement: Measurement, chosen: tuple[Column[Row], ...], texts: tuple[str, ...], most_bytes: int) -> str:
     row_cells = (_cell(measurement, column, text, most_bytes) for column, text in zip(chosen, texts, strict=True))
     return f'<tr style="background:transparent">{"".join(row_cells)}</tr>'
 
 
-def _cell(measurement: Measurement, column: Column, text: str, most_bytes: int) -> str:
+def _cell(measurement: Measurement, column: Column[Any], text: str, most_bytes: int) -> str:
     if column is PLAN:
-        style = f"{_CELL};text-align:left;font-weight:400;min-width:12em"
-        return f'<th scope="row" style="{style}"><code style="{_CODE}">{_unbroken(text)}</code></th>'
+        return _plan_cell(text)
     bar = _bar(segments(measurement), most_bytes) if column is MEMORY else ""
     wrap = "white-space:normal;min-width:16em;max-width:34em" if column is NOTE else "white-space:nowrap"
     return f'<td style="{_CELL};{_align(column)};{wrap}">{_unbroken(text)}{bar}</td>'
+
+
+def _plan_cell(plan: str) -> str:
+    style = f"{_CELL};text-align:left;font-weight:400;min-width:12em"
+    return f'<th scope="row" style="{style}"><code style="{_CODE}">{_unbroken(plan)}</code></th>'
 
 
 def _unbroken(text: str) -> str:
@@ -82,7 +155,7 @@ def _unbroken(text: str) -> str:
     return _FLAG.sub(r'<span style="white-space:nowrap">\g<0></span>', escape(text))
 
 
-def _bar(parts: Mapping[str, int], most_bytes: int) -> str:
+def _bar(parts: Mapping[str, int], most_bytes: int, *, is_foretold: bool = False) -> str:
     spoken = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     pieces = "".join(
         f'<span title="{escape(name)} {format_bytes(size)}" '
@@ -90,11 +163,15 @@ def _bar(parts: Mapping[str, int], most_bytes: int) -> str:
         'box-shadow:inset -1px 0 rgba(255,255,255,.7)"></span>'
         for name, size in parts.items()
     )
-    return f'<div role="img" aria-label="{escape(spoken)}" style="{_BAR}">{pieces}</div>'
+    look = f"{_BAR};{_FORETOLD}" if is_foretold else _BAR
+    return f'<div role="img" aria-label="{escape(spoken)}" style="{look}">{pieces}</div>'
 
 
 def _legend(comparison: Comparison) -> str:
-    names = categories_of([segments(measurement) for measurement in comparison.measurements])
+    return _keys(categories_of([segments(measurement) for measurement in comparison.measurements]))
+
+
+def _keys(names: Sequence[str]) -> str:
     keys = "".join(
         f'<span style="margin-right:16px;white-space:nowrap"><span aria-hidden="true" '
         f'style="{_KEY};background-color:{swatch(name).colour}"></span>{escape(name)}</span>'

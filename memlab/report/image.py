@@ -1,24 +1,25 @@
-"""The receipt as a picture: PNG bytes for saved notebooks, GitHub and slides.
+"""The receipt and the step as pictures: PNG bytes for saved notebooks, GitHub and slides.
 
-Drawn on matplotlib's own Agg canvas: pyplot, its registry of open figures and the user's `rcParams`
-are neither used nor changed. The background is opaque, so a picture reads on a dark page too.
+What is foretold is paler than what is measured, and dashed.
 """
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from memlab.extras import require
-from memlab.records import Comparison, Measurement, Phase, Row, TimelinePoint
+from memlab.records import Comparison, Phase, Prediction, Row, TimelinePoint
+from memlab.report.canvas import BUDGET, FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
 from memlab.report.columns import change, flag_lines, rate
 from memlab.report.segments import (
+    Profile,
     Stretch,
     categories_of,
     finite,
+    heading,
+    no_timeline,
     scale,
     segments,
     stretches,
@@ -32,15 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_PAPER = "#FCFCFB"
-_INK = "#22262B"
-_FAINT = "#6B7178"
-_GRID = "#E3E4E6"
-_BUDGET = "#B3261E"
-_FONT = "DejaVu Sans"  # comes with matplotlib: the same picture on every machine
-_DOTS_PER_INCH = 144
-_COLOURS = 128
-_WIDTH_INCHES = 11.0
+# how far foretold layers are mixed with the paper
+_FORETOLD_ALPHA = 0.5
 _PHASES = {Phase.FORWARD: "#DDE3EA", Phase.BACKWARD: "#B9C3CF", Phase.STEP: "#8894A3", Phase.OTHER: "#F3F3F2"}
 
 
@@ -57,6 +51,7 @@ def png(comparison: Comparison) -> bytes:
         MissingExtraError: matplotlib is not installed.
 
     Example:
+        >>> from memlab.records import Measurement
         >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
         >>> png(Comparison("gpt2 124M", (m,)))[1:4]
         b'PNG'
@@ -64,9 +59,9 @@ def png(comparison: Comparison) -> bytes:
     labels = ["\n".join(flag_lines(row.measurement.plan, 32)) for row in comparison.rows]
     rows = _row_heights(labels)
     height = 1.45 + 0.54 * sum(rows)
-    figure = _paper(height)
+    figure = paper(height)
     title = "\n".join(textwrap.wrap(comparison.title, 110))
-    _write(figure, 0.012, 1 - 0.10 / height, title, size=11, weight="bold", va="top")
+    write(figure, 0.012, 1 - 0.10 / height, title, size=11, weight="bold", va="top")
     grid = figure.add_gridspec(
         1, 2, width_ratios=(1.75, 1), left=_left_margin(labels), right=0.985,
         top=1 - (0.78 + 0.19 * title.count("\n")) / height, bottom=0.58 / height, wspace=0.09,
@@ -77,19 +72,20 @@ def png(comparison: Comparison) -> bytes:
     _draw_throughput(throughput, comparison.rows, positions)
     for axes in (memory, throughput):
         axes.set_ylim(sum(rows), 0)
-        axes.grid(visible=True, axis="x", color=_GRID, linewidth=0.8, linestyle="-")
+        axes.grid(visible=True, axis="x", color=GRID, linewidth=0.8, linestyle="-")
     memory.set_yticks(positions, labels)
     throughput.set_yticks([])
     names = categories_of([segments(measurement) for measurement in comparison.measurements])
-    _legend(figure, names, (0.012, 1 - (0.32 + 0.19 * title.count("\n")) / height))
-    return _encode(figure, title=comparison.title, description=summary(comparison))
+    foretold = any(row.prediction for row in comparison.rows)
+    _legend(figure, names, (0.012, 1 - (0.32 + 0.19 * title.count("\n")) / height), foretold=foretold)
+    return encode(figure, title=comparison.title, description=summary(comparison))
 
 
-def timeline_png(measurement: Measurement, budget_bytes: int | None = None) -> bytes:
+def timeline_png(profile: Profile, budget_bytes: int | None = None) -> bytes:
     """Draw the memory of one step over time, stacked by category, above a band of its phases.
 
     Args:
-        measurement: a measurement of an observed step; without a timeline the picture says so.
+        profile: a measurement of an observed step, or a prediction; without a timeline the picture says so.
         budget_bytes: draw a line at this size.
 
     Returns:
@@ -100,67 +96,29 @@ def timeline_png(measurement: Measurement, budget_bytes: int | None = None) -> b
 
     Example:
         >>> point = TimelinePoint(0.0, Phase.FORWARD, {"parameters": 2**20})
+        >>> from memlab.records import Measurement
         >>> m = Measurement("as written", "cpu", 2**20, None, 0, {}, (point,), (0.5,), 8, 0)
         >>> timeline_png(m)[1:4]
         b'PNG'
     """
-    figure = _paper(4.3)
-    title = f"{measurement.plan} · {measurement.device}"
-    _write(figure, 0.012, 0.972, "\n".join(textwrap.wrap(title, 120)), size=11, weight="bold", va="top")
+    figure = paper(4.3)
+    title = heading(profile)
+    write(figure, 0.012, 0.972, "\n".join(textwrap.wrap(title, 120)), size=11, weight="bold", va="top")
     grid = figure.add_gridspec(
         2, 1, height_ratios=(14, 1), left=0.075, right=0.985, top=0.84, bottom=0.115, hspace=0.06
     )
     memory, band = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
     for axes in (memory, band):
-        _plain(axes)
-    if measurement.timeline:
-        _draw_layers(figure, memory, measurement.timeline, budget_bytes)
-        _draw_phases(band, measurement.timeline)
+        plain(axes)
+    if profile.timeline:
+        _draw_layers(figure, memory, profile, budget_bytes)
+        _draw_phases(band, profile.timeline)
         band.sharex(memory)
     else:
-        memory.text(0.5, 0.5, "no timeline: no step of this plan was observed", ha="center", color=_FAINT, family=_FONT)
+        memory.text(0.5, 0.5, no_timeline(profile), ha="center", color=FAINT, family=FONT)
         memory.set_axis_off()
         band.set_axis_off()
-    return _encode(figure, title=title, description=f"Memory over one training step of {title}")
-
-
-def _paper(height_inches: float) -> Figure:
-    require("matplotlib")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), dpi=_DOTS_PER_INCH, facecolor=_PAPER)
-    figure.set_layout_engine("none")  # whatever the user's rcParams ask for
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _encode(figure: Figure, **about: str) -> bytes:
-    """PNG bytes with a palette: a notebook holds a picture per receipt, and flat colours need no more."""
-    # Pillow comes with matplotlib
-    from PIL import Image, PngImagePlugin
-
-    # the canvas is asked, not `savefig`: that one follows the user's rcParams
-    canvas: Any = figure.canvas
-    canvas.draw()
-    pixels = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
-    palette = pixels.quantize(_COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-    texts = PngImagePlugin.PngInfo()
-    for name, text in about.items():
-        texts.add_text(name.capitalize(), _latin(text))
-    buffer = io.BytesIO()
-    palette.save(buffer, "png", optimize=True, pnginfo=texts, dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))
-    return buffer.getvalue()
-
-
-def _latin(text: str) -> str:
-    """PNG text chunks are Latin-1."""
-    plain = text.replace("−", "-").replace("–", "-")
-    return plain.encode("latin-1", "replace").decode("latin-1")
-
-
-def _write(figure: Figure, x: float, y: float, text: str, **style: Any) -> None:
-    figure.text(x, y, text, color=_INK, family=_FONT, parse_math=False, **style)
+    return encode(figure, title=title, description=f"Memory over one training step of {title}")
 
 
 def _left_margin(labels: Sequence[str]) -> float:
@@ -173,23 +131,11 @@ def _row_heights(labels: Sequence[str]) -> list[float]:
     return [max(2, label.count("\n") + 1) / 2 for label in labels]
 
 
-def _plain(axes: Axes) -> None:
-    axes.set_facecolor(_PAPER)
-    axes.set_axisbelow(True)
-    axes.grid(visible=False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.tick_params(length=0, labelsize=9, colors=_INK, labelfontfamily=_FONT)
-
-
-def _label_x(axes: Axes, text: str) -> None:
-    axes.set_xlabel(text, fontsize=9, color=_FAINT, family=_FONT, loc="left")
-
-
 def _draw_memory(axes: Axes, comparison: Comparison, positions: Sequence[float]) -> None:
-    _plain(axes)
+    plain(axes)
     parts = [segments(measurement) for measurement in comparison.measurements]
-    most_bytes = max(1, *(sum(part.values()) for part in parts))
+    foretold = (row.prediction.peak_allocated_bytes for row in comparison.rows if row.prediction)
+    most_bytes = max(1, *(sum(part.values()) for part in parts), *foretold)
     unit, name = scale(most_bytes)
     starts = [0.0] * len(parts)
     for category in categories_of(parts):
@@ -197,53 +143,69 @@ def _draw_memory(axes: Axes, comparison: Comparison, positions: Sequence[float])
         _bars(axes, positions, sizes, starts, category)
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     for index, (row, position, end) in enumerate(zip(comparison.rows, positions, starts, strict=True)):
-        _print_total(axes, row, (end + most_bytes / unit * 0.012, position), is_first=index == 0)
+        _mark_predicted(axes, row, position, unit)
+        right = max(end, row.prediction.peak_allocated_bytes / unit if row.prediction else 0)
+        _print_total(axes, row, (right + most_bytes / unit * 0.012, position), is_first=index == 0)
     axes.set_xlim(0, most_bytes / unit * 1.30)
-    _label_x(axes, f"peak memory allocated, {name}")
+    label_x(axes, f"peak memory allocated, {name}")
 
 
 def _bars(axes: Axes, positions: Sequence[float], sizes: Sequence[float], starts: Sequence[float], name: str) -> None:
     look = swatch(name)
-    axes.barh(positions, sizes, 0.62, left=starts, color=look.colour, hatch=look.hatch, edgecolor=_PAPER, linewidth=0.7)
+    axes.barh(positions, sizes, 0.62, left=starts, color=look.colour, hatch=look.hatch, edgecolor=PAPER, linewidth=0.7)
+
+
+def _mark_predicted(axes: Axes, row: Row, position: float, unit: int) -> None:
+    if row.prediction is not None:
+        at = row.prediction.peak_allocated_bytes / unit
+        axes.plot([at, at], [position - 0.42, position + 0.42], color=INK, linewidth=1.3, linestyle=(0, (2, 1.2)))
 
 
 def _print_total(axes: Axes, row: Row, at: tuple[float, float], *, is_first: bool) -> None:
     total = format_bytes(row.measurement.peak_allocated_bytes)
     less = "" if is_first else f"  {format_change(row.memory_ratio)}"
-    axes.text(*at, total + less, va="center", fontsize=9, color=_INK, family=_FONT, parse_math=False)
+    axes.text(*at, total + less, va="center", fontsize=9, color=INK, family=FONT, parse_math=False)
 
 
 def _draw_throughput(axes: Axes, rows: Sequence[Row], positions: Sequence[float]) -> None:
-    _plain(axes)
+    plain(axes)
     rates = [finite(row.measurement.samples_per_second) for row in rows]
     spreads = [each * finite(row.measurement.spread) for each, row in zip(rates, rows, strict=True)]
-    axes.barh(positions, rates, 0.30, color="#9AA5B1", edgecolor=_PAPER, linewidth=0.7)
-    axes.errorbar(rates, positions, xerr=spreads, fmt="none", ecolor=_INK, elinewidth=1.1, capsize=3, capthick=1.1)
+    axes.barh(positions, rates, 0.30, color="#9AA5B1", edgecolor=PAPER, linewidth=0.7)
+    axes.errorbar(rates, positions, xerr=spreads, fmt="none", ecolor=INK, elinewidth=1.1, capsize=3, capthick=1.1)
     most = max(*(each + spread for each, spread in zip(rates, spreads, strict=True)), 1e-12)
     for index, (row, each, spread) in enumerate(zip(rows, rates, spreads, strict=True)):
         text = rate(row.measurement.samples_per_second)
         more = "" if index == 0 else f"  {change(row.speed_ratio)}"
-        axes.text(each + spread + most * 0.03, positions[index], text + more, va="center", fontsize=9, color=_INK,
-                  family=_FONT, parse_math=False)  # fmt: skip
+        axes.text(each + spread + most * 0.03, positions[index], text + more, va="center", fontsize=9, color=INK,
+                  family=FONT, parse_math=False)  # fmt: skip
     axes.set_xlim(0, most * 1.55)
-    _label_x(axes, "throughput, samples/s, with spread")
+    label_x(axes, "throughput, samples/s, with spread")
 
 
-def _legend(figure: Figure, names: Sequence[str], at: tuple[float, float]) -> None:
+def _legend(
+    figure: Figure, names: Sequence[str], at: tuple[float, float], *, alpha: float | None = None, foretold: bool = False
+) -> None:
+    from matplotlib.artist import Artist
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles = [
-        Patch(facecolor=swatch(name).colour, hatch=swatch(name).hatch, edgecolor=_PAPER, linewidth=0, label=name)
+    handles: list[Artist] = [
+        Patch(facecolor=swatch(name).colour, hatch=swatch(name).hatch, edgecolor=PAPER, linewidth=0, label=name,
+              alpha=alpha)
         for name in names
-    ]
+    ]  # fmt: skip
+    if foretold:
+        handles.append(Line2D([], [], color=INK, linewidth=1.3, linestyle=(0, (2, 1.2)), label="predicted"))
     figure.legend(
         handles=handles, loc="upper left", bbox_to_anchor=at, ncols=max(1, len(handles)), frameon=False,
-        labelcolor=_INK, prop={"family": _FONT, "size": 9}, borderpad=0, borderaxespad=0, handlelength=1.5,
+        labelcolor=INK, prop={"family": FONT, "size": 9}, borderpad=0, borderaxespad=0, handlelength=1.5,
         handleheight=1.1, columnspacing=1.5, handletextpad=0.5,
     )  # fmt: skip
 
 
-def _draw_layers(figure: Figure, axes: Axes, timeline: Sequence[TimelinePoint], budget_bytes: int | None) -> None:
+def _draw_layers(figure: Figure, axes: Axes, profile: Profile, budget_bytes: int | None) -> None:
+    timeline, is_foretold = profile.timeline, isinstance(profile, Prediction)
     factor, _ = time_scale(timeline[-1].seconds)
     most_bytes = max(1, budget_bytes or 0, *(point.total_bytes for point in timeline))
     unit, name = scale(most_bytes)
@@ -254,36 +216,38 @@ def _draw_layers(figure: Figure, axes: Axes, timeline: Sequence[TimelinePoint], 
     for category in names:
         top = [base + part.get(category, 0) / unit for base, part in zip(floor, live, strict=True)]
         look = swatch(category)
-        axes.fill_between(seconds, floor, top, step="post", facecolor=look.colour, hatch=look.hatch, edgecolor=_PAPER,
-                          linewidth=0)  # fmt: skip
+        axes.fill_between(seconds, floor, top, step="post", facecolor=look.colour, hatch=look.hatch, edgecolor=PAPER,
+                          linewidth=0, alpha=_FORETOLD_ALPHA if is_foretold else None)  # fmt: skip
         floor = top
+    if is_foretold:
+        axes.step(seconds, floor, where="post", color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
     _mark_peak(axes, timeline, unit, factor)
     if budget_bytes is not None:
         _mark_budget(axes, budget_bytes, unit)
     axes.set_xlim(seconds[0], max(seconds[-1], 1e-9))
     axes.set_ylim(0, most_bytes / unit * 1.14)
-    axes.grid(visible=True, axis="y", color=_GRID, linewidth=0.8, linestyle="-")
+    axes.grid(visible=True, axis="y", color=GRID, linewidth=0.8, linestyle="-")
     axes.tick_params(labelbottom=False)
-    axes.set_ylabel(f"memory allocated, {name}", fontsize=9, color=_FAINT, family=_FONT, loc="top")
-    _legend(figure, names, (0.012, 0.908))
+    axes.set_ylabel(f"memory allocated, {name}", fontsize=9, color=FAINT, family=FONT, loc="top")
+    _legend(figure, names, (0.012, 0.908), alpha=_FORETOLD_ALPHA if is_foretold else None)
 
 
 def _mark_peak(axes: Axes, timeline: Sequence[TimelinePoint], unit: int, factor: float) -> None:
     peak = max(timeline, key=lambda point: point.total_bytes)
     at = (peak.seconds * factor, peak.total_bytes / unit)
-    axes.plot(*at, marker="o", markersize=6, markerfacecolor=_PAPER, markeredgecolor=_INK, markeredgewidth=1.4)
+    axes.plot(*at, marker="o", markersize=6, markerfacecolor=PAPER, markeredgecolor=INK, markeredgewidth=1.4)
     is_late = peak.seconds > timeline[-1].seconds * 0.6
     axes.annotate(
         f"peak {format_bytes(peak.total_bytes)} in the {peak.phase.words}", at, xytext=(-9 if is_late else 9, 7),
-        textcoords="offset points", ha="right" if is_late else "left", fontsize=9, color=_INK, family=_FONT,
+        textcoords="offset points", ha="right" if is_late else "left", fontsize=9, color=INK, family=FONT,
     )  # fmt: skip
 
 
 def _mark_budget(axes: Axes, budget_bytes: int, unit: int) -> None:
-    axes.axhline(budget_bytes / unit, color=_BUDGET, linewidth=1.4, linestyle=(0, (5, 3)))
+    axes.axhline(budget_bytes / unit, color=BUDGET, linewidth=1.4, linestyle=(0, (5, 3)))
     axes.annotate(
         f"budget {format_bytes(budget_bytes)}", (0.003, budget_bytes / unit), xycoords=("axes fraction", "data"),
-        xytext=(0, 4), textcoords="offset points", fontsize=9, color=_BUDGET, family=_FONT,
+        xytext=(0, 4), textcoords="offset points", fontsize=9, color=BUDGET, family=FONT,
     )  # fmt: skip
 
 
@@ -292,12 +256,12 @@ def _draw_phases(axes: Axes, timeline: Sequence[TimelinePoint]) -> None:
     whole = max(timeline[-1].seconds - timeline[0].seconds, 1e-12)
     for stretch in stretches(timeline):
         start, length = stretch.start_seconds * factor, (stretch.stop_seconds - stretch.start_seconds) * factor
-        axes.barh(0, length, 1, left=start, color=_PHASES[stretch.phase], edgecolor=_PAPER, linewidth=0.6)
+        axes.barh(0, length, 1, left=start, color=_PHASES[stretch.phase], edgecolor=PAPER, linewidth=0.6)
         if label := _phase_label(stretch, whole):
-            axes.text(start + length / 2, 0, label, ha="center", va="center", fontsize=8.5, color=_INK, family=_FONT)
+            axes.text(start + length / 2, 0, label, ha="center", va="center", fontsize=8.5, color=INK, family=FONT)
     axes.set_ylim(-0.5, 0.5)
     axes.set_yticks([])
-    _label_x(axes, f"time in the step, {time_name}{_short_phases(timeline, whole)}")
+    label_x(axes, f"time in the step, {time_name}{_short_phases(timeline, whole)}")
 
 
 def _phase_label(stretch: Stretch, whole_seconds: float) -> str:

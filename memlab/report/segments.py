@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from memlab.records import Category, Measurement, Phase, TimelinePoint
+from memlab.records import Category, Measurement, Phase, Prediction, TimelinePoint
 from memlab.units import GIB, KIB, MIB
+
+# one figure draws both: what it shows they have in common
+Profile = Measurement | Prediction
 
 # measured bytes that no observed step attributed to a category
 REST = "not broken down"
@@ -50,17 +53,30 @@ def ordered(categories: Sequence[str] | set[str]) -> tuple[str, ...]:
     return tuple(sorted(set(categories), key=lambda name: (order.index(name) if name in order else len(order), name)))
 
 
-def segments(measurement: Measurement) -> dict[str, int]:
-    """Bytes by category at the peak, in stacking order, completed up to the measured peak.
+def heading(profile: Profile) -> str:
+    """What a picture or a breakdown of one plan is called; what is foretold says so."""
+    foretold = " · predicted" if isinstance(profile, Prediction) else ""
+    return f"{profile.plan} · {profile.device}{foretold}"
 
-    The breakdown comes from one observed step and may fall short of the highest peak; the difference
-    is shown as what it is.
+
+def no_timeline(profile: Profile) -> str:
+    """What stands in the place of a timeline that is not there."""
+    if isinstance(profile, Prediction):
+        return f"no timeline: {profile.refused or 'none was foretold for this plan'}"
+    return "no timeline: no step of this plan was observed"
+
+
+def segments(profile: Profile) -> dict[str, int]:
+    """Bytes by category at the peak, in stacking order, completed up to the peak.
+
+    A measured breakdown comes from one observed step and may fall short of the highest peak; the
+    difference is shown as what it is.
     """
-    parts = {name: measurement.breakdown[name] for name in ordered(set(measurement.breakdown))}
+    parts = {name: profile.breakdown[name] for name in ordered(set(profile.breakdown))}
     parts = {name: size for name, size in parts.items() if size > 0}
     live_bytes = sum(size for name, size in parts.items() if name != Category.UNUSED)
-    rest = measurement.peak_allocated_bytes - live_bytes
-    if rest > measurement.peak_allocated_bytes * 0.001:
+    rest = profile.peak_allocated_bytes - live_bytes
+    if rest > profile.peak_allocated_bytes * 0.001:
         parts[REST] = rest
     return parts
 

@@ -1,18 +1,23 @@
-"""The receipt as plain text: what a terminal, a log file and `text/plain` show."""
+"""Tables as plain text: what a terminal, a log file and `text/plain` show."""
 
 from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Sequence
+from typing import Any
 
-from memlab.records import Comparison, Measurement, Row
+from memlab.records import Comparison, FoundPlan, Measurement, Prediction, Row
 from memlab.report.columns import NOTE, PLAN, Column, cells, columns, flag_lines
-from memlab.report.segments import segments
+from memlab.report.listing import Listing, found_listing, predictions_listing
+from memlab.report.segments import Profile, heading, segments
 from memlab.units import format_bytes, format_change
 
 _MOST_CHARACTERS = 148
 _PLAN_CHARACTERS = 44
+_LEAST_PLAN_CHARACTERS = 23
 _GAP = "   "
+_NARROW_GAP = "  "
 _NOTE_INDENT = "    ↳ "
 
 
@@ -49,11 +54,60 @@ def table(comparison: Comparison) -> str:
     return "\n".join(line.rstrip() for line in lines + events)
 
 
-def breakdown(measurement: Measurement) -> str:
-    """Print what the memory was used for at the peak.
+def predictions_table(
+    predictions: Sequence[Prediction],
+    budget_bytes: int | None = None,
+    *,
+    title: str = "",
+    every: bool = False,
+    how_to_see_all: str = "every=True shows them",
+) -> str:
+    """Print predictions as an aligned table, the best first.
 
     Args:
-        measurement: a measurement, with or without a breakdown.
+        predictions: in any order; the plan as written is what the others are compared with.
+        budget_bytes: what they are to fit into; None leaves out the verdicts.
+        title: what was foretold; by default the device.
+        every: show every row; otherwise a long list keeps the plan as written, the Pareto-optimal
+            plans and the best of each verdict.
+        how_to_see_all: said where rows are left out.
+
+    Example:
+        >>> p = Prediction("as written", "T4", 2**30, None, 0, {}, (), 0.5, 8, 0, (2**30, 2**30), (0.5, 0.5))
+        >>> print(predictions_table([p], 2**31))
+        predicted for T4 · budget 2.00 GiB
+        plan         peak allocated   vs first   samples/s   vs first   verdict
+        ───────────────────────────────────────────────────────────────────────────────────────
+        as written         1.00 GiB          –        16.0          –   fits, 1.00 GiB to spare
+    """
+    return listing(
+        predictions_listing(predictions, budget_bytes, title=title, every=every, how_to_see_all=how_to_see_all)
+    )
+
+
+def found_table(found: FoundPlan) -> str:
+    """Print the evidence for a found plan: its trials in order, foretold beside measured, and what was considered."""
+    return listing(found_listing(found))
+
+
+def listing(content: Listing) -> str:
+    """Print a table of ready texts; a plan that is too long is broken between flags."""
+    lines = _wrapped(content.title)
+    if content.columns:
+        widths = _widths(content.columns, list(content.rows))
+        gap = _GAP if sum(widths) + len(_GAP) * (len(widths) - 1) <= _MOST_CHARACTERS else _NARROW_GAP
+        widths = _fitted(content.columns, widths, gap)
+        head = _line(content.columns, widths, [column.title for column in content.columns], gap)
+        rows = [line for texts in content.rows for line in _listed(content.columns, widths, texts, gap)]
+        lines += [head, "─" * max(len(line.rstrip()) for line in (head, *rows)), *rows]
+    return "\n".join(line.rstrip() for line in (*lines, *(part for line in content.foot for part in _wrapped(line))))
+
+
+def breakdown(profile: Profile) -> str:
+    """Print what the memory is used for at the peak, measured or foretold.
+
+    Args:
+        profile: a measurement or a prediction, with or without a breakdown.
 
     Returns:
         One line per category with its bytes and its share of the peak, then the totals.
@@ -65,13 +119,14 @@ def breakdown(measurement: Measurement) -> str:
         parameters         1.00 GiB   100 %  ████████████████████████
         peak allocated     1.00 GiB
     """
-    parts = segments(measurement)
+    parts = segments(profile)
     whole = max(1, sum(parts.values()))
-    lines = [f"{measurement.plan} · {measurement.device}"]
+    totals = _totals(profile)
+    lines = [heading(profile)]
     lines += [_breakdown_line(name, size, size / whole) for name, size in parts.items()]
-    lines += [f"{name:<16}  {format_bytes(size):>9}" for name, size in _totals(measurement).items()]
-    if phase := measurement.phase_of_peak:
-        lines[-1 - (len(_totals(measurement)) - 1)] += f"   in the {phase.words}"
+    lines += [f"{name:<16}  {format_bytes(size):>9}" for name, size in totals.items()]
+    if phase := profile.phase_of_peak:
+        lines[-len(totals)] += f"   in the {phase.words}"
     return "\n".join(lines)
 
 
@@ -94,24 +149,42 @@ def summary(comparison: Comparison) -> str:
     return f"{sentence}; {least.measurement.plan} is the lowest of the others with {memory}{speed}."
 
 
-def _widths(figures: tuple[Column, ...], rows: list[tuple[str, ...]]) -> list[int]:
-    widest = [max(len(text) for text in texts) for texts in zip(*rows, strict=True)]
-    widths = [max(len(column.title), width) for column, width in zip(figures, widest, strict=True)]
+def _fitted(figures: tuple[Column[Any], ...], widths: list[int], gap: str) -> list[int]:
+    """Widths that make lines of at most a page, at the cost of the plan."""
+    too_much = sum(widths) + len(gap) * (len(widths) - 1) - _MOST_CHARACTERS
     return [
-        min(width, _PLAN_CHARACTERS) if column is PLAN else width for column, width in zip(figures, widths, strict=True)
+        max(min(width, _LEAST_PLAN_CHARACTERS), width - max(0, too_much)) if column.title == PLAN.title else width
+        for column, width in zip(figures, widths, strict=True)
     ]
 
 
-def _line(figures: tuple[Column, ...], widths: list[int], texts: list[str]) -> str:
+def _listed(figures: tuple[Column[Any], ...], widths: list[int], texts: tuple[str, ...], gap: str) -> list[str]:
+    at = [column.title for column in figures].index(PLAN.title)
+    plan, *more = flag_lines(texts[at], widths[at] - 2) if len(texts[at]) > widths[at] else [texts[at]]
+    first = _line(figures, widths, [*texts[:at], plan, *texts[at + 1 :]], gap)
+    indent = " " * (sum(widths[:at]) + len(gap) * at + 2)
+    return [first, *(indent + rest for rest in more)]
+
+
+def _widths(figures: tuple[Column[Any], ...], rows: list[tuple[str, ...]]) -> list[int]:
+    widest = [max(len(text) for text in texts) for texts in zip(*rows, strict=True)]
+    widths = [max(len(column.title), width) for column, width in zip(figures, widest, strict=True)]
+    return [
+        min(width, _PLAN_CHARACTERS) if column.title == PLAN.title else width
+        for column, width in zip(figures, widths, strict=True)
+    ]
+
+
+def _line(figures: tuple[Column[Any], ...], widths: list[int], texts: list[str], gap: str = _GAP) -> str:
     padded = (
         text.rjust(width) if column.is_number else text.ljust(width)
         for column, width, text in zip(figures, widths, texts, strict=True)
     )
-    return _GAP.join(padded)
+    return gap.join(padded)
 
 
 def _row_lines(
-    row: Row, figures: tuple[Column, ...], widths: list[int], texts: tuple[str, ...], *, beside: bool
+    row: Row, figures: tuple[Column[Any], ...], widths: list[int], texts: tuple[str, ...], *, beside: bool
 ) -> list[str]:
     plan, *more = flag_lines(texts[0], widths[0] - 2) if len(texts[0]) > widths[0] else texts[:1]
     first = _line(figures, widths, [plan, *texts[1:]])
@@ -135,11 +208,11 @@ def _breakdown_line(name: str, size_bytes: int, share: float) -> str:
     return f"{name:<16}  {format_bytes(size_bytes):>9}  {share * 100:>4.0f} %  {'█' * max(1, round(share * 24))}"
 
 
-def _totals(measurement: Measurement) -> dict[str, int]:
+def _totals(profile: Profile) -> dict[str, int]:
     totals = {
-        "peak allocated": measurement.peak_allocated_bytes,
-        "peak reserved": measurement.peak_reserved_bytes,
-        "device used": measurement.driver_bytes,
-        "on host": measurement.host_bytes or None,
+        "peak allocated": profile.peak_allocated_bytes,
+        "peak reserved": profile.peak_reserved_bytes,
+        "device used": profile.driver_bytes if isinstance(profile, Measurement) else None,
+        "on host": profile.host_bytes or None,
     }
     return {name: size for name, size in totals.items() if size is not None}

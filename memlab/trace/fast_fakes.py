@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from memlab.measuring.ledger import Effect, effect_of
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -39,7 +41,7 @@ _PLAIN = frozenset(
     }
 )
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
-_OFFICIAL, _WRITTEN, _MADE, _VIEWED = range(4)
+_OFFICIAL, _WRITTEN, MADE, _VIEWED = range(4)
 _CHANGES_METADATA = frozenset({torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -58,6 +60,11 @@ class Recipe:
     results: tuple[Any, ...] = ()
     container: Callable[[Iterable[Any]], Any] | None = None
     learnt: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def bears_nothing(self) -> bool:
+        """Whether it is known that no storage is born or resized."""
+        return self.way in (_WRITTEN, _VIEWED)
 
 
 class FastFakes:
@@ -86,9 +93,11 @@ class FastFakes:
             out = func(*args, **kwargs)
             recipe = self._recipes[key] = _learnt(func, args, kwargs, out)
             return out, recipe
-        if recipe.way == _MADE:
+        if recipe.way == MADE:
             return self._made(recipe), recipe
         if recipe.way == _WRITTEN:
+            if not recipe.results:
+                return None, recipe
             results = tuple(args[place] for place in recipe.results)
             return (results[0] if recipe.container is None else recipe.container(results)), recipe
         if recipe.way == _VIEWED:
@@ -103,8 +112,14 @@ class FastFakes:
         return self._wrapped(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
 
     def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with in_kernel_invocation_manager(self.mode):
-            out = func(*args, **kwargs)
+        """Run a view's meta kernel as `in_kernel_invocation_manager` does, which is slower as a generator."""
+        with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+            self.mode.in_kernel_invocation = True
+            torch._C._set_meta_in_tls_dispatch_include(True)
+            try:
+                out = func(*args, **kwargs)
+            finally:
+                self.mode.in_kernel_invocation = False
         if type(out) is torch.Tensor:
             return self._wrapped(out)
         return type(out)(self._wrapped(view) for view in out)
@@ -153,8 +168,10 @@ def _part(value: Any) -> Any:
 
 def _learnt(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Recipe:
     schema = getattr(func, "_schema", None)
-    if schema is None or not schema.returns or _CHANGES_METADATA & set(func.tags):
+    if schema is None or _CHANGES_METADATA & set(func.tags) or effect_of(func) == Effect.RESIZE:
         return Recipe(_OFFICIAL)
+    if not schema.returns:
+        return Recipe(_WRITTEN) if out is None else Recipe(_OFFICIAL)
     container = None if isinstance(out, torch.Tensor) else type(out)
     results = (out,) if container is None else out
     if container not in (None, tuple, list) or not _all_fakes(results):
@@ -169,7 +186,7 @@ def _learnt(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
         return Recipe(_VIEWED)
     if any(shares) or any(alias is not None for alias in aliases) or not all(map(_is_own_storage, results)):
         return Recipe(_OFFICIAL)
-    return Recipe(_MADE, tuple(None if r is None else (r.shape, r.stride(), r.dtype) for r in results), container)
+    return Recipe(MADE, tuple(None if r is None else (r.shape, r.stride(), r.dtype) for r in results), container)
 
 
 def _all_fakes(results: Iterable[Any]) -> bool:

@@ -13,7 +13,7 @@ Rules beyond those of the ledger:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -92,10 +92,10 @@ class Recorder(Ledger):
         self._live_storages = {tensor.untyped_storage()._cdata for tensor in live if tensor.is_floating_point()}
         self._hidden_bytes = hidden_bytes
 
-    @property
-    def events_booked(self) -> int:
-        """Births and deaths since `begin`."""
-        return len(self._events)
+    def numbers_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """Numbers of the storages that tensors lie in."""
+        found = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return [alive.number for alive in found if alive is not None]
 
     @contextmanager
     def model_runs(self) -> Iterator[None]:
@@ -131,10 +131,8 @@ class Recorder(Ledger):
                 out, recipe = self._fakes.run(func, args, kwargs)
             except _UNKNOWN as error:
                 raise self._untraceable(func) from error
-            effect = effect_of(func)
-            if effect:
-                self._see(out, effect)
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            if recipe is None or not recipe.bears_nothing:
+                self._book(func, out)
             self._price(recipe, func, args, kwargs, out)
         return out
 
@@ -169,6 +167,17 @@ class Recorder(Ledger):
             f"what this model computes depends on values ({func}), which a prediction does not have", str(func)
         )
 
+    def _book(self, func: Any, out: Any) -> None:
+        if type(out) is FakeTensor:
+            storage = out.untyped_storage()
+            if storage._cdata not in self._live:
+                self._track(storage)
+            else:
+                self._see(out, effect_of(func))
+        else:
+            self._see(out, effect_of(func))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
     def _price(self, recipe: Recipe | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         known = None if recipe is None else recipe.learnt.get(_COST)
         if known is None:
@@ -182,16 +191,16 @@ class Recorder(Ledger):
             return
         moment = self._now()
         self.priced.append(Priced(len(self._events), work, moment))
-        for size_bytes in hidden:
-            self._book_temporary(size_bytes, moment)
+        if hidden:
+            self._book_temporaries(hidden, moment)
 
-    def _book_temporary(self, size_bytes: int, moment: int) -> None:
-        """Bytes that live while an operator runs, beside its inputs and outputs."""
-        self._born += 1
-        now = perf_counter()
-        self._events.append((now, size_bytes, self._born, moment))
-        self._events.append((now, -size_bytes, self._born, moment))
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + size_bytes)
+    def _book_temporaries(self, sizes: Sequence[int], moment: int) -> None:
+        """Bytes that live together while an operator runs, beside its inputs and outputs."""
+        first, now = self._born + 1, perf_counter()
+        self._born += len(sizes)
+        self._events += [(now, size_bytes, first + place, moment) for place, size_bytes in enumerate(sizes)]
+        self._events += [(now, -size_bytes, first + place, moment) for place, size_bytes in enumerate(sizes)]
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(sizes))
 
 
 def makes_from_nothing(func: Any) -> bool:

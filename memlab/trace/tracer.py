@@ -21,12 +21,13 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from memlab.errors import TraceError, WorkloadError
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding, Observation, tensors_in
-from memlab.measuring.runs import loss_of
+from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.measuring.steps import samples_of, tokens_of
 from memlab.plan import Plan
 from memlab.records import Category, Phase
 from memlab.roofline import Bill
 from memlab.session import Session, fit
+from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._split import Call, Layout, Probe
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.recorder import HiddenBytes, Priced, Recorder
@@ -63,7 +64,7 @@ class Trace:
         tokens: tokens that went in.
         host_bytes: bytes techniques would keep off the device.
         notes: what techniques had to say, and what was left out.
-        outputs_bytes: of the model's outputs beside scalars, one number for each.
+        outputs: numbers of the storages the model's outputs lie in, beside scalars.
         trained: numbers of the parameters that got a gradient.
     """
 
@@ -73,7 +74,7 @@ class Trace:
     tokens: int
     host_bytes: int
     notes: tuple[str, ...]
-    outputs_bytes: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
     trained: frozenset[int] = frozenset()
 
     @property
@@ -137,7 +138,7 @@ class Tracer:
         """
         workload = self.twin.workload if rows is None else self._with_rows(rows)
         with self._session(plan) as (session, seen):
-            seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(_call_of(workload))])
+            seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
             seen.start()
             self._backward(workload, seen)
             seen.recorder.know(gradients_of(workload.model))
@@ -174,7 +175,7 @@ class Tracer:
         """
         with self._session(Plan()) as (_, seen), torch.no_grad():
             workload = seen.workload
-            call = _call_of(workload)
+            call = call_of(workload)
             seen.recorder.start()
             return Probe(workload.model, workload.name).layout(Call.of(call.args, dict(call.kwargs)))
 
@@ -187,7 +188,7 @@ class Tracer:
                 *parameters_of(workload.model),
                 *_held(session),
                 *state_of(workload.optimizers),
-                *inputs_of(_call_of(workload)),
+                *inputs_of(call_of(workload)),
             ]
         )
         seen.start()
@@ -199,11 +200,14 @@ class Tracer:
         return trace
 
     def _backward(self, workload: Workload, seen: _Seen) -> None:
+        output = output_of(workload)
+        seen.outputs[:] = seen.recorder.numbers_of(_large(output))
         try:
-            loss = loss_of(workload)
+            loss = loss_in(workload, output)
         except WorkloadError:
-            loss = _surrogate_loss(workload)
+            loss = _surrogate_loss(workload, output)
             seen.note(_NO_LOSS)
+        del output
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _update(self, seen: _Seen) -> None:
@@ -256,11 +260,11 @@ class Tracer:
             with (
                 _undisturbed(),
                 self._choices.entered(),
-                _watched_model(model, recorder) as outputs,
+                _watched_model(model, recorder),
                 fit(self.twin.workload, plan) as session,
             ):
                 model.train()
-                seen = _Seen(recorder, self.twin.workload, outputs, list(self.twin.notes))
+                seen = _Seen(recorder, self.twin.workload, list(self.twin.notes))
                 session.observers = [seen]
                 yield session, seen
                 recorder.stop()
@@ -276,11 +280,10 @@ class _Seen:
 
     recorder: Recorder
     workload: Workload
-    outputs: list[int]
     notes: list[str]
+    outputs: list[int] = field(default_factory=list)
     samples: int = 0
     tokens: int = 0
-    _known: set[int] = field(default_factory=set)
 
     def start(self) -> None:
         self.samples = self.tokens = 0
@@ -345,36 +348,24 @@ class _GradientsBefore:
 
 
 @contextmanager
-def _watched_model(model: nn.Module, recorder: Recorder) -> Iterator[list[int]]:
-    """Let the recorder know when the model's own forward runs, below all techniques.
-
-    Yields:
-        Bytes of the outputs of the latest call, filled in by it.
-    """
+def _watched_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Let the recorder know when the model's own forward runs, below all techniques."""
     original: Callable[..., Any] = model.forward
     before = model.__dict__.get("forward")
-    outputs: list[int] = []
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         with recorder.model_runs():
-            output = original(*args, **kwargs)
-        outputs[:] = [t for t in map(_output_bytes, tensors_in(_plain(output))) if t]
-        return output
+            return original(*args, **kwargs)
 
     model.__dict__["forward"] = watched
     try:
-        yield outputs
+        yield
     finally:
         if before is None:
             del model.__dict__["forward"]
         else:
             model.__dict__["forward"] = before
-
-
-def _call_of(workload: Workload) -> Batch:
-    """The model call within the batch."""
-    return Batch.of(workload.batch if workload.loss_fn is None else workload.batch[0])
 
 
 def _held(session: Session) -> Iterator[Holding]:
@@ -385,16 +376,14 @@ def _plain(output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) else output
 
 
-def _output_bytes(output: torch.Tensor) -> int:
-    """Bytes of an output as the loop gets it: `techniques.precision` returns halves as fp32; 0 for a scalar."""
-    is_scalar = output.numel() == 1 and output.dim() <= 1
-    return 0 if is_scalar else output.numel() * (output.element_size() if output.element_size() != 2 else 4)
+def _large(output: Any) -> list[torch.Tensor]:
+    """Tensors in an output that are computed, and not scalars."""
+    tensors = tensors_in(_plain(output))
+    return [t for t in tensors if not isinstance(t, LazyTensor) and not (t.numel() == 1 and t.dim() <= 1)]
 
 
-def _surrogate_loss(workload: Workload) -> torch.Tensor:
+def _surrogate_loss(workload: Workload, output: Any) -> torch.Tensor:
     """A scalar that depends on every output of the model, computed with next to no memory."""
-    call = _call_of(workload)
-    output = workload.model(*call.args, **call.kwargs)
     floats = [t for t in tensors_in(_plain(output)) if t.is_floating_point() and t.requires_grad]
     if not floats:
         raise WorkloadError(

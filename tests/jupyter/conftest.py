@@ -66,6 +66,8 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     config.InteractiveShell.colors = "nocolor"
     made = InteractiveShell.instance(config=config)
     made.run_line_magic("load_ext", "memlab")
+    # predictions beside receipts have tests of their own
+    made.run_line_magic("config", "MemLab.predict = False")
     yield made
     unload(made)
     _forget_results(made)

@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[2]
 SLOW = TRAIN.replace("range(4)", "range(12)") + "    time.sleep(0.25)\n"
 
 CELLS = {
-    "load": "%load_ext memlab",
+    "load": "%load_ext memlab\n%config MemLab.predict = False",
     "make": f"import asyncio, time\n{MAKE}",
     "train": f"%%memfit\n{TRAIN}",
     "await": f"%%memfit --accumulate 4\nasync def batches():\n    await asyncio.sleep(0.01)\n    return inputs\n"

@@ -12,7 +12,7 @@ import torch
 
 from memlab.jupyter import live
 from memlab.jupyter.live import NotebookLine, Progress, TerminalLine
-from memlab.jupyter.parser import CELL_FLAGS, WORDS, cell_help, line_help
+from memlab.jupyter.parser import CELL_FLAGS, FORESIGHT_FLAGS, WORDS, cell_help, line_help
 from memlab.plan import FIELDS, plan_flags
 from memlab.records import Comparison, StepRecord
 from memlab.session import session_of, sessions
@@ -174,8 +174,8 @@ def test_record_and_replay(shell: Any, made: Cell, tmp_path: Path) -> None:
     [
         (
             "undoo",
-            "%memfit undoo: unknown; did you mean %memfit undo?; allowed are report, compare, switch, undo, export, device, "
-            "record, replay, help, or the flags of a plan",
+            "%memfit undoo: unknown; did you mean %memfit undo?; allowed are predict, find, report, compare, switch, undo, export, "
+            "device, snapshot, record, replay, help, or the flags of a plan",
         ),
         ("undo everything", "%memfit undo everything: unknown; see %memfit help"),
         ("switch", "%memfit switch needs the flags of a plan, as in %memfit switch --accumulate 4"),
@@ -198,6 +198,7 @@ def test_help_is_generated_from_the_flags(shell: Any, cell: Cell) -> None:
     assert all(field.help in cell_help() for field in FIELDS)
     assert all(flag.flag in cell_help() for flag in CELL_FLAGS)
     assert all(word.word in line_help() for word in WORDS)
+    assert all(flag.flag in line_help() for flags in FORESIGHT_FLAGS.values() for flag in flags)
     assert shell.find_cell_magic("memfit").__doc__ == cell_help()
     assert shell.find_line_magic("memfit").__doc__ == line_help()
 

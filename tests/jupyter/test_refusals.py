@@ -17,7 +17,7 @@ from tests.jupyter.conftest import STEP, TRAIN, Cell
 
 FLAGS = (
     "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--model, --optimizer, --capacity, --quiet, --help"
+    "--model, --optimizer, --budget, --lossless, --capacity, --quiet, --help"
 )
 
 
@@ -76,6 +76,9 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
             "--optim sgd and --offload optimizer exclude each other: SGD without momentum keeps no state to offload; "
             "drop one of the two",
         ),
+        ("--budget", "--budget needs a value: --budget SIZE"),
+        ("--budget 4GB", "size '4GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
+        ("--lossless", "--lossless says what --budget may choose; give a budget, as in --budget 8GiB --lossless"),
         ("--capacity 4GB", "size '4GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
         ("--model 'net", "\"--model 'net\" cannot be read: No closing quotation"),
         ("--model net", "--model net: no variable of that name; candidates here: model"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
-from memlab.records import Comparison, Measurement, Phase, TimelinePoint
+from memlab.plan import Plan
+from memlab.records import Comparison, FoundPlan, Measurement, Phase, Prediction, TimelinePoint, out_of_memory
 from memlab.units import GIB
 
 TITLE = "memfit · model gpt2 124M · AdamW · batch 8 × 512 · CPU ledger (capacity 16 GiB) · 12 steps"
@@ -85,3 +87,72 @@ def crowded() -> Comparison:
                "model"),),
     )  # fmt: skip
     return Comparison(TITLE, (*rows, last), (EVENT,))
+
+
+def prediction(
+    plan: str, peak_gib: float, samples_per_second: float, *, error: float = 0.01, slack: float = 0.15, **more: object
+) -> Prediction:
+    """A prediction with a breakdown; a peak known to `error`, a speed known to `slack`."""
+    peak_bytes, seconds = int(peak_gib * GIB), 8 / samples_per_second
+    state = {"parameters": 0.46, "gradients": 0.46, "optimizer state": 0.93}
+    parts = {name: int(min(size, peak_gib / 3) * GIB) for name, size in state.items()}
+    parts["activations"] = peak_bytes - sum(parts.values())
+    base = Prediction(
+        plan, "H100 SXM", peak_bytes, None, 0, parts, (), seconds, 8, 8 * 512,
+        (int(peak_bytes * (1 - error)), int(peak_bytes * (1 + error))), (seconds * (1 - slack), seconds * (1 + slack)),
+    )  # fmt: skip
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def refused(plan: str, reason: str) -> Prediction:
+    """A plan that does not apply: it has no numbers."""
+    return Prediction(plan, "H100 SXM", 0, None, 0, {}, (), float("nan"), 0, 0, (0, 0), (0.0, 0.0), refused=reason)
+
+
+def lattice() -> list[Prediction]:
+    """432 predictions that trade memory for speed, 132 of them refused for two reasons."""
+    settings = product(
+        (1, 2, 4, 8),
+        ("", "--checkpoint", "--checkpoint selective"),
+        ("", "--bf16", "--precision pure-bf16"),
+        ("", "--adam8bit"),
+        ("", "--offload activations", "--offload optimizer"),
+        ("", "--chunk-loss"),
+    )
+    return [_point(*setting) for setting in settings]
+
+
+def _point(accumulate: int, checkpoint: str, precision: str, optimizer: str, offload: str, loss: str) -> Prediction:
+    split = f"--accumulate {accumulate}" if accumulate > 1 else ""
+    label = " ".join(flag for flag in (split, checkpoint, precision, optimizer, offload, loss) if flag)
+    if offload == "--offload optimizer" and optimizer:
+        return refused(label, "offload: the 8-bit state is small, and paged already; drop one of the two")
+    if accumulate == 8 and checkpoint:
+        return refused(label, "accumulation: --accumulate 8 needs at least 8 rows in a batch of GPT2, this one has 4")
+    activations = 7.2 / accumulate * {"": 1.0, "--checkpoint": 0.22, "--checkpoint selective": 0.5}[checkpoint]
+    activations *= {"": 1.0, "--bf16": 0.62, "--precision pure-bf16": 0.5}[precision]
+    logits = (0.2 if loss else 1.9) / accumulate
+    state = (0.46 if precision == "--precision pure-bf16" else 0.93) * 2
+    state -= {"": 0.0, "--adam8bit": 0.69}[optimizer]
+    if offload == "--offload optimizer":
+        state -= 0.9
+    if offload == "--offload activations":
+        activations *= 0.3
+    speed = (
+        1.31 * (0.985 ** (accumulate - 1)) * {"": 1.0, "--checkpoint": 0.76, "--checkpoint selective": 0.92}[checkpoint]
+    )
+    speed *= {"": 1.0, "--bf16": 1.9, "--precision pure-bf16": 1.95}[precision] * (0.97 if loss else 1.0)
+    speed *= {"": 1.0, "--offload activations": 0.7, "--offload optimizer": 0.8}[offload] * (0.99 if optimizer else 1.0)
+    host_bytes = int(0.93 * GIB) if offload else 0
+    return prediction(label or "as written", activations + logits + state, speed, host_bytes=host_bytes)
+
+
+def found() -> FoundPlan:
+    """A plan that was found in two trials, the first of which ran out of memory."""
+    predictions = tuple(lattice())
+    tight, good = "--bf16 --chunk-loss", "--accumulate 2 --bf16 --chunk-loss"
+    failed = replace(
+        out_of_memory(Plan.parse(tight), DEVICE, 4 * GIB, "Tried to allocate 393.00 MiB"), device="NVIDIA H100"
+    )
+    proven = replace(measurement(good, 1.9, 2.3), peak_allocated_bytes=int(3.87 * GIB), device="NVIDIA H100")
+    return FoundPlan("gpt2 124M · AdamW · cuda:0", 4 * GIB, Plan.parse(good), proven, (failed, proven), predictions)

@@ -1,0 +1,269 @@
+"""What is foretold in a notebook: finding what to foretell it for, asking, and telling it without getting in the way.
+
+`memlab.predicting` and `memlab.search` are imported when something is asked of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memlab.errors import MemlabError, PlanError, WorkloadError
+from memlab.jupyter.forecast import Forecast
+from memlab.jupyter.history import History
+from memlab.jupyter.parser import CellOptions, ForesightOptions
+from memlab.measuring.ledger import tensors_in
+from memlab.plan import Plan
+from memlab.records import Comparison, FoundPlan, Measurement, Prediction
+from memlab.report.ranking import verdict_words
+from memlab.session import Session
+from memlab.units import format_bytes, parse_bytes
+from memlab.workload import Batch, Workload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Say = Callable[[str], None]
+
+# what predictions beside a receipt may take; one that is under way is not cut short
+PATIENCE_SECONDS = 5.0
+_SAID_AFTER_SECONDS = 1.0
+
+
+# -- what to foretell it for -----------------------------------------------------------------------
+
+
+def workload_of(
+    command: str, options: ForesightOptions, namespace: Mapping[str, Any], session: Session | None, history: History
+) -> Workload:
+    """The live model with a batch: those of the last cell, or those that were named.
+
+    Raises:
+        WorkloadError: there is none, in one line that says what to do.
+    """
+    if options.model or options.optimizer or session is None:
+        found = Workload.find(namespace, model=options.model, optimizer=options.optimizer)
+    else:
+        found = session.workload
+    if found is None:
+        raise WorkloadError(
+            f"%memfit {command} needs a model: no variable of this notebook is a trainable torch.nn.Module; make it first"
+        )
+    is_known = session is not None and session.workload.model is found.model
+    batch: Any = history.batch if is_known else None
+    if options.batch:
+        values = tuple(_variable(namespace, "--batch", name) for name in options.batch)
+        batch = values[0] if len(values) == 1 else values
+    if batch is None:
+        raise WorkloadError(
+            f"%memfit {command} needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
+            "(a variable of this notebook)"
+        )
+    loss_fn = _variable(namespace, "--loss-fn", options.loss_fn) if options.loss_fn else found.loss_fn
+    if options.loss_fn and len(options.batch) != 2:
+        raise WorkloadError("--loss-fn needs the batch as inputs and target: --batch inputs,target")
+    return Workload(found.model, found.optimizers, batch, loss_fn, found.scheduler, found.name)
+
+
+def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
+    if name not in namespace:
+        raise WorkloadError(f"{flag} {name}: no variable of that name")
+    return namespace[name]
+
+
+# -- %memfit predict, find, snapshot ---------------------------------------------------------------
+
+
+def forecast(workload: Workload, options: ForesightOptions, budget: str, history: History, say: Say) -> Forecast:
+    """Predict all plans, or those that were asked for beside the plan as written."""
+    if options.words:
+        raise PlanError(f"%memfit predict {options.words[0]}: unknown; see %memfit help")
+    if options.plan is not None and options.plans:
+        raise PlanError("%memfit predict: give flags of one plan, or several plans after --plans, not both")
+    say(f"predicting for {options.device or workload.device}")
+    asked = [options.plan] if options.plan is not None else list(options.plans)
+    predictions = _predicted(workload, asked, options, history, say)
+    if options.device is None and not asked:
+        history.lattice = tuple(predictions)
+    measured = history.comparison.measurements if history.comparison is not None and options.device is None else ()
+    labels = {each.plan for each in predictions}
+    return Forecast(
+        title=f"memfit · {_without_device(workload)} · predicted for {predictions[0].device if predictions else options.device}",
+        predictions=tuple(predictions),
+        budget_bytes=parse_bytes(budget) if budget else None,
+        every=options.every or bool(asked),
+        measurements=tuple(each for each in measured if each.plan in labels and each.fits),
+    )
+
+
+def _predicted(
+    workload: Workload, asked: list[Plan], options: ForesightOptions, history: History, say: Say
+) -> list[Prediction]:
+    from memlab.lattice import lattice
+    from memlab.predicting import predict_all
+
+    plans: list[Plan] | None = list(dict.fromkeys([Plan(), *asked])) if asked else None
+    if options.lossless and not asked:
+        plans = list(lattice(rows=_rows(workload), lossless=True))
+    measured = _calibration(history, workload) if options.device is None else None
+    predictions = predict_all(
+        workload, options.device, plans=plans, measured=measured, progress=lambda line: say(f"predicting, {line}")
+    )
+    if options.plan is not None and predictions[-1].refused:
+        # asked for by itself, so that nothing else is worth a table
+        raise MemlabError(predictions[-1].refused)
+    return predictions
+
+
+def _calibration(history: History, workload: Workload) -> Measurement | None:
+    """A measurement on such batches, by which predicted times are put right."""
+    measured = history.comparison.measurements if history.comparison is not None else ()
+    usable = (each for each in measured if each.step_seconds and each.samples_per_step == _rows(workload))
+    return next(usable, None)
+
+
+def found(workload: Workload, options: ForesightOptions, budget: str, history: History, say: Say) -> FoundPlan:
+    """Search the fastest plan that fits, running trial steps that leave nothing behind."""
+    from memlab.search import find_plan
+
+    if options.words:
+        raise PlanError(f"%memfit find {options.words[0]}: unknown; see %memfit help")
+    if not budget:
+        raise PlanError("%memfit find needs a budget, as in %memfit find --budget 8GiB")
+    say(f"finding a plan for {budget}")
+    answer = find_plan(workload, budget, lossless=options.lossless, fixed=options.plan or Plan(), progress=say)
+    history.lattice = answer.predictions
+    return answer
+
+
+def snapshot(workload: Workload, options: ForesightOptions, plan: Plan, say: Say) -> Path:
+    """Save a memory snapshot of one step."""
+    from memlab.predicting import save_snapshot
+
+    if len(options.words) != 1:
+        raise PlanError("%memfit snapshot needs one file name, as in %memfit snapshot step.pickle --predicted")
+    say(f"{'predicting' if options.predicted else 'recording'} a step of {plan.label}")
+    saved: Path = save_snapshot(options.words[0], workload, plan, options.device, measured=not options.predicted)
+    return saved
+
+
+def _rows(workload: Workload) -> int | None:
+    """Rows of the batch; None where it has no tensor."""
+    first = next((each for each in _tensors(workload) if each.dim()), None)
+    return None if first is None else int(first.shape[0])
+
+
+def _tensors(workload: Workload) -> Iterator[torch.Tensor]:
+    batch = workload.batch
+    return tensors_in((batch.args, batch.kwargs) if isinstance(batch, Batch) else batch)
+
+
+def _without_device(workload: Workload) -> str:
+    return workload.describe().rpartition(" · ")[0]
+
+
+# -- %%memfit --budget -----------------------------------------------------------------------------
+
+
+def choice(
+    options: CellOptions, budget_bytes: int, fixed: Plan, history_of: Callable[[Workload], History], say: Say
+) -> Callable[[Workload], Plan]:
+    """What chooses the plan of a cell, once its model and batch are known.
+
+    The same choice is not made twice: a model that goes on training on such batches under its chosen plan keeps it.
+    """
+
+    def choose(workload: Workload) -> Plan:
+        from memlab.search import choose_plan
+
+        history = history_of(workload)
+        key = (budget_bytes, fixed, options.lossless, _shapes(workload))
+        if key not in history.chosen:
+            say(f"choosing a plan for {format_bytes(budget_bytes)}")
+            plan, predictions = choose_plan(workload, budget_bytes, fixed=fixed, lossless=options.lossless)
+            history.chosen[key] = plan
+            history.lattice = tuple(predictions)
+        plan = history.chosen[key]
+        history.foretell(each for each in history.lattice if each.plan == plan.label)
+        return plan
+
+    return choose
+
+
+def budget_line(history: History, plan: Plan, budget_bytes: int) -> str:
+    """What was chosen for a budget, what was predicted for it, and what it came to."""
+    words = f"budget {format_bytes(budget_bytes)}: {plan.label}"
+    considered = len(history.lattice)
+    if considered > 1:
+        words += f", chosen of {considered} plans"
+    prediction, measured = history.foretold.get(plan.label), history.measured(plan.label)
+    if prediction is not None:
+        words += f", predicted {format_bytes(prediction.needed_bytes)} ({verdict_words(prediction, budget_bytes)})"
+    if measured is not None and measured.fits:
+        words += f", measured {_against(measured, budget_bytes)}"
+    return words
+
+
+def _against(measured: Measurement, budget_bytes: int) -> str:
+    reserved = measured.peak_reserved_bytes
+    needed_bytes = measured.peak_allocated_bytes if reserved is None else reserved
+    over = needed_bytes - budget_bytes
+    return format_bytes(needed_bytes) + (f", {format_bytes(over)} too much" if over > 0 else "")
+
+
+def _shapes(workload: Workload) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """What of a batch decides what a step needs."""
+    return tuple((tuple(each.shape), str(each.dtype)) for each in _tensors(workload))
+
+
+# -- the column "predicted" of a receipt -----------------------------------------------------------
+
+
+def foretell_rows(history: History, workload: Workload, plans: Iterable[Plan], say: Say) -> None:
+    """Predict the measured plans, for the receipt; what goes wrong becomes one line below it, once per model."""
+    if not history.is_foretelling:
+        return
+    missing = [plan for plan in plans if history.measured(plan.label) and plan.label not in history.foretold]
+    predictions, problem = _cheaply(workload, missing, say)
+    history.foretell(predictions)
+    if problem:
+        history.is_foretelling = False
+        history.say(problem)
+
+
+def with_predictions(comparison: Comparison, workload: Workload, say: Say) -> Comparison:
+    """The comparison with what was foretold for its plans."""
+    plans = [Plan() if each.plan == "as written" else Plan.parse(each.plan) for each in comparison.measurements]
+    predictions, problem = _cheaply(workload, plans, say)
+    events = (*comparison.events, problem) if problem else comparison.events
+    return replace(comparison, predictions=tuple(predictions), events=events)
+
+
+def _cheaply(workload: Workload, plans: list[Plan], say: Say) -> tuple[list[Prediction], str]:
+    """Predictions within the time there is, and what went wrong, in words."""
+    start = monotonic()
+    predictions: list[Prediction] = []
+    try:
+        from memlab.predicting import predict
+
+        for plan in plans:
+            seconds = monotonic() - start
+            if seconds > PATIENCE_SECONDS:
+                return (
+                    predictions,
+                    f"no more predictions in receipts: they took {seconds:.0f} s; %memfit predict makes them",
+                )
+            if seconds > _SAID_AFTER_SECONDS:
+                say(f"predicting {plan.label}")
+            predictions.append(predict(workload, plan))
+    except MemlabError as error:
+        return predictions, f"no prediction: {error}"
+    except KeyboardInterrupt:
+        return predictions, "no prediction: interrupted"
+    except Exception as error:  # noqa: BLE001 - a cell that has trained must not fail for the sake of a column
+        return predictions, f"no prediction: {type(error).__name__}: {error}".splitlines()[0]
+    return [each for each in predictions if not each.refused], ""

@@ -1,0 +1,85 @@
+"""`lattice`: the plans that a prediction of everything and a search consider.
+
+Of the settings in it, these are *exact*: the gradient is that of the loop as written, up to the order of
+sums (accumulation, checkpointing, offload, chunked loss). The others *change numerics* within a documented
+tolerance: precision, and the 8-bit optimizer.
+
+Left out, and kept where the user has set them:
+
+- Adafactor and SGD update by another rule than Adam: another training run, not a cheaper way to the same one.
+- fp16 beside bf16: the same bytes at the same rate with a smaller range. It takes the place of bf16 on GPUs
+  that have no bf16 (`half`).
+- fp32 and tf32: neither holds fewer bytes.
+- checkpointing every N blocks: between off and full in both memory and time.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from memlab.errors import PlanError
+from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+
+_ACCUMULATION = (1, 2, 4, 8, 16)
+_CHECKPOINTING = ("off", "selective", "full")
+_OPTIMIZERS = (OptimizerChoice.KEEP, OptimizerChoice.ADAM8BIT)
+_OFFLOADS = (
+    (),
+    ((Offloaded.OPTIMIZER, Tier.AUTO),),
+    ((Offloaded.ACTIVATIONS, Tier.AUTO),),
+    ((Offloaded.ACTIVATIONS, Tier.AUTO), (Offloaded.OPTIMIZER, Tier.AUTO)),
+)
+# fields whose settings give the gradient and the update of the loop as written
+EXACT_FIELDS = frozenset({"accumulation", "checkpointing", "offload", "loss"})
+
+
+def lattice(
+    fixed: Plan = Plan(),  # noqa: B008 - frozen
+    *,
+    rows: int | None = None,
+    lossless: bool = False,
+    half: Precision = Precision.BF16,
+) -> tuple[Plan, ...]:
+    """Every sensible combination of settings, without repetition.
+
+    Accumulation, checkpointing, offload and chunked loss are exact; precision and the 8-bit optimizer
+    change numerics. Combinations that exclude each other are not among them.
+
+    Args:
+        fixed: fields that differ from the default keep this value in every plan.
+        rows: rows of a batch; it is not split into more micro-batches than that. None for any number.
+        lossless: vary exact settings only; what `fixed` says stays as it is.
+        half: the 16-bit format that `keep` is compared with: bf16, or fp16 on a GPU without bf16.
+
+    Returns:
+        The plans: `fixed` first, then by the number of settings that differ from it.
+
+    Example:
+        >>> len(lattice()), len(lattice(lossless=True)), len(lattice(rows=4, lossless=True))
+        (720, 120, 72)
+        >>> [plan.label for plan in lattice(Plan.parse("--adam8bit --offload optimizer"), rows=1, lossless=True)][:3]
+        ['--adam8bit --offload optimizer', '--adam8bit --offload optimizer --chunk-loss', \
+'--checkpoint selective --adam8bit --offload optimizer']
+    """
+    choices: dict[str, tuple[Any, ...]] = {
+        "accumulation": tuple(n for n in _ACCUMULATION if rows is None or n <= max(1, rows)),
+        "checkpointing": _CHECKPOINTING,
+        "precision": (Precision.KEEP, half, Precision.PURE_BF16),
+        "optimizer": _OPTIMIZERS,
+        "offload": _OFFLOADS,
+        "loss": tuple(Loss),
+    }
+    kept = set(fixed.changes()) | (set() if not lossless else choices.keys() - EXACT_FIELDS)
+    choices |= {name: (getattr(fixed, name),) for name in kept}
+    plans = [plan for values in product(*choices.values()) if (plan := _plan(dict(zip(choices, values, strict=True))))]
+    # a stable sort: within a number of changes the order is that of the fields
+    return tuple(sorted(dict.fromkeys(plans), key=lambda plan: len(plan.changes())))
+
+
+def _plan(settings: dict[str, Any]) -> Plan | None:
+    """The plan of these settings; None when they exclude each other."""
+    try:
+        return Plan(**settings)
+    except PlanError:
+        return None

@@ -1,0 +1,302 @@
+"""What a table of foresight says, before it is text or HTML: predictions, and the trials of a found plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from memlab.records import FoundPlan, Measurement, Prediction
+from memlab.report.columns import NOTHING, Column, bytes_or_nothing, change, peak, rate, speed
+from memlab.report.ranking import Ranking, Refusal, counts, rank, refusals, shown, speed_of, verdict_words
+from memlab.report.segments import segments
+from memlab.units import format_bytes, format_seconds
+
+FRONT_MARK = "•"
+_FRONT_MEANS = f"{FRONT_MARK} no other plan needs less memory at this speed, or is faster in this memory"
+_MOST_NOTES = 6
+# an interval wider than this share is printed as a range
+_NARROW = 0.3
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A table whose cells are texts.
+
+    Args:
+        title: what it shows, on what.
+        columns: headings; the cells are ready.
+        rows: texts, one per column; the column "plan" holds a plan's flags.
+        parts: per row, bytes by category for a bar; empty where no bars are drawn.
+        foot: lines below the table.
+    """
+
+    title: str
+    columns: tuple[Column[None], ...]
+    rows: tuple[tuple[str, ...], ...]
+    parts: tuple[Mapping[str, int], ...] = ()
+    foot: tuple[str, ...] = ()
+
+
+def predictions_listing(
+    predictions: Sequence[Prediction],
+    budget_bytes: int | None = None,
+    *,
+    title: str = "",
+    every: bool = False,
+    how_to_see_all: str = "every=True shows them",
+) -> Listing:
+    """Reduce predictions to the table that people read.
+
+    Args:
+        predictions: in any order; the plan as written is what the others are compared with.
+        budget_bytes: what they are to fit into; None leaves out the verdicts.
+        title: what was foretold; by default the device.
+        every: show every row; otherwise a long list keeps the plan as written, the Pareto-optimal
+            plans and the best of each verdict.
+        how_to_see_all: said where rows are left out.
+    """
+    ranking = rank(predictions, budget_bytes)
+    heading = _heading(predictions, budget_bytes, title)
+    if ranking is None:
+        return Listing(heading, (), (), foot=_refused_lines(predictions) or ("no plan was foretold",))
+    rows = shown(ranking, every=every)
+    chosen = _columns(ranking, rows)
+    left_out = [each for each in ranking.every if each not in rows]
+    foot = [_FRONT_MEANS] if _marks_front(ranking) else []
+    if left_out:
+        _, _, fits = counts(left_out, budget_bytes).partition(": ")
+        foot.append(f"… and {len(left_out)} more{f' ({fits})' if fits else ''}; {how_to_see_all}")
+    return Listing(
+        title=heading,
+        columns=tuple(Column[None](column.title, lambda _: "", column.is_number) for column in chosen),
+        rows=tuple(tuple(column.cell(each) for column in chosen) for each in rows),
+        parts=tuple(segments(each) for each in rows),
+        foot=(*foot, *_refused_lines(predictions), *_note_lines(rows)),
+    )
+
+
+def found_listing(found: FoundPlan) -> Listing:
+    """Reduce a found plan to its evidence: every trial, foretold beside measured, and what was considered."""
+    trials = [(str(number), each, _prediction_of(found, each.plan)) for number, each in enumerate(found.trials, 1)]
+    heads = ("trial", "plan", "predicted", "measured", "off by", "predicted samples/s", "measured samples/s", "outcome")
+    rows = tuple(
+        (
+            number,
+            each.plan,
+            bytes_or_nothing(None if foretold is None else foretold.needed_bytes),
+            _needed(each),
+            _off_by(each, foretold),
+            interval_speed(foretold) if foretold is not None else NOTHING,
+            speed(each),
+            _outcome(found, each),
+        )
+        for number, each, foretold in trials
+    )
+    memory = "peak reserved" if any(each.peak_reserved_bytes is not None for each in found.trials) else "peak allocated"
+    return Listing(
+        title=f"{found.title} · budget {format_bytes(found.budget_bytes)}",
+        columns=tuple(Column[None](head, lambda _: "", head not in ("plan", "outcome")) for head in heads),
+        rows=rows,
+        foot=(
+            found_sentence(found),
+            f"predicted and measured are the {memory}; considered: {_considered(found)}",
+            *_refused_lines(found.predictions),
+        ),
+    )
+
+
+def found_sentence(found: FoundPlan) -> str:
+    """The answer in one sentence."""
+    measured = found.measurement
+    spare = format_bytes(max(0, found.budget_bytes - _needed_bytes(measured)))
+    runs = len(found.trials)
+    return (
+        f"found {found.plan.label}: {_needed(measured)} of {format_bytes(found.budget_bytes)}, {spare} to spare, "
+        f"{speed(measured)} samples/s, proven in {runs} trial{'' if runs == 1 else 's'}"
+    )
+
+
+def predictions_sentence(predictions: Sequence[Prediction], budget_bytes: int | None = None) -> str:
+    """One sentence for status lines, screen readers and the alternative text of pictures.
+
+    Example:
+        >>> p = Prediction("as written", "T4", 2**30, None, 0, {}, (), 0.5, 8, 0, (2**30, 2**30), (0.5, 0.5))
+        >>> predictions_sentence([p], 2**31)
+        '1 plan predicted for T4: 1 fit; as written needs 1.00 GiB at 16.0 samples per second.'
+    """
+    ranking = rank(predictions, budget_bytes)
+    if ranking is None:
+        return "No plan can be foretold."
+    said, _, fits = counts(ranking.every, budget_bytes).partition(": ")
+    best = ranking.others[:1] if ranking.others else ()
+    named = [("", ranking.first), *(("best is ", each) for each in best)]
+    needs = "; ".join(
+        f"{before}{each.plan}{' with' if before else ' needs'} {format_bytes(each.needed_bytes)}"
+        + (f" at {rate(speed_of(each))} samples per second" if speed_of(each) and each.samples_per_step else "")
+        for before, each in named
+    )
+    return f"{said} predicted for {ranking.first.device}: {f'{fits}; ' if fits else ''}{needs}."
+
+
+def interval_speed(prediction: Prediction) -> str:
+    """Samples per second with the interval; the time of a step where no samples are counted.
+
+    Example:
+        >>> p = Prediction("--fp16", "T4", 2**30, None, 0, {}, (), 0.5, 8, 0, (2**30, 2**30), (0.45, 0.55))
+        >>> interval_speed(p)
+        '16.0 ± 11 %'
+    """
+    seconds = prediction.step_seconds
+    if not math.isfinite(seconds) or seconds <= 0:
+        return NOTHING
+    shortest, longest = prediction.interval_seconds
+    samples = prediction.samples_per_step
+    if not samples:
+        return _with_interval(format_seconds, seconds, shortest, longest)
+    return _with_interval(rate, samples / seconds, samples / longest if longest else 0, samples / max(shortest, 1e-12))
+
+
+def _with_interval(write: Callable[[float], str], value: float, low: float, high: float) -> str:
+    text = write(value)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return text
+    share = max(value - low, high - value) / value if value else 0.0
+    if share > _NARROW:
+        return f"{text} ({write(low)}–{write(high)})"
+    return f"{text} ± {round(share * 100)} %" if round(share * 100) else text
+
+
+def _heading(predictions: Sequence[Prediction], budget_bytes: int | None, title: str) -> str:
+    device = predictions[0].device if predictions else ""
+    budget = f"budget {format_bytes(budget_bytes)}" if budget_bytes is not None else ""
+    said = [title or f"predicted for {device}", counts(predictions, None) if len(predictions) > 1 else "", budget]
+    return " · ".join(part for part in said if part)
+
+
+def _marks_front(ranking: Ranking) -> bool:
+    """Of two plans everybody sees which is better in what."""
+    return len(ranking.others) > 1
+
+
+def _columns(ranking: Ranking, rows: Sequence[Prediction]) -> tuple[Column[Prediction], ...]:
+    first, budget_bytes = ranking.first, ranking.budget_bytes
+    has_samples = any(each.samples_per_step for each in rows)
+    optional = (
+        (Column[Prediction]("plan", lambda each: each.plan, is_number=False), True),
+        (
+            Column[Prediction](
+                FRONT_MARK, lambda each: FRONT_MARK if each.plan in ranking.front else "", is_number=False
+            ),
+            _marks_front(ranking),
+        ),
+        (
+            Column[Prediction]("peak allocated", lambda each: _peak(each, is_needed=each.peak_reserved_bytes is None)),
+            True,
+        ),
+        (
+            Column[Prediction]("peak reserved", lambda each: _peak(each, is_needed=True)),
+            any(each.peak_reserved_bytes is not None for each in rows),
+        ),
+        (
+            Column[Prediction]("vs first", lambda each: _versus(each.needed_bytes, first.needed_bytes, each is first)),
+            True,
+        ),
+        (
+            Column[Prediction]("on host", lambda each: bytes_or_nothing(each.host_bytes or None)),
+            any(each.host_bytes for each in rows),
+        ),
+        (Column[Prediction]("samples/s" if has_samples else "step time", interval_speed), any(map(speed_of, rows))),
+        (
+            Column[Prediction]("vs first", lambda each: _versus(speed_of(each), speed_of(first), each is first)),
+            any(map(speed_of, rows)),
+        ),
+        (
+            Column[Prediction]("verdict", lambda each: verdict_words(each, budget_bytes or 0), is_number=False),
+            budget_bytes is not None,
+        ),
+    )
+    return tuple(column for column, wanted in optional if wanted)
+
+
+def _peak(prediction: Prediction, *, is_needed: bool) -> str:
+    """A peak; the one that a budget must hold comes with its interval."""
+    if not is_needed:
+        return format_bytes(prediction.peak_allocated_bytes)
+    low, high = prediction.interval_bytes
+    return _with_interval(format_bytes, prediction.needed_bytes, low, high)
+
+
+def _versus(value: float, first: float, is_first: bool) -> str:
+    return NOTHING if is_first or not first or not value else change(value / first)
+
+
+def _prediction_of(found: FoundPlan, plan: str) -> Prediction | None:
+    return next((each for each in found.predictions if each.plan == plan and not each.refused), None)
+
+
+def _needed_bytes(measurement: Measurement) -> int:
+    reserved = measurement.peak_reserved_bytes
+    return measurement.peak_allocated_bytes if reserved is None else reserved
+
+
+def _needed(measurement: Measurement) -> str:
+    return peak(measurement) if _ran_out(measurement) else format_bytes(_needed_bytes(measurement))
+
+
+def _ran_out(measurement: Measurement) -> bool:
+    """Whether memory ran out in a trial; one that was measured may still need more than the budget."""
+    return not measurement.fits and not measurement.step_seconds
+
+
+def _off_by(measurement: Measurement, prediction: Prediction | None) -> str:
+    """How far the measured peak is from the predicted one; nothing where memory ran out."""
+    if prediction is None or _ran_out(measurement) or not prediction.needed_bytes:
+        return NOTHING
+    share = _needed_bytes(measurement) / prediction.needed_bytes - 1
+    return "0.0 %" if abs(share) < 0.0005 else f"{'+' if share > 0 else '−'}{abs(share) * 100:.1f} %"
+
+
+def _outcome(found: FoundPlan, measurement: Measurement) -> str:
+    if _ran_out(measurement):
+        return "; ".join(measurement.notes) or "ran out of memory"
+    spare = found.budget_bytes - _needed_bytes(measurement)
+    by = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
+    words = f"fits, {by}" if spare >= 0 else f"does not fit, {by}"
+    return f"{words}; found" if measurement.plan == found.plan.label else words
+
+
+def _considered(found: FoundPlan) -> str:
+    known = [each for each in found.predictions if not each.refused]
+    refused = len(found.predictions) - len(known)
+    return counts(known, found.budget_bytes) + (f", {refused} refused" if refused else "")
+
+
+def _refused_lines(predictions: Sequence[Prediction]) -> tuple[str, ...]:
+    return _limited([_refused_line(refusal) for refusal in refusals(predictions)], "reasons for refusals")
+
+
+def _refused_line(refusal: Refusal) -> str:
+    shortest = min(refusal.plans, key=len)
+    which = shortest if len(refusal.plans) == 1 else f"{len(refusal.plans)} plans, such as {shortest}"
+    return f"refused: {which}: {refusal.reason}"
+
+
+def _note_lines(rows: Sequence[Prediction]) -> tuple[str, ...]:
+    """Distinct notes, with how many of the shown plans they are about."""
+    about: dict[str, list[str]] = {}
+    for each in rows:
+        for note in each.notes:
+            about.setdefault(note, []).append(each.plan)
+    lines = [
+        f"note: {note}"
+        if len(plans) == len(rows)
+        else f"note on {plans[0] if len(plans) == 1 else f'{len(plans)} plans'}: {note}"
+        for note, plans in about.items()
+    ]
+    return _limited(lines, "notes")
+
+
+def _limited(lines: list[str], what: str) -> tuple[str, ...]:
+    more = len(lines) - _MOST_NOTES
+    return (*lines[:_MOST_NOTES], f"… and {more} more {what}") if more > 0 else tuple(lines)

@@ -1,0 +1,250 @@
+"""Memory against throughput as a static picture."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from memlab.records import Fit
+from memlab.report.canvas import BUDGET, FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
+from memlab.report.columns import flag_lines
+from memlab.report.pareto import FOUND_RING, LOOKS, MEASURED, PLAIN, Chart, Look, Point, Trial, axis_names
+from memlab.report.segments import scale
+from memlab.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+_Box = tuple[float, float, float, float]
+# with more points than this, intervals are drawn for the front alone
+_MOST_INTERVALS = 40
+
+
+def png(chart: Chart) -> bytes:
+    """Draw predictions as open marks, their Pareto front as a line, trials as filled marks, the budget as a line.
+
+    Args:
+        chart: from `memlab.report.pareto.chart` or `found_chart`.
+
+    Returns:
+        The bytes of a PNG file, with a description in its metadata.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from memlab.records import Prediction
+        >>> from memlab.report.pareto import chart
+        >>> p = Prediction("as written", "T4", 2**30, None, 0, {}, (), 0.5, 8, 0, (2**30, 2**30), (0.5, 0.5))
+        >>> png(chart([p]))[1:4]
+        b'PNG'
+    """
+    figure = paper(5.2)
+    write(figure, 0.012, 0.975, "\n".join(textwrap.wrap(chart.title, 120)), size=11, weight="bold", va="top")
+    axes = figure.add_axes((0.065, 0.105, 0.92, 0.745))
+    plain(axes)
+    axes.grid(visible=True, color=GRID, linewidth=0.8, linestyle="-")
+    unit, name = scale(chart.most_bytes)
+    memory_name, speed_name = axis_names(chart)
+    axes.set_xlim(0, chart.most_bytes / unit * 1.06)
+    axes.set_ylim(0, chart.most_per_second * 1.12)
+    label_x(axes, f"{memory_name}, {name}")
+    axes.set_ylabel(speed_name, fontsize=9, color=FAINT, family=FONT, loc="top")
+    if chart.points:
+        _draw(axes, chart, unit)
+    else:
+        axes.text(0.5, 0.5, "no speed was foretold", ha="center", color=FAINT, family=FONT, transform=axes.transAxes)
+    _legend(figure, _handles(chart))
+    return encode(figure, has_small_marks=True, title=chart.title, description=chart.description)
+
+
+def _draw(axes: Axes, chart: Chart, unit: int) -> None:
+    if chart.budget_bytes is not None:
+        _draw_budget(axes, chart.budget_bytes, unit)
+    spread = chart.points if len(chart.points) <= _MOST_INTERVALS else chart.front
+    for point in spread:
+        _draw_interval(axes, point, unit)
+    front = [(point.memory_bytes / unit, point.per_second) for point in chart.front]
+    axes.step([x for x, _ in front], [y for _, y in front], where="post", color=INK, linewidth=1.3, zorder=3)
+    for look in _looks(chart.points):
+        _draw_points(axes, [point for point in chart.points if point.look is look], look, unit)
+    for trial in chart.trials:
+        _draw_trial(axes, trial, unit)
+    _label(axes, chart, unit)
+
+
+def _looks(points: Iterable[Point]) -> list[Look]:
+    used = [point.look for point in points]
+    return [
+        look
+        for look in (LOOKS[Fit.NO], LOOKS[Fit.UNCERTAIN], LOOKS[Fit.YES], PLAIN)
+        if any(one is look for one in used)
+    ]
+
+
+def _draw_interval(axes: Axes, point: Point, unit: int) -> None:
+    x, y = point.memory_bytes / unit, point.per_second
+    axes.plot([size / unit for size in point.memory_interval], [y, y], color=point.look.colour, alpha=0.35, linewidth=1)
+    axes.plot([x, x], list(point.speed_interval), color=point.look.colour, alpha=0.35, linewidth=1)
+
+
+def _draw_points(axes: Axes, points: list[Point], look: Look, unit: int) -> None:
+    for on_front in (False, True):
+        chosen = [point for point in points if point.on_front is on_front]
+        axes.plot(
+            [point.memory_bytes / unit for point in chosen], [point.per_second for point in chosen], linestyle="",
+            marker=look.marker, markersize=6.5 if on_front else 4.5, markerfacecolor=PAPER if on_front else "none",
+            markeredgecolor=look.colour, markeredgewidth=1.6 if on_front else 0.9, alpha=None if on_front else 0.7,
+            zorder=4 if on_front else 2,
+        )  # fmt: skip
+
+
+def _draw_trial(axes: Axes, trial: Trial, unit: int) -> None:
+    at = (trial.place[0] / unit, trial.place[1])
+    if trial.ran_out:
+        axes.plot(*at, marker="x", markersize=10, markeredgecolor=MEASURED.colour, markeredgewidth=2.2, zorder=6)
+        return
+    if trial.foretold is not None:
+        before = (trial.foretold.memory_bytes / unit, trial.foretold.per_second)
+        axes.plot(
+            [before[0], at[0]],
+            [before[1], at[1]],
+            color=MEASURED.colour,
+            linewidth=1.2,
+            linestyle=(0, (2, 1)),
+            zorder=5,
+        )
+    axes.plot(
+        *at, marker="o", markersize=7.5, color=MEASURED.colour, markeredgecolor=PAPER, markeredgewidth=0.8, zorder=6
+    )
+    if trial.is_found:
+        axes.plot(
+            *at,
+            marker="o",
+            markersize=16,
+            markerfacecolor="none",
+            markeredgecolor=FOUND_RING,
+            markeredgewidth=2.4,
+            zorder=6,
+        )
+
+
+def _draw_budget(axes: Axes, budget_bytes: int, unit: int) -> None:
+    axes.axvline(budget_bytes / unit, color=BUDGET, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1)
+    left, right = axes.get_xlim()
+    is_late = budget_bytes / unit > (left + right) * 0.8
+    axes.annotate(
+        f"budget {format_bytes(budget_bytes)}", (budget_bytes / unit, 0.985), xycoords=("data", "axes fraction"),
+        xytext=(-5 if is_late else 5, 0), textcoords="offset points", ha="right" if is_late else "left", va="top",
+        fontsize=9, color=BUDGET, family=FONT,
+    )  # fmt: skip
+
+
+def _label(axes: Axes, chart: Chart, unit: int) -> None:
+    """Names beside some marks, where they hide the fewest others."""
+    transform = axes.transLimits
+    marks = [
+        (*transform.transform((p.memory_bytes / unit, p.per_second)), 5 if p.on_front else 1) for p in chart.points
+    ]
+    marks += [(*transform.transform((t.place[0] / unit, t.place[1])), 5) for t in chart.trials]
+    places = {point.plan: (point.memory_bytes / unit, point.per_second) for point in chart.points}
+    places |= {t.plan: (t.memory_bytes / unit, t.per_second) for t in chart.trials if t.is_found and not t.ran_out}
+    taken: list[_Box] = []
+    for plan in chart.labelled:
+        if plan in places:
+            at = transform.transform(places[plan])
+            lines = flag_lines(plan, 34)
+            boxes = [box for box in _boxes(at[0], at[1], lines) if not any(_overlap(box, other) for other in taken)]
+            if boxes:
+                best = min(boxes, key=lambda box: _hidden(box, marks))
+                taken.append(best)
+                _write_label(axes, (at[0], at[1]), best, lines)
+
+
+def _boxes(x: float, y: float, lines: list[str]) -> list[_Box]:
+    """Places for a label around a mark, the nearest first, as left, bottom, right, top in shares of the axes."""
+    # a character is about 0.0062 of the axes wide, a line 0.04 high
+    wide, tall = max(map(len, lines)) * 0.0062, len(lines) * 0.04
+    found = []
+    for far in (0.028, 0.075, 0.14, 0.22):
+        for left in (x, x - wide, x - wide / 2):
+            found += [(left, y + far, left + wide, y + far + tall), (left, y - far - tall, left + wide, y - far)]
+        found += [(x + far / 2, y - tall / 2, x + far / 2 + wide, y + tall / 2)]
+        found += [(x - far / 2 - wide, y - tall / 2, x - far / 2, y + tall / 2)]
+    return [box for box in found if box[0] > 0.003 and box[1] > 0.01 and box[2] < 0.997 and box[3] < 0.985]
+
+
+def _hidden(box: _Box, marks: list[tuple[float, float, int]]) -> int:
+    return sum(
+        weight for x, y, weight in marks if box[0] - 0.006 < x < box[2] + 0.006 and box[1] - 0.012 < y < box[3] + 0.012
+    )
+
+
+def _write_label(axes: Axes, at: tuple[float, float], box: _Box, lines: list[str]) -> None:
+    nearest = (min(max(at[0], box[0]), box[2]), min(max(at[1], box[1]), box[3]))
+    if abs(nearest[1] - at[1]) > 0.05 or abs(nearest[0] - at[0]) > 0.03:
+        axes.plot(
+            [at[0], nearest[0]], [at[1], nearest[1]], transform=axes.transAxes, color=FAINT, linewidth=0.8, zorder=3
+        )
+    axes.annotate(
+        "\n".join(lines), (box[0], (box[1] + box[3]) / 2), xycoords="axes fraction", ha="left", va="center", fontsize=8.5, color=INK, family=FONT,
+        linespacing=1.1, zorder=7, bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.4},
+        parse_math=False,
+    )  # fmt: skip
+
+
+def _overlap(one: _Box, other: _Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _handles(chart: Chart) -> list[Line2D]:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], linestyle="", marker=look.marker, markerfacecolor="none", markeredgecolor=look.colour,
+               markersize=6, label=look.name)
+        for look in _looks(chart.points)
+    ]  # fmt: skip
+    if len(chart.front) > 1:
+        handles.append(Line2D([], [], color=INK, linewidth=1.3, label="Pareto front"))
+    if any(not trial.ran_out for trial in chart.trials):
+        handles.append(Line2D([], [], linestyle="", marker="o", color=MEASURED.colour, markersize=7, label="measured"))
+    if any(trial.ran_out for trial in chart.trials):
+        handles.append(
+            Line2D(
+                [],
+                [],
+                linestyle="",
+                marker="x",
+                markeredgecolor=MEASURED.colour,
+                markeredgewidth=2,
+                markersize=7,
+                label="ran out of memory",
+            )
+        )
+    if any(trial.is_found and not trial.ran_out for trial in chart.trials):
+        handles.append(
+            Line2D(
+                [],
+                [],
+                linestyle="",
+                marker="o",
+                markerfacecolor="none",
+                markeredgecolor=FOUND_RING,
+                markeredgewidth=2.2,
+                markersize=11,
+                label="found",
+            )
+        )
+    return handles
+
+
+def _legend(figure: Figure, handles: list[Line2D]) -> None:
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(0.012, 0.93), ncols=max(1, len(handles)), frameon=False,
+        labelcolor=INK, prop={"family": FONT, "size": 9}, borderpad=0, borderaxespad=0, handlelength=1.6,
+        columnspacing=1.5, handletextpad=0.5,
+    )  # fmt: skip

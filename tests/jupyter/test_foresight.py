@@ -1,0 +1,424 @@
+"""`%memfit predict`, `find`, `snapshot`, `%%memfit --budget`, and the column of predictions in receipts.
+
+What is foretold is made up here: the predictor and the search have tests of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.devices import gpu
+from memlab.errors import BudgetError, TraceError
+from memlab.jupyter import foresight
+from memlab.jupyter.forecast import Forecast
+from memlab.jupyter.parser import FORESIGHT_FLAGS, foresight_options
+from memlab.jupyter.watch import without_graph
+from memlab.plan import Plan
+from memlab.records import FoundPlan, Measurement, Prediction, RunRecord
+from memlab.session import session_of, sessions
+from memlab.workload import Batch, Workload
+from tests.jupyter.conftest import STEP, TRAIN, Cell
+from tests.jupyter.test_refusals import one_line
+
+KIB = 2**10
+PLANS = ("", "--accumulate 2", "--accumulate 4", "--bf16", "--accumulate 4 --bf16", "--checkpoint")
+
+
+def foretold(plan: Plan, device: str | None = None) -> Prediction:
+    """The more is saved, the less is needed and the slower it is."""
+    if plan.checkpointing != "off":
+        return Prediction(plan.label, device or "CPU ledger", 0, None, 0, {}, (), float("nan"), 0, 0, (0, 0), (0, 0),
+                          refused="checkpointing: Sequential repeats no block")  # fmt: skip
+    needed = int(64 * KIB / plan.accumulation * (0.7 if plan.precision == "bf16" else 1))
+    seconds = 0.01 * (1 + 0.1 * plan.accumulation) * (0.8 if plan.precision == "bf16" else 1)
+    parts = {"parameters": needed // 2, "activations": needed - needed // 2}
+    return Prediction(plan.label, device or "CPU ledger", needed, None, 0, parts, (), seconds, 12, 0,
+                      (int(needed * 0.98), int(needed * 1.02)), (seconds * 0.9, seconds * 1.1))  # fmt: skip
+
+
+class Oracle:
+    """Stands in for the predictor and the search, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.workloads: list[Workload] = []
+        self.asked: list[str] = []
+        self.fixed: list[Plan] = []
+        self.measured: list[Measurement | None] = []
+        self.error: Exception | None = None
+
+    def predict(self, workload: Workload, plan: Plan | str = "", device: str | None = None, **more: Any) -> Prediction:
+        return self.predict_all(workload, device, plans=[plan if isinstance(plan, Plan) else Plan.parse(plan)])[0]
+
+    def predict_all(
+        self, workload: Workload, device: str | None = None, *, plans: Any = None, measured: Any = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> list[Prediction]:  # fmt: skip
+        if self.error is not None:
+            raise self.error
+        name = gpu(device).name if device else None
+        wanted = [Plan.parse(text) for text in PLANS] if plans is None else list(plans)
+        self.workloads.append(workload)
+        self.measured.append(measured)
+        self.asked += [plan.label for plan in wanted]
+        if progress is not None:
+            progress(f"1 of {len(wanted)}: {wanted[0].label}")
+        return [foretold(plan, name) for plan in wanted]
+
+    def choose_plan(
+        self, workload: Workload, budget_bytes: int, *, device: object = None, fixed: Plan = Plan(),  # noqa: B008
+        lossless: bool = False,
+    ) -> tuple[Plan, list[Prediction]]:  # fmt: skip
+        self.fixed.append(fixed)
+        plans = [
+            replace(Plan.parse(text), **{name: getattr(fixed, name) for name in fixed.changes()}) for text in PLANS
+        ]
+        predictions = self.predict_all(workload, plans=dict.fromkeys(plans))
+        fits = [p for p in predictions if not p.refused and p.needed_bytes <= budget_bytes]
+        if not fits:
+            raise BudgetError("no plan fits 1.0 KiB: the smallest needs 11.2 KiB")
+        best = max(fits, key=lambda p: p.samples_per_second)
+        return Plan() if best.plan == "as written" else Plan.parse(best.plan), predictions
+
+    def find_plan(self, workload: Workload, budget: str, **options: Any) -> FoundPlan:
+        plan, predictions = self.choose_plan(workload, 32 * KIB)
+        row = Measurement(plan.label, "CPU ledger", 22 * KIB, None, 0, {}, (), (0.01, 0.01), 12, 0)
+        return FoundPlan(workload.describe(), 32 * KIB, plan, row, (row,), tuple(predictions))
+
+    def save_snapshot(
+        self, path: str, workload: Workload, plan: Plan, device: str | None = None, *, measured: bool
+    ) -> Path:
+        self.asked.append(f"{plan.label} for {device}, {'measured' if measured else 'predicted'}")
+        Path(path).write_bytes(b"snapshot")
+        return Path(path)
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    made = Oracle()
+    for name, methods in (
+        ("memlab.predicting", ("predict", "predict_all", "save_snapshot")),
+        ("memlab.search", ("choose_plan", "find_plan")),
+    ):
+        module = ModuleType(name)
+        for method in methods:
+            setattr(module, method, getattr(made, method))
+        monkeypatch.setitem(sys.modules, name, module)
+    return made
+
+
+@pytest.fixture
+def telling(made: Cell, oracle: Oracle) -> Iterator[Cell]:
+    """A notebook in which receipts show predictions."""
+    made("%config MemLab.predict = True")
+    return made
+
+
+# -- %memfit predict
+
+
+def test_all_plans_of_the_model_in_the_notebook(shell: Any, made: Cell, oracle: Oracle) -> None:
+    ran = made("p = %memfit predict --batch inputs")
+    assert ran.error is None, ran.err
+    forecast = shell.user_ns["p"]
+    assert isinstance(forecast, Forecast)
+    assert [each.plan for each in forecast] == [Plan.parse(text).label for text in PLANS]
+    assert forecast[0] is forecast.predictions[0]
+    assert oracle.workloads[0].batch is shell.user_ns["inputs"]
+    assert sessions() == ()
+    shown = made("%memfit predict --batch inputs --budget 40KiB").out
+    assert "memfit · Sequential 1.73k · AdamW · predicted for CPU ledger · 6 plans · budget 40.0 KiB" in shown
+    assert "fits, 8.0 KiB to spare" in shown
+    assert "refused: --checkpoint: checkpointing: Sequential repeats no block" in shown
+
+
+def test_the_batch_of_the_last_cell_is_taken(shell: Any, made: Cell, oracle: Oracle) -> None:
+    made(f"%%memfit\n{TRAIN}")
+    made("p = %memfit predict")
+    assert oracle.workloads[0].batch.args[0] is shell.user_ns["inputs"]
+    assert oracle.workloads[0].model is shell.user_ns["model"]
+    assert [each.plan for each in shell.user_ns["p"].measurements] == ["as written"]
+    # predicted times are put right by the measured one, on this device only
+    made("p = %memfit predict --device T4")
+    assert [each.plan if each else None for each in oracle.measured] == ["as written", None]
+    assert shell.user_ns["p"].measurements == ()
+
+
+def test_one_plan_stands_beside_the_one_as_written(shell: Any, made: Cell, oracle: Oracle) -> None:
+    ran = made("%memfit predict --accumulate 4 --batch inputs --device t4")
+    assert oracle.asked == ["as written", "--accumulate 4"]
+    assert "predicted for T4 · 2 plans" in ran.out
+    assert "--accumulate 4 · T4 · predicted" in ran.out
+    assert "activations" in ran.out
+    assert "•" not in ran.out
+
+
+def test_several_plans_are_quoted(shell: Any, made: Cell, oracle: Oracle) -> None:
+    made('p = %memfit predict --batch inputs --plans "--bf16" "--accumulate 4 --bf16"')
+    assert [each.plan for each in shell.user_ns["p"]] == ["as written", "--bf16", "--accumulate 4 --bf16"]
+
+
+def test_a_loop_with_its_own_loss(shell: Any, made: Cell, oracle: Oracle) -> None:
+    made("criterion = torch.nn.functional.cross_entropy")
+    made("p = %memfit predict --batch inputs,target --loss-fn criterion")
+    workload = oracle.workloads[0]
+    assert workload.loss_fn is torch.nn.functional.cross_entropy
+    assert workload.batch == (shell.user_ns["inputs"], shell.user_ns["target"])
+
+
+def test_a_forecast_has_three_static_formats(shell: Any, made: Cell, oracle: Oracle) -> None:
+    made("p = %memfit predict --batch inputs --budget 40KiB\nq = %memfit predict --batch inputs --accumulate 2")
+    made("f = %memfit find --batch inputs --budget 32KiB")
+    shell.display_formatter.active_types = shell.display_formatter.format_types
+    for name in ("p", "f"):
+        data, _ = shell.display_formatter.format(shell.user_ns[name])
+        assert set(data) == {"text/plain", "text/html", "image/png"}
+        assert data["text/html"].startswith('<div class="memlab-receipt"')
+    # without a timeline there is no picture of a single plan
+    assert set(shell.display_formatter.format(shell.user_ns["q"])[0]) == {"text/plain", "text/html"}
+    made("%config MemLab.picture = False")
+    assert "image/png" not in shell.display_formatter.format(shell.user_ns["p"])[0]
+
+
+def test_the_budget_of_the_configuration(shell: Any, made: Cell, oracle: Oracle) -> None:
+    made("%config MemLab.budget = '40KiB'\np = %memfit predict --batch inputs")
+    assert shell.user_ns["p"].budget_bytes == 40 * KIB
+    made("%config MemLab.budget = ''\n%config MemLab.capacity = '50KiB'\np = %memfit predict --batch inputs")
+    assert shell.user_ns["p"].budget_bytes == 50 * KIB
+    made("q = %memfit predict --batch inputs --device T4")
+    assert shell.user_ns["q"].budget_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("predict", "%memfit predict needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
+                    "(a variable of this notebook)"),
+        ("predict --batch nothing", "--batch nothing: no variable of that name"),
+        ("predict --batch inputs --loss-fn sum", "--loss-fn sum: no variable of that name"),
+        ("predict --batch inputs --budget 4GB", "size '4GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
+        ("predict --batch inputs --checkpoint", "checkpointing: Sequential repeats no block"),
+        ("predict --batch inputs --plans", '--plans needs plans, each in quotes, as in --plans "--accumulate 4" "--checkpoint"'),
+        ("predict --batch inputs --fp16 --plans --bf16", "%memfit predict: give flags of one plan, or several plans after --plans, not both"),
+        ("predict --batch inputs everything", "%memfit predict everything: unknown; see %memfit help"),
+        ("find --batch inputs", "%memfit find needs a budget, as in %memfit find --budget 8GiB"),
+        ("find --budget 8GiB", "%memfit find needs a batch: run one training cell with %%memfit first, or pass --batch "
+                               "NAME (a variable of this notebook)"),
+        ("snapshot --batch inputs", "%memfit snapshot needs one file name, as in %memfit snapshot step.pickle --predicted"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_one_line(made: Cell, oracle: Oracle, line: str, said: str) -> None:
+    assert one_line(made(f"%memfit {line}")) == said
+
+
+def test_a_gpu_that_is_not_known(made: Cell, oracle: Oracle) -> None:
+    said = one_line(made("%memfit predict --batch inputs --device H101"))
+    assert said.startswith("no GPU 'H101' in the catalogue; there are GTX 1080, ")
+
+
+def test_a_flag_that_is_not_known_names_the_nearest(made: Cell, oracle: Oracle) -> None:
+    assert one_line(made("%memfit predict --devize T4")).startswith("unknown flag --devize; did you mean --device?")
+
+
+def test_a_model_that_cannot_be_traced(made: Cell, oracle: Oracle) -> None:
+    oracle.error = TraceError(
+        "a step of Sequential depends on values: nonzero; predict it without that mask", "nonzero"
+    )
+    assert one_line(made("%memfit predict --batch inputs")) == str(oracle.error)
+
+
+def test_no_model(cell: Cell, oracle: Oracle) -> None:
+    assert one_line(cell("%memfit predict")).startswith("%memfit predict needs a model: no variable of this notebook")
+
+
+# -- %memfit find, snapshot
+
+
+def test_find_shows_the_evidence_and_how_to_apply_it(shell: Any, made: Cell, oracle: Oracle) -> None:
+    ran = made("%memfit find --batch inputs --budget 32KiB")
+    assert "memfit: to apply it: %memfit --accumulate 4 --bf16\n" in ran.out
+    assert "found --accumulate 4 --bf16: 22.0 KiB of 32.0 KiB, 10.0 KiB to spare" in ran.out
+    assert isinstance(ran.result.result, FoundPlan)
+
+
+def test_snapshot(made: Cell, oracle: Oracle, tmp_path: Path) -> None:
+    file = tmp_path / "step.pickle"
+    ran = made(f"%memfit snapshot '{file}' --predicted --accumulate 4 --device T4 --batch inputs")
+    assert ran.out == f"memfit: --accumulate 4, saved to {file}; open it at https://docs.pytorch.org/memory_viz\n"
+    assert oracle.asked[-1] == "--accumulate 4 for T4, predicted"
+    made(f"%%memfit --accumulate 2\n{TRAIN}")
+    made(f"%memfit snapshot {file}")
+    assert oracle.asked[-1] == "--accumulate 2 for None, measured"
+
+
+# -- %%memfit --budget
+
+
+def test_a_budget_chooses_the_plan_of_the_first_step(shell: Any, made: Cell, oracle: Oracle) -> None:
+    ran = made(f"%%memfit --budget 40KiB\n{TRAIN}")
+    assert ran.error is None, ran.err
+    session = session_of(shell.user_ns["model"])
+    assert session.plan.label == "--accumulate 4 --bf16"
+    rows = [line for line in ran.out.splitlines() if line.startswith(("as written", "--"))]
+    assert len(rows) == 1
+    assert rows[0].startswith(session.plan.label)
+    assert f"budget 40.0 KiB: {session.plan.label}, chosen of 6 plans, predicted " in ran.out
+    assert ", measured " in ran.out
+    assert "predicted" in ran.out.splitlines()[1]
+    assert session.observers == []
+
+
+def test_flags_beside_a_budget_are_kept(shell: Any, made: Cell, oracle: Oracle) -> None:
+    made(f"%%memfit --budget 20KiB --bf16\n{TRAIN}")
+    assert oracle.fixed == [Plan.parse("--bf16")]
+    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4 --bf16"
+
+
+def test_a_model_made_in_the_cell(shell: Any, cell: Cell, oracle: Oracle) -> None:
+    from tests.jupyter.conftest import MAKE
+
+    ran = cell(f"%%memfit --budget 20KiB\n{MAKE}\n{TRAIN}")
+    assert ran.error is None, ran.err
+    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4 --bf16"
+
+
+def test_the_same_choice_is_made_once(made: Cell, oracle: Oracle) -> None:
+    for _ in range(2):
+        made(f"%%memfit --budget 40KiB\n{TRAIN}")
+    assert len(oracle.fixed) == 1
+    made("inputs, target = inputs[:8], target[:8]")
+    made(f"%%memfit --budget 40KiB\n{TRAIN}")
+    assert len(oracle.fixed) == 2
+
+
+def test_a_budget_that_nothing_fits_is_one_line_and_trains_nothing(shell: Any, made: Cell, oracle: Oracle) -> None:
+    before = [p.detach().clone() for p in shell.user_ns["model"].parameters()]
+    assert one_line(made(f"%%memfit --budget 1KiB\n{TRAIN}")) == "no plan fits 1.0 KiB: the smallest needs 11.2 KiB"
+    assert all(torch.equal(a, b) for a, b in zip(before, shell.user_ns["model"].parameters(), strict=True))
+    assert made(f"%%memfit\n{TRAIN}").error is None
+
+
+def test_the_configured_budget_is_for_cells_that_say_nothing(shell: Any, made: Cell, oracle: Oracle) -> None:
+    made("%config MemLab.budget = '20KiB'")
+    made(f"%%memfit --accumulate 2\n{TRAIN}")
+    assert oracle.fixed == []
+    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 2"
+    made(f"%%memfit\n{TRAIN}")
+    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4 --bf16"
+
+
+def test_a_wrong_budget_is_refused_when_it_is_set(made: Cell, caplog: pytest.LogCaptureFixture) -> None:
+    made("%config MemLab.budget = '1GB'")
+    assert "size '1GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'" in caplog.text
+
+
+# -- receipts
+
+
+def test_receipts_show_what_was_predicted(telling: Cell, oracle: Oracle) -> None:
+    telling(f"%%memfit\n{TRAIN}")
+    ran = telling(f"%%memfit --accumulate 4\n{TRAIN}")
+    assert oracle.asked == ["as written", "--accumulate 4"]
+    lines = ran.out.splitlines()
+    assert lines[1].split()[:4] == ["plan", "peak", "allocated", "predicted"]
+    assert lines[3].split()[4:6] == ["64.0", "KiB"]
+    assert lines[4].split()[4:6] == ["16.0", "KiB"]
+
+
+@pytest.mark.parametrize("error", [TraceError("a step depends on values: nonzero"), RuntimeError("boom\nmore")])
+def test_a_prediction_that_fails_is_one_note_and_asked_no_more(telling: Cell, oracle: Oracle, error: Exception) -> None:
+    oracle.error = error
+    first = telling(f"%%memfit\n{TRAIN}")
+    assert first.error is None
+    notes = [line for line in first.out.splitlines() if line.startswith("no prediction: ")]
+    assert len(notes) == 1
+    assert notes[0].endswith(("nonzero", "RuntimeError: boom"))
+    oracle.error = None
+    again = telling(f"%%memfit --accumulate 4\n{TRAIN}")
+    assert "predict" not in again.out
+    assert oracle.asked == []
+
+
+def test_predictions_that_take_long_are_left_out(
+    telling: Cell, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 1000, 6))
+    monkeypatch.setattr(foresight, "monotonic", lambda: float(next(clock)))
+    ran = telling(f"%%memfit\n{TRAIN}")
+    assert "no more predictions in receipts: they took 6 s; %memfit predict makes them" in ran.out
+    assert "no more" not in telling(f"%%memfit\n{TRAIN}").out
+
+
+def test_an_interrupted_cell_is_not_kept_waiting(telling: Cell, oracle: Oracle) -> None:
+    ran = telling(f"%%memfit\n{TRAIN}raise KeyboardInterrupt")
+    assert "4 steps" in ran.out
+    assert oracle.asked == []
+
+
+def test_compared_plans_are_foretold_too(shell: Any, cell: Cell, oracle: Oracle) -> None:
+    from tests.jupyter.test_line import MAKE_WITH_LOSS, TRAIN_WITH_LOSS
+
+    cell(f"%config MemLab.predict = True\n{MAKE_WITH_LOSS}")
+    cell(f"%%memfit\n{TRAIN_WITH_LOSS}")
+    cell('c = %memfit compare "--accumulate 2"')
+    assert [row.prediction.plan for row in shell.user_ns["c"].rows] == ["as written", "--accumulate 2"]
+
+
+def test_a_saved_run_holds_what_was_foretold(telling: Cell, oracle: Oracle, tmp_path: Path) -> None:
+    telling(f"%%memfit\n{TRAIN}\n")
+    telling("p = %memfit predict")
+    telling(f"%memfit record {tmp_path}/run.json")
+    record = RunRecord.from_json((tmp_path / "run.json").read_text())
+    assert [each.plan for each in record.comparison.predictions] == ["as written"]
+    assert len(record.predictions) == len(PLANS)
+
+
+# -- parts
+
+
+def test_a_kept_batch_holds_no_graph() -> None:
+    leaf = torch.zeros(3, requires_grad=True)
+    batch = Batch((leaf * 2,), {"mask": leaf, "kind": "text", "nested": [leaf + 1]})
+    kept = without_graph(batch)
+    assert kept.args[0].grad_fn is None
+    assert kept.args[0].requires_grad
+    assert kept.args[0].data_ptr() == batch.args[0].data_ptr()
+    assert kept.kwargs["mask"] is leaf
+    assert kept.kwargs["nested"][0].grad_fn is None
+    assert kept.kwargs["kind"] == "text"
+
+
+def test_every_flag_is_read() -> None:
+    words = ["--lossless", "--all", "--model", "m", "--optimizer=o", "--batch", "x, y", "--budget", "1GiB", "--fp16"]
+    options = foresight_options("predict", words)
+    assert (options.lossless, options.every, options.model, options.optimizer) == (True, True, "m", "o")
+    assert (options.batch, options.budget, str(options.plan)) == (("x", "y"), "1GiB", "--fp16")
+    assert {flag.name for flags in FORESIGHT_FLAGS.values() for flag in flags} == {
+        "budget", "device", "all", "plans", "lossless", "batch", "loss_fn", "model", "optimizer", "predicted",
+    }  # fmt: skip
+
+
+def test_a_step_outside_of_cells_is_not_touched_by_a_chooser(shell: Any, made: Cell, oracle: Oracle) -> None:
+    made(f"%%memfit --budget 40KiB\n{TRAIN}")
+    assert made(STEP).error is None
+    assert len(oracle.fixed) == 1
+
+
+def test_with_the_real_predictor(shell: Any, cell: Cell) -> None:
+    from tests.jupyter.test_line import MAKE_WITH_LOSS, TRAIN_WITH_LOSS
+
+    cell(f"%config MemLab.predict = True\n{MAKE_WITH_LOSS}")
+    cell(f"%%memfit\n{TRAIN_WITH_LOSS}")
+    cell("c = %memfit report\np = %memfit predict --accumulate 2 --device T4")
+    (row,) = shell.user_ns["c"].rows
+    assert row.prediction is not None, shell.user_ns["c"].events
+    assert row.prediction.peak_allocated_bytes == pytest.approx(row.measurement.peak_allocated_bytes, rel=0.02)
+    assert [each.plan for each in shell.user_ns["p"]] == ["as written", "--accumulate 2"]
+    assert all(each.peak_reserved_bytes for each in shell.user_ns["p"])

@@ -1,0 +1,166 @@
+"""The picture of memory against throughput, static and live."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+import samples
+
+from memlab.records import Fit
+from memlab.report import figure, image, pareto, pareto_figure, pareto_image
+from memlab.report.pareto import LOOKS, MEASURED, MOST_POINTS
+from memlab.report.ranking import pareto_front
+from memlab.units import GIB
+
+LATTICE = samples.lattice()
+
+
+def share_of(colour: str, png: bytes, near: int = 24) -> float:
+    """Share of a picture's pixels in nearly this colour."""
+    pictures = pytest.importorskip("PIL.Image")
+    wanted = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    picture = pictures.open(io.BytesIO(png)).convert("RGB")
+    found = (
+        count
+        for count, value in picture.getcolors(maxcolors=2**24)
+        if max(abs(a - b) for a, b in zip(value, wanted, strict=True)) <= near
+    )
+    return float(sum(found)) / (picture.width * picture.height)
+
+
+def test_a_cloud_is_thinned_but_not_its_front() -> None:
+    chart = pareto.chart(LATTICE, budget_bytes=4 * GIB)
+    assert len(chart.points) <= MOST_POINTS
+    assert {point.plan for point in chart.front} == {p.plan for p in pareto_front(LATTICE)}
+    assert "as written" in {point.plan for point in chart.points}
+    assert "as written" in chart.labelled
+    assert len(chart.labelled) <= 5
+
+
+def test_marks_differ_in_shape_as_well_as_in_colour() -> None:
+    looks = [*LOOKS.values(), MEASURED]
+    assert len({look.colour for look in looks}) == len({look.symbol for look in looks}) == 4
+    assert len({look.marker for look in LOOKS.values()}) == 3
+
+
+@pytest.mark.parametrize("look", [*LOOKS.values(), MEASURED], ids=lambda look: look.name)
+def test_colours_read_on_light_and_dark(look: pareto.Look) -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for background in ("#FFFFFF", "#111111"):
+        low, high = sorted((luminance(look.colour), luminance(background)))
+        assert (high + 0.05) / (low + 0.05) > 3
+
+
+def test_trials_are_connected_with_what_foretold_them() -> None:
+    chart = pareto.found_chart(samples.found())
+    failed, proven = chart.trials
+    assert (failed.ran_out, failed.is_found, proven.ran_out, proven.is_found) == (True, False, False, True)
+    assert proven.foretold is not None
+    assert proven.foretold.plan == proven.plan
+    assert failed.foretold is not None
+    assert failed.place == (failed.foretold.memory_bytes, failed.foretold.per_second)
+    assert chart.budget_bytes == 4 * GIB
+    assert proven.plan in chart.labelled
+
+
+def test_memory_is_what_the_budget_must_hold() -> None:
+    plans = [replace(p, peak_reserved_bytes=p.peak_allocated_bytes * 2) for p in LATTICE[:3]]
+    chart = pareto.chart(plans)
+    assert chart.memory_name == "peak memory reserved"
+    assert [point.memory_bytes for point in chart.points] == [p.peak_reserved_bytes for p in plans]
+
+
+def test_the_description_says_what_is_to_be_seen() -> None:
+    said = pareto.found_chart(samples.found()).description
+    assert said.startswith("Memory against throughput. 300 plans predicted for H100 SXM: 245 fit, ")
+    assert said.endswith("Found --accumulate 2 --bf16 --chunk-loss: 3.87 GiB of 4.00 GiB, 133.1 MiB to spare, "
+                         "2.30 ± 3 % samples/s, proven in 2 trials.")  # fmt: skip
+
+
+def test_the_picture() -> None:
+    pytest.importorskip("matplotlib")
+    pictures = pytest.importorskip("PIL.Image")
+    png = pareto_image.png(pareto.found_chart(samples.found()))
+    opened = pictures.open(io.BytesIO(png))
+    assert opened.width == 1584
+    assert len(png) < 100_000
+    assert opened.text["Description"].startswith("Memory against throughput.")
+    for look in (LOOKS[Fit.YES], LOOKS[Fit.NO], MEASURED):
+        assert share_of(look.colour, png) > 0.0003
+    assert share_of("#B3261E", png) > 0.0003  # the budget line
+    assert share_of("#B3261E", pareto_image.png(pareto.chart(LATTICE[:30])), near=8) == 0
+
+
+def test_nothing_foretold_is_still_a_picture() -> None:
+    pytest.importorskip("matplotlib")
+    timeless = [replace(p, step_seconds=float("nan")) for p in LATTICE[:3]]
+    for plans in ([], timeless, [samples.refused("--fp16", "no")]):
+        chart = pareto.chart(plans)
+        assert chart.points == ()
+        assert pareto_image.png(chart)[1:4] == b"PNG"
+
+
+def test_the_figure_holds_the_numbers_of_the_records() -> None:
+    pytest.importorskip("plotly")
+    chart = pareto.found_chart(samples.found())
+    drawn = pareto_figure.figure(chart)
+    traces = {trace.name: trace for trace in drawn.data if trace.name}
+    assert list(traces) == ["predicted not to fit", "uncertain", "predicted to fit", "Pareto front",
+                            "ran out of memory", "measured", "found"]  # fmt: skip
+    assert list(traces["Pareto front"].x) == [point.memory_bytes / GIB for point in chart.front]
+    assert list(traces["measured"].y) == pytest.approx([2.3])
+    assert drawn.layout.xaxis.title.text == "peak memory allocated, GiB"
+    assert drawn.layout.meta["description"] == chart.description
+    assert drawn.layout.paper_bgcolor == drawn.layout.plot_bgcolor == "rgba(0,0,0,0)"
+    assert len(drawn.to_json()) < 80_000
+
+
+def test_a_wide_interval_does_not_flatten_the_picture() -> None:
+    wide = [replace(p, interval_seconds=(p.step_seconds / 10, p.step_seconds)) for p in LATTICE[:30]]
+    fastest = max(p.samples_per_second for p in wide)
+    assert pareto.chart(wide).most_per_second == pytest.approx(1.4 * fastest)
+    assert pareto.chart(LATTICE[:30]).most_per_second == pytest.approx(fastest / 0.85)
+
+
+def test_labels_and_hovers_cannot_inject_markup() -> None:
+    pytest.importorskip("plotly")
+    drawn = pareto_figure.figure(pareto.chart([samples.prediction("<b>x</b>", 1, 1)]))
+    assert "<b>" not in drawn.to_json().replace("\\u003c", "<")
+
+
+def test_one_figure_draws_measured_and_foretold_steps() -> None:
+    pytest.importorskip("plotly")
+    foretold = replace(samples.prediction("--accumulate 2", 5, 1), timeline=samples.timeline(3.0, 2))
+    drawn = figure.timeline(foretold, 6 * GIB)
+    assert [trace.name for trace in drawn.data][-1] == "predicted"
+    assert drawn.data[-1].line.dash == "dash"
+    assert drawn.data[0].fillcolor.startswith("rgba(")
+    measured = figure.timeline(samples.measurement("--accumulate 2", 3.0, 1, 2))
+    assert [trace.name for trace in measured.data] == [trace.name for trace in drawn.data][:-1]
+    refused = figure.timeline(samples.refused("--fp16", "precision: no"))
+    assert refused.layout.annotations[0].text == "no timeline: precision: no"
+
+
+def test_the_static_step_of_a_prediction_is_paler() -> None:
+    pytest.importorskip("matplotlib")
+    points = samples.timeline(3.0, 2)
+    foretold = image.timeline_png(replace(samples.prediction("--accumulate 2", 5, 1), timeline=points))
+    measured = image.timeline_png(samples.measurement("--accumulate 2", 3.0, 1, 2))
+    assert share_of("#CC79A7", measured, near=4) > 0.05
+    assert share_of("#CC79A7", foretold, near=4) < 0.001
+
+
+def test_predicted_peaks_are_marked_in_the_receipts_pictures() -> None:
+    pytest.importorskip("plotly")
+    foretold = samples.prediction("as written", 12.0, 1.3)
+    marked = figure.comparison(replace(samples.comparison(), predictions=(foretold,)))
+    marks = next(trace for trace in marked.data if trace.name == "predicted")
+    assert list(marks.x) == [12.0]
+    assert marked.layout.xaxis.range[1] == pytest.approx(12.0 * 1.35)
+    assert all(trace.name != "predicted" for trace in figure.comparison(samples.comparison()).data)

@@ -1,0 +1,80 @@
+"""The lattice of plans: complete, in order, without conflicts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memlab.lattice import EXACT_FIELDS, lattice
+from memlab.plan import FIELDS, Loss, Offloaded, OptimizerChoice, Plan, Precision
+
+FLAGS = ["", "--accumulate 3", "--checkpoint every:2", "--precision tf32", "--optim adafactor", "--optim sgd",
+         "--optim paged-adam8bit", "--offload optimizer:disk", "--chunk-loss",
+         "--accumulate 32 --fp16 --adam8bit"]  # fmt: skip
+
+
+def test_every_combination_is_there_once() -> None:
+    plans = lattice()
+    assert len(plans) == len(set(plans)) == 5 * 3 * 3 * 2 * 4 * 2
+    assert (
+        Plan.parse("--accumulate 16 --checkpoint --bf16 --adam8bit --offload optimizer,activations --chunk-loss")
+        in plans
+    )
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_what_is_fixed_comes_first_and_stays(flags: str) -> None:
+    fixed = Plan.parse(flags)
+    plans = lattice(fixed)
+    assert plans[0] == fixed
+    assert all(getattr(plan, name) == getattr(fixed, name) for plan in plans for name in fixed.changes())
+    assert all(len(a.changes()) <= len(b.changes()) for a, b in pairwise(plans))
+
+
+def test_the_order_is_the_same_every_time() -> None:
+    assert lattice() == lattice()
+    assert [plan.label for plan in lattice()[:3]] == ["as written", "--chunk-loss", "--offload optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(None, {1, 2, 4, 8, 16}), (1, {1}), (3, {1, 2}), (8, {1, 2, 4, 8}), (100, {1, 2, 4, 8, 16})]
+)
+def test_a_batch_is_split_into_its_rows_at_most(rows: int | None, expected: set[int]) -> None:
+    assert {plan.accumulation for plan in lattice(rows=rows)} == expected
+
+
+@pytest.mark.parametrize("flags", ["--optim paged-adam8bit", "--optim sgd"])
+def test_what_excludes_each_other_is_left_out(flags: str) -> None:
+    plans = lattice(Plan.parse(flags))
+    assert not any(plan.tier_of(Offloaded.OPTIMIZER) for plan in plans)
+    assert any(plan.tier_of(Offloaded.ACTIVATIONS) for plan in plans)
+
+
+def test_lossless_varies_exact_settings_only() -> None:
+    plans = lattice(lossless=True)
+    assert {plan.precision for plan in plans} == {Precision.KEEP}
+    assert {plan.optimizer for plan in plans} == {OptimizerChoice.KEEP}
+    assert {plan.loss for plan in plans} == set(Loss)
+    assert len(plans) == 5 * 3 * 4 * 2
+    with_8bit = lattice(Plan.parse("--adam8bit"), lossless=True)
+    assert {(plan.precision, plan.optimizer) for plan in with_8bit} == {(Precision.KEEP, OptimizerChoice.ADAM8BIT)}
+
+
+def test_fp16_takes_the_place_of_bf16() -> None:
+    plans = lattice(half=Precision.FP16)
+    assert {plan.precision for plan in plans} == {Precision.KEEP, Precision.FP16, Precision.PURE_BF16}
+    assert len(plans) == len(lattice())
+
+
+def test_fields_named_exact_exist() -> None:
+    assert {spec.name for spec in FIELDS} > EXACT_FIELDS
+
+
+@given(st.sampled_from(FLAGS), st.none() | st.integers(1, 40), st.booleans())
+def test_it_is_a_set_of_plans_whatever_is_asked(flags: str, rows: int | None, lossless: bool) -> None:
+    plans = lattice(Plan.parse(flags), rows=rows, lossless=lossless)
+    assert len(plans) == len({plan.label for plan in plans})
+    assert set(plans) <= set(lattice(Plan.parse(flags)))
