@@ -37,6 +37,7 @@ from memlab.predicting.segments import (
     by_name,
     levels,
     segment_of,
+    without_state,
 )
 from memlab.predicting.targets import Target, interval_seconds, target_for
 from memlab.records import Category, Measurement, Prediction, TimelinePoint, thin
@@ -163,6 +164,8 @@ class Foreteller:
         self._passes: dict[Plan, TracedPass] = {}
         self._single_rows: dict[Plan, TracedPass] = {}
         self._updates: dict[Plan, Trace] = {}
+        self._look: Segment | None = None
+        self._has_state = any(optimizer.state for optimizer in workload.optimizers)
         self._refusals: dict[object, RefusalError | None] = {}
 
     @property
@@ -193,7 +196,7 @@ class Foreteller:
             TraceError: what the model computes depends on values.
         """
         parts = self._parts(plan)
-        return _assembled(plan, parts, self.target)
+        return _assembled(plan, parts, self.target, has_state=self._has_state)
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -225,6 +228,7 @@ class Foreteller:
 
     def _composed(self, plan: Plan) -> Parts:
         passed = self._pass(plan)
+        probe = self._probe(plan) if plan.accumulation > 1 else None
         update = self._update(plan, passed.trace)
         rows = passed.trace.samples
         sizes = [stop - start for start, stop in row_ranges(rows, min(plan.accumulation, max(1, rows)))]
@@ -244,6 +248,7 @@ class Foreteller:
             segments=(*passes, segment_of(update, self.target.rates)),
             samples=rows,
             tokens=passed.trace.tokens,
+            look=probe,
             host_bytes=passed.host_bytes(max(sizes)) + update.host_bytes,
             notes=tuple(dict.fromkeys((*passed.trace.notes, *update.notes))),
             kept_bytes=sum(size for number, size in passed.outputs_bytes(rows).items() if number in kept),
@@ -298,6 +303,12 @@ class Foreteller:
     @functools.lru_cache(maxsize=64)  # noqa: B019 - lives as long as the predictions are made
     def _pass_traced(self, key: Plan) -> Trace:
         return self._tracer.one_pass(key)
+
+    def _probe(self, plan: Plan) -> Segment:
+        """The look at a few rows, taken once; it differs with the dtype of the parameters only."""
+        if self._look is None:
+            self._look = segment_of(self._tracer.one_probe(plan.accumulation), self.target.rates)
+        return self._look
 
     def _update(self, plan: Plan, trace: Trace) -> Trace:
         key = _of_optimizers(plan)
@@ -365,6 +376,7 @@ class Parts:
         tokens: tokens of its batch.
         host_bytes: kept off the device.
         notes: in words.
+        look: of accumulation at a few rows, before its first step; None without.
         kept_bytes: of outputs that stay until the update.
         inputs: sizes of the batch's tensors.
         owned: sizes of what lives before the first step, by number in the last segment.
@@ -377,6 +389,7 @@ class Parts:
     tokens: int
     host_bytes: int
     notes: tuple[str, ...]
+    look: Segment | None = None
     kept_bytes: int = 0
     inputs: tuple[int, ...] = ()
     owned: Mapping[int, int] = field(default_factory=dict)
@@ -393,9 +406,11 @@ class Parts:
         return found
 
 
-def _assembled(plan: Plan, parts: Parts, target: Target) -> Prediction:
+def _assembled(plan: Plan, parts: Parts, target: Target, *, has_state: bool) -> Prediction:
     bases = parts.bases()
     peaks = [added(base, segment.shape.peak) for base, segment in zip(bases, parts.segments, strict=True)]
+    if parts.look is not None:
+        peaks.append(added(parts.base if has_state else without_state(parts.base), parts.look.shape.peak))
     highest = max([*peaks, *bases], key=sum)
     seconds = sum(segment.seconds for segment in parts.segments)
     reserved = _reserved(parts, target)

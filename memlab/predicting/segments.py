@@ -39,6 +39,12 @@ def added(one: Levels, other: Levels) -> Levels:
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
+def without_state(total: Levels) -> Levels:
+    """Levels before an optimizer has taken its first step."""
+    place = _PLACE[Category.OPTIMIZER_STATE]
+    return (*total[:place], 0, *total[place + 1 :])
+
+
 def by_name(total: Levels) -> dict[str, int]:
     """Levels by the names of their categories, without those that are empty."""
     return {str(category): size for category, size in zip(_CATEGORIES, total, strict=True) if size}

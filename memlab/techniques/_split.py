@@ -27,6 +27,8 @@ _FIELD = "accumulation"
 # relative difference up to which two results count as equal: in fp32, and in half precision
 _TOLERANCE = 1e-4
 _LOW_TOLERANCE = 3e-2
+# columns of the probe's outputs that are compared; more than the rows it looks at, should those be the last dimension
+_MOST_COLUMNS = 256
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -334,7 +336,8 @@ class Probe:
         call = call if self._has_half_parameters else call.with_leaves([_widened(leaf) for leaf in call.leaves])
         with quietly(self._model):
             together, *apart = (
-                Outputs.of(layout.pick(call, some).run(self._model.forward)) for some in (rows, rows[:1], rows[1:])
+                _sampled(Outputs.of(layout.pick(call, some).run(self._model.forward)))
+                for some in (rows, rows[:1], rows[1:])
             )
         return together, apart
 
@@ -347,6 +350,20 @@ class Probe:
         # Accelerate's mixed precision runs inside forward and keeps the original beside it
         low = self._has_half_parameters or "_original_forward" in self._model.__dict__
         return _LOW_TOLERANCE if low else _TOLERANCE
+
+
+def _sampled(outputs: Outputs) -> Outputs:
+    """The same outputs, wide ones cut short along their last dimension.
+
+    Comparing them needs no more, and the logits of three rows may be larger than a whole micro-batch.
+    """
+    return replace(outputs, leaves=tuple(_cut_short(leaf) for leaf in outputs.leaves))
+
+
+def _cut_short(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.size(-1) <= _MOST_COLUMNS:
+        return leaf
+    return leaf.narrow(-1, 0, _MOST_COLUMNS).clone()
 
 
 def _widened(leaf: Any) -> Any:

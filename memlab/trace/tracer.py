@@ -28,7 +28,7 @@ from memlab.records import Category, Phase
 from memlab.roofline import Bill
 from memlab.session import Session, fit
 from memlab.techniques._lazy import LazyTensor
-from memlab.techniques._split import Call, Layout, Probe
+from memlab.techniques._split import Call, Layout, Probe, row_ranges
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.recorder import HiddenBytes, Priced, Recorder
 from memlab.trace.twin import Twin, live_tensors
@@ -167,17 +167,33 @@ class Tracer:
                 trace = seen.finish(session)
             return trace
 
-    def layout(self) -> Layout:
-        """How the batch splits into rows.
+    def one_probe(self, parts: int) -> Trace:
+        """Trace the look at a few rows that accumulation takes before it first splits a batch.
+
+        Args:
+            parts: micro-batches of the split.
 
         Raises:
-            RefusalError: it does not.
+            RefusalError: the batch does not split.
         """
-        with self._session(Plan()) as (_, seen), torch.no_grad():
+        with self._session(Plan()) as (session, seen):
             workload = seen.workload
-            call = call_of(workload)
+            probe = Probe(workload.model, workload.name)
+            whole = _flat(call_of(workload))
+            seen.recorder.begin([*parameters_of(workload.model), *inputs_of(call_of(workload))])
+            seen.start()
+            layout = probe.layout(whole)
+            micro_batches = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, parts)]
+            probe.weights(whole, layout, micro_batches)
+            self._layout = layout
+            return seen.finish(session)
+
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        """How the batch splits into rows."""
+        with self._session(Plan()) as (_, seen):
             seen.recorder.start()
-            return Probe(workload.model, workload.name).layout(Call.of(call.args, dict(call.kwargs)))
+            return Probe(seen.workload.model, seen.workload.name).layout(_flat(call_of(seen.workload)))
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -245,10 +261,6 @@ class Tracer:
         else:
             batch = (resized(twin.batch[0]), tree_map(target_of, twin.batch[1]))
         return self.twin.with_batch(batch)
-
-    @functools.cached_property
-    def _layout(self) -> Layout:
-        return self.layout()
 
     @contextmanager
     def _session(self, plan: Plan) -> Iterator[tuple[Session, _Seen]]:
@@ -366,6 +378,10 @@ def _watched_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             del model.__dict__["forward"]
         else:
             model.__dict__["forward"] = before
+
+
+def _flat(call: Batch) -> Call:
+    return Call.of(call.args, dict(call.kwargs))
 
 
 def _held(session: Session) -> Iterator[Holding]:
