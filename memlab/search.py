@@ -31,7 +31,7 @@ import torch
 from memlab.devices import Gpu, smallest_that_holds
 from memlab.errors import BudgetError, MissingExtraError, PlanError, RefusalError, WorkloadError
 from memlab.lattice import lattice
-from memlab.measuring.runs import _say_when_long, measure, row_of_failure
+from memlab.measuring.runs import measure, row_of_failure, say_when_long
 from memlab.measuring.steps import Device, device_for, samples_of
 from memlab.plan import FIELDS, Offloaded, Plan, Precision
 from memlab.predicting import predict_all
@@ -108,7 +108,7 @@ def find_plan(
     _require_trials(steps, trials)
     kept = fixed if isinstance(fixed, Plan) else Plan.parse(fixed)
     plans = _considered(workload, kept, lossless=lossless)
-    say = progress or _say_when_long()
+    say = progress or say_when_long("looking for a plan:")
     told = None if progress is None else lambda line: progress(f"predicting, {line}")
     predictions = predict_all(workload, plans=plans, progress=told)
     search = _Search(workload.describe(), budget_bytes, plans, predictions)

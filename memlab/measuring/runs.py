@@ -97,7 +97,7 @@ def compare(
     wanted = [plan if isinstance(plan, Plan) else Plan.parse(plan) for plan in plans]
     if Plan() not in wanted:
         wanted.insert(0, Plan())
-    report = progress or _say_when_long()
+    report = progress or say_when_long("measuring")
     measurements = []
     for number, plan in enumerate(wanted, 1):
         report(f"{number} of {len(wanted)}: {plan.label}")
@@ -131,13 +131,19 @@ def row_of_failure(plan: Plan, device: Device, words: str) -> Measurement:
     return out_of_memory(plan, device.name, capacity_bytes or 0, asked)
 
 
-def _say_when_long() -> Callable[[str], None]:
-    """Progress on standard error, from two seconds on."""
-    start = time.monotonic()
+def say_when_long(doing: str) -> Callable[[str], None]:
+    """Progress on standard error, from two seconds on and at most once in two seconds.
+
+    Args:
+        doing: what takes long, as in "measuring".
+    """
+    last = time.monotonic()
 
     def say(line: str) -> None:
-        if time.monotonic() - start > _SILENT_SECONDS:
-            sys.stderr.write(f"memlab: measuring {line}\n")
+        nonlocal last
+        if time.monotonic() - last > _SILENT_SECONDS:
+            last = time.monotonic()
+            sys.stderr.write(f"memlab: {doing} {line}\n")
 
     return say
 

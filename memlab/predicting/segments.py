@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from memlab.measuring.ledger import PHASES, RawEvent
 from memlab.records import Category, Phase, TimelinePoint
 from memlab.roofline import Bill, Rates
+from memlab.trace.recorder import Hidden
 from memlab.trace.tracer import Trace
 
 _CATEGORIES = tuple(Category)
@@ -184,14 +185,26 @@ class TracedPass:
         pairs = zip(self._sizes, self._other_sizes, self._numbers, strict=True)
         return {number: _between(a, b, share) for a, b, (number, _) in pairs if a > 0 and number in wanted}
 
+    def _hidden(self, share: float) -> tuple[Sequence[Hidden], float]:
+        """What lives inside operators, and by which factor it is larger with so many rows.
+
+        Whether an operator takes temporaries at all depends on its size, so the nearer trace is asked.
+        """
+        if self._other is None:
+            return self.trace.hidden, 1.0
+        rows = self._rows + share * (self._other_rows - self._rows)
+        if share < 0.5:  # noqa: PLR2004 - half the way
+            return self.trace.hidden, rows / self._rows
+        return self._other.hidden, rows / self._other_rows
+
     def _made(self, rows: int, *, accumulating: bool, kept: frozenset[int]) -> Segment:
         share = self.share(rows)
         sizes = [_between(a, b, share) for a, b in zip(self._sizes, self._other_sizes, strict=True)]
         events = [
             (size_bytes, number, place, moment)
             for size_bytes, (number, moment), place in zip(sizes, self._numbers, self._places, strict=True)
-            if size_bytes > 0 or number not in kept
         ]
+        events = [event for event in with_hidden(events, *self._hidden(share)) if event[0] > 0 or event[1] not in kept]
         bill = self.trace.bill
         if self._other is not None and share:
             bill = bill.towards(self._other.bill, share)
@@ -212,6 +225,23 @@ def _aligned(one: Trace, other: Trace) -> list[int]:
 
 def _steps(raw: Iterable[RawEvent]) -> list[tuple[int, int, bool]]:
     return [(number, moment, size_bytes > 0) for _, size_bytes, number, moment in raw]
+
+
+def with_hidden(
+    events: Sequence[tuple[int, int, int, int]], hidden: Iterable[Hidden], factor: float = 1.0
+) -> Iterator[tuple[int, int, int, int]]:
+    """Births and deaths together with those inside operators, each of these of a storage of its own."""
+    done, number = 0, 0
+    for inside in hidden:
+        yield from events[done : inside.event]
+        done = inside.event
+        sizes = [round(size_bytes * factor) for size_bytes in inside.sizes]
+        numbers = range(number - len(sizes), number)
+        number -= len(sizes)
+        for sign in (1, -1):
+            for size_bytes, own in zip(sizes, numbers, strict=True):
+                yield (sign * size_bytes, own, _TEMPORARIES, inside.moment)
+    yield from events[done:]
 
 
 def _accumulated(events: Iterable[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int, int]]:

@@ -13,10 +13,9 @@ Rules beyond those of the ledger:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -63,7 +62,22 @@ class Priced:
     moment: int
 
 
-class Recorder(Ledger):
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Temporaries that live together while one operator runs, beside its inputs and outputs.
+
+    Args:
+        event: number of births and deaths booked before the operator is over.
+        sizes: in bytes.
+        moment: what ran.
+    """
+
+    event: int
+    sizes: tuple[int, ...]
+    moment: int
+
+
+class Recorder(Ledger):  # type: ignore[no-untyped-call] # torch leaves __init_subclass__ unannotated
     """Watches a step on a twin: births, deaths and work.
 
     Args:
@@ -74,6 +88,7 @@ class Recorder(Ledger):
 
     Attributes:
         priced: the operators that did work, in order.
+        hidden: what lived inside operators, in order; not among the births and deaths.
         in_model: whether the model itself runs, rather than what surrounds it.
     """
 
@@ -86,6 +101,7 @@ class Recorder(Ledger):
     ) -> None:
         super().__init__("cpu")
         self.priced: list[Priced] = []
+        self.hidden: list[Hidden] = []
         self.in_model = False
         self._fakes = fakes
         self._price_of = price
@@ -108,7 +124,7 @@ class Recorder(Ledger):
 
     def begin(self, holdings: Any) -> None:
         super().begin(holdings)
-        self.priced = []
+        self.priced, self.hidden = [], []
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -192,15 +208,8 @@ class Recorder(Ledger):
         moment = self._now()
         self.priced.append(Priced(len(self._events), work, moment))
         if hidden:
-            self._book_temporaries(hidden, moment)
-
-    def _book_temporaries(self, sizes: Sequence[int], moment: int) -> None:
-        """Bytes that live together while an operator runs, beside its inputs and outputs."""
-        first, now = self._born + 1, perf_counter()
-        self._born += len(sizes)
-        self._events += [(now, size_bytes, first + place, moment) for place, size_bytes in enumerate(sizes)]
-        self._events += [(now, -size_bytes, first + place, moment) for place, size_bytes in enumerate(sizes)]
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(sizes))
+            self.hidden.append(Hidden(len(self._events), hidden, moment))
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(hidden))
 
 
 def makes_from_nothing(func: Any) -> bool:

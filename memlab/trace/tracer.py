@@ -30,7 +30,7 @@ from memlab.session import Session, fit
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._split import Call, Layout, Probe, row_ranges
 from memlab.trace.fast_fakes import FastFakes
-from memlab.trace.recorder import HiddenBytes, Priced, Recorder
+from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
 from memlab.trace.twin import Twin, live_tensors
 from memlab.trace.work import work_of
 from memlab.workload import Batch, Workload
@@ -60,6 +60,7 @@ class Trace:
     Args:
         observation: births and deaths, on top of what lived before.
         priced: operators that did work, in order.
+        hidden: what lived inside operators.
         samples: rows that went in.
         tokens: tokens that went in.
         host_bytes: bytes techniques would keep off the device.
@@ -70,6 +71,7 @@ class Trace:
 
     observation: Observation
     priced: tuple[Priced, ...]
+    hidden: tuple[Hidden, ...]
     samples: int
     tokens: int
     host_bytes: int
@@ -307,6 +309,7 @@ class _Seen:
         return Trace(
             self.recorder.finish(),
             tuple(self.recorder.priced),
+            tuple(self.recorder.hidden),
             self.samples,
             self.tokens,
             session.host_bytes,

@@ -1,0 +1,232 @@
+"""`Foreteller`: puts the step of any plan together from parts that are traced once.
+
+1. A *pass*, forward and backward, for each combination of settings that work on the model (checkpointing,
+   precision, activations off the device, chunked loss), at two numbers of rows, from which any other follows.
+2. An *update* for each combination of settings that work on the optimizers.
+3. Accumulation repeats the pass with fewer rows: the first makes the gradients, the others add to them.
+
+Where the loop has its own loss, micro-batches are replayed, and the whole step is traced as it would run.
+`tests/predicting` holds all of it to the CPU ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from memlab.devices import Gpu
+from memlab.errors import RefusalError, WorkloadError
+from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision
+from memlab.predicting.passes import Passes
+from memlab.predicting.segments import Levels, Segment, added, levels, segment_of, without_state
+from memlab.predicting.targets import Target, target_for
+from memlab.records import Category
+from memlab.techniques import TECHNIQUES
+from memlab.techniques._split import row_ranges
+from memlab.trace.tracer import Trace, Tracer
+from memlab.workload import Workload
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A step, in parts.
+
+    Args:
+        base: bytes by category that live throughout.
+        segments: its stretches, in order; the last one is the update.
+        samples: rows of its batch.
+        tokens: tokens of its batch.
+        host_bytes: kept off the device.
+        notes: in words.
+        look: of accumulation at a few rows, before its first step; None without.
+        has_state: whether the optimizer has taken steps already, so that its state lives during that look.
+        kept_bytes: of outputs that stay until the update.
+        inputs: sizes of the batch's tensors.
+        owned: sizes of what lives before the first step, by number in the last segment.
+        state: sizes of the optimizer state that the first step creates, likewise.
+    """
+
+    base: Levels
+    segments: tuple[Segment, ...]
+    samples: int
+    tokens: int
+    host_bytes: int
+    notes: tuple[str, ...]
+    look: Segment | None = None
+    has_state: bool = False
+    kept_bytes: int = 0
+    inputs: tuple[int, ...] = ()
+    owned: Mapping[int, int] = field(default_factory=dict)
+    state: Mapping[int, int] = field(default_factory=dict)
+
+    def bases(self) -> list[Levels]:
+        """What lives when each segment begins."""
+        found, base = [], self.base
+        for segment in self.segments:
+            found.append(base)
+            base = added(base, segment.shape.end)
+        if self.kept_bytes:
+            found[-1] = added(found[-1], levels({Category.ACTIVATIONS: -self.kept_bytes}))
+        return found
+
+    def peak(self) -> Levels:
+        """Bytes by category at the highest point."""
+        bases = self.bases()
+        peaks = [added(base, segment.shape.peak) for base, segment in zip(bases, self.segments, strict=True)]
+        if self.look is not None:
+            peaks.append(added(self.base if self.has_state else without_state(self.base), self.look.shape.peak))
+        return max([*peaks, *bases], key=sum)
+
+    @property
+    def seconds(self) -> float:
+        """Time of the step."""
+        return sum(segment.seconds for segment in self.segments)
+
+
+class Foreteller:
+    """Traces one workload for one target, and puts plans together.
+
+    Args:
+        workload: the live objects.
+        device: a GPU of the catalogue or its name, or None for the device the model is on.
+
+    Raises:
+        WorkloadError: no batch or no optimizer.
+        TraceError: the model cannot be copied.
+        MemlabError: no such GPU in the catalogue.
+    """
+
+    def __init__(self, workload: Workload, device: str | Gpu | None = None) -> None:
+        _require_complete(workload)
+        self.target: Target = target_for(workload, device)
+        self._tracer = Tracer(workload, self.target.device, self.target.choices)
+        self._passes = Passes(self._tracer, self.target.rates)
+        self._updates: dict[Plan, Trace] = {}
+        self._look: Segment | None = None
+        self._has_state = any(optimizer.state for optimizer in workload.optimizers)
+        self._refusals: dict[object, RefusalError | None] = {}
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self._passes.whole(Plan()).samples
+
+    def refusal(self, plan: Plan) -> RefusalError | None:
+        """Why a plan does not apply here; None when it does. Each setting of a technique is asked once."""
+        twin = self._tracer.twin.workload
+        for kind in TECHNIQUES:
+            if not kind.wanted(plan):
+                continue
+            key = (kind, kind.setting(plan))
+            if key not in self._refusals:
+                technique = kind(plan)
+                asked = [_asked(technique.check, twin)]
+                asked += [_asked(technique.check_optimizer, optimizer) for optimizer in twin.optimizers]
+                self._refusals[key] = next((refusal for refusal in asked if refusal), None)
+            if (refusal := self._refusals[key]) is not None:
+                return refusal
+        if plan.accumulation > self.rows:
+            return RefusalError(
+                "accumulation",
+                f"--accumulate {plan.accumulation} needs at least {plan.accumulation} rows, this batch has {self.rows}",
+                "use fewer micro-batches, or larger batches",
+            )
+        return None
+
+    def parts(self, plan: Plan) -> Parts:
+        """The step of a plan.
+
+        Raises:
+            RefusalError: a technique of the plan does not apply.
+            TraceError: what the model computes depends on values.
+        """
+        if (refusal := self.refusal(plan)) is not None:
+            raise refusal
+        return self._traced(plan) if plan.accumulation > 1 and self._is_replayed else self._composed(plan)
+
+    @property
+    def _is_replayed(self) -> bool:
+        """Whether the loop computes the loss, so that accumulation runs each micro-batch twice."""
+        return self._tracer.twin.workload.loss_fn is not None or self._passes.whole(Plan()).has_surrogate_loss
+
+    def _traced(self, plan: Plan) -> Parts:
+        first, second = self._tracer.steps(plan)
+        trace = max((first, second), key=lambda one: one.observation.peak_bytes)
+        return Parts(
+            base=levels(trace.observation.baseline_bytes),
+            segments=(segment_of(trace, self.target.rates),),
+            samples=trace.samples,
+            tokens=trace.tokens,
+            host_bytes=trace.host_bytes,
+            notes=trace.notes,
+            owned=dict(trace.observation.baseline),
+        )
+
+    def _composed(self, plan: Plan) -> Parts:
+        settings = _of_model(plan)
+        whole = self._passes.whole(settings)
+        sizes = [stop - start for start, stop in row_ranges(whole.samples, plan.accumulation)]
+        update = self._update(_of_optimizers(plan), whole)
+        before = update.observation.baseline_bytes
+        state = levels({Category.OPTIMIZER_STATE: before.get(Category.OPTIMIZER_STATE, 0)})
+        is_split = plan.accumulation > 1
+        return Parts(
+            base=added(levels(whole.observation.baseline_bytes), state),
+            segments=(*self._passes.segments(settings, sizes), segment_of(update, self.target.rates)),
+            samples=whole.samples,
+            tokens=whole.tokens,
+            host_bytes=self._passes.host_bytes(settings, max(sizes)) + update.host_bytes,
+            notes=tuple(dict.fromkeys((*whole.notes, *update.notes))),
+            look=self._look_at_rows(plan) if is_split else None,
+            has_state=self._has_state,
+            kept_bytes=self._passes.kept_bytes(settings) if is_split else 0,
+            inputs=tuple(_sizes(whole, Category.ACTIVATIONS).values()),
+            owned=_sizes(update, Category.PARAMETERS),
+            state=_sizes(update, Category.OPTIMIZER_STATE),
+        )
+
+    def _look_at_rows(self, plan: Plan) -> Segment:
+        """What accumulation does before it first splits a batch; nearly the same for every plan."""
+        if self._look is None:
+            self._look = segment_of(self._tracer.one_probe(plan.accumulation), self.target.rates)
+        return self._look
+
+    def _update(self, settings: Plan, passed: Trace) -> Trace:
+        if settings not in self._updates:
+            self._updates[settings] = self._tracer.one_update(settings, passed.trained)
+        return self._updates[settings]
+
+
+def _asked(question: Callable[..., None], about: object) -> RefusalError | None:
+    try:
+        question(about)
+    except RefusalError as refusal:
+        return refusal
+    return None
+
+
+def _of_model(plan: Plan) -> Plan:
+    """The settings that work on the model within a pass."""
+    offload = tuple(item for item in plan.offload if item[0] is Offloaded.ACTIVATIONS)
+    return replace(plan, accumulation=1, optimizer=OptimizerChoice.KEEP, offload=offload)
+
+
+def _of_optimizers(plan: Plan) -> Plan:
+    """The settings that work on the optimizers."""
+    offload = tuple(item for item in plan.offload if item[0] is Offloaded.OPTIMIZER)
+    precision = plan.precision if plan.precision is Precision.PURE_BF16 else Precision.KEEP
+    return Plan(optimizer=plan.optimizer, offload=offload, precision=precision)
+
+
+def _sizes(trace: Trace, category: Category) -> dict[int, int]:
+    """Bytes of what lived before a trace, by number, of one category."""
+    categories = trace.observation.categories
+    baseline = trace.observation.baseline.items()
+    return {number: size_bytes for number, size_bytes in baseline if categories.get(number) is category}
+
+
+def _require_complete(workload: Workload) -> None:
+    if workload.batch is None:
+        raise WorkloadError("a prediction needs a batch: Workload(model, optimizer, batch={…})")
+    if not workload.optimizers:
+        raise WorkloadError("a prediction needs the optimizer: Workload(model, optimizer, batch={…})")

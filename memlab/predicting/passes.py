@@ -1,0 +1,113 @@
+"""Passes of every size and setting, from as few traces as will do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memlab.plan import Plan
+from memlab.predicting.segments import ACTIVATIONS, OUTSIDE, NotAlikeError, Segment, TracedPass
+from memlab.roofline import Bill, Rates
+from memlab.techniques._micro import LAZY_FROM_BYTES
+from memlab.trace.tracer import Trace, Tracer
+
+_LEAST_ROWS_HALVED = 4
+
+
+class Passes:
+    """Forward and backward passes of one workload.
+
+    Two traces with different numbers of rows serve all numbers of rows, where they are alike: the whole batch and
+    half of it. Where they are not (a loss in tiles whose number grows with the batch), and for a single row, which
+    is spared copies of transposed tensors, each number of rows is traced.
+
+    Args:
+        tracer: traces them.
+        rates: of the device.
+    """
+
+    def __init__(self, tracer: Tracer, rates: Rates) -> None:
+        self._tracer = tracer
+        self._rates = rates
+        self._traces: dict[tuple[Plan, int | None], Trace] = {}
+        self._own: dict[tuple[Plan, int], TracedPass] = {}
+        self._scalable: dict[Plan, TracedPass | None] = {}
+
+    def whole(self, settings: Plan) -> Trace:
+        """The trace of the whole batch.
+
+        Args:
+            settings: those of a plan that work on the model.
+        """
+        return self._trace(settings, None)
+
+    def segments(self, settings: Plan, sizes: Sequence[int]) -> list[Segment]:
+        """The passes of a step.
+
+        Args:
+            settings: those of a plan that work on the model.
+            sizes: rows of each micro-batch; a single one is the whole batch.
+        """
+        if len(sizes) == 1:
+            return [self._sized(settings, sizes[0]).segment(sizes[0])]
+        places = self._kept(settings)
+        found = []
+        for number, rows in enumerate(sizes):
+            traced = self._sized(settings, rows)
+            kept = frozenset(traced.trace.outputs[place] for place in places)
+            found.append(traced.segment(rows, accumulating=number > 0, kept=kept))
+        return [*found, self._joined(settings)] if places else found
+
+    def kept_bytes(self, settings: Plan) -> int:
+        """Bytes of the outputs that a split batch keeps until its update."""
+        whole = self._whole_outputs(settings)
+        return sum(whole[place] for place in self._kept(settings))
+
+    def host_bytes(self, settings: Plan, rows: int) -> int:
+        """Bytes kept off the device during a pass with so many rows."""
+        return self._sized(settings, rows).host_bytes(rows)
+
+    def _trace(self, settings: Plan, rows: int | None) -> Trace:
+        key = (settings, rows)
+        if key not in self._traces:
+            self._traces[key] = self._tracer.one_pass(settings, rows)
+        return self._traces[key]
+
+    def _sized(self, settings: Plan, rows: int) -> TracedPass:
+        """What serves this number of rows."""
+        whole = self.whole(settings)
+        if rows not in (1, whole.samples):
+            if settings not in self._scalable:
+                self._scalable[settings] = self._laid_side_by_side(settings, whole)
+            if (scalable := self._scalable[settings]) is not None:
+                return scalable
+        key = (settings, rows)
+        if key not in self._own:
+            trace = whole if rows == whole.samples else self._trace(settings, rows)
+            self._own[key] = TracedPass(self._rates, trace, rows)
+        return self._own[key]
+
+    def _laid_side_by_side(self, settings: Plan, whole: Trace) -> TracedPass | None:
+        rows = whole.samples
+        other_rows = rows // 2 if rows >= _LEAST_ROWS_HALVED else 2 * rows
+        try:
+            return TracedPass(self._rates, whole, rows, self._trace(settings, other_rows), other_rows)
+        except NotAlikeError:
+            return None
+
+    def _whole_outputs(self, settings: Plan) -> list[int]:
+        whole = self.whole(settings)
+        sizes = self._sized(settings, whole.samples).outputs_bytes(whole.samples)
+        return [sizes.get(number, 0) for number in whole.outputs]
+
+    def _kept(self, settings: Plan) -> list[int]:
+        """Places of the outputs that micro-batches keep until the batch is whole: see `techniques._micro`."""
+        whole = self._whole_outputs(settings)
+        return [place for place, size_bytes in enumerate(whole) if 0 < size_bytes <= LAZY_FROM_BYTES]
+
+    def _joined(self, settings: Plan) -> Segment:
+        """Outputs of the micro-batches put together for the loop, which drops them again."""
+        whole = self._whole_outputs(settings)
+        sizes = [whole[place] for place in self._kept(settings)]
+        births = [(size_bytes, place, ACTIVATIONS, OUTSIDE) for place, size_bytes in enumerate(sizes)]
+        deaths = [(-size_bytes, place, ACTIVATIONS, OUTSIDE) for place, size_bytes in enumerate(sizes)]
+        return Segment([*births, *deaths], Bill.of([]), self._rates)
