@@ -101,7 +101,7 @@ class Foreteller:
         self.target: Target = target_for(workload, device)
         self._tracer = Tracer(workload, self.target.device, self.target.choices)
         self._passes = Passes(self._tracer, self.target.rates)
-        self._updates: dict[Plan, Trace] = {}
+        self._updates: dict[Plan, tuple[Trace, Segment]] = {}
         self._look: Segment | None = None
         self._has_state = any(optimizer.state for optimizer in workload.optimizers)
         self._refusals: dict[object, RefusalError | None] = {}
@@ -166,13 +166,13 @@ class Foreteller:
         settings = _of_model(plan)
         whole = self._passes.whole(settings)
         sizes = [stop - start for start, stop in row_ranges(whole.samples, plan.accumulation)]
-        update = self._update(_of_optimizers(plan), whole)
+        update, updating = self._update(_of_optimizers(plan), whole)
         before = update.observation.baseline_bytes
         state = levels({Category.OPTIMIZER_STATE: before.get(Category.OPTIMIZER_STATE, 0)})
         is_split = plan.accumulation > 1
         return Parts(
             base=added(levels(whole.observation.baseline_bytes), state),
-            segments=(*self._passes.segments(settings, sizes), segment_of(update, self.target.rates)),
+            segments=(*self._passes.segments(settings, sizes), updating),
             samples=whole.samples,
             tokens=whole.tokens,
             host_bytes=self._passes.host_bytes(settings, max(sizes)) + update.host_bytes,
@@ -191,9 +191,10 @@ class Foreteller:
             self._look = segment_of(self._tracer.one_probe(plan.accumulation), self.target.rates)
         return self._look
 
-    def _update(self, settings: Plan, passed: Trace) -> Trace:
+    def _update(self, settings: Plan, passed: Trace) -> tuple[Trace, Segment]:
         if settings not in self._updates:
-            self._updates[settings] = self._tracer.one_update(settings, passed.trained)
+            trace = self._tracer.one_update(settings, passed.trained)
+            self._updates[settings] = trace, segment_of(trace, self.target.rates)
         return self._updates[settings]
 
 

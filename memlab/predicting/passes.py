@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memlab.plan import Plan
-from memlab.predicting.segments import ACTIVATIONS, OUTSIDE, NotAlikeError, Segment, TracedPass
+from memlab.predicting.segments import ACTIVATIONS, OUTSIDE, Growth, Segment, TracedPass, laid_beside
 from memlab.roofline import Bill, Rates
 from memlab.techniques._micro import LAZY_FROM_BYTES
 from memlab.trace.tracer import Trace, Tracer
@@ -30,6 +30,7 @@ class Passes:
         self._rates = rates
         self._traces: dict[tuple[Plan, int | None], Trace] = {}
         self._own: dict[tuple[Plan, int], TracedPass] = {}
+        self._growth: Growth | None = None
         self._scalable: dict[Plan, TracedPass | None] = {}
 
     def whole(self, settings: Plan) -> Trace:
@@ -89,10 +90,15 @@ class Passes:
     def _laid_side_by_side(self, settings: Plan, whole: Trace) -> TracedPass | None:
         rows = whole.samples
         other_rows = rows // 2 if rows >= _LEAST_ROWS_HALVED else 2 * rows
-        try:
-            return TracedPass(self._rates, whole, rows, self._trace(settings, other_rows), other_rows)
-        except NotAlikeError:
-            return None
+        self._growth = self._growth or Growth(other_rows)
+        other = self._growth.of(whole)
+        if other is None:
+            trace = self._trace(settings, other_rows)
+            other = laid_beside(whole, trace)
+            if other is None:
+                return None
+            self._growth.learn(whole, trace)
+        return TracedPass(self._rates, whole, rows, other)
 
     def _whole_outputs(self, settings: Plan) -> list[int]:
         whole = self.whole(settings)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memlab.measuring.ledger import PHASES, RawEvent
 from memlab.records import Category, Phase, TimelinePoint
-from memlab.roofline import Bill, Rates
+from memlab.roofline import Bill, Rates, Work
 from memlab.trace.recorder import Hidden
 from memlab.trace.tracer import Trace
 
@@ -24,6 +25,8 @@ ACTIVATIONS = _PLACE[Category.ACTIVATIONS]
 # the moment outside forward, backward and step
 OUTSIDE = PHASES.index(Phase.OTHER)
 _MOST_POINTS = 100
+# thousands of storages of this size together are a small part of what a training step holds
+_SMALL_BYTES = 2**16
 
 # bytes by category, in the order of `Category`
 Levels = tuple[int, ...]
@@ -121,8 +124,27 @@ def _walked(events: Sequence[tuple[int, int, int, int]]) -> Shape:
     return Shape(peak, peak_bytes, PHASES[peak_moment], tuple(live), tuple(points))
 
 
+@dataclass(frozen=True)
+class Resized:
+    """A pass with another number of rows, laid beside a trace of it.
+
+    Args:
+        rows: rows of its batch.
+        sizes: bytes of each event of the trace, with so many rows.
+        bill: the work of each of its operators.
+        hidden: what lives inside operators.
+        host_bytes: kept off the device.
+    """
+
+    rows: int
+    sizes: Sequence[int]
+    bill: Bill
+    hidden: Sequence[Hidden]
+    host_bytes: int
+
+
 class TracedPass:
-    """A pass traced with two numbers of rows, from which that of any number follows.
+    """A pass, and the same with another number of rows, from which that of any number follows.
 
     Sizes of storages and work of operators are affine in the rows of a batch: a part that grows with them and one
     that does not.
@@ -131,34 +153,24 @@ class TracedPass:
         rates: how fast the device works.
         one: a trace.
         rows: rows of its batch.
-        other: the trace of the same pass with other rows, or None when it is wanted with `rows` only.
-        other_rows: rows of its batch.
-
-    Raises:
-        NotAlikeError: the two traces do not have the same operators in the same order.
+        other: the pass with other rows, or None when it is wanted with `rows` only.
     """
 
-    def __init__(self, rates: Rates, one: Trace, rows: int, other: Trace | None = None, other_rows: int = 0) -> None:
+    def __init__(self, rates: Rates, one: Trace, rows: int, other: Resized | None = None) -> None:
         self.trace = one
         self._rates = rates
         self._rows = rows
-        self._other = other
-        self._other_rows = other_rows
         self._numbers = [(number, moment) for _, _, number, moment in one.observation.raw]
         self._sizes = [size_bytes for _, size_bytes, _, _ in one.observation.raw]
-        self._other_sizes = self._sizes if other is None else _aligned(one, other)
+        self._other = other
+        self._other_sizes = self._sizes if other is None else other.sizes
         categories = one.observation.categories
         self._places = [_PLACE[categories.get(number, Category.TEMPORARIES)] for number, _ in self._numbers]
         self._segments: dict[tuple[int, bool, frozenset[int]], Segment] = {}
 
-    @property
-    def is_scalable(self) -> bool:
-        """Whether there is a second trace."""
-        return self._other is not None
-
     def share(self, rows: int) -> float:
         """How far a number of rows lies from that of the one trace towards that of the other."""
-        return 0.0 if self._other is None else (rows - self._rows) / (self._other_rows - self._rows)
+        return 0.0 if self._other is None else (rows - self._rows) / (self._other.rows - self._rows)
 
     def segment(self, rows: int, *, accumulating: bool = False, kept: frozenset[int] = frozenset()) -> Segment:
         """The pass with so many rows.
@@ -192,10 +204,10 @@ class TracedPass:
         """
         if self._other is None:
             return self.trace.hidden, 1.0
-        rows = self._rows + share * (self._other_rows - self._rows)
-        if share < 0.5:  # noqa: PLR2004 - half the way
+        rows = self._rows + share * (self._other.rows - self._rows)
+        if share < 0.5:
             return self.trace.hidden, rows / self._rows
-        return self._other.hidden, rows / self._other_rows
+        return self._other.hidden, rows / self._other.rows
 
     def _made(self, rows: int, *, accumulating: bool, kept: frozenset[int]) -> Segment:
         share = self.share(rows)
@@ -211,20 +223,59 @@ class TracedPass:
         return Segment(list(_accumulated(events)) if accumulating else events, bill, self._rates)
 
 
-class NotAlikeError(Exception):
-    """Two traces of a pass that cannot be laid side by side."""
-
-
-def _aligned(one: Trace, other: Trace) -> list[int]:
-    """Sizes of the other trace's events, in the order of the one's."""
+def laid_beside(one: Trace, other: Trace) -> Resized | None:
+    """Another trace of a pass, with other rows; None when it is not of the same operators in the same order."""
     mine, theirs = one.observation.raw, other.observation.raw
     if _steps(mine) != _steps(theirs) or one.bill.classes != other.bill.classes:
-        raise NotAlikeError
-    return [size_bytes for _, size_bytes, _, _ in theirs]
+        return None
+    return Resized(other.samples, [size for _, size, _, _ in theirs], other.bill, other.hidden, other.host_bytes)
 
 
 def _steps(raw: Iterable[RawEvent]) -> list[tuple[int, int, bool]]:
     return [(number, moment, size_bytes > 0) for _, size_bytes, number, moment in raw]
+
+
+class Growth:
+    """How storages and work grow with the rows, learnt from two traces and told for others.
+
+    Passes of a model under different settings are made of the same storages and operators. Once it is known what
+    becomes of each with other rows, a second trace is needed only for what was not met before, or for a size that
+    belongs to two things that grow differently. Where such a size is small, it is taken not to grow.
+
+    Args:
+        rows: rows of the batches that sizes are told for.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._sizes: dict[int, int | None] = {}
+        self._works: dict[Work, Work | None] = {}
+
+    def learn(self, one: Trace, other: Trace) -> None:
+        """Take in two traces that are alike."""
+        for (_, mine, _, _), (_, theirs, _, _) in zip(one.observation.raw, other.observation.raw, strict=True):
+            _learn(self._sizes, mine, theirs)
+        for mine_priced, their_priced in zip(one.priced, other.priced, strict=True):
+            _learn(self._works, mine_priced.work, their_priced.work)
+
+    def of(self, one: Trace) -> Resized | None:
+        """The pass of a trace with other rows; None when something in it is not known."""
+        sizes = [self._size(size_bytes) for _, size_bytes, _, _ in one.observation.raw]
+        works = [self._works.get(priced.work) for priced in one.priced]
+        if one.hidden or None in sizes or None in works:
+            return None
+        host_bytes = round(one.host_bytes * self._rows / one.samples)
+        return Resized(self._rows, sizes, Bill.of(works), (), host_bytes)  # type: ignore[arg-type] # none is None
+
+    def _size(self, size_bytes: int) -> int | None:
+        known = self._sizes.get(size_bytes, 0)
+        return size_bytes if known is None and abs(size_bytes) <= _SMALL_BYTES else known or None
+
+
+def _learn(known: dict[Any, Any], mine: Any, theirs: Any) -> None:
+    """Remember what becomes of something; None when it is not always the same."""
+    if known.setdefault(mine, theirs) != theirs:
+        known[mine] = None
 
 
 def with_hidden(
