@@ -19,39 +19,50 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.errors import (
+    BudgetError,
     MemlabError,
     MissingExtraError,
     PlanError,
     RefusalError,
     SessionError,
+    TraceError,
     WorkloadError,
 )
 from memlab.exporting import export
 from memlab.measuring.runs import compare, measure
 from memlab.plan import Plan
-from memlab.records import Comparison, Measurement, RunRecord
+from memlab.predicting import predict, predict_all
+from memlab.records import Comparison, FoundPlan, Measurement, Prediction, RunRecord
+from memlab.search import find_plan
 from memlab.session import Session, fit
 from memlab.workload import Workload
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BudgetError",
     "Comparison",
+    "FoundPlan",
     "Measurement",
     "MemlabError",
     "MissingExtraError",
     "Plan",
     "PlanError",
+    "Prediction",
     "RefusalError",
     "RunRecord",
     "Session",
     "SessionError",
+    "TraceError",
     "Workload",
     "WorkloadError",
     "compare",
     "export",
+    "find_plan",
     "fit",
     "measure",
+    "predict",
+    "predict_all",
 ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from memlab.devices import Gpu
 from memlab.errors import RefusalError
-from memlab.lattice import lattice
+from memlab.lattice import half_format, lattice
 from memlab.measuring.runs import say_when_long
 from memlab.plan import Plan
 from memlab.predicting.foreteller import Foreteller, Parts
@@ -89,7 +89,8 @@ def predict_all(
 
 def _plans(foreteller: Foreteller, plans: Iterable[Plan | str] | None) -> list[Plan]:
     if plans is None:
-        return list(lattice(rows=foreteller.rows))
+        half = half_format(foreteller.target.compute_capability)
+        return list(lattice(rows=foreteller.rows, half=half))
     return [plan if isinstance(plan, Plan) else Plan.parse(plan) for plan in plans]
 
 

@@ -216,7 +216,11 @@ class TracedPass:
             (size_bytes, number, place, moment)
             for size_bytes, (number, moment), place in zip(sizes, self._numbers, self._places, strict=True)
         ]
-        events = [event for event in with_hidden(events, *self._hidden(share)) if event[0] > 0 or event[1] not in kept]
+        hidden, factor = self._hidden(share)
+        if hidden:
+            events = list(with_hidden(events, hidden, factor))
+        if kept:
+            events = [event for event in events if event[0] > 0 or event[1] not in kept]
         bill = self.trace.bill
         if self._other is not None and share:
             bill = bill.towards(self._other.bill, share)

@@ -35,6 +35,7 @@ class Target:
         name: in words.
         rates: how fast it works.
         device: what techniques see as the device of the model.
+        compute_capability: of a GPU, (major, minor); None for a CPU.
         choices: what makes operators choose as on that device.
         settings: of the caching allocator; None where there is none.
         workspaces: sizes in bytes of what libraries allocate once and keep.
@@ -44,6 +45,7 @@ class Target:
     name: str
     rates: Rates
     device: torch.device
+    compute_capability: tuple[int, int] | None
     choices: Choices
     settings: Settings | None
     workspaces: tuple[int, ...]
@@ -80,7 +82,7 @@ def target_for(workload: Workload, device: str | Gpu | None) -> Target:
         return _gpu_target(_catalogued(workload.device))
     if device is None and workload.device.type != "cpu":
         device_for(workload.device)  # says what is allowed
-    return Target("CPU ledger", host_rates(), torch.device("cpu"), Choices(), None, (), _CPU_MEMORY)
+    return Target("CPU ledger", host_rates(), torch.device("cpu"), None, Choices(), None, (), _CPU_MEMORY)
 
 
 def _gpu_target(model: Gpu) -> Target:
@@ -92,6 +94,7 @@ def _gpu_target(model: Gpu) -> Target:
         name=model.name,
         rates=rates_of(model),
         device=torch.device("cuda"),
+        compute_capability=model.compute_capability,
         choices=Choices(entered, partial(_hidden_on, model)),
         settings=Settings.from_environment({}),
         workspaces=workspaces(model),
