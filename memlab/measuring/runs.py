@@ -6,7 +6,8 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -56,16 +57,51 @@ def measure(
         3.0
     """
     wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
-    _require_runnable(workload, steps)
-    before = None if keep else Snapshot(workload)
+    if steps < 1:
+        raise WorkloadError(f"steps={steps}: at least one step must be timed")
     counted_on = device or device_for(workload.device)
     try:
-        return _measured(workload, wanted, steps, counted_on)
+        with rehearsal(workload, wanted, keep=keep) as session:
+            return _measured_in(session, workload, wanted, steps, counted_on)
+    finally:
+        if device is None:
+            counted_on.close()
+
+
+@contextmanager
+def rehearsal(workload: Workload, plan: Plan, *, keep: bool = False) -> Iterator[Session]:
+    """A plan in force, for steps that leave nothing behind: gradients dropped, train mode, nobody watching yet.
+
+    Args:
+        workload: with an optimizer and a batch.
+        plan: of the steps.
+        keep: keep what the steps trained; by default weights, moments, gradients, scheduler and random state are
+            put back bit for bit.
+
+    Yields:
+        The session; who is to watch the steps goes into its `observers`. Those before come back, and so does
+        the plan before.
+
+    Raises:
+        WorkloadError: no batch or no optimizer.
+        RefusalError: a technique of the plan does not apply.
+    """
+    _require_complete(workload)
+    before = None if keep else Snapshot(workload)
+    try:
+        with _session_for(workload) as session:
+            workload.model.train()
+            for optimizer in workload.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            watching, session.observers = session.observers, []
+            try:
+                session.switch(plan, now=True)
+                yield session
+            finally:
+                session.observers = watching
     finally:
         if before is not None:
             before.restore()
-        if device is None:
-            counted_on.close()
 
 
 def compare(
@@ -162,32 +198,30 @@ def training_step(workload: Workload) -> float:
     return float(loss.detach())
 
 
-def _measured(workload: Workload, plan: Plan, steps: int, device: Device) -> Measurement:
+@contextmanager
+def _session_for(workload: Workload) -> Iterator[Session]:
+    """The session of a workload's model, whose plan comes back, or one for the time being."""
     session = session_of(workload.model)
     if session is None:
         with fit(workload) as session:
-            return _measured_in(session, workload, plan, steps, device)
+            yield session
+        return
     before = session.plan
     try:
-        return _measured_in(session, workload, plan, steps, device)
+        yield session
     finally:
         session.switch(before, now=True)
 
 
 def _measured_in(session: Session, workload: Workload, plan: Plan, steps: int, device: Device) -> Measurement:
-    workload.model.train()
-    for optimizer in workload.optimizers:
-        optimizer.zero_grad(set_to_none=True)
     meter = Meter(workload.model, workload.optimizers, device, lambda: session.host_bytes)
-    watching, session.observers = session.observers, [meter]
+    session.observers = [meter]
     try:
-        session.switch(plan, now=True)
         meter.plan_changed(plan)
         losses = [training_step(workload) for _ in range(_OBSERVED_STEPS + steps)]
         measurement = meter.measurement(plan)
     finally:
         meter.close()
-        session.observers = watching
     return _with(measurement, losses, session.notes)
 
 
@@ -231,9 +265,7 @@ def loss_in(workload: Workload, output: Any) -> torch.Tensor:
     return loss
 
 
-def _require_runnable(workload: Workload, steps: int) -> None:
-    if steps < 1:
-        raise WorkloadError(f"steps={steps}: at least one step must be timed")
+def _require_complete(workload: Workload) -> None:
     if workload.batch is None:
         raise WorkloadError("measuring needs a batch to train on: Workload(model, optimizer, batch={…})")
     if not workload.optimizers:

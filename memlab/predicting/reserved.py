@@ -1,17 +1,82 @@
-"""What the caching allocator would hold: a step's births and deaths replayed through its simulator."""
+"""What the caching allocator would hold: a step's births and deaths replayed through its simulator.
+
+The order of things in two steps is written down once, in `play_two_steps`. Who plays them may serve the requests by
+an allocator, for its peaks (here), or note them down with times and labels (`memlab.predicting.snapshots`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from memlab.allocator import Allocator, Block, Settings
+from memlab.records import Category
 
 # the first pass differs from the second, which adds to gradients; all that follow are like the second
 _MOST_PASSES = 3
+# the place of a category in events
+_GRADIENTS = tuple(Category).index(Category.GRADIENTS)
 
 # bytes, number of the storage, category, moment
 Events = Sequence[tuple[int, int, int, int]]
+
+
+class Served(Protocol):
+    """A storage that has been given memory."""
+
+    @property
+    def requested(self) -> int:
+        """Its bytes."""
+
+
+ServedT = TypeVar("ServedT", bound=Served)
+
+
+class Player(Protocol[ServedT]):
+    """Who serves the births and deaths of steps."""
+
+    def begin(self, step: int, stretch: int) -> None:
+        """A stretch begins; what is born and dies until the next one belongs to it.
+
+        Args:
+            step: 0 or 1.
+            stretch: its place in the step, the update last; −1 for the look at a few rows.
+        """
+
+    def born(self, size_bytes: int, category: Category) -> ServedT:
+        """Give a storage memory, outside of a stretch's events."""
+
+    def died(self, storage: ServedT) -> None:
+        """Take its memory back."""
+
+    def play(self, events: Events, live: dict[int, ServedT]) -> None:
+        """Serve events in order; `live` holds what is in use, by number of the storage."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What two steps ask of the allocator.
+
+    Args:
+        inputs: sizes of the batch's tensors, in bytes.
+        owned: sizes of what lives throughout, by number in the last stretch.
+        state: sizes of optimizer state, likewise.
+        passes: stretches of a step but the last: bytes, number of the storage, category, moment of each event.
+        last: the last stretch, which may replace what is owned.
+        workspaces: sizes of what libraries allocate once, at the first pass.
+        look: what accumulation does once before its first step.
+        has_state: whether there is optimizer state before the first step; otherwise its update creates it.
+    """
+
+    inputs: Iterable[int]
+    owned: Mapping[int, int]
+    state: Mapping[int, int]
+    passes: Sequence[Events]
+    last: Events
+    workspaces: Iterable[int] = ()
+    look: Events = ()
+    has_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,60 +113,127 @@ def reserved_by(
         settings: of the allocator.
     """
     allocator = Allocator(settings)
-    held = {number: [allocator.malloc(size_bytes)] for number, size_bytes in owned.items() if size_bytes}
-    for size_bytes in inputs:
-        _take(allocator, size_bytes)
-    repeated = passes if len(passes) <= _MOST_PASSES else [*passes[: _MOST_PASSES - 1], passes[-1]]
-    for step in range(2):
-        if step == 0:
-            for size_bytes in workspaces:
-                _take(allocator, size_bytes)
-        left: list[Block] = []
-        for events in repeated:
-            live: dict[int, list[Block]] = {}
-            _replay(allocator, events, live)
-            left += _blocks(live)
-        if step == 0:
-            held |= {number: [allocator.malloc(size_bytes)] for number, size_bytes in state.items() if size_bytes}
-        _replay(allocator, last, held)
-        if step == 0:
-            # what an update leaves in place of what it found counts again from there
-            held = _renumbered(held, {**owned, **state})
-        for block in left:
-            allocator.free(block)
+    play_two_steps(Script(inputs, owned, state, _shortened(passes), last, workspaces), _Serving(allocator))
     statistics = allocator.stats()
     return Reserved(statistics.peak_allocated_bytes, statistics.peak_reserved_bytes)
 
 
-def _take(allocator: Allocator, size_bytes: int) -> None:
-    if size_bytes:
-        allocator.malloc(size_bytes)
+def play_two_steps(script: Script, player: Player[ServedT]) -> None:
+    """Let two steps be served.
+
+    Args:
+        script: what they ask for.
+        player: who serves them.
+    """
+    held = _born(player, script.owned, Category.PARAMETERS)
+    for size_bytes in filter(None, script.inputs):
+        player.born(size_bytes, Category.ACTIVATIONS)
+    if script.has_state:
+        held |= _born(player, script.state, Category.OPTIMIZER_STATE)
+    if script.look:
+        player.begin(0, -1)
+        _end(player, _played(player, script.look).values())
+    for step in range(2):
+        left: list[ServedT] = []
+        outputs: list[ServedT] = []
+        for place, events in enumerate((*script.passes, script.last)):
+            player.begin(step, place)
+            if step == 0 and place == 0:
+                for size_bytes in filter(None, script.workspaces):
+                    player.born(size_bytes, Category.WORKSPACES)
+            if place == len(script.passes):
+                break
+            live = _played(player, events)
+            if len(script.passes) > 1:
+                # a split batch keeps its outputs until it is whole: see `techniques._micro`
+                kept = {number for _, number, category, _ in events if category != _GRADIENTS and number in live}
+                outputs += [live.pop(number) for number in sorted(kept)]
+            left += live.values()
+        _end(player, outputs)
+        if step == 0 and not script.has_state:
+            held |= _born(player, script.state, Category.OPTIMIZER_STATE)
+        player.play(script.last, held)
+        # what an update leaves in place of what it found counts again from there
+        held, gone = _renumbered(held, {**script.owned, **script.state})
+        _end(player, [*left, *gone])
 
 
-def _replay(allocator: Allocator, events: Events, live: dict[int, list[Block]]) -> None:
-    """Serve births and deaths; `live` holds the blocks in use, by number of the storage."""
-    for size_bytes, number, _, _ in events:
-        if size_bytes > 0:
-            live.setdefault(number, []).append(allocator.malloc(size_bytes))
-        elif live.get(number):
-            allocator.free(live[number].pop())
+def _shortened(passes: Sequence[Events]) -> Sequence[Events]:
+    """The passes that can make a difference, and of those in between only what they leave."""
+    if len(passes) <= _MOST_PASSES:
+        return passes
+    between = passes[_MOST_PASSES - 1 : -1]
+    # passes of the same number of rows are the same object
+    left = {id(events): _left_by(events) for events in {id(events): events for events in between}.values()}
+    return [*passes[: _MOST_PASSES - 1], *(left[id(events)] for events in between if left[id(events)]), passes[-1]]
 
 
-def _blocks(live: Mapping[int, list[Block]]) -> Iterator[Block]:
-    for blocks in live.values():
-        yield from blocks
+def _left_by(events: Events) -> Events:
+    """Births without a death."""
+    left: dict[int, tuple[int, int, int, int]] = {}
+    for event in events:
+        if event[0] > 0:
+            left[event[1]] = event
+        else:
+            left.pop(event[1], None)
+    return list(left.values())
 
 
-def _renumbered(held: Mapping[int, list[Block]], owned: Mapping[int, int]) -> dict[int, list[Block]]:
-    """Give blocks that were born in an update the numbers of those of the same size that died in it."""
-    found = {number: list(blocks) for number, blocks in held.items() if number in owned and blocks}
-    free: dict[int, list[Block]] = {}
-    for number, blocks in held.items():
+class _Serving:
+    """Serves by an allocator, and notes nothing down."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._malloc, self._free = allocator.malloc, allocator.free
+
+    def begin(self, step: int, stretch: int) -> None:
+        """Nothing depends on it."""
+
+    def born(self, size_bytes: int, category: Category) -> Block:
+        return self._malloc(size_bytes)
+
+    def died(self, storage: Block) -> None:
+        self._free(storage)
+
+    def play(self, events: Events, live: dict[int, Block]) -> None:
+        malloc, free = self._malloc, self._free
+        for size_bytes, number, _, _ in events:
+            block = live.pop(number, None)
+            # a storage that changes its size is given other memory
+            now_bytes = size_bytes if block is None else block.requested + size_bytes
+            if now_bytes > 0:
+                live[number] = malloc(now_bytes)
+            if block is not None:
+                free(block)
+
+
+def _born(player: Player[ServedT], sizes: Mapping[int, int], category: Category) -> dict[int, ServedT]:
+    return {number: player.born(size_bytes, category) for number, size_bytes in sizes.items() if size_bytes}
+
+
+def _played(player: Player[ServedT], events: Events) -> dict[int, ServedT]:
+    """Serve a stretch that owns what it bears, and return what it left."""
+    live: dict[int, ServedT] = {}
+    player.play(events, live)
+    return live
+
+
+def _end(player: Player[ServedT], storages: Iterable[ServedT]) -> None:
+    for storage in storages:
+        player.died(storage)
+
+
+def _renumbered(held: Mapping[int, ServedT], owned: Mapping[int, int]) -> tuple[dict[int, ServedT], list[ServedT]]:
+    """Give storages that were born in an update the numbers of those of the same size that died in it.
+
+    Returns:
+        What goes on living, and what was born and has no such place: it ends with the step.
+    """
+    found = {number: storage for number, storage in held.items() if number in owned}
+    free: dict[int, list[ServedT]] = {}
+    for number, storage in held.items():
         if number not in owned:
-            for block in blocks:
-                free.setdefault(block.requested, []).append(block)
+            free.setdefault(storage.requested, []).append(storage)
     for number, size_bytes in owned.items():
         if number not in found and free.get(size_bytes):
-            found[number] = [free[size_bytes].pop()]
-    left = [block for blocks in free.values() for block in blocks]
-    return found | {-1 - place: [block] for place, block in enumerate(left)}
+            found[number] = free[size_bytes].pop()
+    return found, [storage for storages in free.values() for storage in storages]

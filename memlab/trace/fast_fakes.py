@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memlab.measuring.ledger import Effect, effect_of
+from memlab.trace.corrections import corrected
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -87,10 +88,10 @@ class FastFakes:
         """The result of an operator, and the recipe it is known by (None when it is not to be remembered)."""
         key = _key(func, args, kwargs)
         if key is None:
-            return func(*args, **kwargs), None
+            return self._official(func, args, kwargs), None
         recipe = self._recipes.get(key)
         if recipe is None:
-            out = func(*args, **kwargs)
+            out = self._official(func, args, kwargs)
             recipe = self._recipes[key] = _learnt(func, args, kwargs, out)
             return out, recipe
         if recipe.way == MADE:
@@ -102,7 +103,10 @@ class FastFakes:
             return (results[0] if recipe.container is None else recipe.container(results)), recipe
         if recipe.way == _VIEWED:
             return self._viewed(func, args, kwargs), recipe
-        return func(*args, **kwargs), recipe
+        return self._official(func, args, kwargs), recipe
+
+    def _official(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return corrected(self.mode, func, args, kwargs, func(*args, **kwargs))
 
     def _made(self, recipe: Recipe) -> Any:
         made = [None if result is None else self._new(*result) for result in recipe.results]

@@ -142,10 +142,12 @@ class Tracer:
         with self._session(plan) as (session, seen):
             seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
             seen.start()
-            self._backward(workload, seen)
+            loss = self._backward(workload, seen)
             seen.recorder.know(gradients_of(workload.model))
             trained = frozenset(self._parameters[id(p)] for p in workload.model.parameters() if p.grad is not None)
-            return seen.finish(session, trained=trained)
+            trace = seen.finish(session, trained=trained)
+            del loss
+            return trace
 
     def one_update(self, plan: Plan, trained: Iterable[int]) -> Trace:
         """Trace an update like all that follow the first.
@@ -210,14 +212,16 @@ class Tracer:
             ]
         )
         seen.start()
-        self._backward(workload, seen)
+        loss = self._backward(workload, seen)
         self._update(seen)
         trace = seen.finish(session)
+        del loss
         for optimizer in workload.optimizers:
             optimizer.zero_grad(set_to_none=True)
         return trace
 
-    def _backward(self, workload: Workload, seen: _Seen) -> None:
+    def _backward(self, workload: Workload, seen: _Seen) -> torch.Tensor:
+        """Forward and backward; returns the loss, which a loop holds until its step is over."""
         output = output_of(workload)
         seen.outputs[:] = seen.recorder.numbers_of(_large(output))
         try:
@@ -227,6 +231,7 @@ class Tracer:
             seen.note(_NO_LOSS)
         del output
         loss.backward()  # type: ignore[no-untyped-call]
+        return loss
 
     def _update(self, seen: _Seen) -> None:
         for optimizer in seen.workload.optimizers:

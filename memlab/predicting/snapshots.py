@@ -1,0 +1,431 @@
+"""`save_snapshot`: two steps as a file that torch's memory viewer opens, foretold or as they really were.
+
+What each storage is for, what ran when it was born, and which stretch of which step that was, stand in its frames,
+where the viewer shows a stack trace; the category by itself is its user metadata. External annotations say what the
+file shows and where its stretches begin and end.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memlab.allocator import Allocator, Event, Frame, Settings, memory_viz
+from memlab.devices import Gpu
+from memlab.errors import MemlabError
+from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
+from memlab.measuring.ledger import PHASES, Holding, Ledger, Observation
+from memlab.measuring.runs import call_of, rehearsal, training_step
+from memlab.measuring.steps import device_for
+from memlab.plan import Plan
+from memlab.predicting.foreteller import Foreteller, Parts
+from memlab.predicting.reserved import Events, Script, play_two_steps
+from memlab.predicting.segments import Segment
+from memlab.records import Category, Phase
+from memlab.workload import Batch, Workload
+
+if TYPE_CHECKING:  # only named here: a rehearsal makes it
+    from memlab.session import Session
+
+_STEPS = 2
+_CATEGORIES = tuple(Category)
+_NO_ALLOCATOR = (
+    "a CPU has no caching allocator: storages are laid out as torch's CUDA allocator would with its default settings"
+)
+# told on the training thread only: a split batch runs its backward passes within the model's call
+_WHERE = {
+    Phase.FORWARD: "within the model's call",
+    Phase.STEP: "within the optimizer's step",
+    Phase.OTHER: "outside of model and optimizer",
+}
+# a recorder that is never switched off would otherwise grow without end; some 40 000 entries are a step of GPT-2 XL
+_MOST_ENTRIES = 2_000_000
+
+
+def save_snapshot(
+    path: str | Path,
+    workload: Workload,
+    plan: Plan | str = "",
+    device: str | Gpu | None = None,
+    *,
+    measured: bool = False,
+) -> Path:
+    """Save what two steps do to memory, for https://docs.pytorch.org/memory_viz and `torch.cuda._memory_viz`.
+
+    The first step creates the optimizer's state (unless there is some already), the second is like all that follow.
+
+    Args:
+        path: file to write; one that exists is replaced.
+        workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss).
+        plan: a plan, or its flags.
+        device: a GPU of the catalogue to foretell it for, or its name; by default the device the model is on.
+        measured: run the steps instead of foretelling them, and put everything back afterwards. On CUDA the file is
+            torch's own recording.
+
+    Returns:
+        The path written to.
+
+    Raises:
+        MemlabError: the folder does not exist, no such GPU, or a measured snapshot of a device the model is not on.
+        RefusalError: a technique of the plan does not apply.
+        TraceError: what the model computes depends on values; `measured=True` still works.
+        WorkloadError: no batch or no optimizer, or the model gives no loss.
+        torch.OutOfMemoryError: measured, and the plan does not fit.
+
+    Example:
+        >>> import tempfile
+        >>> model = torch.nn.Linear(512, 512)
+        >>> workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.zeros(64, 512),))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = save_snapshot(f"{folder}/step.pickle", workload, "--accumulate 2", "T4")
+        ...     sorted(pickle.loads(saved.read_bytes()))
+        ['allocator_settings', 'device_traces', 'external_annotations', 'segments']
+
+    Known limitations:
+        Deaths carry the time at which the storage was given up, on CUDA too, where work is still queued then. The
+        predicted steps do not show what the user's loop itself keeps between steps.
+    """
+    target = _writable(path)
+    wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    if not measured:
+        target.write_bytes(pickle.dumps(_predicted(workload, wanted, device)))
+        return target
+    _require_own_device(workload, device)
+    if workload.device.type == "cuda":
+        _record_on_cuda(target, workload, wanted)
+    else:
+        target.write_bytes(pickle.dumps(_measured(workload, wanted)))
+    return target
+
+
+def _writable(path: str | Path) -> Path:
+    target = Path(path).expanduser()
+    if not target.parent.is_dir():
+        raise MemlabError(f"snapshot {str(path)!r}: there is no folder {target.parent}; make it first")
+    if target.is_dir():
+        raise MemlabError(f"snapshot {str(path)!r}: that is a folder; name a file in it")
+    return target
+
+
+def _require_own_device(workload: Workload, device: str | Gpu | None) -> None:
+    if device is None or (isinstance(device, str) and device.strip().casefold() == workload.device.type):
+        return
+    name = device if isinstance(device, str) else device.name
+    raise MemlabError(
+        f"a measured snapshot is of the device the model is on ({workload.device}), not of {name}: leave out the "
+        f"device, or ask for a predicted one"
+    )
+
+
+# -- births and deaths with times and labels ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A storage on the tape.
+
+    Args:
+        number: its own, never used again.
+        requested: its bytes.
+    """
+
+    number: int
+    requested: int
+
+
+class _Tape:
+    """Notes births and deaths down as the allocator's history wants them.
+
+    Args:
+        words: what the file shows.
+
+    Attributes:
+        events: for `Allocator.replay`.
+        seconds: the present time.
+    """
+
+    def __init__(self, words: str) -> None:
+        self.events: list[Event] = []
+        self.seconds = 0.0
+        self._words = words
+        self._within = "before the first step"
+        self._stretches: list[tuple[str, float]] = []
+        self._frames: dict[tuple[str, Category, Phase], tuple[Frame, ...]] = {}
+        self._born = 0
+
+    def enter(self, within: str) -> None:
+        """A stretch of a step begins now."""
+        self._within = within
+        self._stretches.append((within, self.seconds))
+
+    def born(self, size_bytes: int, category: Category, phase: Phase = Phase.OTHER) -> _Noted:
+        self._born += 1
+        frames = self._frames_of(category, phase)
+        self.events.append(Event(self._born, size_bytes, 0, self.seconds, frames, str(category)))
+        return _Noted(self._born, size_bytes)
+
+    def died(self, storage: _Noted) -> None:
+        self.events.append(Event(storage.number, -storage.requested, 0, self.seconds))
+
+    def change(self, live: dict[int, _Noted], number: int, size_bytes: int, category: Category, phase: Phase) -> None:
+        """Note the event of a numbered storage; one that changes its size is given other memory."""
+        before = live.pop(number, None)
+        now_bytes = size_bytes if before is None else before.requested + size_bytes
+        if now_bytes > 0:
+            live[number] = self.born(now_bytes, category, phase)
+        if before is not None:
+            self.died(before)
+
+    def memory_viz(self, settings: Settings) -> dict[str, Any]:
+        """What was noted, replayed through the allocator, as the viewer's dictionary."""
+        allocator = Allocator(settings, history=True)
+        allocator.replay(self.events)
+        return {**memory_viz(allocator), "external_annotations": list(self._annotations())}
+
+    def _annotations(self) -> Iterator[dict[str, Any]]:
+        yield _annotation(self._words, "START", 0.0)
+        ends = [begin for _, begin in self._stretches[1:]] + [self.seconds]
+        for (within, begin), end in zip(self._stretches, ends, strict=True):
+            yield _annotation(within, "START", begin)
+            yield _annotation(within, "END", end)
+        yield _annotation(self._words, "END", self.seconds)
+
+    def _frames_of(self, category: Category, phase: Phase) -> tuple[Frame, ...]:
+        key = (self._within, category, phase)
+        if key not in self._frames:
+            name = str(category) if phase is Phase.OTHER else f"{category} · {phase}"
+            self._frames[key] = tuple(Frame("memlab", 0, words) for words in (name, self._within, self._words))
+        return self._frames[key]
+
+
+def _annotation(name: str, stage: str, seconds: float) -> dict[str, Any]:
+    return {"name": name, "stage": stage, "device": 0, "time_us": round(seconds * 1_000_000)}
+
+
+# -- foretold --------------------------------------------------------------------------------------
+
+
+def _predicted(workload: Workload, plan: Plan, device: str | Gpu | None) -> dict[str, Any]:
+    foreteller = Foreteller(workload, device)
+    target, parts = foreteller.target, foreteller.parts(plan)
+    words = f"memlab: {plan.label}, predicted for {target.name}"
+    tape = _PredictedTape(words if target.settings else f"{words}; {_NO_ALLOCATOR}", parts)
+    *passes, last = [segment.events for segment in parts.segments]
+    play_two_steps(
+        Script(
+            inputs=parts.inputs,
+            owned=parts.owned,
+            state=parts.state,
+            passes=passes,
+            last=last,
+            workspaces=target.workspaces,
+            look=() if parts.look is None else parts.look.events,
+            has_state=parts.has_state,
+        ),
+        tape,
+    )
+    return tape.memory_viz(target.settings or Settings())
+
+
+class _PredictedTape(_Tape):
+    """Plays two steps with their predicted times.
+
+    Args:
+        words: what the file shows.
+        parts: the step.
+    """
+
+    def __init__(self, words: str, parts: Parts) -> None:
+        super().__init__(words)
+        self._segments = [*parts.segments, *([] if parts.look is None else [parts.look])]
+        self._names = [*_names_of(parts.segments), "look at a few rows"]
+        self._stretch = 0
+
+    def begin(self, step: int, stretch: int) -> None:
+        self._stretch = stretch
+        self.enter(f"step {step + 1} · {self._names[stretch]}" if stretch >= 0 else self._names[stretch])
+
+    def play(self, events: Events, live: dict[int, _Noted]) -> None:
+        begin, seconds = self.seconds, self._segments[self._stretch].seconds
+        per_event = seconds / max(1, len(events))
+        for at, (size_bytes, number, place, moment) in enumerate(events):
+            self.seconds = begin + at * per_event
+            self.change(live, number, size_bytes, _CATEGORIES[place], PHASES[moment])
+        self.seconds = begin + seconds
+
+
+def _names_of(segments: Sequence[Segment]) -> list[str]:
+    """What the stretches of a step are called: one alone is the whole step."""
+    if len(segments) == 1:
+        return ["forward, backward and update"]
+    passes = [
+        number
+        for number, segment in enumerate(segments[:-1])
+        if any(PHASES[e[3]] is Phase.BACKWARD for e in segment.events)
+    ]
+    names = ["outputs put together"] * (len(segments) - 1)
+    for place, number in enumerate(passes, 1):
+        names[number] = f"micro-batch {place} of {len(passes)}" if len(passes) > 1 else "forward and backward"
+    return [*names, "update"]
+
+
+# -- measured on a CPU -----------------------------------------------------------------------------
+
+
+def _measured(workload: Workload, plan: Plan) -> dict[str, Any]:
+    device = device_for(workload.device)
+    try:
+        ledger = device.ledger()
+        try:
+            observation = _observed(workload, plan, ledger)
+        finally:
+            ledger.close()
+        words = f"memlab: {plan.label}, measured on {device.name}; {_NO_ALLOCATOR}"
+    finally:
+        device.close()
+    return _noted(observation, words).memory_viz(Settings())
+
+
+def _observed(workload: Workload, plan: Plan, ledger: Ledger) -> Observation:
+    """Two real steps in one observation."""
+    with rehearsal(workload, plan) as session:
+        session.observers = [_LedgerWatch(workload, ledger)]
+        ledger.begin(_holdings(workload, session))
+        ledger.start()
+        try:
+            for _ in range(_STEPS):
+                training_step(workload)
+            ledger.know([*state_of(workload.optimizers), *parameters_of(workload.model)])
+        finally:
+            ledger.stop()
+        return ledger.finish()
+
+
+def _holdings(workload: Workload, session: Session) -> Iterator[Holding]:
+    """What lives before the first step; a list of it would keep alive what an update replaces."""
+    yield from parameters_of(workload.model)
+    yield from ((Category.PARAMETERS, tensor) for tensor in session.held_tensors)
+    yield from state_of(workload.optimizers)
+    yield from inputs_of(call_of(workload))
+
+
+class _Watch:
+    """An observer that is only interested in what runs."""
+
+    def phase_changed(self, phase: Phase) -> None:
+        """Forward, step, or what lies between begins."""
+
+    def forward_begins(self, batch: Batch) -> None:
+        self.phase_changed(Phase.FORWARD)
+
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        self.phase_changed(Phase.OTHER)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self.phase_changed(Phase.STEP)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        self.phase_changed(Phase.OTHER)
+
+    def plan_changed(self, plan: Plan) -> None: ...
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def interrupted(self) -> None: ...
+
+
+class _LedgerWatch(_Watch):
+    """Tells a ledger what runs, and what has found its place by then."""
+
+    def __init__(self, workload: Workload, ledger: Ledger) -> None:
+        self._workload = workload
+        self._ledger = ledger
+
+    def phase_changed(self, phase: Phase) -> None:
+        self._ledger.phase = phase
+
+    def forward_begins(self, batch: Batch) -> None:
+        super().forward_begins(batch)
+        self._ledger.know(inputs_of(batch))
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        super().step_begins(optimizer)
+        self._ledger.know(gradients_of(self._workload.model))
+
+
+def _noted(observation: Observation, words: str) -> _Tape:
+    tape = _Tape(words)
+    categories = observation.categories
+    live = {
+        number: tape.born(size_bytes, categories.get(number, Category.TEMPORARIES))
+        for number, size_bytes in observation.baseline.items()
+    }
+    step, updated = 0, True
+    for event in observation.events:
+        tape.seconds = event.seconds
+        if updated and event.phase is not Phase.STEP and event.size_bytes > 0:
+            step, updated = step + 1, False
+            tape.enter(f"step {step}")
+        updated = updated or event.phase is Phase.STEP
+        tape.change(live, event.storage, event.size_bytes, event.category, event.phase)
+    return tape
+
+
+# -- measured on CUDA ------------------------------------------------------------------------------
+
+
+def _record_on_cuda(target: Path, workload: Workload, plan: Plan) -> None:
+    """Torch's own recording of two real steps; what ran is each allocation's user metadata."""
+    with rehearsal(workload, plan) as session, torch.cuda.device(workload.device):
+        watch = _MetadataWatch()
+        session.observers = [watch]
+        with _recording():
+            try:
+                for _ in range(_STEPS):
+                    training_step(workload)
+            finally:
+                watch.close()
+            torch.cuda.synchronize(workload.device)
+            torch.cuda.memory._dump_snapshot(str(target))  # type: ignore[no-untyped-call] # unannotated in torch
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Have torch record what its allocator does, from nothing on.
+
+    Raises:
+        MemlabError: somebody records already, whose history this would mix with or end.
+    """
+    is_on = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    if is_on is not None and is_on():
+        raise MemlabError(
+            "torch records memory history already, and this would end it: call "
+            "torch.cuda.memory._record_memory_history(None) first"
+        )
+    torch.cuda.memory._record_memory_history(enabled="all", context="all", stacks="python", max_entries=_MOST_ENTRIES)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+class _MetadataWatch(_Watch):
+    """Writes what runs into the user metadata of allocations, where this torch has any."""
+
+    def __init__(self) -> None:
+        self._set = getattr(torch.cuda.memory, "_set_memory_metadata", None)
+        get = getattr(torch.cuda.memory, "_get_memory_metadata", None)
+        self._before: str = get() if get is not None else ""
+
+    def phase_changed(self, phase: Phase) -> None:
+        if self._set is not None:
+            self._set(f"memlab: {_WHERE[phase]}")
+
+    def close(self) -> None:
+        """Put back what the metadata was."""
+        if self._set is not None:
+            self._set(self._before)

@@ -1,0 +1,58 @@
+"""Fakes that are put right, each against the real operator."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memlab.trace.corrections import corrected
+from memlab.trace.fast_fakes import FastFakes
+
+aten = torch.ops.aten
+
+
+def described(result):
+    """Shape, dtype and bytes of the storage of every tensor in a result."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return [None if r is None else (tuple(r.shape), r.dtype, r.untyped_storage().nbytes()) for r in results]
+
+
+def both(func, *args):
+    """The real result, and the fake one as the trace sees it."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in args]
+    out, _ = FastFakes(mode).run(func, tuple(fakes), {})
+    return described(func(*args)), described(out)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("loss", [aten.mse_loss.default, aten.smooth_l1_loss.default], ids=["mse", "smooth l1"])
+def test_a_reduced_loss_keeps_the_storage_of_its_elements(loss, reduction):
+    real, fake = both(loss, torch.randn(8, 16), torch.randn(8, 16), reduction)
+    assert fake == real
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_group_norm_of_halves_with_fp32_weights(dtype):
+    values, weight, bias = torch.randn(2, 8, 4, 4, dtype=dtype), torch.ones(8), torch.zeros(8)
+    real, fake = both(aten.native_group_norm.default, values, weight, bias, 2, 8, 16, 4, 1e-5)
+    assert fake == real
+    _, mean, rstd = torch.native_group_norm(values, weight, bias, 2, 8, 16, 4, 1e-5)
+    args = (torch.ones_like(values), values, mean, rstd, weight, 2, 8, 16, 4, [True, True, True])
+    real, fake = both(aten.native_group_norm_backward.default, *args)
+    assert fake == real
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_the_workspace_of_a_recurrent_layer_on_the_cpu(train):
+    steps, rows, width = 5, 3, 16
+    weights = torch.randn(4 * width, width), torch.randn(4 * width, width), torch.zeros(4 * width), torch.zeros(4 * width)
+    state = torch.zeros(rows, width), torch.zeros(rows, width)
+    sequence = torch.randn(steps, rows, width)
+    args = (sequence, *weights, *state, False, [], 2, width, 1, True, False, False, train)
+    real, fake = both(aten.mkldnn_rnn_layer.default, *args)
+    assert sum(entry[2] for entry in fake) == sum(entry[2] for entry in real)
+
+
+def test_other_operators_are_left_alone():
+    result = torch.ones(2)
+    assert corrected(FakeTensorMode(), aten.relu.default, (result,), {}, result) is result
