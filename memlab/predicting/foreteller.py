@@ -18,7 +18,7 @@ from memlab.devices import Gpu
 from memlab.errors import RefusalError, WorkloadError
 from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision
 from memlab.predicting.passes import Passes
-from memlab.predicting.segments import Levels, Segment, added, levels, segment_of, without_state
+from memlab.predicting.segments import NOTHING, Levels, Segment, added, levels, segment_of, without_state
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category
 from memlab.techniques import TECHNIQUES
@@ -40,7 +40,7 @@ class Parts:
         notes: in words.
         look: of accumulation at a few rows, before its first step; None without.
         has_state: whether the optimizer has taken steps already, so that its state lives during that look.
-        kept_bytes: of outputs that stay until the update.
+        kept: bytes by category of outputs that stay until the update.
         inputs: sizes of the batch's tensors.
         owned: sizes of what lives before the first step, by number in the last segment.
         state: sizes of the optimizer state that the first step creates, likewise.
@@ -54,7 +54,7 @@ class Parts:
     notes: tuple[str, ...]
     look: Segment | None = None
     has_state: bool = False
-    kept_bytes: int = 0
+    kept: Levels = NOTHING
     inputs: tuple[int, ...] = ()
     owned: Mapping[int, int] = field(default_factory=dict)
     state: Mapping[int, int] = field(default_factory=dict)
@@ -65,8 +65,7 @@ class Parts:
         for segment in self.segments:
             found.append(base)
             base = added(base, segment.shape.end)
-        if self.kept_bytes:
-            found[-1] = added(found[-1], levels({Category.ACTIVATIONS: -self.kept_bytes}))
+        found[-1] = added(found[-1], tuple(-size_bytes for size_bytes in self.kept))
         return found
 
     def peak(self) -> Levels:
@@ -101,6 +100,7 @@ class Foreteller:
         self.target: Target = target_for(workload, device)
         self._tracer = Tracer(workload, self.target.device, self.target.choices)
         self._passes = Passes(self._tracer, self.target.rates)
+        self._workspaces = levels({Category.WORKSPACES: sum(self.target.workspaces)})
         self._updates: dict[Plan, tuple[Trace, Segment]] = {}
         self._look: Segment | None = None
         self._has_state = any(optimizer.state for optimizer in workload.optimizers)
@@ -153,7 +153,7 @@ class Foreteller:
         first, second = self._tracer.steps(plan)
         trace = max((first, second), key=lambda one: one.observation.peak_bytes)
         return Parts(
-            base=levels(trace.observation.baseline_bytes),
+            base=added(levels(trace.observation.baseline_bytes), self._workspaces),
             segments=(segment_of(trace, self.target.rates),),
             samples=trace.samples,
             tokens=trace.tokens,
@@ -171,7 +171,7 @@ class Foreteller:
         state = levels({Category.OPTIMIZER_STATE: before.get(Category.OPTIMIZER_STATE, 0)})
         is_split = plan.accumulation > 1
         return Parts(
-            base=added(levels(whole.observation.baseline_bytes), state),
+            base=added(added(levels(whole.observation.baseline_bytes), state), self._workspaces),
             segments=(*self._passes.segments(settings, sizes), updating),
             samples=whole.samples,
             tokens=whole.tokens,
@@ -179,7 +179,7 @@ class Foreteller:
             notes=tuple(dict.fromkeys((*whole.notes, *update.notes))),
             look=self._look_at_rows(plan) if is_split else None,
             has_state=self._has_state,
-            kept_bytes=self._passes.kept_bytes(settings) if is_split else 0,
+            kept=self._passes.kept(settings) if is_split else NOTHING,
             inputs=tuple(_sizes(whole, Category.ACTIVATIONS).values()),
             owned=_sizes(update, Category.PARAMETERS),
             state=_sizes(update, Category.OPTIMIZER_STATE),

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memlab.plan import Plan
-from memlab.predicting.segments import ACTIVATIONS, OUTSIDE, Growth, Segment, TracedPass, laid_beside
+from memlab.predicting.segments import (
+    ACTIVATIONS,
+    NOTHING,
+    OUTSIDE,
+    Growth,
+    Levels,
+    Segment,
+    TracedPass,
+    added,
+    laid_beside,
+    levels,
+)
 from memlab.roofline import Bill, Rates
 from memlab.techniques._micro import LAZY_FROM_BYTES
 from memlab.trace.tracer import Trace, Tracer
@@ -58,10 +69,13 @@ class Passes:
             found.append(traced.segment(rows, accumulating=number > 0, kept=kept))
         return [*found, self._joined(settings)] if places else found
 
-    def kept_bytes(self, settings: Plan) -> int:
-        """Bytes of the outputs that a split batch keeps until its update."""
-        whole = self._whole_outputs(settings)
-        return sum(whole[place] for place in self._kept(settings))
+    def kept(self, settings: Plan) -> Levels:
+        """Bytes, by category, of the outputs that a split batch keeps until its update."""
+        whole, sizes = self._sized(settings, self.whole(settings).samples), self._whole_outputs(settings)
+        found = NOTHING
+        for place in self._kept(settings):
+            found = added(found, levels({whole.category_of(whole.trace.outputs[place]): sizes[place]}))
+        return found
 
     def host_bytes(self, settings: Plan, rows: int) -> int:
         """Bytes kept off the device during a pass with so many rows."""

@@ -12,7 +12,7 @@ from memlab.lattice import half_format, lattice
 from memlab.measuring.runs import say_when_long
 from memlab.plan import Plan
 from memlab.predicting.foreteller import Foreteller, Parts
-from memlab.predicting.reserved import Reserved, reserved_by
+from memlab.predicting.reserved import Reserved, reserved_by, script_of
 from memlab.predicting.segments import by_name
 from memlab.predicting.targets import Target, interval_seconds
 from memlab.records import Measurement, Prediction, TimelinePoint, thin
@@ -152,8 +152,7 @@ def _timeline(parts: Parts) -> tuple[TimelinePoint, ...]:
 def _reserved(parts: Parts, target: Target) -> Reserved | None:
     if target.settings is None:
         return None
-    *passes, last = [segment.events for segment in parts.segments]
-    return reserved_by(parts.inputs, parts.owned, parts.state, passes, last, target.workspaces, target.settings)
+    return reserved_by(script_of(parts, target.workspaces), target.settings)
 
 
 def _calibrated(

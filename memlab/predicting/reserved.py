@@ -7,10 +7,11 @@ an allocator, for its peaks (here), or note them down with times and labels (`me
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from memlab.allocator import Allocator, Block, Settings
+from memlab.predicting.foreteller import Parts
 from memlab.records import Category
 
 # the first pass differs from the second, which adds to gradients; all that follow are like the second
@@ -92,30 +93,29 @@ class Reserved:
     reserved_bytes: int
 
 
-def reserved_by(
-    inputs: Iterable[int],
-    owned: Mapping[int, int],
-    state: Mapping[int, int],
-    passes: Sequence[Events],
-    last: Events,
-    workspaces: Iterable[int],
-    settings: Settings,
-) -> Reserved:
-    """Replay two steps: the first without optimizer state, which appears in its update.
+def reserved_by(script: Script, settings: Settings) -> Reserved:
+    """Replay two steps through the allocator.
 
     Args:
-        inputs: sizes of the batch's tensors, in bytes.
-        owned: sizes of what lives throughout, by number in the last stretch.
-        state: sizes of optimizer state, likewise.
-        passes: stretches of a step but the last: bytes, number of the storage, category, moment of each event.
-        last: the last stretch, which may replace what is owned.
-        workspaces: sizes of what libraries allocate once, at the first pass.
+        script: what they ask for.
         settings: of the allocator.
     """
     allocator = Allocator(settings)
-    play_two_steps(Script(inputs, owned, state, _shortened(passes), last, workspaces), _Serving(allocator))
+    play_two_steps(replace(script, passes=_shortened(script.passes)), _Serving(allocator))
     statistics = allocator.stats()
     return Reserved(statistics.peak_allocated_bytes, statistics.peak_reserved_bytes)
+
+
+def script_of(parts: Parts, workspaces: Iterable[int]) -> Script:
+    """What two steps of a plan ask for.
+
+    Args:
+        parts: the step.
+        workspaces: sizes of what libraries allocate once.
+    """
+    *passes, last = [segment.events for segment in parts.segments]
+    look = () if parts.look is None else parts.look.events
+    return Script(parts.inputs, parts.owned, parts.state, passes, last, tuple(workspaces), look, parts.has_state)
 
 
 def play_two_steps(script: Script, player: Player[ServedT]) -> None:

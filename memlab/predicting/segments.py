@@ -190,6 +190,10 @@ class TracedPass:
         other = self.trace.host_bytes if self._other is None else self._other.host_bytes
         return _between(self.trace.host_bytes, other, self.share(rows))
 
+    def category_of(self, number: int) -> Category:
+        """What a storage is for."""
+        return self.trace.observation.categories.get(number, Category.TEMPORARIES)
+
     def outputs_bytes(self, rows: int) -> dict[int, int]:
         """Bytes of the storages the model's outputs lie in, by number."""
         wanted = set(self.trace.outputs)

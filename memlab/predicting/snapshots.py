@@ -25,7 +25,7 @@ from memlab.measuring.runs import call_of, rehearsal, training_step
 from memlab.measuring.steps import device_for
 from memlab.plan import Plan
 from memlab.predicting.foreteller import Foreteller, Parts
-from memlab.predicting.reserved import Events, Script, play_two_steps
+from memlab.predicting.reserved import Events, play_two_steps, script_of
 from memlab.predicting.segments import Segment
 from memlab.records import Category, Phase
 from memlab.workload import Batch, Workload
@@ -216,20 +216,7 @@ def _predicted(workload: Workload, plan: Plan, device: str | Gpu | None) -> dict
     target, parts = foreteller.target, foreteller.parts(plan)
     words = f"memlab: {plan.label}, predicted for {target.name}"
     tape = _PredictedTape(words if target.settings else f"{words}; {_NO_ALLOCATOR}", parts)
-    *passes, last = [segment.events for segment in parts.segments]
-    play_two_steps(
-        Script(
-            inputs=parts.inputs,
-            owned=parts.owned,
-            state=parts.state,
-            passes=passes,
-            last=last,
-            workspaces=target.workspaces,
-            look=() if parts.look is None else parts.look.events,
-            has_state=parts.has_state,
-        ),
-        tape,
-    )
+    play_two_steps(script_of(parts, target.workspaces), tape)
     return tape.memory_viz(target.settings or Settings())
 
 
