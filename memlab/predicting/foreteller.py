@@ -11,7 +11,7 @@ Where the loop has its own loss, micro-batches are replayed, and the whole step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from memlab.devices import Gpu
@@ -24,7 +24,11 @@ from memlab.records import Category
 from memlab.techniques import TECHNIQUES
 from memlab.techniques._split import row_ranges
 from memlab.trace.tracer import Trace, Tracer
+from memlab.units import format_bytes
 from memlab.workload import Workload
+
+# of what lives anyway: outputs larger than this are worth a word
+_NOTEWORTHY_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,9 @@ class Foreteller:
             samples=whole.samples,
             tokens=whole.tokens,
             host_bytes=self._passes.host_bytes(settings, max(sizes)) + update.host_bytes,
-            notes=tuple(dict.fromkeys((*whole.notes, *update.notes))),
+            notes=tuple(
+                dict.fromkeys((*whole.notes, *update.notes, *self._about_outputs(settings, is_split=is_split)))
+            ),
             look=self._look_at_rows(plan) if is_split else None,
             has_state=self._has_state,
             kept=self._passes.kept(settings) if is_split else NOTHING,
@@ -184,6 +190,15 @@ class Foreteller:
             owned=_sizes(update, Category.PARAMETERS),
             state=_sizes(update, Category.OPTIMIZER_STATE),
         )
+
+    def _about_outputs(self, settings: Plan, *, is_split: bool) -> Iterator[str]:
+        """What a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""
+        size_bytes = 0 if is_split else self._passes.large_outputs_bytes(settings)
+        if size_bytes > _NOTEWORTHY_SHARE * sum(self._passes.whole(settings).observation.baseline_bytes.values()):
+            yield (
+                f"a loop that holds the model's output through backward (out = model(…)) needs up to "
+                f"{format_bytes(size_bytes)} more"
+            )
 
     def _look_at_rows(self, plan: Plan) -> Segment:
         """What accumulation does before it first splits a batch; nearly the same for every plan."""

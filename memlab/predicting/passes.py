@@ -77,6 +77,10 @@ class Passes:
             found = added(found, levels({whole.category_of(whole.trace.outputs[place]): sizes[place]}))
         return found
 
+    def large_outputs_bytes(self, settings: Plan) -> int:
+        """Bytes of the model's outputs that nothing but the loop keeps alive during backward."""
+        return sum(self._whole_outputs(settings))
+
     def host_bytes(self, settings: Plan, rows: int) -> int:
         """Bytes kept off the device during a pass with so many rows."""
         return self._sized(settings, rows).host_bytes(rows)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from memlab.allocator import Allocator, Block, Settings
+from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_SEGMENT_BYTES
 from memlab.predicting.foreteller import Parts
 from memlab.records import Category
 
@@ -96,14 +97,62 @@ class Reserved:
 def reserved_by(script: Script, settings: Settings) -> Reserved:
     """Replay two steps through the allocator.
 
+    Small requests have a pool of their own, whose segments are small as well: the most bytes they take at once are
+    added, rounded up to whole segments, and what is replayed are the few large ones that make or break a plan.
+
     Args:
         script: what they ask for.
         settings: of the allocator.
     """
+    script = replace(script, passes=_shortened(script.passes))
+    small_bytes = 0
+    if not (settings.expandable_segments or any(parts > 1 for parts in settings.roundup_power2_divisions)):
+        script, small_bytes = _large_only(script)
     allocator = Allocator(settings)
-    play_two_steps(replace(script, passes=_shortened(script.passes)), _Serving(allocator))
+    play_two_steps(script, _Serving(allocator))
     statistics = allocator.stats()
-    return Reserved(statistics.peak_allocated_bytes, statistics.peak_reserved_bytes)
+    segments_bytes = -(-small_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+    return Reserved(statistics.peak_allocated_bytes + small_bytes, statistics.peak_reserved_bytes + segments_bytes)
+
+
+def _large_only(script: Script) -> tuple[Script, int]:
+    """The script without small requests, and the most bytes that these take at once."""
+    stretches = {id(events): _split(events) for events in (*script.passes, script.last, script.look)}
+    held = [*script.inputs, *script.workspaces, *script.owned.values(), *script.state.values()]
+    base_bytes = sum(_rounded(size_bytes) for size_bytes in held if _is_small(size_bytes))
+    left_bytes = sum(stretches[id(events)][2] for events in script.passes)
+    highest_bytes = max(peak_bytes for _, peak_bytes, _ in stretches.values())
+    large = replace(
+        script,
+        inputs=[size_bytes for size_bytes in script.inputs if not _is_small(size_bytes)],
+        workspaces=[size_bytes for size_bytes in script.workspaces if not _is_small(size_bytes)],
+        owned={number: size for number, size in script.owned.items() if not _is_small(size)},
+        state={number: size for number, size in script.state.items() if not _is_small(size)},
+        passes=[stretches[id(events)][0] for events in script.passes],
+        last=stretches[id(script.last)][0],
+        look=stretches[id(script.look)][0],
+    )
+    return large, base_bytes + left_bytes + highest_bytes
+
+
+def _split(events: Events) -> tuple[Events, int, int]:
+    """Large requests of a stretch; the most bytes that small ones take at once; and what they leave."""
+    large, live_bytes, peak_bytes = [], 0, 0
+    for event in events:
+        if _is_small(abs(event[0])):
+            live_bytes += _rounded(event[0]) if event[0] > 0 else -_rounded(-event[0])
+            peak_bytes = max(peak_bytes, live_bytes)
+        else:
+            large.append(event)
+    return large, peak_bytes, max(0, live_bytes)
+
+
+def _is_small(size_bytes: int) -> bool:
+    return size_bytes <= SMALL_BLOCK_BYTES
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 def script_of(parts: Parts, workspaces: Iterable[int]) -> Script:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from memlab.errors import TraceError, WorkloadError
+from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding, Observation, tensors_in
 from memlab.measuring.runs import call_of, loss_in, output_of
@@ -287,6 +287,14 @@ class Tracer:
                 session.observers = [seen]
                 yield session, seen
                 recorder.stop()
+        except MemlabError:
+            raise
+        except Exception as error:
+            # a step may need values in ways no operator shows: `tensor.numpy()`, a check of the loss's arguments
+            raise TraceError(
+                f"this step does not run on tensors without values ({type(error).__name__}: {error}); "
+                f"measure the plan instead: measure(workload, plan)"
+            ) from error
         finally:
             recorder.close()
             self.twin.forget()

@@ -136,10 +136,14 @@ class Twin:
         return copied
 
     def _copied(self, value: Any, what: str) -> Any:
+        before = dict(self._memo)
         with _FakeCopies(self._counterpart):
             try:
                 return copy.deepcopy(value, self._memo)
             except Exception:  # noqa: BLE001 - anything may come out of a class's own __deepcopy__
+                # what was half made must not be taken for a copy
+                self._memo.clear()
+                self._memo.update(before)
                 _share_what_cannot_be_copied(value, self._memo)
             try:
                 return copy.deepcopy(value, self._memo)
@@ -154,7 +158,8 @@ class Twin:
         dtype = dtype or tensor.dtype
         if tensor.layout is not torch.strided:
             raise TraceError(f"a {str(tensor.layout).removeprefix('torch.')} tensor of the model cannot be foretold")
-        if not (dtype.is_floating_point or dtype.is_complex):
+        # on the meta device integers have no values to copy either
+        if not (dtype.is_floating_point or dtype.is_complex or tensor.is_meta):
             made = tensor.detach().to(_CPU, copy=True)
         else:
             with self.fake_mode:
