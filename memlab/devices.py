@@ -8,6 +8,7 @@ the GPU has no such mode, or where its datasheet's number could not be confirmed
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 
 from memlab.errors import MemlabError
@@ -16,6 +17,10 @@ _TERA = 10**12
 _GIGA = 10**9
 # memory chips come in powers of two: a GPU's "16 GB" are 16 × 2**30 bytes, before ECC and the driver take their share
 _GIB = 2**30
+# how alike a name that is not known and one of the catalogue must be, from 0 to 1; of "T5" and "T4" half is the same
+_LIKE_ENOUGH = 0.6
+_LIKE_ENOUGH_WHEN_SHORT = 0.5
+_SHORT = 3
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ def gpu(name: str) -> Gpu:
         name: as in the catalogue, in any letter case.
 
     Raises:
-        MemlabError: no such GPU, with the known ones and the nearest name.
+        MemlabError: no such GPU, with the nearest ones: those of that model ("A100"), or of a name like it.
 
     Example:
         >>> gpu("t4").memory_bytes // 2**30
@@ -135,8 +140,7 @@ def gpu(name: str) -> Gpu:
     """
     found = _BY_NAME.get(name.strip().casefold())
     if found is None:
-        known = ", ".join(listed.name for listed in gpus())
-        raise MemlabError(f"no GPU {name!r} in the catalogue; there are {known}{_did_you_mean(name)}")
+        raise MemlabError(f"no GPU {name!r} in the catalogue; {_nearest(name.casefold())}")
     return found
 
 
@@ -156,6 +160,28 @@ def smallest_that_holds(size_bytes: int) -> Gpu | None:
     return min(large_enough, key=lambda listed: (listed.memory_bytes, listed.bandwidth_bytes_per_second), default=None)
 
 
-def _did_you_mean(name: str) -> str:
-    close = difflib.get_close_matches(name.strip().casefold(), _BY_NAME, n=1)
-    return f"; did you mean {_BY_NAME[close[0]].name}?" if close else ""
+def _nearest(name: str) -> str:
+    """GPUs of a model that is named ("A100"), or of a name like it, with all there are; all where none is like it."""
+    models = _by_model()
+    named = [word for word in re.split(r"[^a-z0-9]+", name) if word in models]
+    if named:
+        return f"did you mean {_either(models[named[0]])}?"
+    known = f"there are {', '.join(listed.name for listed in gpus())}"
+    names = {key: [listed] for key, listed in _BY_NAME.items()} | models
+    cutoff = _LIKE_ENOUGH_WHEN_SHORT if len(name.strip()) <= _SHORT else _LIKE_ENOUGH
+    close = difflib.get_close_matches(name.strip(), names, n=1, cutoff=cutoff)
+    return f"did you mean {_either(names[close[0]])}? {known[0].upper()}{known[1:]}" if close else known
+
+
+def _by_model() -> dict[str, list[Gpu]]:
+    """GPUs by the word of their name that tells the model, as in "a100" and "4090"."""
+    models: dict[str, list[Gpu]] = {}
+    for listed in _GPUS:
+        for word in listed.name.casefold().split():
+            if any(letter.isdigit() for letter in word) and not word.endswith("gb"):
+                models.setdefault(word, []).append(listed)
+    return models
+
+
+def _either(listed: list[Gpu]) -> str:
+    return " or ".join(each.name for each in listed)

@@ -4,11 +4,22 @@ Of the settings in it, these are *exact*: the gradient is that of the loop as wr
 sums (accumulation, checkpointing, offload, chunked loss). The others *change numerics* within a documented
 tolerance: precision, and the 8-bit optimizer.
 
-Left out, and kept where the user has set them:
+What works on the model within a pass (checkpointing, precision, activations off the device, chunked loss) has to
+be traced, combination by combination; accumulation and what works on the optimizer follow nearly for free. So by
+default all of the latter are combined with ten combinations of the former:
+
+- checkpointing off, selective and full, each in the precision as given and in 16 bits (6);
+- activations off the device, with nothing else of these (1): checkpointing frees the same bytes without moving any;
+- chunked loss, alone and beside full checkpointing, which leaves the peak in the loss, in both precisions (3).
+
+`wide=True` combines everything, and adds pure bf16: it needs the fewest bytes of all, and it keeps no fp32 copy of
+the weights, so that small updates are lost in training: nothing to be chosen for somebody who has not asked.
+
+Left out of both, and kept where the user has set them:
 
 - Adafactor and SGD update by another rule than Adam: another training run, not a cheaper way to the same one.
 - fp16 beside bf16: the same bytes at the same rate with a smaller range. It takes the place of bf16 on GPUs
-  that have no bf16 (`half`).
+  that have no bf16 (`half_format`).
 - fp32 and tf32: neither holds fewer bytes.
 - checkpointing every N blocks: between off and full in both memory and time.
 """
@@ -30,6 +41,7 @@ _OFFLOADS = (
     ((Offloaded.ACTIVATIONS, Tier.AUTO),),
     ((Offloaded.ACTIVATIONS, Tier.AUTO), (Offloaded.OPTIMIZER, Tier.AUTO)),
 )
+_FIRST_WITH_BF16 = (8, 0)
 # fields whose settings give the gradient and the update of the loop as written
 EXACT_FIELDS = frozenset({"accumulation", "checkpointing", "offload", "loss"})
 
@@ -39,6 +51,7 @@ def lattice(
     *,
     rows: int | None = None,
     lossless: bool = False,
+    wide: bool = False,
     half: Precision = Precision.BF16,
 ) -> tuple[Plan, ...]:
     """Every sensible combination of settings, without repetition.
@@ -50,14 +63,15 @@ def lattice(
         fixed: fields that differ from the default keep this value in every plan.
         rows: rows of a batch; it is not split into more micro-batches than that. None for any number.
         lossless: vary exact settings only; what `fixed` says stays as it is.
+        wide: every combination, and pure bf16 as well; by default those above, which can be predicted quickly.
         half: the 16-bit format that `keep` is compared with: bf16, or fp16 on a GPU without bf16.
 
     Returns:
         The plans: `fixed` first, then by the number of settings that differ from it.
 
     Example:
-        >>> len(lattice()), len(lattice(lossless=True)), len(lattice(rows=4, lossless=True))
-        (720, 120, 72)
+        >>> len(lattice()), len(lattice(lossless=True)), len(lattice(wide=True))
+        (200, 60, 720)
         >>> [plan.label for plan in lattice(Plan.parse("--adam8bit --offload optimizer"), rows=1, lossless=True)][:3]
         ['--adam8bit --offload optimizer', '--adam8bit --offload optimizer --chunk-loss', \
 '--checkpoint selective --adam8bit --offload optimizer']
@@ -65,7 +79,7 @@ def lattice(
     choices: dict[str, tuple[Any, ...]] = {
         "accumulation": tuple(n for n in _ACCUMULATION if rows is None or n <= max(1, rows)),
         "checkpointing": _CHECKPOINTING,
-        "precision": (Precision.KEEP, half, Precision.PURE_BF16),
+        "precision": (Precision.KEEP, half, *([Precision.PURE_BF16] if wide else [])),
         "optimizer": _OPTIMIZERS,
         "offload": _OFFLOADS,
         "loss": tuple(Loss),
@@ -74,7 +88,22 @@ def lattice(
     choices |= {name: (getattr(fixed, name),) for name in kept}
     plans = [plan for values in product(*choices.values()) if (plan := _plan(dict(zip(choices, values, strict=True))))]
     # a stable sort: within a number of changes the order is that of the fields
-    return tuple(sorted(dict.fromkeys(plans), key=lambda plan: len(plan.changes())))
+    ordered = sorted(dict.fromkeys(plans), key=lambda plan: len(plan.changes()))
+    return tuple(plan for plan in ordered if wide or _is_worth_a_trace(plan, fixed))
+
+
+def half_format(compute_capability: tuple[int, int] | None) -> Precision:
+    """The 16-bit format that a device computes in.
+
+    Args:
+        compute_capability: of a GPU; None for a CPU.
+
+    Example:
+        >>> half_format((7, 5)).value, half_format(None).value
+        ('fp16', 'bf16')
+    """
+    has_bf16 = compute_capability is None or compute_capability >= _FIRST_WITH_BF16
+    return Precision.BF16 if has_bf16 else Precision.FP16
 
 
 def _plan(settings: dict[str, Any]) -> Plan | None:
@@ -83,3 +112,13 @@ def _plan(settings: dict[str, Any]) -> Plan | None:
         return Plan(**settings)
     except PlanError:
         return None
+
+
+def _is_worth_a_trace(plan: Plan, fixed: Plan) -> bool:
+    """Whether what a plan does to the model is among the usual combinations."""
+    spilled = plan.tier_of(Offloaded.ACTIVATIONS) is not None and fixed.tier_of(Offloaded.ACTIVATIONS) is None
+    tiled = plan.loss is not fixed.loss
+    as_given = plan.precision is fixed.precision and plan.checkpointing == fixed.checkpointing
+    if spilled:
+        return as_given and not tiled
+    return not tiled or as_given or plan.checkpointing == "full"

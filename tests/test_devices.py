@@ -59,13 +59,29 @@ KNOWN = (
 )
 
 
-def test_an_unknown_name() -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("T5", f"did you mean T4? T{KNOWN[1:]}"),
+        ("L5", f"did you mean L4? T{KNOWN[1:]}"),
+        ("L40", f"did you mean L40S? T{KNOWN[1:]}"),
+        ("RTX 4099", f"did you mean RTX 4090? T{KNOWN[1:]}"),
+        ("H101", f"did you mean H100 PCIe or H100 SXM? T{KNOWN[1:]}"),
+        ("A100", "did you mean A100 40GB or A100 80GB?"),
+        ("h100", "did you mean H100 PCIe or H100 SXM?"),
+        ("V100", "did you mean V100 16GB or V100 32GB?"),
+        ("4090", "did you mean RTX 4090?"),
+        ("Tesla T4", "did you mean T4?"),
+        ("NVIDIA A100-SXM4-80GB", "did you mean A100 40GB or A100 80GB?"),
+        ("40GB", f"did you mean A100 40GB? T{KNOWN[1:]}"),
+        ("quantum", KNOWN),
+        ("", KNOWN),
+    ],
+)
+def test_an_unknown_name(name: str, said: str) -> None:
     with pytest.raises(MemlabError) as caught:
-        gpu("RTX 4099")
-    assert str(caught.value) == f"no GPU 'RTX 4099' in the catalogue; {KNOWN}; did you mean RTX 4090?"
-    with pytest.raises(MemlabError) as caught:
-        gpu("quantum")
-    assert str(caught.value) == f"no GPU 'quantum' in the catalogue; {KNOWN}"
+        gpu(name)
+    assert str(caught.value) == f"no GPU {name!r} in the catalogue; {said}"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memlab.lattice import EXACT_FIELDS, lattice
+from memlab.lattice import EXACT_FIELDS, half_format, lattice
 from memlab.plan import FIELDS, Loss, Offloaded, OptimizerChoice, Plan, Precision
 
 FLAGS = ["", "--accumulate 3", "--checkpoint every:2", "--precision tf32", "--optim adafactor", "--optim sgd",
@@ -16,13 +16,48 @@ FLAGS = ["", "--accumulate 3", "--checkpoint every:2", "--precision tf32", "--op
          "--accumulate 32 --fp16 --adam8bit"]  # fmt: skip
 
 
+def on_the_model(plan: Plan) -> tuple[object, ...]:
+    """What a plan does to the model: what has to be traced."""
+    return plan.checkpointing, plan.precision, plan.tier_of(Offloaded.ACTIVATIONS), plan.loss
+
+
 def test_every_combination_is_there_once() -> None:
-    plans = lattice()
+    plans = lattice(wide=True)
     assert len(plans) == len(set(plans)) == 5 * 3 * 3 * 2 * 4 * 2
     assert (
         Plan.parse("--accumulate 16 --checkpoint --bf16 --adam8bit --offload optimizer,activations --chunk-loss")
         in plans
     )
+
+
+def test_few_traces_serve_the_usual_plans() -> None:
+    plans = lattice()
+    ways = {on_the_model(plan) for plan in plans}
+    assert len(ways) == 10
+    # all of them with every accumulation and everything that works on the optimizer
+    assert len(plans) == len(set(plans)) == len(ways) * 5 * 2 * 2
+    assert not any(plan.precision is Precision.PURE_BF16 for plan in plans)
+    labels = {Plan(accumulation=1, checkpointing=plan.checkpointing, precision=plan.precision, loss=plan.loss,
+                   offload=tuple(item for item in plan.offload if item[0] is Offloaded.ACTIVATIONS)).label
+              for plan in plans}  # fmt: skip
+    assert labels == {
+        "as written", "--bf16", "--checkpoint selective", "--checkpoint selective --bf16", "--checkpoint",
+        "--checkpoint --bf16", "--offload activations", "--chunk-loss", "--checkpoint --chunk-loss",
+        "--checkpoint --bf16 --chunk-loss",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_the_usual_plans_are_some_of_all(flags: str) -> None:
+    fixed = Plan.parse(flags)
+    assert len({on_the_model(plan) for plan in lattice(fixed)}) <= 10
+    assert set(lattice(fixed)) <= set(lattice(fixed, wide=True))
+
+
+def test_what_is_fixed_does_not_count_as_unusual() -> None:
+    ways = {on_the_model(plan)[:2] for plan in lattice(Plan.parse("--chunk-loss"))}
+    assert len(ways) == 6
+    assert any(plan.tier_of(Offloaded.ACTIVATIONS) for plan in lattice(Plan.parse("--checkpoint --bf16")))
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -58,23 +93,30 @@ def test_lossless_varies_exact_settings_only() -> None:
     assert {plan.precision for plan in plans} == {Precision.KEEP}
     assert {plan.optimizer for plan in plans} == {OptimizerChoice.KEEP}
     assert {plan.loss for plan in plans} == set(Loss)
-    assert len(plans) == 5 * 3 * 4 * 2
+    assert len(plans) == 5 * 6 * 2
+    assert len(lattice(lossless=True, wide=True)) == 5 * 3 * 4 * 2
     with_8bit = lattice(Plan.parse("--adam8bit"), lossless=True)
     assert {(plan.precision, plan.optimizer) for plan in with_8bit} == {(Precision.KEEP, OptimizerChoice.ADAM8BIT)}
 
 
 def test_fp16_takes_the_place_of_bf16() -> None:
     plans = lattice(half=Precision.FP16)
-    assert {plan.precision for plan in plans} == {Precision.KEEP, Precision.FP16, Precision.PURE_BF16}
+    assert {plan.precision for plan in plans} == {Precision.KEEP, Precision.FP16}
     assert len(plans) == len(lattice())
+
+
+@pytest.mark.parametrize(("capability", "half"), [(None, "bf16"), ((6, 1), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"),
+                                                  ((12, 0), "bf16")])  # fmt: skip
+def test_the_16_bits_of_a_device(capability: tuple[int, int] | None, half: str) -> None:
+    assert half_format(capability) == half
 
 
 def test_fields_named_exact_exist() -> None:
     assert {spec.name for spec in FIELDS} > EXACT_FIELDS
 
 
-@given(st.sampled_from(FLAGS), st.none() | st.integers(1, 40), st.booleans())
-def test_it_is_a_set_of_plans_whatever_is_asked(flags: str, rows: int | None, lossless: bool) -> None:
-    plans = lattice(Plan.parse(flags), rows=rows, lossless=lossless)
+@given(st.sampled_from(FLAGS), st.none() | st.integers(1, 40), st.booleans(), st.booleans())
+def test_it_is_a_set_of_plans_whatever_is_asked(flags: str, rows: int | None, lossless: bool, wide: bool) -> None:
+    plans = lattice(Plan.parse(flags), rows=rows, lossless=lossless, wide=wide)
     assert len(plans) == len({plan.label for plan in plans})
-    assert set(plans) <= set(lattice(Plan.parse(flags)))
+    assert set(plans) <= set(lattice(Plan.parse(flags), wide=wide))

@@ -1,7 +1,8 @@
 """memlab in a notebook: thin magics over the Python API.
 
-- `magic`: what `%load_ext memlab` registers
-- `parser`: the flags of the magics and their help, generated from the plan's fields
+- `magic`: what `%load_ext memlab` registers; `cell_magic`: `%%memfit`; `line_magic`: `%memfit`
+- `notebook`: what the magics of one shell share
+- `parser`: the flags of the magics, those of plans from the plan's fields; `help`: what the magics say about them
 - `cells`: running a cell's text untouched, from inside a cell magic
 - `watch`: plan, session and meter for the duration of one cell
 - `foresight`: what is predicted, chosen for a budget and found; `forecast`: what `%memfit predict` returns

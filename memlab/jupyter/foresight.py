@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from memlab.errors import MemlabError, PlanError, WorkloadError
+from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
 from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.history import History
 from memlab.jupyter.parser import CellOptions, ForesightOptions
 from memlab.measuring.ledger import tensors_in
+from memlab.measuring.runs import compare
+from memlab.measuring.steps import Device
 from memlab.plan import Plan
 from memlab.records import Comparison, FoundPlan, Measurement, Prediction
 from memlab.report.ranking import verdict_words
@@ -32,6 +36,9 @@ Say = Callable[[str], None]
 # what predictions beside a receipt may take; one that is under way is not cut short
 PATIENCE_SECONDS = 5.0
 _SAID_AFTER_SECONDS = 1.0
+# what to do about a model that cannot be foretold
+_COMPARE = 'measure plans instead, as in %memfit compare "--accumulate 4" "--checkpoint"'
+_CHOOSE = "choose the plan yourself instead, as in %%memfit --accumulate 4"
 
 
 # -- what to foretell it for -----------------------------------------------------------------------
@@ -58,6 +65,10 @@ def workload_of(
     if options.batch:
         values = tuple(_variable(namespace, "--batch", name) for name in options.batch)
         batch = values[0] if len(values) == 1 else values
+        # values of other classes may hold tensors in ways of their own
+        if all(isinstance(leaf, (str, bytes, numbers.Number)) for leaf in tree_leaves(batch)):
+            what = f"{type(batch).__name__} without a tensor; name what the model is called with"
+            raise WorkloadError(f"--batch {','.join(options.batch)}: {what}")
     if batch is None:
         raise WorkloadError(
             f"%memfit {command} needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
@@ -103,16 +114,25 @@ def forecast(workload: Workload, options: ForesightOptions, budget: str, history
 def _predicted(
     workload: Workload, asked: list[Plan], options: ForesightOptions, history: History, say: Say
 ) -> list[Prediction]:
-    from memlab.lattice import lattice
     from memlab.predicting import predict_all
+    from memlab.search.finding import considered
 
     plans: list[Plan] | None = list(dict.fromkeys([Plan(), *asked])) if asked else None
-    if options.lossless and not asked:
-        plans = list(lattice(rows=_rows(workload), lossless=True))
+    if (options.lossless or options.wide) and not asked:
+        plans = list(considered(workload, options.device, lossless=options.lossless, wide=options.wide))
     measured = _calibration(history, workload) if options.device is None else None
-    predictions = predict_all(
-        workload, options.device, plans=plans, measured=measured, progress=lambda line: say(f"predicting, {line}")
-    )
+    try:
+        predictions = predict_all(
+            workload, options.device, plans=plans, measured=measured, progress=lambda line: say(f"predicting, {line}")
+        )
+    except TraceError as error:
+        if options.device is not None:
+            raise _with_advice(error, "without --device one step is measured here") from None
+        if asked:
+            quoted = " ".join(f'"{plan}"' for plan in asked)
+            them = "it" if len(asked) == 1 else "them"
+            raise _with_advice(error, f"measure {them} instead: %memfit compare {quoted}") from None
+        raise
     if options.plan is not None and predictions[-1].refused:
         # asked for by itself, so that nothing else is worth a table
         raise MemlabError(predictions[-1].refused)
@@ -135,9 +155,25 @@ def found(workload: Workload, options: ForesightOptions, budget: str, history: H
     if not budget:
         raise PlanError("%memfit find needs a budget, as in %memfit find --budget 8GiB")
     say(f"finding a plan for {budget}")
-    answer = find_plan(workload, budget, lossless=options.lossless, fixed=options.plan or Plan(), progress=say)
+    try:
+        answer = find_plan(workload, budget, lossless=options.lossless, fixed=options.plan or Plan(), progress=say)
+    except TraceError as error:
+        raise _with_advice(error, _COMPARE) from None
     history.lattice = answer.predictions
     return answer
+
+
+def measured_instead(workload: Workload, device: Device, say: Say) -> Comparison:
+    """One step as written, for a model that cannot be foretold; a row that says so where it does not fit."""
+    say("measuring one step")
+    return replace(
+        compare(workload, [Plan()], 1, device=device, progress=lambda line: say(f"measuring, {line}")),
+        title=f"memfit · {_without_device(workload)} · {device.name} · measured, not predicted",
+    )
+
+
+def _with_advice(error: TraceError, advice: str) -> TraceError:
+    return TraceError(f"{error}; {advice}", error.operator)
 
 
 def snapshot(workload: Workload, options: ForesightOptions, plan: Plan, say: Say) -> Path:
@@ -184,7 +220,12 @@ def choice(
         key = (budget_bytes, fixed, options.lossless, _shapes(workload))
         if key not in history.chosen:
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
-            plan, predictions = choose_plan(workload, budget_bytes, fixed=fixed, lossless=options.lossless)
+            try:
+                plan, predictions = choose_plan(
+                    workload, budget_bytes, fixed=fixed, lossless=options.lossless, progress=say
+                )
+            except TraceError as error:
+                raise _with_advice(error, _CHOOSE) from None
             history.chosen[key] = plan
             history.lattice = tuple(predictions)
         plan = history.chosen[key]

@@ -1,14 +1,13 @@
-"""The flags of `%%memfit` and the words of `%memfit`: one table each, read, checked and explained from it."""
+"""The flags of `%%memfit` and the words of `%memfit`: one table each, read and checked from it; `help` explains it."""
 
 from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memlab.errors import PlanError
-from memlab.plan import FIELDS, Plan, PlanField, unknown_flag
+from memlab.plan import Plan, unknown_flag
 from memlab.units import parse_bytes
 
 
@@ -83,6 +82,7 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
         _BUDGET,
         _GPU,
         Flag("all", "--all", "", "show every plan, not the best ones only"),
+        Flag("wide", "--wide", "", "every combination of techniques, and pure bf16; takes several times as long"),
         Flag("plans", "--plans", '"FLAGS" …', "predict these plans; the last flag of the line"),
         _LOSSLESS,
         *_WORKLOAD_FLAGS,
@@ -93,7 +93,7 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
             "predicted",
             "--predicted",
             "",
-            "foretell the snapshot; without it a real step is recorded, which needs CUDA",
+            "foretell the snapshot instead of running two steps for it",
         ),
         _GPU,
         *_WORKLOAD_FLAGS,
@@ -124,38 +124,6 @@ WORDS = (
     Word("replay", "FILE", "show a saved file, measured here or elsewhere; returns the Comparison"),
     Word("help", "", "show this"),
 )
-
-_CELL_EXAMPLES = """\
-Examples:
-    %%memfit
-    train()                                      # changes nothing: measures
-
-    %%memfit --accumulate 4 --checkpoint
-    train()
-
-    %%memfit --fp16 --adam8bit --capacity 8GiB
-    trainer.train()
-
-    %%memfit --budget 8GiB                       # the fastest plan predicted to fit into 8 GiB
-    train()
-
-    %%memfit --budget 8GiB --bf16 --lossless     # bf16 for certain; the rest is chosen, gradients stay exact
-    train()
-"""
-
-_LINE_EXAMPLES = """\
-Examples:
-    %memfit                                      # what is in force, what it needs
-    %memfit --accumulate 8                       # another plan, now
-    %memfit predict --budget 8GiB                # which plans fit, before any is applied
-    %memfit predict --accumulate 4 --device T4   # one plan, on another GPU
-    p = %memfit predict --plans "--fp16" "--bf16 --checkpoint"
-    found = %memfit find --budget 8GiB           # the fastest plan that fits, run and measured
-    c = %memfit compare "--accumulate 4" "--checkpoint"
-    %memfit snapshot step.pickle --predicted --accumulate 4
-    %memfit export trainer
-    %memfit undo
-"""
 
 
 @dataclass(frozen=True)
@@ -199,6 +167,7 @@ class ForesightOptions:
         optimizer: name of the variable to use as the optimizer.
         lossless: exact techniques only.
         every: show every row.
+        wide: consider every combination of techniques.
         predicted: foretell instead of recording.
     """
 
@@ -213,6 +182,7 @@ class ForesightOptions:
     optimizer: str | None = None
     lossless: bool = False
     every: bool = False
+    wide: bool = False
     predicted: bool = False
 
 
@@ -250,6 +220,7 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
         optimizer=given.get("optimizer"),
         lossless="lossless" in given,
         every="all" in given,
+        wide="wide" in given,
         predicted="predicted" in given,
     )
 
@@ -313,50 +284,6 @@ def unknown_word(word: str) -> PlanError:
     return PlanError(f"%memfit {word}: unknown{meant}; allowed are {', '.join(known)}, or the flags of a plan")
 
 
-def cell_help() -> str:
-    """What `%%memfit?` and `%%memfit -h` show."""
-    return "\n".join(
-        [
-            "%%memfit [flags]",
-            "",
-            "Run the cell with memory-saving techniques on its live model and optimizer, and measure memory and speed.",
-            "The model is found in the notebook, or when the cell first trains it. Without flags of techniques nothing",
-            "is changed: the plan in force stays, and the cell is measured. Flags set the whole plan; it stays applied",
-            "after the cell, until another one or %memfit undo. With --budget the plan is chosen at the cell's first",
-            "training step: every plan is predicted, and the fastest that fits is applied. The receipt then says what",
-            "was predicted and what was measured. The same from Python: memlab.fit, memlab.measure.",
-            "",
-            "Techniques:",
-            *_table((_plan_usage(field), field.help) for field in FIELDS),
-            "",
-            "The cell:",
-            *_table((flag.usage, flag.help) for flag in CELL_FLAGS),
-            "",
-            _CELL_EXAMPLES,
-        ]
-    )
-
-
-def line_help() -> str:
-    """What `%memfit?` and `%memfit help` show."""
-    return "\n".join(
-        [
-            "%memfit [word | flags]",
-            "",
-            "The plan in force: alone it shows what is applied to which model and what that needs.",
-            "",
-            *_table((word.usage, word.help) for word in WORDS),
-            "",
-            "Flags are those of %%memfit (see %%memfit?); %config MemLab holds defaults. predict, find and snapshot",
-            "change nothing, and also know these flags:",
-            "",
-            *_table((flag.usage, flag.help) for flag in _foresight_flags()),
-            "",
-            _LINE_EXAMPLES,
-        ]
-    )
-
-
 def _read_flags(words: list[str], flags: tuple[Flag, ...]) -> tuple[dict[str, str], list[str]]:
     """Values by the flags' names, and the words that belong to no flag."""
     by_flag = {spelled: flag for flag in flags for spelled in (flag.flag, flag.also) if spelled}
@@ -377,30 +304,3 @@ def _read_flags(words: list[str], flags: tuple[Flag, ...]) -> tuple[dict[str, st
             value = waiting.pop(0)
         given[flag.name] = value
     return given, loose
-
-
-def _foresight_flags() -> list[Flag]:
-    """Every flag of the subcommands that foretell, once; which of them knows it, where not all do."""
-    known: dict[str, Flag] = {}
-    for flags in FORESIGHT_FLAGS.values():
-        for flag in flags:
-            of = [other for other, others in FORESIGHT_FLAGS.items() if any(flag.flag == one.flag for one in others)]
-            where = "" if len(of) == len(FORESIGHT_FLAGS) else f"{', '.join(of)}: "
-            known.setdefault(flag.flag, replace(flag, help=where + flag.help))
-    return list(known.values())
-
-
-def _plan_usage(field: PlanField) -> str:
-    shorthands = "".join(f", {flag}" for flag in field.shorthands)
-    return f"{field.flag} {field.metavar}{shorthands}"
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Two columns; a left side that is too long gets a line of its own."""
-    lines = []
-    for left, right in rows:
-        if len(left) > 34:
-            lines += [f"  {left}", f"{'':38}{right}"]
-        else:
-            lines.append(f"  {left:<36}{right}")
-    return lines

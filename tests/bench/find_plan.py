@@ -24,7 +24,8 @@ from memlab.measuring.steps import device_for
 from memlab.plan import Plan
 from memlab.predicting import predict_all
 from memlab.records import Measurement, Prediction
-from memlab.search import _found, _run, _Search
+from memlab.search.deciding import Search, needed_bytes
+from memlab.search.trials import best_of_trials, run_trial
 from memlab.units import format_bytes
 from tests.bench.__main__ import slug, versions
 
@@ -89,7 +90,7 @@ def examine(workload: Workload) -> dict[str, Any]:
     measured = {plan: measure(workload, plan, STEPS) for plan in applicable}
     by_label = {each.plan: each for each in predictions}
     pairs = [(by_label[plan.label], measured[plan]) for plan in applicable]
-    peaks = sorted(_needed(each) for each in measured.values())
+    peaks = sorted(needed_bytes(each) for each in measured.values())
     budgets = [round(peaks[0] * (peaks[-1] / peaks[0]) ** share) for share in BUDGETS]
     return {
         "workload": workload.describe(),
@@ -98,11 +99,11 @@ def examine(workload: Workload) -> dict[str, Any]:
             [foretold.step_seconds for foretold, _ in pairs], [each.median_step_seconds for _, each in pairs]
         ),
         "worst under-prediction of the peak": max(
-            _needed(each) / foretold.needed_bytes - 1 for foretold, each in pairs
+            needed_bytes(each) / foretold.needed_bytes - 1 for foretold, each in pairs
         ),
         "searches": [searched(workload, plans, predictions, measured, budget_bytes) for budget_bytes in budgets],
         "measured": [
-            [each.plan, _needed(each), foretold.needed_bytes, each.median_step_seconds, foretold.step_seconds]
+            [each.plan, needed_bytes(each), foretold.needed_bytes, each.median_step_seconds, foretold.step_seconds]
             for foretold, each in pairs
         ],
     }
@@ -117,14 +118,17 @@ def searched(
 ) -> dict[str, Any]:
     """Search for one budget, and hold the result against the best of all measured plans that fit."""
     device = device_for(workload.device, budget_bytes)
-    known = _Search(workload.describe(), budget_bytes, plans, predictions)
+    known = Search(workload.describe(), budget_bytes, plans, predictions)
     try:
-        found = _found(
-            known, lambda plan: _run(workload, plan, STEPS, device, budget_bytes), 3, lambda line: print(f"  {line}")
+        found = best_of_trials(
+            known,
+            lambda plan: run_trial(workload, plan, STEPS, device, budget_bytes),
+            3,
+            lambda line: print(f"  {line}"),
         )
     finally:
         device.close()
-    fitting = [plan for plan, each in measured.items() if _needed(each) <= budget_bytes]
+    fitting = [plan for plan, each in measured.items() if needed_bytes(each) <= budget_bytes]
     best = min(fitting, key=lambda plan: measured[plan].median_step_seconds)
     return {
         "budget_bytes": budget_bytes,
@@ -158,10 +162,6 @@ def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
     """
     signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(list(zip(first, second, strict=True)), 2)]
     return (sum(sign > 0 for sign in signs) - sum(sign < 0 for sign in signs)) / max(1, len(signs))
-
-
-def _needed(measured: Measurement) -> int:
-    return measured.peak_allocated_bytes if measured.peak_reserved_bytes is None else measured.peak_reserved_bytes
 
 
 def show(results: dict[str, Any]) -> None:

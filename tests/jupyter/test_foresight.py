@@ -21,8 +21,9 @@ from memlab.jupyter import foresight
 from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.parser import FORESIGHT_FLAGS, foresight_options
 from memlab.jupyter.watch import without_graph
-from memlab.plan import Plan
-from memlab.records import FoundPlan, Measurement, Prediction, RunRecord
+from memlab.lattice import lattice
+from memlab.plan import Plan, Precision
+from memlab.records import Comparison, FoundPlan, Measurement, Prediction, RunRecord
 from memlab.session import session_of, sessions
 from memlab.workload import Batch, Workload
 from tests.jupyter.conftest import STEP, TRAIN, Cell
@@ -74,7 +75,7 @@ class Oracle:
 
     def choose_plan(
         self, workload: Workload, budget_bytes: int, *, device: object = None, fixed: Plan = Plan(),  # noqa: B008
-        lossless: bool = False,
+        lossless: bool = False, progress: Callable[[str], None] | None = None,
     ) -> tuple[Plan, list[Prediction]]:  # fmt: skip
         self.fixed.append(fixed)
         plans = [
@@ -202,6 +203,8 @@ def test_the_budget_of_the_configuration(shell: Any, made: Cell, oracle: Oracle)
         ("predict", "%memfit predict needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
                     "(a variable of this notebook)"),
         ("predict --batch nothing", "--batch nothing: no variable of that name"),
+        ("predict --batch words", "--batch words: list without a tensor; name what the model is called with"),
+        ("predict --batch words,nothing", "--batch nothing: no variable of that name"),
         ("predict --batch inputs --loss-fn sum", "--loss-fn sum: no variable of that name"),
         ("predict --batch inputs --budget 4GB", "size '4GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
         ("predict --batch inputs --checkpoint", "checkpointing: Sequential repeats no block"),
@@ -215,23 +218,81 @@ def test_the_budget_of_the_configuration(shell: Any, made: Cell, oracle: Oracle)
     ],
 )  # fmt: skip
 def test_what_is_refused_is_one_line(made: Cell, oracle: Oracle, line: str, said: str) -> None:
+    made("words = ['a', 'b']")
     assert one_line(made(f"%memfit {line}")) == said
 
 
 def test_a_gpu_that_is_not_known(made: Cell, oracle: Oracle) -> None:
     said = one_line(made("%memfit predict --batch inputs --device H101"))
-    assert said.startswith("no GPU 'H101' in the catalogue; there are GTX 1080, ")
+    assert said.startswith("no GPU 'H101' in the catalogue; did you mean H100 PCIe or H100 SXM? There are GTX 1080, ")
 
 
 def test_a_flag_that_is_not_known_names_the_nearest(made: Cell, oracle: Oracle) -> None:
     assert one_line(made("%memfit predict --devize T4")).startswith("unknown flag --devize; did you mean --device?")
 
 
-def test_a_model_that_cannot_be_traced(made: Cell, oracle: Oracle) -> None:
-    oracle.error = TraceError(
-        "a step of Sequential depends on values: nonzero; predict it without that mask", "nonzero"
-    )
-    assert one_line(made("%memfit predict --batch inputs")) == str(oracle.error)
+UNTRACEABLE = TraceError("what this model computes depends on values (aten.nonzero.default), which …", "aten.nonzero")
+
+
+def test_a_model_that_cannot_be_traced_is_measured_as_it_is(shell: Any, made: Cell, oracle: Oracle) -> None:
+    oracle.error = UNTRACEABLE
+    before = {name: value.clone() for name, value in shell.user_ns["model"].state_dict().items()}
+    made("criterion = torch.nn.functional.cross_entropy")
+    ran = made("p = %memfit predict --batch inputs,target --loss-fn criterion --budget 1GiB")
+    assert ran.error is None, ran.err
+    assert ran.out == f"memfit: {UNTRACEABLE}; so one step of the plan as written is measured\n"
+    comparison = shell.user_ns["p"]
+    assert isinstance(comparison, Comparison)
+    (row,) = comparison.measurements
+    assert (row.plan, len(row.step_seconds), row.fits) == ("as written", 1, True)
+    assert comparison.title == "memfit · Sequential 1.73k · AdamW · CPU ledger · measured, not predicted"
+    assert all(torch.equal(value, before[name]) for name, value in shell.user_ns["model"].state_dict().items())
+    # a device too small for it
+    made("%config MemLab.capacity = '16KiB'")
+    made("p = %memfit predict --batch inputs,target --loss-fn criterion")
+    assert [row.fits for row in shell.user_ns["p"].measurements] == [False]
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("predict --accumulate 2", 'measure it instead: %memfit compare "--accumulate 2"'),
+        (
+            'predict --plans "--bf16" "--accumulate 2"',
+            'measure them instead: %memfit compare "--bf16" "--accumulate 2"',
+        ),
+        ("find --budget 1GiB", 'measure plans instead, as in %memfit compare "--accumulate 4" "--checkpoint"'),
+        ("predict --device T4", "without --device one step is measured here"),
+    ],
+)
+def test_what_only_a_prediction_can_tell_is_refused(made: Cell, oracle: Oracle, line: str, advice: str) -> None:
+    oracle.error = UNTRACEABLE
+    command, _, rest = line.partition(" ")
+    said = one_line(made(f"%memfit {command} --batch inputs {rest}"))
+    assert said == f"{UNTRACEABLE}; {advice}"
+
+
+def test_a_plan_cannot_be_chosen_for_a_model_that_cannot_be_traced(made: Cell, oracle: Oracle) -> None:
+    oracle.error = UNTRACEABLE
+    said = one_line(made(f"%%memfit --budget 1GiB\n{TRAIN}"))
+    assert said == f"{UNTRACEABLE}; choose the plan yourself instead, as in %%memfit --accumulate 4"
+
+
+def test_every_combination(made: Cell, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    always = foretold(Plan())
+
+    def foretold_anyway(plan: Plan, device: str | None = None) -> Prediction:
+        return replace(always, plan=plan.label)
+
+    monkeypatch.setattr(sys.modules[__name__], "foretold", foretold_anyway)
+    for flags, expected in {
+        "--wide": lattice(rows=12, wide=True),
+        "--lossless": lattice(rows=12, lossless=True),
+        "--wide --device T4": lattice(rows=12, wide=True, half=Precision.FP16),
+    }.items():
+        oracle.asked.clear()
+        assert made(f"p = %memfit predict --batch inputs {flags}").error is None
+        assert oracle.asked == [plan.label for plan in expected]
 
 
 def test_no_model(cell: Cell, oracle: Oracle) -> None:
@@ -396,12 +457,25 @@ def test_a_kept_batch_holds_no_graph() -> None:
 
 
 def test_every_flag_is_read() -> None:
-    words = ["--lossless", "--all", "--model", "m", "--optimizer=o", "--batch", "x, y", "--budget", "1GiB", "--fp16"]
+    words = [
+        "--lossless",
+        "--all",
+        "--model",
+        "m",
+        "--optimizer=o",
+        "--batch",
+        "x, y",
+        "--budget",
+        "1GiB",
+        "--fp16",
+        "--wide",
+    ]
     options = foresight_options("predict", words)
+    assert options.wide
     assert (options.lossless, options.every, options.model, options.optimizer) == (True, True, "m", "o")
     assert (options.batch, options.budget, str(options.plan)) == (("x", "y"), "1GiB", "--fp16")
     assert {flag.name for flags in FORESIGHT_FLAGS.values() for flag in flags} == {
-        "budget", "device", "all", "plans", "lossless", "batch", "loss_fn", "model", "optimizer", "predicted",
+        "budget", "device", "all", "wide", "plans", "lossless", "batch", "loss_fn", "model", "optimizer", "predicted",
     }  # fmt: skip
 
 

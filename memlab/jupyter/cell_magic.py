@@ -1,0 +1,152 @@
+"""`CellMagic`: `%%memfit`. It parses, lets a `CellWatch` measure, and shows the receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+from IPython.core.error import UsageError
+
+from memlab.errors import WorkloadError
+from memlab.jupyter import cells, foresight
+from memlab.jupyter.display import show
+from memlab.jupyter.help import cell_help
+from memlab.jupyter.history import History
+from memlab.jupyter.live import Line, Progress, Saying
+from memlab.jupyter.notebook import Notebook, one_line
+from memlab.jupyter.parser import CellOptions, cell_options
+from memlab.jupyter.state import out_of_memory_advice
+from memlab.jupyter.watch import CellWatch, was_raised_by_memlab
+from memlab.plan import Plan
+from memlab.session import Session
+from memlab.workload import Workload
+
+_NO_MODEL = (
+    "no model found: no variable of this notebook is a trainable torch.nn.Module, and the cell made no training "
+    "call; make the model first, or train it in this cell"
+)
+
+
+class CellMagic:
+    """Runs cells under a plan.
+
+    Args:
+        notebook: what the magics of the shell share.
+    """
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._notebook = notebook
+
+    def run(self, line: str, cell: str) -> None:
+        """Run a cell under a plan; see `cell_help`."""
+        with one_line():
+            options = cell_options(line)
+            if options.help:
+                print(cell_help())  # noqa: T201 - what was asked for
+                return
+        source = cells.read(self._notebook.shell, cell)
+        broken = cells.syntax_error(self._notebook.shell, source)
+        if broken is not None:
+            cells.raise_shown(self._notebook.shell, broken)
+        self._run(options, source)
+
+    def _run(self, options: CellOptions, source: cells.Source) -> None:
+        budget_bytes = self._budget_of(options)
+        line = self._line(options)
+        watch = CellWatch(
+            self._plan_of(options),
+            options.capacity_bytes or self._notebook.config.capacity_bytes,
+            Progress(line) if line is not None else None,
+            self._choice(options, budget_bytes, line) if budget_bytes is not None else None,
+        )
+        with watch:
+            with one_line():
+                self._find(watch, options, source)
+            outcome = cells.run(self._notebook.shell, source)
+        steps = self._keep(watch, outcome.error)
+        if steps and watch.session is not None:
+            # whoever interrupted the cell does not wait for predictions
+            plans = watch.plans if outcome.error is None else ()
+            self._foretell(watch.session, plans, budget_bytes, line)
+        if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
+            self._show_receipt(watch, steps)
+        if outcome.error is not None:
+            self._raise(outcome, watch)
+        self._require_model(watch, options)
+
+    def _plan_of(self, options: CellOptions) -> Plan | None:
+        if options.plan is None and self._notebook.config.plan:
+            return Plan.parse(self._notebook.config.plan)
+        return options.plan
+
+    def _line(self, options: CellOptions) -> Line | None:
+        if options.quiet or self._notebook.config.quiet:
+            return None
+        return self._notebook.line()
+
+    def _budget_of(self, options: CellOptions) -> int | None:
+        """The budget of a cell; the configured one is for cells that say nothing about the plan."""
+        if options.budget_bytes is None and options.plan is None:
+            return self._notebook.config.budget_bytes
+        return options.budget_bytes
+
+    def _choice(self, options: CellOptions, budget_bytes: int, line: Line | None) -> Callable[[Workload], Plan]:
+        def history_of(workload: Workload) -> History:
+            return self._notebook.history_of(workload.model)
+
+        return foresight.choice(options, budget_bytes, self._plan_of(options) or Plan(), history_of, Saying(line))
+
+    def _foretell(self, session: Session, plans: tuple[Plan, ...], budget_bytes: int | None, line: Line | None) -> None:
+        """Add what was predicted to what was measured."""
+        history = self._notebook.histories[session.workload.model]
+        live = session.workload
+        if self._notebook.config.predict and history.batch is not None and plans:
+            with suppress(WorkloadError):
+                workload = Workload(live.model, live.optimizers, history.batch, name=live.name)
+                foresight.foretell_rows(history, workload, plans, Saying(line))
+            if line is not None:
+                line.clear()
+        if budget_bytes is not None:
+            history.say(foresight.budget_line(history, session.plan, budget_bytes))
+
+    def _find(self, watch: CellWatch, options: CellOptions, source: cells.Source) -> None:
+        found = Workload.find(
+            self._notebook.shell.user_ns, source.python, model=options.model, optimizer=options.optimizer
+        )
+        if found is None:
+            watch.wait_for_model()
+        else:
+            watch.attach(found)
+
+    def _keep(self, watch: CellWatch, error: BaseException | None) -> int:
+        if watch.session is None:
+            return 0
+        model = watch.session.workload.model
+        self._notebook.remember(watch.session.workload)
+        return watch.keep(self._notebook.history_of(model), error)
+
+    def _show_receipt(self, watch: CellWatch, steps: int) -> None:
+        if watch.session is None:
+            return
+        if steps:
+            show(self._notebook.histories[watch.session.workload.model].require())
+        else:
+            state = f"{watch.session.plan.label} is in force on {watch.session.workload.name}"
+            print(f"memfit: no optimizer step ended in this cell, so nothing was measured; {state}")  # noqa: T201
+
+    def _raise(self, outcome: cells.Outcome, watch: CellWatch) -> None:
+        error = outcome.error
+        if error is not None and was_raised_by_memlab(error):
+            raise UsageError(str(error))
+        advice = ""
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = out_of_memory_advice(watch.session.plan if watch.session is not None else Plan())
+        cells.raise_shown(self._notebook.shell, outcome, advice)
+
+    def _require_model(self, watch: CellWatch, options: CellOptions) -> None:
+        if watch.session is not None:
+            return
+        if options.plan is not None:
+            raise UsageError(f"{_NO_MODEL}; {options.plan.label} was not applied")
+        print(f"memfit: {_NO_MODEL}")  # noqa: T201 - the cell itself was fine

@@ -1,0 +1,112 @@
+"""What the magics say about themselves, from the tables of their flags and words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from memlab.jupyter.parser import CELL_FLAGS, FORESIGHT_FLAGS, WORDS, Flag
+from memlab.plan import FIELDS, PlanField
+
+_CELL_EXAMPLES = """\
+Examples:
+    %%memfit
+    train()                                      # changes nothing: measures
+
+    %%memfit --accumulate 4 --checkpoint
+    train()
+
+    %%memfit --fp16 --adam8bit --capacity 8GiB
+    trainer.train()
+
+    %%memfit --budget 8GiB                       # the fastest plan predicted to fit into 8 GiB
+    train()
+
+    %%memfit --budget 8GiB --bf16 --lossless     # bf16 for certain; the rest is chosen, gradients stay exact
+    train()
+"""
+
+_LINE_EXAMPLES = """\
+Examples:
+    %memfit                                      # what is in force, what it needs
+    %memfit --accumulate 8                       # another plan, now
+    %memfit predict --budget 8GiB                # which plans fit, before any is applied
+    %memfit predict --accumulate 4 --device T4   # one plan, on another GPU
+    p = %memfit predict --plans "--fp16" "--bf16 --checkpoint"
+    found = %memfit find --budget 8GiB           # the fastest plan that fits, run and measured
+    c = %memfit compare "--accumulate 4" "--checkpoint"
+    %memfit snapshot step.pickle --predicted --accumulate 4
+    %memfit export trainer
+    %memfit undo
+"""
+
+
+def cell_help() -> str:
+    """What `%%memfit?` and `%%memfit -h` show."""
+    return "\n".join(
+        [
+            "%%memfit [flags]",
+            "",
+            "Run the cell with memory-saving techniques on its live model and optimizer, and measure memory and speed.",
+            "The model is found in the notebook, or when the cell first trains it. Without flags of techniques nothing",
+            "is changed: the plan in force stays, and the cell is measured. Flags set the whole plan; it stays applied",
+            "after the cell, until another one or %memfit undo. With --budget the plan is chosen at the cell's first",
+            "training step: every plan is predicted, and the fastest that fits is applied. The receipt then says what",
+            "was predicted and what was measured. The same from Python: memlab.fit, memlab.measure.",
+            "",
+            "Techniques:",
+            *_table((_plan_usage(field), field.help) for field in FIELDS),
+            "",
+            "The cell:",
+            *_table((flag.usage, flag.help) for flag in CELL_FLAGS),
+            "",
+            _CELL_EXAMPLES,
+        ]
+    )
+
+
+def line_help() -> str:
+    """What `%memfit?` and `%memfit help` show."""
+    return "\n".join(
+        [
+            "%memfit [word | flags]",
+            "",
+            "The plan in force: alone it shows what is applied to which model and what that needs.",
+            "",
+            *_table((word.usage, word.help) for word in WORDS),
+            "",
+            "Flags are those of %%memfit (see %%memfit?); %config MemLab holds defaults. predict, find and snapshot",
+            "change nothing, and also know these flags:",
+            "",
+            *_table((flag.usage, flag.help) for flag in _foresight_flags()),
+            "",
+            _LINE_EXAMPLES,
+        ]
+    )
+
+
+def _foresight_flags() -> list[Flag]:
+    """Every flag of the subcommands that foretell, once; which of them knows it, where not all do."""
+    known: dict[str, Flag] = {}
+    for flags in FORESIGHT_FLAGS.values():
+        for flag in flags:
+            of = [other for other, others in FORESIGHT_FLAGS.items() if any(flag.flag == one.flag for one in others)]
+            where = "" if len(of) == len(FORESIGHT_FLAGS) else f"{', '.join(of)}: "
+            known.setdefault(flag.flag, replace(flag, help=where + flag.help))
+    return list(known.values())
+
+
+def _plan_usage(field: PlanField) -> str:
+    shorthands = "".join(f", {flag}" for flag in field.shorthands)
+    return f"{field.flag} {field.metavar}{shorthands}"
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Two columns; a left side that is too long gets a line of its own."""
+    lines = []
+    for left, right in rows:
+        if len(left) > 34:
+            lines += [f"  {left}", f"{'':38}{right}"]
+        else:
+            lines.append(f"  {left:<36}{right}")
+    return lines

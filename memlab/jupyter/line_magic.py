@@ -1,0 +1,246 @@
+"""`LineMagic`: `%memfit`. A word per command; each calls the Python API and returns what it made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
+from memlab.exporting import export
+from memlab.jupyter import foresight
+from memlab.jupyter.display import show_figure
+from memlab.jupyter.forecast import Forecast
+from memlab.jupyter.help import line_help
+from memlab.jupyter.history import History
+from memlab.jupyter.notebook import Notebook
+from memlab.jupyter.parser import foresight_options, plans_in, split_words, unknown_word
+from memlab.jupyter.state import state_text
+from memlab.measuring.runs import compare
+from memlab.measuring.steps import device_for
+from memlab.plan import Plan
+from memlab.records import Comparison, FoundPlan, RunRecord
+from memlab.session import session_of
+from memlab.units import parse_bytes
+from memlab.workload import Workload
+
+Shown = Comparison | Forecast | FoundPlan
+
+
+class LineMagic:
+    """Does what a line says.
+
+    Args:
+        notebook: what the magics of the shell share.
+    """
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._notebook = notebook
+
+    def run(self, line: str) -> Shown | None:
+        """Do what one line says; see `line_help`."""
+        words = split_words(line)
+        if not words:
+            print(self._state())  # noqa: T201 - what was asked for
+            return None
+        if words[0] in ("-h", "--help"):
+            words[0] = "help"
+        if words[0].startswith("-"):
+            words.insert(0, "switch")
+        command = self._commands.get(words[0])
+        if command is None:
+            raise unknown_word(words[0])
+        return command(words[1:])
+
+    @property
+    def _commands(self) -> dict[str, Callable[[list[str]], Shown | None]]:
+        return {
+            "predict": self._predict,
+            "find": self._find_plan,
+            "snapshot": self._snapshot,
+            "report": self._report,
+            "compare": self._compare,
+            "switch": self._switch,
+            "undo": self._undo_plan,
+            "export": self._export,
+            "device": self._device,
+            "record": self._record,
+            "replay": self._replay,
+            "help": self._help,
+        }
+
+    def _state(self) -> str:
+        shown = []
+        for session in self._notebook.sessions():
+            history = self._notebook.histories.get(session.workload.model, History())
+            shown.append(state_text(session, history, self._notebook.shell.user_ns, self._notebook.config.capacity))
+        return "\n\n".join(shown) or f"memfit: {self._notebook.nothing_applied()}"
+
+    def _report(self, words: list[str]) -> Comparison:
+        _no_more(words, "report")
+        comparison = self._notebook.history().require()
+        show_figure(self._notebook.shell, comparison)
+        return comparison
+
+    def _predict(self, words: list[str]) -> Forecast | Comparison:
+        options = foresight_options("predict", words)
+        workload, history = self._notebook.subject("predict", options)
+        budget = (
+            options.budget or self._notebook.config.budget or ("" if options.device else self._notebook.config.capacity)
+        )
+        with self._notebook.saying() as say:
+            try:
+                forecast = foresight.forecast(workload, options, budget, history, say)
+            except TraceError as error:
+                if options.plan is not None or options.plans or options.device:
+                    raise
+                why = str(error)
+            else:
+                show_figure(self._notebook.shell, forecast)
+                return forecast
+        return self._measured_instead(workload, why)
+
+    def _measured_instead(self, workload: Workload, why: str) -> Comparison:
+        print(f"memfit: {why}; so one step of the plan as written is measured")  # noqa: T201
+        device = device_for(workload.device, self._notebook.config.capacity_bytes)
+        with self._notebook.saying() as say:
+            try:
+                return foresight.measured_instead(workload, device, say)
+            finally:
+                device.close()
+
+    def _find_plan(self, words: list[str]) -> FoundPlan:
+        options = foresight_options("find", words)
+        workload, history = self._notebook.subject("find", options)
+        with self._notebook.saying() as say:
+            found = foresight.found(
+                workload,
+                options,
+                options.budget or self._notebook.config.budget or self._notebook.config.capacity,
+                history,
+                say,
+            )
+        show_figure(self._notebook.shell, found)
+        print(f"memfit: to apply it: %memfit {str(found.plan) or '--accumulate 1'}")  # noqa: T201
+        return found
+
+    def _snapshot(self, words: list[str]) -> None:
+        options = foresight_options("snapshot", words)
+        workload, _ = self._notebook.subject("snapshot", options)
+        session = session_of(workload.model)
+        plan = options.plan or (session.plan if session is not None else Plan())
+        with self._notebook.saying() as say:
+            file = foresight.snapshot(workload, options, plan, say)
+        print(f"memfit: {plan.label}, saved to {file}; open it at https://docs.pytorch.org/memory_viz")  # noqa: T201
+
+    def _compare(self, words: list[str]) -> Comparison:
+        if not words:
+            raise PlanError(
+                '%memfit compare: name the plans, each in quotes, as in %memfit compare "--accumulate 4" "--checkpoint"'
+            )
+        plans = [Plan.parse(word) for word in plans_in(words)]
+        session, batch = self._notebook.session(), self._notebook.history().batch
+        if batch is None:
+            raise WorkloadError("%memfit compare needs a batch: run a %%memfit cell that trains first")
+        workload = Workload(session.workload.model, session.workload.optimizers, batch)
+        device = device_for(workload.device, self._notebook.config.capacity_bytes)
+        with self._notebook.saying() as say:
+            try:
+                compared = compare(workload, plans, device=device, progress=lambda text: say(f"comparing, {text}"))
+            finally:
+                device.close()
+            return foresight.with_predictions(compared, workload, say) if self._notebook.config.predict else compared
+
+    def _switch(self, words: list[str]) -> None:
+        plan, rest = Plan.parse_known(words)
+        if rest or not words:
+            # says what is wrong with the first word that is no flag of a plan
+            plan = Plan.parse(" ".join(words)) if words else _flags_missing()
+        session = self._notebook.session()
+        before = session.plan
+        session.switch(plan, now=True)
+        print(f"memfit: {before.label} → {session.plan.label}")  # noqa: T201
+
+    def _undo_plan(self, words: list[str]) -> None:
+        everywhere = words == ["all"]
+        _no_more([] if everywhere else words, "undo")
+        undone = self._notebook.sessions() if everywhere else [self._notebook.session()]
+        for session in undone:
+            session.undo()
+            history = self._notebook.histories.get(session.workload.model)
+            if history is not None:
+                history.batch = None
+            print(f"memfit: {session.workload.name} is as it was")  # noqa: T201
+        if not undone:
+            print("memfit: nothing to undo")  # noqa: T201
+
+    def _export(self, words: list[str]) -> None:
+        to = words.pop(0) if words and not words[0].startswith("-") else "torch"
+        plan = Plan.parse(" ".join(words)) if words else self._notebook.session().plan
+        print(export(plan, to))  # noqa: T201 - what was asked for
+
+    def _device(self, words: list[str]) -> None:
+        if words:
+            self._notebook.config.capacity = _capacity_in(words)
+        session = next(iter(self._notebook.sessions()), None)
+        where = session.workload.device if session is not None else _default_device()
+        device = device_for(where, self._notebook.config.capacity_bytes)
+        device.close()
+        limit = "" if self._notebook.config.capacity else ", with the memory it has"
+        print(f"memfit: memory is counted on {device.name}{limit}")  # noqa: T201
+
+    def _record(self, words: list[str]) -> None:
+        file = _file_in(words, "record")
+        try:
+            file.write_text(self._notebook.history().record().to_json(), encoding="utf-8")
+        except OSError as error:
+            raise MemlabError(f"%memfit record {file}: {error.strerror}") from None
+        print(f"memfit: saved to {file}")  # noqa: T201
+
+    def _replay(self, words: list[str]) -> Comparison:
+        file = _file_in(words, "replay")
+        try:
+            comparison = RunRecord.from_json(file.read_text(encoding="utf-8")).comparison
+        except OSError as error:
+            raise MemlabError(f"%memfit replay {file}: {error.strerror}") from None
+        show_figure(self._notebook.shell, comparison)
+        return comparison
+
+    def _help(self, words: list[str]) -> None:
+        _no_more(words, "help")
+        print(line_help())  # noqa: T201 - what was asked for
+
+
+def _no_more(words: list[str], command: str) -> None:
+    if words:
+        raise PlanError(f"%memfit {command} {words[0]}: unknown; see %memfit help")
+
+
+def _flags_missing() -> Plan:
+    raise PlanError("%memfit switch needs the flags of a plan, as in %memfit switch --accumulate 4")
+
+
+def _capacity_in(words: list[str]) -> str:
+    flag, has_value, value = words[0].partition("=")
+    rest = words[1:]
+    if flag == "--capacity" and not has_value and rest:
+        value = rest.pop(0)
+    if flag != "--capacity" or not value or rest:
+        raise PlanError(
+            f"%memfit device {' '.join(words)}: expected --capacity SIZE, as in --capacity 4GiB, or --capacity none"
+        )
+    if value == "none":
+        return ""
+    parse_bytes(value)
+    return value
+
+
+def _file_in(words: list[str], command: str) -> Path:
+    if len(words) != 1:
+        raise PlanError(f"%memfit {command} needs one file name, as in %memfit {command} run.json")
+    return Path(words[0])
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,319 @@
+"""`Search`: what is believed of every plan by now, and which one to run next."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from memlab.devices import smallest_that_holds
+from memlab.errors import BudgetError, MissingExtraError, RefusalError, WorkloadError
+from memlab.plan import FIELDS, Plan
+from memlab.records import FoundPlan, Measurement, Prediction
+from memlab.search.corrections import Corrections, settings_of
+from memlab.units import format_bytes, format_seconds
+
+# standard deviations of log(measured / predicted) for time: of what all plans share (a wide one says nothing), and of
+# one setting between these bounds (from the width of predicted intervals: two deviations each way, a third its own)
+_OVERALL_TIME = 3.0
+_SETTING_TIME = (0.05, 0.2)
+_SHARE_OF_INTERVAL = 1 / 12
+# what moves data off the device depends on a disk or a bus and on how many pieces there are: on a CPU, activations
+# off it cost steps 0.8 to 4 times what the prediction had for them (`python -m tests.bench.find_plan`)
+_DOUBTS: Mapping[str, float] = {"offload": 3.0}
+# two runs of the same plan differ by about this much
+_LEAST_TIME_NOISE = 0.02
+# memory repeats exactly on the CPU ledger and nearly so on CUDA: all of it is relative to the predicted interval
+_MEMORY_NOISE = 0.1
+# an out of memory says only that the peak is above the budget: by this much, say
+_BEYOND_BUDGET = math.log(1.03)
+# expected gain in time below which no other plan is run
+_WORTH_A_TRIAL = 0.005
+# the CUDA context and its kernels are outside the allocator; memory that CUDA reports is up to 4 % below the catalogue's
+_CONTEXT_BYTES = 512 * 2**20
+_USABLE_SHARE = 0.96
+# time of a step under one setting, relative to none, where no rate of the device is known: an order, not a prediction
+_USUAL_COST: Mapping[str, float] = {
+    "accumulation": 1.03, "checkpointing:selective": 1.1, "checkpointing:full": 1.3, "precision:fp16": 0.6,
+    "precision:bf16": 0.6, "precision:pure-bf16": 0.65, "optimizer:adam8bit": 1.02, "offload:optimizer": 1.3,
+    "offload:activations": 1.4, "loss:chunked": 1.02,
+}  # fmt: skip
+_FIELD_NAMES = frozenset(spec.name for spec in FIELDS)
+
+
+@dataclass
+class Candidate:
+    """A plan, what was foretold for it, and what came of it."""
+
+    plan: Plan
+    prediction: Prediction
+    log_seconds: float
+    measurement: Measurement | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether it could still be run."""
+        return self.measurement is None and not self.prediction.refused
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is believed of a plan by now, in logarithms of seconds and bytes.
+
+    Args:
+        log_seconds: expected time.
+        deviation: standard deviation of it.
+        log_bytes: lowest, expected and highest peak.
+        likelihood: of fitting.
+    """
+
+    log_seconds: float
+    deviation: float
+    log_bytes: tuple[float, float, float]
+    likelihood: float
+
+
+class Search:
+    """What is known about a set of plans and a budget, and which plan to run next.
+
+    Args:
+        title: what is trained, on what.
+        budget_bytes: size to fit into.
+        plans: those to consider; the first is the one that changes least.
+        predictions: what is foretold for them, in any order.
+    """
+
+    def __init__(self, title: str, budget_bytes: int, plans: Sequence[Plan], predictions: Iterable[Prediction]) -> None:
+        by_label = {prediction.plan: prediction for prediction in predictions}
+        known = [(plan, by_label[plan.label]) for plan in plans if plan.label in by_label]
+        seconds = _log_seconds(known)
+        self._title, self._budget_bytes = title, budget_bytes
+        self._candidates = {
+            plan: Candidate(plan, prediction, log) for (plan, prediction), log in zip(known, seconds, strict=True)
+        }
+        self._trials: list[tuple[Plan, Measurement]] = []
+        self._time = Corrections(_OVERALL_TIME, _setting_deviation(prediction for _, prediction in known), _DOUBTS)
+        self._memory = Corrections(1.0, 1.0)
+        self._outlooks: dict[Plan, Outlook] = {}
+
+    # -- what to run
+
+    def next_plan(self, trials: int) -> Plan | None:
+        """The plan to run next, or None when none is worth it."""
+        best = self._best()
+        failures = len(self._trials) - len(self._proven())
+        if best is None:
+            return self.most_promising() if failures < trials else self._last_resort(failures == trials)
+        if len(self._proven()) >= trials or failures > trials:
+            return None
+        gains = {
+            candidate.plan: self._gain(candidate, math.log(best.median_step_seconds))
+            for candidate in self._open()
+            if failures < trials or self.fits_for_certain(candidate.plan)
+        }
+        plan = max(gains, key=gains.__getitem__, default=None)
+        return plan if plan is not None and gains[plan] > _WORTH_A_TRIAL else None
+
+    def fits_for_certain(self, plan: Plan) -> bool:
+        """Whether a plan is believed to fit without doubt."""
+        candidate = self._candidates.get(plan)
+        return candidate is not None and candidate.open and self._outlook(candidate).likelihood == 1
+
+    def most_promising(self) -> Plan | None:
+        """The fastest plan that fits for certain, or one that probably fits and is faster still."""
+        outlooks = {candidate.plan: self._outlook(candidate) for candidate in self._open()}
+        certain = [plan for plan, outlook in outlooks.items() if outlook.likelihood == 1]
+        if certain:
+            return min(certain, key=lambda plan: outlooks[plan].log_seconds)
+        likely = [plan for plan, outlook in outlooks.items() if outlook.likelihood > 0]
+        return max(likely, key=lambda plan: outlooks[plan].likelihood, default=None)
+
+    def announcement(self, plan: Plan) -> str:
+        """The line before a trial."""
+        candidate = self._candidates[plan]
+        outlook = self._outlook(candidate)
+        expected = f"about {format_bytes(math.exp(outlook.log_bytes[1]))}"
+        if math.isfinite(candidate.prediction.step_seconds):
+            expected += f" and {format_seconds(math.exp(outlook.log_seconds))} a step"
+        return f"trial {len(self._trials) + 1}: {plan.label}, {expected}"
+
+    # -- what came of it
+
+    def learn(self, plan: Plan, measurement: Measurement) -> None:
+        """Take in a trial, and correct what is believed of all plans."""
+        candidate = self._candidates[plan]
+        predicted = math.log(max(1, candidate.prediction.needed_bytes))
+        if measurement.fits:
+            noise = max(_LEAST_TIME_NOISE, measurement.spread / math.sqrt(len(measurement.step_seconds)))
+            self._time.learn(plan, math.log(measurement.median_step_seconds) - candidate.log_seconds, noise)
+            self._memory.learn(plan, math.log(max(1, needed_bytes(measurement))) - predicted, _MEMORY_NOISE)
+        else:
+            expected, _ = self._memory.expected(plan)
+            beyond = math.log(self._budget_bytes) + _BEYOND_BUDGET
+            seen = math.log(max(1, needed_bytes(measurement)))
+            self._memory.learn(plan, max(expected, max(beyond, seen) - predicted), _MEMORY_NOISE)
+        candidate.measurement = measurement
+        self._trials.append((plan, measurement))
+        self._outlooks.clear()
+
+    def refuse(self, plan: Plan, error: RefusalError | MissingExtraError) -> None:
+        """Leave out every plan with the setting that was refused.
+
+        Raises:
+            RefusalError: the model itself is refused, whatever the plan.
+        """
+        # packages are missing for optimizers only
+        name = error.technique if isinstance(error, RefusalError) else "optimizer"
+        if name not in _FIELD_NAMES or name not in plan.changes():
+            raise error
+        for candidate in self._open():
+            if getattr(candidate.plan, name) == getattr(plan, name):
+                candidate.prediction = replace(candidate.prediction, refused=str(error))
+
+    def result(self) -> FoundPlan:
+        """The fastest plan that was run and fits.
+
+        Raises:
+            BudgetError: none fits.
+            WorkloadError: none applies.
+        """
+        best = self._best()
+        if best is None:
+            raise self.nothing_left()
+        return FoundPlan(
+            title=self._title,
+            budget_bytes=self._budget_bytes,
+            plan=next(plan for plan, measurement in self._trials if measurement is best),
+            measurement=best,
+            trials=tuple(measurement for _, measurement in self._trials),
+            predictions=tuple(candidate.prediction for candidate in sorted(self._candidates.values(), key=self._place)),
+        )
+
+    def nothing_left(self) -> BudgetError | WorkloadError:
+        """The error for a budget that no plan fits: how far off it is, and which GPU would do."""
+        applicable = [candidate for candidate in self._candidates.values() if not candidate.prediction.refused]
+        if not applicable:
+            reason = next((candidate.prediction.refused for candidate in self._candidates.values()), "none is foretold")
+            return WorkloadError(f"no plan applies to {self._title}: {reason}")
+        smallest = min(applicable, key=lambda candidate: self._outlook(candidate).log_bytes[1])
+        needed_bytes = round(math.exp(self._outlook(smallest).log_bytes[1]))
+        return BudgetError(
+            f"nothing fits into {format_bytes(self._budget_bytes)} for {self._title}: the smallest of {len(applicable)} "
+            f"plans, {smallest.plan.label}, needs about {format_bytes(needed_bytes)}, "
+            f"{format_bytes(max(0, needed_bytes - self._budget_bytes))} too much{self._ran_out()}; "
+            f"{_gpu_for(needed_bytes)}, or make the batch smaller"
+        )
+
+    def _ran_out(self) -> str:
+        labels = [plan.label for plan, measurement in self._trials if not measurement.fits]
+        return f" (run and out of memory: {', '.join(labels)})" if labels else ""
+
+    # -- what is believed
+
+    def _open(self) -> list[Candidate]:
+        return [candidate for candidate in self._candidates.values() if candidate.open]
+
+    def _proven(self) -> list[Measurement]:
+        return [measurement for _, measurement in self._trials if measurement.fits]
+
+    def _best(self) -> Measurement | None:
+        return min(self._proven(), key=lambda measurement: measurement.median_step_seconds, default=None)
+
+    def _last_resort(self, is_allowed: bool) -> Plan | None:
+        """After as many failures as are allowed: the smallest plan, if it may fit."""
+        outlooks = {candidate.plan: self._outlook(candidate) for candidate in self._open() if is_allowed}
+        plan = min(outlooks, key=lambda plan: outlooks[plan].log_bytes[1], default=None)
+        return plan if plan is not None and outlooks[plan].likelihood > 0 else None
+
+    def _gain(self, candidate: Candidate, best_log_seconds: float) -> float:
+        """By how much running this plan is expected to lower the best logarithm of time."""
+        outlook = self._outlook(candidate)
+        return outlook.likelihood * _expected_excess(best_log_seconds - outlook.log_seconds, outlook.deviation)
+
+    def _outlook(self, candidate: Candidate) -> Outlook:
+        outlook = self._outlooks.get(candidate.plan)
+        if outlook is None:
+            outlook = self._outlooks[candidate.plan] = self._look(candidate)
+        return outlook
+
+    def _look(self, candidate: Candidate) -> Outlook:
+        error, deviation = self._time.expected(candidate.plan)
+        low, middle, high = self._corrected_bytes(candidate)
+        likelihood = _share_below(math.log(self._budget_bytes), low, high)
+        return Outlook(candidate.log_seconds + error, deviation, (low, middle, high), likelihood)
+
+    def _corrected_bytes(self, candidate: Candidate) -> tuple[float, float, float]:
+        """The predicted interval, moved by what is known of its error and narrowed by how well it is known."""
+        error, deviation = self._memory.expected(candidate.plan)
+        doubt = deviation / self._memory.deviation_before(candidate.plan)
+        middle = math.log(max(1, candidate.prediction.needed_bytes))
+        low, high = (math.log(max(1, size_bytes)) for size_bytes in candidate.prediction.interval_bytes)
+        return middle + error + doubt * (low - middle), middle + error, middle + error + doubt * (high - middle)
+
+    def _place(self, candidate: Candidate) -> tuple[int, float]:
+        """Best first: what fits by its time, then what may fit, then the rest by its size; refused ones last."""
+        outlook = self._outlook(candidate)
+        if candidate.prediction.refused:
+            return 3, 0.0
+        if candidate.measurement is not None:
+            fits = candidate.measurement.fits
+            return (0, math.log(candidate.measurement.median_step_seconds)) if fits else (2, outlook.log_bytes[1])
+        if outlook.likelihood == 0:
+            return 2, outlook.log_bytes[1]
+        return (0 if outlook.likelihood == 1 else 1), outlook.log_seconds
+
+
+def needed_bytes(measured: Measurement) -> int:
+    """What a budget must hold, as `Prediction.needed_bytes` says it."""
+    return measured.peak_allocated_bytes if measured.peak_reserved_bytes is None else measured.peak_reserved_bytes
+
+
+def _log_seconds(known: Sequence[tuple[Plan, Prediction]]) -> list[float]:
+    """Predicted times in logarithms; the usual order of settings where no time is predicted."""
+    foretold = [prediction.step_seconds for _, prediction in known if not prediction.refused]
+    if all(math.isfinite(seconds) and seconds > 0 for seconds in foretold):
+        return [0.0 if prediction.refused else math.log(prediction.step_seconds) for _, prediction in known]
+    return [_usual_log_cost(plan) for plan, _ in known]
+
+
+def _usual_log_cost(plan: Plan) -> float:
+    settings = [f"{name}:{value}" for name, values in settings_of(plan).items() for value in values]
+    costs = sum(math.log(_USUAL_COST.get(setting, 1.0)) for setting in settings)
+    return costs + math.log2(plan.accumulation) * math.log(_USUAL_COST["accumulation"])
+
+
+def _setting_deviation(predictions: Iterable[Prediction]) -> float:
+    """How wrong the predicted time of one setting may be, from how wide the intervals are."""
+    low, high = _SETTING_TIME
+    intervals = [prediction.interval_seconds for prediction in predictions if not prediction.refused]
+    widths = [math.log(longest / shortest) for shortest, longest in intervals if 0 < shortest <= longest < math.inf]
+    return min(high, max(low, statistics.median(widths) * _SHARE_OF_INTERVAL)) if widths else high
+
+
+def _expected_excess(mean: float, deviation: float) -> float:
+    """Mean of the positive part of a normal variable.
+
+    Example:
+        >>> round(_expected_excess(0.0, 0.1), 4), _expected_excess(0.2, 0.0)
+        (0.0399, 0.2)
+    """
+    if deviation <= 0:
+        return max(0.0, mean)
+    z = mean / deviation
+    density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    return mean * (1 + math.erf(z / math.sqrt(2))) / 2 + deviation * density
+
+
+def _share_below(limit: float, low: float, high: float) -> float:
+    """Share of an interval below a limit, rounding errors of logarithms aside."""
+    if limit >= high - 1e-9:
+        return 1.0
+    return (limit - low) / (high - low) if limit > low else 0.0
+
+
+def _gpu_for(needed_bytes: int) -> str:
+    gpu = smallest_that_holds(round((needed_bytes + _CONTEXT_BYTES) / _USABLE_SHARE))
+    if gpu is None:
+        return "no single GPU of the catalogue holds that: spread the model over several"
+    return f"use a GPU with the memory of a {gpu.name} ({format_bytes(gpu.memory_bytes)})"

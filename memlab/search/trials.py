@@ -1,0 +1,90 @@
+"""Running plans: one trial, and trial after trial until none is worth it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from memlab.errors import MissingExtraError, RefusalError
+from memlab.measuring.runs import measure, row_of_failure
+from memlab.measuring.steps import Device
+from memlab.plan import Plan
+from memlab.records import FoundPlan, Measurement
+from memlab.search.deciding import Search, needed_bytes
+from memlab.workload import Workload
+
+# a measurement whose steps differ by more than this (half range over median) is taken once more
+_NOISY_SPREAD = 0.25
+
+Run = Callable[[Plan], Measurement]
+Say = Callable[[str], None]
+
+
+def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan:
+    """Run plans until none is worth a trial.
+
+    Raises:
+        BudgetError: none fits.
+        RefusalError: the model is refused, whatever the plan.
+        WorkloadError: none applies.
+    """
+    while (plan := search.next_plan(trials)) is not None:
+        say(search.announcement(plan))
+        try:
+            measurement = run(plan)
+        except (RefusalError, MissingExtraError) as error:
+            search.refuse(plan, error)
+        else:
+            search.learn(plan, measurement)
+    return search.result()
+
+
+def run_trial(workload: Workload, plan: Plan, steps: int, device: Device, budget_bytes: int) -> Measurement:
+    """The measurement of a plan; the row that says so when it does not fit.
+
+    Args:
+        workload: what to train.
+        plan: to run.
+        steps: to time.
+        device: what to count memory on.
+        budget_bytes: what it must fit into.
+
+    Raises:
+        RefusalError: a technique of the plan does not apply.
+    """
+    _free_cache(workload.device)
+    words = ""
+    try:
+        measured = measure(workload, plan, 1 if device.observes_every_step else steps, device=device)
+    except torch.OutOfMemoryError as error:
+        words = str(error)
+    if words:
+        # out of the handler: until here the traceback held the failed step's tensors
+        gc.collect()
+        return row_of_failure(plan, device, words)
+    if needed_bytes(measured) > budget_bytes:
+        return replace(measured, fits=False)
+    if not device.observes_every_step:
+        return _steadied(measured, lambda: measure(workload, plan, steps, device=device))
+
+    def timed() -> Measurement:
+        return measure(workload, plan, steps)
+
+    return replace(measured, step_seconds=_steadied(timed(), timed).step_seconds)
+
+
+def _steadied(measured: Measurement, again: Callable[[], Measurement]) -> Measurement:
+    """The faster of two measurements where the first was disturbed."""
+    if measured.spread <= _NOISY_SPREAD:
+        return measured
+    return min(measured, again(), key=lambda each: each.median_step_seconds)
+
+
+def _free_cache(device: torch.device) -> None:
+    """What an earlier trial left reserved would count towards this one's peak."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

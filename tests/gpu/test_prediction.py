@@ -1,0 +1,105 @@
+"""Predictions against a real GPU: the figures, the table, and golden traces of the allocator for those without one."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.measuring.steps import device_for
+from memlab.predicting import predict_all
+from tests.bench.accuracy import MODELS, PLANS, Summary, by_model, examine, pairs_in, results_on, save, table, tau_of, workload_of
+from tests.golden import record
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+# the figures
+MEDIAN_ALLOCATED, MEDIAN_RESERVED = 0.01, 0.03
+UNDER_ALLOCATED, UNDER_RESERVED = 0.03, 0.05
+LEAST_PAIRS = 60
+LEAST_TAU = 0.5
+
+
+@functools.cache
+def results() -> dict[str, Any]:
+    """Every model under every plan, measured once and written down."""
+    found = results_on(torch.device("cuda"), lambda line: print(line, file=sys.stderr, flush=True))
+    save(found)
+    return found
+
+
+@pytest.mark.timeout(1500)
+def test_allocated_peaks_are_within_the_figures() -> None:
+    pairs = pairs_in(results())
+    print(table(results()))
+    assert len(pairs) >= LEAST_PAIRS
+    found = Summary.of([pair.allocated_error for pair in pairs])
+    assert found.median <= MEDIAN_ALLOCATED, table(results())
+    assert found.under <= UNDER_ALLOCATED, _worst("allocated_error")
+
+
+@pytest.mark.timeout(1500)
+def test_reserved_peaks_are_within_the_figures() -> None:
+    errors = [pair.reserved_error for pair in pairs_in(results()) if pair.reserved_error is not None]
+    assert len(errors) >= LEAST_PAIRS
+    found = Summary.of(errors)
+    assert found.median <= MEDIAN_RESERVED, table(results())
+    assert found.under <= UNDER_RESERVED, _worst("reserved_error")
+
+
+@pytest.mark.timeout(1500)
+def test_plans_are_ranked_by_time() -> None:
+    for name, pairs in by_model(pairs_in(results())).items():
+        assert tau_of(pairs) >= LEAST_TAU, name
+
+
+def _worst(error: str) -> str:
+    """The five pairs that are furthest below."""
+    pairs = sorted(pairs_in(results()), key=lambda pair: getattr(pair, error))
+    return "; ".join(f"{pair.model} {pair.plan} {getattr(pair, error):+.2%}" for pair in pairs[:5])
+
+
+def test_a_prediction_takes_nothing_on_the_gpu() -> None:
+    workload = workload_of(MODELS[0], torch.device("cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    state = torch.cuda.get_rng_state()
+    predictions = predict_all(workload, plans=PLANS, progress=lambda line: None)
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+    assert torch.cuda.max_memory_allocated() == before[0]
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert all(each.peak_reserved_bytes for each in predictions if not each.refused)
+
+
+def test_the_gpu_is_found_in_the_catalogue() -> None:
+    workload = workload_of(MODELS[-1], torch.device("cuda"))
+    [named, found] = [predict_all(workload, device, plans=[""])[0] for device in (_catalogue_name(workload), None)]
+    assert named == found
+
+
+def _catalogue_name(workload: Any) -> str:
+    from memlab.predicting.targets import target_for
+
+    name = target_for(workload, None).name
+    assert name.split()[0].casefold() in device_for(workload.device).name.casefold()
+    return name
+
+
+def test_pairs_are_made_from_an_empty_cache() -> None:
+    workload = workload_of(MODELS[-1], torch.device("cuda"))
+    one, other = ([pair.measured_bytes for pair in examine(workload, lambda line: None)] for _ in range(2))
+    assert one == pytest.approx(other, rel=0.01)
+
+
+@pytest.mark.parametrize("flags", record.PLANS)
+def test_golden_traces_are_recorded(flags: str) -> None:
+    """`tests/golden/test_replay.py` replays what is written here, on machines without a GPU."""
+    path = record.write(record.record(flags))
+    recorded = record.read(path)
+    assert recorded["plan"] == flags
+    assert recorded["events"]
+    assert recorded["counters"][-1]["allocated_bytes.all.peak"] > 0

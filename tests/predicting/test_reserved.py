@@ -1,0 +1,177 @@
+"""The allocator's replay of two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from memlab.allocator import Settings
+from memlab.predicting import predict, predict_all
+from memlab.predicting.reserved import Script, play_two_steps, reserved_by
+from memlab.records import Category
+from tests.predicting.families import family
+
+MIB = 2**20
+PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES = range(5)
+FORWARD, BACKWARD, STEP = 0, 1, 3
+
+Event = tuple[int, int, int, int]
+
+PASS: list[Event] = [
+    (4 * MIB, 1, ACTIVATIONS, FORWARD),
+    (8 * MIB, 2, TEMPORARIES, FORWARD),
+    (-8 * MIB, 2, TEMPORARIES, FORWARD),
+    (2 * MIB, 3, GRADIENTS, BACKWARD),
+    (-4 * MIB, 1, ACTIVATIONS, BACKWARD),
+]
+UPDATE: list[Event] = [(2 * MIB, 9, TEMPORARIES, STEP), (-2 * MIB, 9, TEMPORARIES, STEP)]
+
+
+def script(passes: Sequence[Sequence[Event]] = (PASS,), last: Sequence[Event] = UPDATE, **given: object) -> Script:
+    return Script(inputs=(MIB,), owned={1: 2 * MIB}, state={2: 4 * MIB}, passes=passes, last=last, **given)  # type: ignore[arg-type]
+
+
+class Noted:
+    """Storages by what they ask for."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.requested = size_bytes
+
+
+class Noting:
+    """Notes what is live, and the highest sum."""
+
+    def __init__(self) -> None:
+        self.live: list[Noted] = []
+        self.peak_bytes = 0
+        self.begun: list[tuple[int, int]] = []
+        self.categories: list[tuple[Category, int]] = []
+
+    def begin(self, step: int, stretch: int) -> None:
+        self.begun.append((step, stretch))
+
+    def born(self, size_bytes: int, category: Category) -> Noted:
+        self.categories.append((category, size_bytes))
+        return self._given(size_bytes)
+
+    def _given(self, size_bytes: int) -> Noted:
+        noted = Noted(size_bytes)
+        self.live.append(noted)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return noted
+
+    def died(self, storage: Noted) -> None:
+        self.live.remove(storage)
+
+    def play(self, events: Sequence[Event], live: dict[int, Noted]) -> None:
+        for size_bytes, number, _, _ in events:
+            before = live.pop(number, None)
+            now = size_bytes + (before.requested if before else 0)
+            if now > 0:
+                live[number] = self._given(now)
+            if before:
+                self.died(before)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(noted.requested for noted in self.live)
+
+
+def test_state_appears_in_the_first_update() -> None:
+    noting = Noting()
+    play_two_steps(script(), noting)
+    assert noting.begun == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert noting.categories == [
+        (Category.PARAMETERS, 2 * MIB),
+        (Category.ACTIVATIONS, MIB),
+        (Category.OPTIMIZER_STATE, 4 * MIB),
+    ]
+    # parameters, input, state, activations and the temporary of the second step
+    assert noting.peak_bytes == (2 + 1 + 4 + 4 + 8) * MIB
+    assert noting.live_bytes == (2 + 1 + 4) * MIB
+
+
+def test_state_that_is_there_already_is_born_first() -> None:
+    noting = Noting()
+    play_two_steps(script(has_state=True), noting)
+    assert [category for category, _ in noting.categories][-1] is Category.OPTIMIZER_STATE
+    assert len(noting.categories) == 3
+    assert noting.live_bytes == (2 + 1 + 4) * MIB
+
+
+def test_gradients_stay_until_the_update_is_over() -> None:
+    seen: list[int] = []
+
+    class Looking(Noting):
+        def begin(self, step: int, stretch: int) -> None:
+            super().begin(step, stretch)
+            seen.append(self.live_bytes // MIB)
+
+    play_two_steps(script(has_state=True), Looking())
+    # 2 parameters + 1 input + 4 state; the gradient's 2 live when an update begins
+    assert seen == [7, 9, 7, 9]
+
+
+def test_workspaces_are_taken_once() -> None:
+    noting = Noting()
+    play_two_steps(script(workspaces=(3 * MIB, 0)), noting)
+    assert [size for category, size in noting.categories if category is Category.WORKSPACES] == [3 * MIB]
+
+
+def test_the_look_at_rows_comes_before_the_first_step_and_leaves_nothing() -> None:
+    look = [(16 * MIB, 1, ACTIVATIONS, FORWARD)]
+    noting = Noting()
+    play_two_steps(script(look=look), noting)
+    assert noting.begun[0] == (0, -1)
+    assert noting.peak_bytes == max(2 + 1 + 16, 19) * MIB
+    assert noting.live_bytes == 7 * MIB
+
+
+def test_reserved_holds_allocated_in_whole_segments() -> None:
+    reserved = reserved_by(script(), Settings())
+    assert reserved.allocated_bytes == 19 * MIB
+    assert reserved.reserved_bytes >= reserved.allocated_bytes
+    assert reserved.reserved_bytes % (2 * MIB) == 0
+
+
+def test_a_storage_that_changes_its_size_is_given_other_memory() -> None:
+    events = [(4 * MIB, 1, TEMPORARIES, FORWARD), (4 * MIB, 1, TEMPORARIES, FORWARD), (-8 * MIB, 1, TEMPORARIES, FORWARD)]
+    reserved = reserved_by(Script((), {}, {}, [events], []), Settings())
+    assert reserved.allocated_bytes == 12 * MIB
+
+
+# a pass that adds its gradient to the one that is there
+ADDING: list[Event] = [*PASS[:3], (2 * MIB, 3, TEMPORARIES, BACKWARD), (-2 * MIB, 3, TEMPORARIES, BACKWARD), PASS[-1]]
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_many_equal_passes_need_what_three_need(count: int) -> None:
+    three, many = (reserved_by(script([PASS, *[ADDING] * (passes - 1)]), Settings()) for passes in (3, count))
+    assert three == many
+
+
+@pytest.mark.parametrize("count", [3, 4, 8, 16])
+def test_what_every_pass_leaves_is_there_until_the_update(count: int) -> None:
+    keeping = [*ADDING, (2 * MIB, 7, ACTIVATIONS, FORWARD)]
+    reserved = reserved_by(script([[*PASS, keeping[-1]], *[keeping] * (count - 1)], has_state=True), Settings())
+    noting = Noting()
+    play_two_steps(script([[*PASS, keeping[-1]], *[keeping] * (count - 1)], has_state=True), noting)
+    assert reserved.allocated_bytes == noting.peak_bytes
+
+
+def test_the_order_of_peaks_on_a_gpu() -> None:
+    """More micro-batches never need more, and every reserved peak holds the allocated one."""
+    workload = family("masked bert")
+    plans = ["", "--accumulate 2", "--accumulate 4", "--accumulate 8"]
+    for gpu in ("T4", "A100 40GB", "H100 SXM"):
+        predictions = predict_all(workload, gpu, plans=plans)
+        allocated = [each.peak_allocated_bytes for each in predictions]
+        assert allocated == sorted(allocated, reverse=True)
+        for each in predictions:
+            assert each.peak_reserved_bytes is not None
+            assert each.peak_reserved_bytes >= each.peak_allocated_bytes
+
+
+def test_the_cpu_has_no_reserved_bytes() -> None:
+    assert predict(family("mlp")).peak_reserved_bytes is None

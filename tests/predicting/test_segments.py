@@ -1,0 +1,202 @@
+"""Stretches of a step: composed from few traces, they are the ones that a trace of each would give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from memlab import Workload
+from memlab.plan import Plan
+from memlab.predicting.passes import Passes
+from memlab.predicting.segments import (
+    NOTHING,
+    Growth,
+    Segment,
+    TracedPass,
+    added,
+    by_name,
+    laid_beside,
+    levels,
+    segment_of,
+    with_hidden,
+    without_state,
+)
+from memlab.predicting.targets import target_for
+from memlab.records import Category, Phase
+from memlab.roofline import Bill, Rates
+from memlab.trace.recorder import Hidden
+from memlab.trace.tracer import Tracer
+from tests.predicting.families import family
+
+PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES = range(5)
+FORWARD, BACKWARD, STEP = 0, 1, 3
+
+
+@pytest.fixture
+def rates() -> Rates:
+    return target_for(family("mlp"), "T4").rates
+
+
+@pytest.fixture(scope="module")
+def tracers() -> Iterator[dict[str, Tracer]]:
+    yield {name: Tracer(family(name)) for name in ("gpt2 with dropout", "bert classifier", "tied", "vit", "t5")}
+
+
+# -- levels ------------------------------------------------------------------------------------
+
+
+def test_levels_are_in_the_order_of_categories() -> None:
+    total = levels({Category.GRADIENTS: 2, Category.PARAMETERS: 1})
+    assert total[:2] == (1, 2)
+    assert added(total, total)[:2] == (2, 4)
+    assert by_name(total) == {"parameters": 1, "gradients": 2}
+    assert sum(without_state(levels({Category.OPTIMIZER_STATE: 5, Category.TEMPORARIES: 1}))) == 1
+    assert sum(NOTHING) == 0
+
+
+# -- the shape of a stretch --------------------------------------------------------------------
+
+
+def test_a_shape_is_the_running_sum(rates: Rates) -> None:
+    events = [
+        (100, 1, ACTIVATIONS, FORWARD),
+        (50, 2, TEMPORARIES, FORWARD),
+        (-50, 2, TEMPORARIES, FORWARD),
+        (80, 3, GRADIENTS, BACKWARD),
+        (-100, 1, ACTIVATIONS, BACKWARD),
+    ]
+    shape = Segment(events, Bill.of([]), rates).shape
+    assert shape.peak_bytes == 180
+    assert by_name(shape.peak) == {"gradients": 80, "activations": 100}
+    assert shape.phase is Phase.BACKWARD
+    assert by_name(shape.end) == {"gradients": 80}
+
+
+def test_a_stretch_without_events_is_empty(rates: Rates) -> None:
+    shape = Segment([], Bill.of([]), rates).shape
+    assert (shape.peak_bytes, shape.peak, shape.end) == (0, NOTHING, NOTHING)
+    assert Segment([], Bill.of([]), rates).seconds == 0
+
+
+def test_no_peak_is_lost_among_the_points(rates: Rates) -> None:
+    events = []
+    for number in range(1000):
+        size_bytes = 10_000 if number == 617 else 1 + number % 7
+        events += [(size_bytes, number, TEMPORARIES, FORWARD), (-size_bytes, number, TEMPORARIES, FORWARD)]
+    segment = Segment(events, Bill.of([]), rates)
+    points = list(segment.timeline(2.0, levels({Category.PARAMETERS: 5})))
+    assert len(points) <= 101
+    assert max(point.total_bytes for point in points) == 10_005
+    assert all(point.live_bytes["parameters"] == 5 for point in points)
+    assert all(point.seconds >= 2.0 for point in points)
+
+
+def test_a_trace_as_it_is(tracers: dict[str, Tracer], rates: Rates) -> None:
+    trace = tracers["tied"].one_pass(Plan())
+    segment = segment_of(trace, rates)
+    baseline_bytes = sum(trace.observation.baseline_bytes.values())
+    assert baseline_bytes + segment.shape.peak_bytes == trace.observation.peak_bytes
+    assert segment.seconds > 0
+
+
+def test_hidden_storages_live_at_their_place_and_leave_nothing() -> None:
+    events = [(10, 1, ACTIVATIONS, FORWARD), (20, 2, ACTIVATIONS, FORWARD)]
+    hidden = [Hidden(1, (100, 50), FORWARD), Hidden(2, (8,), BACKWARD)]
+    found = list(with_hidden(events, hidden))
+    assert [size for size, *_ in found] == [10, 100, 50, -100, -50, 20, 8, -8]
+    numbers = [number for _, number, *_ in found]
+    assert len({number for number in numbers if number < 0}) == 3
+    assert [event[0] for event in with_hidden(events, hidden, 0.5)][1:3] == [50, 25]
+
+
+# -- other numbers of rows ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2 with dropout", "bert classifier", "tied", "vit", "t5"])
+@pytest.mark.parametrize("flags", ["", "--checkpoint", "--bf16"])
+def test_two_traces_give_all_numbers_of_rows(tracers: dict[str, Tracer], rates: Rates, name: str, flags: str) -> None:
+    tracer, plan = tracers[name], Plan.parse(flags)
+    whole, half = tracer.one_pass(plan), tracer.one_pass(plan, 4)
+    beside = laid_beside(whole, half)
+    assert beside is not None
+    both = TracedPass(rates, whole, 8, beside)
+    for rows in (2, 3, 6):
+        direct = segment_of(tracer.one_pass(plan, rows), rates)
+        told = both.segment(rows)
+        assert told.shape.peak_bytes == pytest.approx(direct.shape.peak_bytes, rel=2e-3)
+        assert sum(told.shape.end) == pytest.approx(sum(direct.shape.end), abs=64)
+        assert told.seconds == pytest.approx(direct.seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["bert classifier", "tied", "vit"])
+def test_growth_learnt_once_serves_other_settings(tracers: dict[str, Tracer], rates: Rates, name: str) -> None:
+    tracer = tracers[name]
+    growth = Growth(4)
+    growth.learn(tracer.one_pass(Plan()), tracer.one_pass(Plan(), 4))
+    served = 0
+    for flags in ("--checkpoint", "--checkpoint every:2", "--checkpoint selective"):
+        plan = Plan.parse(flags)
+        whole = tracer.one_pass(plan)
+        told, beside = growth.of(whole), laid_beside(whole, tracer.one_pass(plan, 4))
+        if told is None:
+            continue
+        assert beside is not None
+        peaks = [TracedPass(rates, whole, 8, each).segment(4).shape.peak_bytes for each in (told, beside)]
+        assert peaks[0] == pytest.approx(peaks[1], rel=2e-3)
+        served += 1
+    assert served
+
+
+def test_growth_does_not_guess_what_it_has_not_met(tracers: dict[str, Tracer]) -> None:
+    assert Growth(4).of(tracers["tied"].one_pass(Plan())) is None
+
+
+def test_traces_of_other_operators_are_not_laid_beside(tracers: dict[str, Tracer]) -> None:
+    tracer = tracers["tied"]
+    assert laid_beside(tracer.one_pass(Plan()), tracer.one_pass(Plan.parse("--checkpoint"), 4)) is None
+
+
+# -- accumulation ------------------------------------------------------------------------------
+
+
+def test_passes_after_the_first_add_to_gradients(tracers: dict[str, Tracer], rates: Rates) -> None:
+    trace = tracers["tied"].one_pass(Plan(), 4)
+    traced = TracedPass(rates, trace, 4)
+    first, next_one = traced.segment(4), traced.segment(4, accumulating=True)
+    place = list(Category).index(Category.GRADIENTS)
+    assert first.shape.end[place] > 0
+    assert next_one.shape.end[place] == 0
+    assert next_one.shape.peak_bytes <= first.shape.peak_bytes
+    assert sum(size for size, *_ in next_one.events) == sum(first.shape.end) - first.shape.end[place]
+
+
+def test_every_storage_of_a_pass_dies_once(tracers: dict[str, Tracer], rates: Rates) -> None:
+    traced = TracedPass(rates, tracers["vit"].one_pass(Plan()), 8)
+    for accumulating in (False, True):
+        live: dict[int, int] = {}
+        for size_bytes, number, _, _ in traced.segment(8, accumulating=accumulating).events:
+            live[number] = live.get(number, 0) + size_bytes
+            assert live[number] >= 0
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 8])
+def test_passes_of_a_split_batch_hold_all_rows(parts: int, rates: Rates) -> None:
+    workload = family("bert classifier")
+    passes = Passes(Tracer(workload), rates)
+    sizes = [8 // parts + (place < 8 % parts) for place in range(parts)]
+    segments = passes.segments(Plan(), sizes)
+    assert len(segments) in (parts, parts + 1)  # small outputs are put together at the end
+    whole = passes.segments(Plan(), [8])[0]
+    assert segments[0].shape.peak_bytes < whole.shape.peak_bytes
+    assert sum(segment.seconds for segment in segments) > whole.seconds
+
+
+def test_a_loss_outside_of_the_model_is_in_the_pass() -> None:
+    model = torch.nn.Linear(16, 4)
+    batch = ((torch.randn(8, 16),), torch.arange(8) % 4)
+    given = {"batch": batch, "loss_fn": torch.nn.functional.cross_entropy}
+    trace = Tracer(Workload(model, torch.optim.SGD(model.parameters()), **given)).one_pass(Plan())
+    assert not trace.has_surrogate_loss
+    assert any("log_softmax" in str(priced.work) or priced.work for priced in trace.priced)
