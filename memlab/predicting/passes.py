@@ -39,8 +39,8 @@ class Passes:
     def __init__(self, tracer: Tracer, rates: Rates) -> None:
         self._tracer = tracer
         self._rates = rates
-        self._traces: dict[tuple[Plan, int | None], Trace] = {}
-        self._own: dict[tuple[Plan, int], TracedPass] = {}
+        self._traces: dict[tuple[Plan, int | None, bool], Trace] = {}
+        self._own: dict[tuple[Plan, int, bool], TracedPass] = {}
         self._growth: Growth | None = None
         self._scalable: dict[Plan, TracedPass | None] = {}
 
@@ -50,7 +50,7 @@ class Passes:
         Args:
             settings: those of a plan that work on the model.
         """
-        return self._trace(settings, None)
+        return self._trace(settings, None, is_split=False)
 
     def segments(self, settings: Plan, sizes: Sequence[int]) -> list[Segment]:
         """The passes of a step.
@@ -60,18 +60,18 @@ class Passes:
             sizes: rows of each micro-batch; a single one is the whole batch.
         """
         if len(sizes) == 1:
-            return [self._sized(settings, sizes[0]).segment(sizes[0])]
+            return [self._sized(settings, sizes[0], is_split=False).segment(sizes[0])]
         places = self._kept(settings)
         found = []
         for number, rows in enumerate(sizes):
-            traced = self._sized(settings, rows)
+            traced = self._sized(settings, rows, is_split=True)
             kept = frozenset(traced.trace.outputs[place] for place in places)
             found.append(traced.segment(rows, accumulating=number > 0, kept=kept))
         return [*found, self._joined(settings)] if places else found
 
     def kept(self, settings: Plan) -> Levels:
         """Bytes, by category, of the outputs that a split batch keeps until its update."""
-        whole, sizes = self._sized(settings, self.whole(settings).samples), self._whole_outputs(settings)
+        whole, sizes = self._sized(settings, self._rows, is_split=True), self._whole_outputs(settings)
         found = NOTHING
         for place in self._kept(settings):
             found = added(found, levels({whole.category_of(whole.trace.outputs[place]): sizes[place]}))
@@ -79,29 +79,37 @@ class Passes:
 
     def large_outputs_bytes(self, settings: Plan) -> int:
         """Bytes of the model's outputs that nothing but the loop keeps alive during backward."""
-        return sum(self._whole_outputs(settings))
+        whole = self._sized(settings, self._rows, is_split=False)
+        return sum(whole.outputs_bytes(self._rows).values())
 
     def host_bytes(self, settings: Plan, rows: int) -> int:
         """Bytes kept off the device during a pass with so many rows."""
-        return self._sized(settings, rows).host_bytes(rows)
+        return self._sized(settings, rows, is_split=rows != self._rows).host_bytes(rows)
 
-    def _trace(self, settings: Plan, rows: int | None) -> Trace:
-        key = (settings, rows)
+    @property
+    def _rows(self) -> int:
+        """Rows of the whole batch."""
+        return self.whole(Plan()).samples
+
+    def _trace(self, settings: Plan, rows: int | None, *, is_split: bool) -> Trace:
+        # checkpointing switches the cache off as well
+        use_cache = not (is_split and settings.checkpointing == "off" and self._tracer.uses_cache)
+        key = (settings, rows, use_cache)
         if key not in self._traces:
-            self._traces[key] = self._tracer.one_pass(settings, rows)
+            self._traces[key] = self._tracer.one_pass(settings, rows, use_cache=use_cache)
         return self._traces[key]
 
-    def _sized(self, settings: Plan, rows: int) -> TracedPass:
+    def _sized(self, settings: Plan, rows: int, *, is_split: bool) -> TracedPass:
         """What serves this number of rows."""
-        whole = self.whole(settings)
+        whole = self._trace(settings, None, is_split=is_split)
         if rows not in (1, whole.samples):
             if settings not in self._scalable:
                 self._scalable[settings] = self._laid_side_by_side(settings, whole)
             if (scalable := self._scalable[settings]) is not None:
                 return scalable
-        key = (settings, rows)
+        key = (settings, rows, is_split)
         if key not in self._own:
-            trace = whole if rows == whole.samples else self._trace(settings, rows)
+            trace = whole if rows == whole.samples else self._trace(settings, rows, is_split=is_split)
             self._own[key] = TracedPass(self._rates, trace, rows)
         return self._own[key]
 
@@ -111,7 +119,7 @@ class Passes:
         self._growth = self._growth or Growth(other_rows)
         other = self._growth.of(whole)
         if other is None:
-            trace = self._trace(settings, other_rows)
+            trace = self._trace(settings, other_rows, is_split=True)
             other = laid_beside(whole, trace)
             if other is None:
                 return None
@@ -119,9 +127,9 @@ class Passes:
         return TracedPass(self._rates, whole, rows, other)
 
     def _whole_outputs(self, settings: Plan) -> list[int]:
-        whole = self.whole(settings)
-        sizes = self._sized(settings, whole.samples).outputs_bytes(whole.samples)
-        return [sizes.get(number, 0) for number in whole.outputs]
+        whole = self._sized(settings, self._rows, is_split=True)
+        sizes = whole.outputs_bytes(self._rows)
+        return [sizes.get(number, 0) for number in whole.trace.outputs]
 
     def _kept(self, settings: Plan) -> list[int]:
         """Places of the outputs that micro-batches keep until the batch is whole: see `techniques._micro`."""

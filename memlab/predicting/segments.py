@@ -221,14 +221,15 @@ class TracedPass:
             for size_bytes, (number, moment), place in zip(sizes, self._numbers, self._places, strict=True)
         ]
         hidden, factor = self._hidden(share)
-        if hidden:
-            events = list(with_hidden(events, hidden, factor))
+        if hidden or accumulating:
+            settled = self.trace.settled if accumulating else {}
+            events = list(_with_insertions(events, hidden, factor, settled))
         if kept:
             events = [event for event in events if event[0] > 0 or event[1] not in kept]
         bill = self.trace.bill
         if self._other is not None and share:
             bill = bill.towards(self._other.bill, share)
-        return Segment(list(_accumulated(events)) if accumulating else events, bill, self._rates)
+        return Segment(events, bill, self._rates)
 
 
 def laid_beside(one: Trace, other: Trace) -> Resized | None:
@@ -286,48 +287,50 @@ def _learn(known: dict[Any, Any], mine: Any, theirs: Any) -> None:
         known[mine] = None
 
 
-def with_hidden(
-    events: Sequence[tuple[int, int, int, int]], hidden: Iterable[Hidden], factor: float = 1.0
+def _with_insertions(
+    events: Sequence[tuple[int, int, int, int]], hidden: Iterable[Hidden], factor: float, settled: Mapping[int, int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Births and deaths together with those inside operators, each of these of a storage of its own."""
-    done, number = 0, 0
+    """A pass with what lives inside operators, and with gradients that are there already.
+
+    Args:
+        events: of the pass.
+        hidden: temporaries inside operators; each gets a storage of its own.
+        factor: by which these are larger than they were traced.
+        settled: gradients that are added to those there and then freed, and before which event; empty when the
+            pass makes the gradients.
+    """
+    inserted: dict[int, list[tuple[int, int, int, int]]] = {}
+    number = 0
     for inside in hidden:
-        yield from events[done : inside.event]
-        done = inside.event
         sizes = [round(size_bytes * factor) for size_bytes in inside.sizes]
         numbers = range(number - len(sizes), number)
         number -= len(sizes)
-        for sign in (1, -1):
-            for size_bytes, own in zip(sizes, numbers, strict=True):
-                yield (sign * size_bytes, own, _TEMPORARIES, inside.moment)
-    yield from events[done:]
-
-
-def _accumulated(events: Iterable[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    """The same pass when gradients are there already: each new one dies as soon as it has been added."""
-    waiting: list[tuple[int, int, int, int]] = []
-    gone: set[int] = set()
-    for event in events:
-        size_bytes, number, place, moment = event
-        if place == _GRADIENTS:
-            if size_bytes > 0:
-                yield from _freed(waiting)
-                yield (size_bytes, number, _TEMPORARIES, moment)
-                waiting.append(event)
-                gone.add(number)
-            elif number not in gone:
-                yield event
-            continue
-        if size_bytes > 0:
-            yield from _freed(waiting)
-        yield event
-    yield from _freed(waiting)
-
-
-def _freed(waiting: list[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    while waiting:
-        size_bytes, number, _, moment = waiting.pop()
-        yield (-size_bytes, number, _TEMPORARIES, moment)
+        inserted.setdefault(inside.event, []).extend(
+            (sign * size_bytes, own, _TEMPORARIES, inside.moment)
+            for sign in (1, -1)
+            for size_bytes, own in zip(sizes, numbers, strict=True)
+        )
+    for own, before in settled.items():
+        inserted.setdefault(before, []).append((0, own, _TEMPORARIES, 0))
+    alive: dict[int, tuple[int, int]] = {}
+    for at, event in enumerate((*events, None)):
+        for addition in inserted.get(at, ()):
+            if addition[0]:
+                yield addition
+            elif addition[1] in alive:
+                size_bytes, moment = alive.pop(addition[1])
+                yield (-size_bytes, addition[1], _TEMPORARIES, moment)
+        if event is None:
+            return
+        size_bytes, own, place, moment = event
+        if own not in settled:
+            yield event
+        elif size_bytes > 0:
+            alive[own] = (alive.get(own, (0, 0))[0] + size_bytes, moment)
+            yield (size_bytes, own, _TEMPORARIES, moment)
+        elif own in alive:
+            alive.pop(own)
+            yield (size_bytes, own, place if place != _GRADIENTS else _TEMPORARIES, moment)
 
 
 def segment_of(trace: Trace, rates: Rates) -> Segment:

@@ -15,10 +15,15 @@ def device_types() -> tuple[str, ...]:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Run without autocast, whatever surrounds it."""
+    """Run without autocast, whatever surrounds it.
+
+    Where there is none, nothing is entered: casts of weights are cached until the outermost context is left, so a
+    recomputation within this one would keep those of every block.
+    """
     with ExitStack() as stack:
         for device_type in device_types():
-            stack.enter_context(torch.autocast(device_type, enabled=False))
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 

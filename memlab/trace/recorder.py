@@ -89,6 +89,7 @@ class Recorder(Ledger):  # type: ignore[no-untyped-call] # torch leaves __init_s
     Attributes:
         priced: the operators that did work, in order.
         hidden: what lived inside operators, in order; not among the births and deaths.
+        settled: number of births and deaths booked before a gradient was complete, by number of its storage.
         in_model: whether the model itself runs, rather than what surrounds it.
     """
 
@@ -102,6 +103,7 @@ class Recorder(Ledger):  # type: ignore[no-untyped-call] # torch leaves __init_s
         super().__init__("cpu")
         self.priced: list[Priced] = []
         self.hidden: list[Hidden] = []
+        self.settled: dict[int, int] = {}
         self.in_model = False
         self._fakes = fakes
         self._price_of = price
@@ -112,6 +114,12 @@ class Recorder(Ledger):  # type: ignore[no-untyped-call] # torch leaves __init_s
         """Numbers of the storages that tensors lie in."""
         found = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         return [alive.number for alive in found if alive is not None]
+
+    def gradient_settled(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is complete; called when autograd has put it in its place."""
+        if parameter.grad is not None:
+            for number in self.numbers_of([parameter.grad]):
+                self.settled[number] = len(self._events)
 
     @contextmanager
     def model_runs(self) -> Iterator[None]:
@@ -124,7 +132,7 @@ class Recorder(Ledger):  # type: ignore[no-untyped-call] # torch leaves __init_s
 
     def begin(self, holdings: Any) -> None:
         super().begin(holdings)
-        self.priced, self.hidden = [], []
+        self.priced, self.hidden, self.settled = [], [], {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -28,6 +28,7 @@ from memlab.records import Category, Phase
 from memlab.roofline import Bill
 from memlab.session import Session, fit
 from memlab.techniques._lazy import LazyTensor
+from memlab.techniques._modules import accepts_use_cache, without_cache
 from memlab.techniques._split import Call, Layout, Probe, row_ranges
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
@@ -67,6 +68,7 @@ class Trace:
         notes: what techniques had to say, and what was left out.
         outputs: numbers of the storages the model's outputs lie in, beside scalars.
         trained: numbers of the parameters that got a gradient.
+        settled: number of births and deaths before a gradient was complete, by number of its storage.
     """
 
     observation: Observation
@@ -78,6 +80,7 @@ class Trace:
     notes: tuple[str, ...]
     outputs: tuple[int, ...] = ()
     trained: frozenset[int] = frozenset()
+    settled: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def has_surrogate_loss(self) -> bool:
@@ -131,18 +134,29 @@ class Tracer:
         with self._session(plan) as (session, seen):
             return [self._step(session, seen) for _ in range(_STEPS)]
 
-    def one_pass(self, plan: Plan, rows: int | None = None) -> Trace:
+    @property
+    def uses_cache(self) -> bool:
+        """Whether the model call as written fills a key-value cache, which accumulation switches off."""
+        workload = self.twin.workload
+        return accepts_use_cache(workload.model) and call_of(workload).kwargs.get("use_cache") is not False
+
+    def one_pass(self, plan: Plan, rows: int | None = None, *, use_cache: bool = True) -> Trace:
         """Trace forward and backward of one batch, without gradients before.
 
         Args:
             plan: its settings that work on the model; the others are left aside.
             rows: rows of the batch; by default as many as it has. Others are made by repeating rows.
+            use_cache: False switches the model's key-value cache off, as accumulation does.
         """
         workload = self.twin.workload if rows is None else self._with_rows(rows)
+        if not use_cache and workload.loss_fn is None:
+            call = call_of(workload)
+            workload = self.twin.with_batch(Batch(call.args, without_cache(workload.model, call.kwargs)))
         with self._session(plan) as (session, seen):
             seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
             seen.start()
-            loss = self._backward(workload, seen)
+            with _settling(workload.model, seen.recorder):
+                loss = self._backward(workload, seen)
             seen.recorder.know(gradients_of(workload.model))
             trained = frozenset(self._parameters[id(p)] for p in workload.model.parameters() if p.grad is not None)
             trace = seen.finish(session, trained=trained)
@@ -329,6 +343,7 @@ class _Seen:
             (*self.notes, *session.notes),
             tuple(self.outputs),
             trained,
+            dict(self.recorder.settled),
         )
 
     def note(self, text: str) -> None:
@@ -394,6 +409,18 @@ def _watched_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             del model.__dict__["forward"]
         else:
             model.__dict__["forward"] = before
+
+
+@contextmanager
+def _settling(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Let the recorder know when gradients are complete: those of tied weights have to wait for one another."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(recorder.gradient_settled) for p in trainable]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _flat(call: Batch) -> Call:

@@ -11,7 +11,19 @@ import torch
 
 from memlab.measuring.steps import device_for
 from memlab.predicting import predict_all
-from tests.bench.accuracy import MODELS, PLANS, Summary, by_model, examine, pairs_in, results_on, save, table, tau_of, workload_of
+from tests.bench.accuracy import (
+    MODELS,
+    PLANS,
+    Summary,
+    by_model,
+    examine,
+    pairs_in,
+    results_on,
+    save,
+    table,
+    tau_of,
+    workload_of,
+)
 from tests.golden import record
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

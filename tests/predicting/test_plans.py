@@ -24,23 +24,20 @@ MEDIAN = 0.005
 # measured over all pairs below; pairs that are further off are listed with the reason
 WORST = 0.001
 _CACHE = "passes are foretold with the key-value cache, which accumulation switches off"
-_HEAD = "the gradient of a chunked head is made in forward and lives until it has been added"
-_LSTM = "the workspace of oneDNN's LSTM has no size on fake tensors"
-_NORM = "fake group norm in bf16 has statistics in bf16, and a gradient in fp32"
+_TIME_FIRST = "which dimension holds the rows is told by values: without them it is taken to be the first"
 FURTHER_OFF: dict[tuple[str, str], tuple[float, str]] = {
     ("gpt2", "--accumulate 2"): (0.0075, _CACHE),
     ("gpt2", "--accumulate 3 --bf16 --adam8bit"): (0.004, _CACHE),
     ("frozen", "--accumulate 2"): (0.01, _CACHE),
     ("frozen", "--accumulate 3 --bf16 --adam8bit"): (0.005, _CACHE),
     ("frozen", "--precision pure-bf16"): (0.06, "the ledger does not see halves of frozen weights nobody touches"),
-    ("llama", "--accumulate 2 --checkpoint --bf16 --adam8bit --offload optimizer --chunk-loss"): (0.1, _HEAD),
-    ("masked bert", "--accumulate 2 --checkpoint --bf16 --adam8bit --offload optimizer --chunk-loss"): (0.004, _HEAD),
-    ("convolutions", "--bf16"): (0.01, _NORM),
-    **{("lstm", flags): (0.55, _LSTM) for flags in PLANS if flags != "--precision pure-bf16"},
+    ("lstm", "--accumulate 2"): (0.0075, _TIME_FIRST),
+    ("lstm", "--accumulate 4"): (0.014, _TIME_FIRST),
+    ("lstm", "--accumulate 3 --bf16 --adam8bit"): (0.0155, _TIME_FIRST),
+    ("lstm", "--accumulate 4 --offload activations,optimizer"): (0.0045, _TIME_FIRST),
 }
 # plans that fail on the live model with an error of torch's: nothing to compare with
 _FAILING = {("batch norm", "--precision pure-bf16")}
-COMPARED_FAMILIES = [name for name in FAMILIES if name != "lstm"]
 
 
 @dataclass(frozen=True)
@@ -88,10 +85,10 @@ def test_peaks_are_those_of_the_ledger(name: str) -> None:
     assert not further
 
 
-@pytest.mark.parametrize("name", COMPARED_FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_half_of_the_peaks_are_within_the_figure(name: str) -> None:
     errors = [abs(pair.error) for pair, _ in compared(name)]
-    assert len(errors) >= 8
+    assert len(errors) >= 6
     assert statistics.median(errors) <= MEDIAN
 
 
@@ -101,7 +98,7 @@ def test_refusals_are_those_of_a_measurement(name: str) -> None:
         assert pair.foretold.refused == pair.refused
 
 
-@pytest.mark.parametrize("name", COMPARED_FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_peak_is_made_of_the_same(name: str) -> None:
     for pair, measured in compared(name):
         foretold = pair.foretold
@@ -128,7 +125,7 @@ def _sorted_out(breakdown: dict[str, int], flags: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", COMPARED_FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_counted_beside_the_peak_agrees(name: str) -> None:
     for pair, measured in compared(name):
         foretold = pair.foretold

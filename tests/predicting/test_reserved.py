@@ -136,7 +136,11 @@ def test_reserved_holds_allocated_in_whole_segments() -> None:
 
 
 def test_a_storage_that_changes_its_size_is_given_other_memory() -> None:
-    events = [(4 * MIB, 1, TEMPORARIES, FORWARD), (4 * MIB, 1, TEMPORARIES, FORWARD), (-8 * MIB, 1, TEMPORARIES, FORWARD)]
+    events = [
+        (4 * MIB, 1, TEMPORARIES, FORWARD),
+        (4 * MIB, 1, TEMPORARIES, FORWARD),
+        (-8 * MIB, 1, TEMPORARIES, FORWARD),
+    ]
     reserved = reserved_by(Script((), {}, {}, [events], []), Settings())
     assert reserved.allocated_bytes == 12 * MIB
 

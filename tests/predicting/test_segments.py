@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -40,8 +38,8 @@ def rates() -> Rates:
 
 
 @pytest.fixture(scope="module")
-def tracers() -> Iterator[dict[str, Tracer]]:
-    yield {name: Tracer(family(name)) for name in ("gpt2 with dropout", "bert classifier", "tied", "vit", "t5")}
+def tracers() -> dict[str, Tracer]:
+    return {name: Tracer(family(name)) for name in ("gpt2 with dropout", "bert classifier", "tied", "vit", "t5")}
 
 
 # -- levels ------------------------------------------------------------------------------------

@@ -445,3 +445,14 @@ def test_parameters_are_back_in_place_when_the_model_raises() -> None:
             model(*batch)
         assert [id(p) for p in model.parameters()] == before
         assert all(p.grad is None for p in model.parameters())
+
+
+def test_casts_of_recomputed_blocks_do_not_add_up() -> None:
+    """Casts of weights live until the outermost autocast context is left: there must be none around the backward pass."""
+    from memlab.techniques._autocast import without_autocast
+
+    with without_autocast():
+        assert torch.autocast_increment_nesting() == 1
+        torch.autocast_decrement_nesting()
+    with torch.autocast("cpu", dtype=torch.bfloat16), without_autocast():
+        assert not torch.is_autocast_enabled("cpu")
