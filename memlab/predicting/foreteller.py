@@ -24,11 +24,12 @@ from memlab.records import Category
 from memlab.techniques import TECHNIQUES
 from memlab.techniques._split import row_ranges
 from memlab.trace.tracer import Trace, Tracer
-from memlab.units import format_bytes
+from memlab.units import MIB, format_bytes
 from memlab.workload import Workload
 
 # of what lives anyway: outputs larger than this are worth a word
 _NOTEWORTHY_SHARE = 0.05
+_NOTEWORTHY_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,8 @@ class Foreteller:
     def _about_outputs(self, settings: Plan, *, is_split: bool) -> Iterator[str]:
         """What a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""
         size_bytes = 0 if is_split else self._passes.large_outputs_bytes(settings)
-        if size_bytes > _NOTEWORTHY_SHARE * sum(self._passes.whole(settings).observation.baseline_bytes.values()):
+        lives_anyway_bytes = sum(self._passes.whole(settings).observation.baseline_bytes.values())
+        if size_bytes > max(_NOTEWORTHY_BYTES, _NOTEWORTHY_SHARE * lives_anyway_bytes):
             yield (
                 f"a loop that holds the model's output through backward (out = model(…)) needs up to "
                 f"{format_bytes(size_bytes)} more"

@@ -280,7 +280,8 @@ def _require_refusal(workload: Workload, flags: str) -> None:
 
 def results_on(device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
     """All models under all plans."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu {threads} thread{'s' * (threads > 1)}"
     pairs: list[Pair] = []
     for make in MODELS:
         workload = workload_of(make, device)

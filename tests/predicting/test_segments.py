@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,13 +20,11 @@ from memlab.predicting.segments import (
     laid_beside,
     levels,
     segment_of,
-    with_hidden,
     without_state,
 )
 from memlab.predicting.targets import target_for
 from memlab.records import Category, Phase
 from memlab.roofline import Bill, Rates
-from memlab.trace.recorder import Hidden
 from memlab.trace.tracer import Tracer
 from tests.predicting.families import family
 
@@ -99,14 +99,17 @@ def test_a_trace_as_it_is(tracers: dict[str, Tracer], rates: Rates) -> None:
     assert segment.seconds > 0
 
 
-def test_hidden_storages_live_at_their_place_and_leave_nothing() -> None:
-    events = [(10, 1, ACTIVATIONS, FORWARD), (20, 2, ACTIVATIONS, FORWARD)]
-    hidden = [Hidden(1, (100, 50), FORWARD), Hidden(2, (8,), BACKWARD)]
-    found = list(with_hidden(events, hidden))
-    assert [size for size, *_ in found] == [10, 100, 50, -100, -50, 20, 8, -8]
-    numbers = [number for _, number, *_ in found]
-    assert len({number for number in numbers if number < 0}) == 3
-    assert [event[0] for event in with_hidden(events, hidden, 0.5)][1:3] == [50, 25]
+def test_what_lives_inside_operators_counts_and_leaves_nothing() -> None:
+    target = target_for(family("masked bert"), "T4")
+    trace = Tracer(family("masked bert"), target.device, target.choices).one_pass(Plan.parse("--fp16"))
+    assert trace.hidden
+    plain, full = (TracedPass(target.rates, each, 8).segment(8) for each in (replace(trace, hidden=()), trace))
+    inside = [event for event in full.events if event[1] < 0]
+    assert len(inside) == 2 * sum(len(hidden.sizes) for hidden in trace.hidden)
+    assert sum(size_bytes for size_bytes, *_ in inside) == 0
+    assert [event for event in full.events if event[1] >= 0] == list(plain.events)
+    assert full.shape.end == plain.shape.end
+    assert full.shape.peak_bytes >= plain.shape.peak_bytes
 
 
 # -- other numbers of rows ---------------------------------------------------------------------

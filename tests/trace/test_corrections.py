@@ -45,7 +45,12 @@ def test_group_norm_of_halves_with_fp32_weights(dtype):
 @pytest.mark.parametrize("train", [True, False])
 def test_the_workspace_of_a_recurrent_layer_on_the_cpu(train):
     steps, rows, width = 5, 3, 16
-    weights = torch.randn(4 * width, width), torch.randn(4 * width, width), torch.zeros(4 * width), torch.zeros(4 * width)
+    weights = (
+        torch.randn(4 * width, width),
+        torch.randn(4 * width, width),
+        torch.zeros(4 * width),
+        torch.zeros(4 * width),
+    )
     state = torch.zeros(rows, width), torch.zeros(rows, width)
     sequence = torch.randn(steps, rows, width)
     args = (sequence, *weights, *state, False, [], 2, width, 1, True, False, False, train)
