@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from memlab.devices import Gpu
-from memlab.errors import RefusalError
+from memlab.errors import RefusalError, TraceError
 from memlab.lattice import half_format, lattice
 from memlab.measuring.runs import say_when_long
 from memlab.plan import Plan
@@ -78,7 +78,7 @@ def predict_all(
         MemlabError: no such GPU in the catalogue.
     """
     foreteller = Foreteller(workload, device)
-    wanted = _plans(foreteller, plans)
+    wanted = _plans(foreteller, plans, foreteller.rows)
     say = progress or say_when_long("foretelling")
     predictions = []
     for number, plan in enumerate(wanted, 1):
@@ -87,18 +87,18 @@ def predict_all(
     return _calibrated(predictions, measured, foreteller)
 
 
-def _plans(foreteller: Foreteller, plans: Iterable[Plan | str] | None) -> list[Plan]:
+def _plans(foreteller: Foreteller, plans: Iterable[Plan | str] | None, rows: int) -> list[Plan]:
     if plans is None:
         half = half_format(foreteller.target.compute_capability)
-        return list(lattice(rows=foreteller.rows, half=half))
+        return list(lattice(rows=rows, half=half))
     return [plan if isinstance(plan, Plan) else Plan.parse(plan) for plan in plans]
 
 
 def _prediction_or_refusal(foreteller: Foreteller, plan: Plan) -> Prediction:
-    """The prediction, or one without numbers that says why the plan does not apply."""
+    """The prediction, or one without numbers that says why the plan does not apply, or cannot be foretold."""
     try:
         return _prediction(foreteller, plan)
-    except RefusalError as refusal:
+    except (RefusalError, TraceError) as refusal:
         return Prediction(
             plan=plan.label,
             device=foreteller.target.name,

@@ -2,7 +2,7 @@
 
 What is wrong, and how it was found: `tests/trace/test_corrections.py` compares each with the real operator.
 
-- `mse_loss` and `smooth_l1_loss` with a reduction write their elements into the result first, whose storage keeps that size:
+- `mse_loss`, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` with a reduction write their elements into the result first, whose storage keeps that size:
   aten/src/ATen/native/BinaryOps.cpp and Loss.cpp (`mse_loss_out`, `smooth_l1_loss_out`).
 - `native_group_norm` of a half-precision input with fp32 weights keeps its statistics in fp32 and gives a gradient in the dtype of
   the input (aten/src/ATen/native/group_norm.cpp); the fake takes the dtype of the input for the one and fp32 for the other.
@@ -41,7 +41,8 @@ def corrected(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Ma
 
 
 def _with_storage_of_elements(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:
-    if args[2:3] == (_NO_REDUCTION,) or not isinstance(out, FakeTensor):
+    reduction = next((value for value in args[2:4] if type(value) is int), None)
+    if reduction == _NO_REDUCTION or not isinstance(out, FakeTensor):
         return out
     shape = torch.broadcast_tensors(args[0], args[1])[0].shape  # type: ignore[no-untyped-call]
     with mode:
@@ -105,6 +106,8 @@ def _workspace_bytes(*described: Any) -> int:
 
 _CORRECTIONS: dict[Any, _Correction] = {
     _aten.mse_loss.default: _with_storage_of_elements,
+    _aten.binary_cross_entropy.default: _with_storage_of_elements,
+    _aten.soft_margin_loss.default: _with_storage_of_elements,
     _aten.smooth_l1_loss.default: _with_storage_of_elements,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,

@@ -31,6 +31,17 @@ def test_a_reduced_loss_keeps_the_storage_of_its_elements(loss, reduction):
     assert fake == real
 
 
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_other_losses_do_so_too(reduction):
+    likely, target = torch.rand(8, 16), torch.ones(8, 16)
+    for loss, args in (
+        (aten.binary_cross_entropy.default, (likely, target, None, reduction)),
+        (aten.soft_margin_loss.default, (likely, target, reduction)),
+    ):
+        real, fake = both(loss, *args)
+        assert fake == real
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_group_norm_of_halves_with_fp32_weights(dtype):
     values, weight, bias = torch.randn(2, 8, 4, 4, dtype=dtype), torch.ones(8), torch.zeros(8)
