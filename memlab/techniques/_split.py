@@ -9,6 +9,7 @@ are refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,10 @@ _TOLERANCE = 1e-4
 _LOW_TOLERANCE = 3e-2
 # columns of the probe's outputs that are compared; more than the rows it looks at, should those be the last dimension
 _MOST_COLUMNS = 256
+# losses of the probe's parts that are closer than this, relatively, tell little about how they add up
+_ALIKE = 0.1
+# rows among which the probe then looks for unlike ones
+_FEW_ROWS = 8
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -296,18 +301,12 @@ class Probe:
     ) -> dict[int, list[LossRule]]:
         every = loss_rules(call, layout)
         rows = self._telling_rows(call, layout, every)
-        parts = [layout.pick(call, rows[:1]), layout.pick(call, rows[1:])]
-        whole, outputs = self._look(call, layout, rows)
-        found: dict[int, list[LossRule]] = {}
-        for position in whole.scalars:
-            target = float(whole.leaves[position])
-            values = [float(output.leaves[position]) for output in outputs]
-            candidates = known.get(position, every) if known else every
-            rules = _closest(
-                candidates, [rule.weights(parts, layout) for rule in candidates], values, target, self._tolerance
-            )
-            if rules:
-                found[position] = rules
+        found, outputs = self._holding(call, layout, rows, lambda position: (known or {}).get(position, every))
+        if found.get(outputs[0].loss) and _alike(outputs):
+            # nearly the same loss in both parts: almost any function of it would do, so look at rows that differ
+            rows = self._unlike_rows(call, layout)
+            found, outputs = self._holding(call, layout, rows, lambda position: found.get(position, []))
+        whole = outputs[0]
         if whole.loss >= 0 and whole.loss not in found:
             if whole.leaves[whole.loss].isnan():
                 return {whole.loss: []}
@@ -317,6 +316,36 @@ class Probe:
                 "let the loop compute the loss from the outputs (any loss works then), or use --checkpoint",
             )
         return found
+
+    def _holding(
+        self, call: Call, layout: Layout, rows: Sequence[int], candidates: Callable[[int], list[LossRule]]
+    ) -> tuple[dict[int, list[LossRule]], list[Outputs]]:
+        """The rules that hold for the first of these rows and the others, and what was run: together, apart."""
+        parts = [layout.pick(call, rows[:1]), layout.pick(call, rows[1:])]
+        whole, outputs = self._look(call, layout, rows)
+        found: dict[int, list[LossRule]] = {}
+        for position in whole.scalars:
+            rules = candidates(position)
+            holding = _closest(
+                rules,
+                [rule.weights(parts, layout) for rule in rules],
+                [float(output.leaves[position]) for output in outputs],
+                float(whole.leaves[position]),
+                self._tolerance,
+            )
+            if holding:
+                found[position] = holding
+        return found, [whole, *outputs]
+
+    def _unlike_rows(self, call: Call, layout: Layout) -> list[int]:
+        """The two rows whose losses are furthest apart, of the first few."""
+        losses = []
+        with quietly(self._model):
+            for row in range(min(layout.rows, _FEW_ROWS)):
+                outputs = Outputs.of(self._widened(layout.pick(call, [row])).run(self._model.forward))
+                losses.append((float(outputs.leaves[outputs.loss]), row))
+        ordered = sorted((loss, row) for loss, row in losses if math.isfinite(loss))
+        return [ordered[0][1], ordered[-1][1]]
 
     def _telling_rows(self, call: Call, layout: Layout, rules: list[LossRule]) -> list[int]:
         """Up to three rows that differ most in their targets, so that the probe can tell rules apart."""
@@ -333,13 +362,16 @@ class Probe:
         return list(range(min(layout.rows, 3)))
 
     def _look(self, call: Call, layout: Layout, rows: Sequence[int]) -> tuple[Outputs, list[Outputs]]:
-        call = call if self._has_half_parameters else call.with_leaves([_widened(leaf) for leaf in call.leaves])
+        call = self._widened(call)
         with quietly(self._model):
             together, *apart = (
                 _sampled(Outputs.of(layout.pick(call, some).run(self._model.forward)))
                 for some in (rows, rows[:1], rows[1:])
             )
         return together, apart
+
+    def _widened(self, call: Call) -> Call:
+        return call if self._has_half_parameters else call.with_leaves([_widened(leaf) for leaf in call.leaves])
 
     @property
     def _has_half_parameters(self) -> bool:
@@ -382,6 +414,12 @@ def _closest(
     ]
     bound = min(tolerance, 10 * min(errors) + 1e-6)
     return [rule for rule, error in zip(rules, errors, strict=True) if error <= bound]
+
+
+def _alike(outputs: Sequence[Outputs]) -> bool:
+    """Whether the losses of the parts are near each other; not when they are the same, as those of a twin are."""
+    _, one, other = (float(output.leaves[output.loss]) for output in outputs)
+    return 0 < abs(one - other) < _ALIKE * max(abs(one), abs(other))
 
 
 def _agree(weightings: list[list[float]]) -> bool:

@@ -334,6 +334,21 @@ class TestRefusals:
             "give its gradient; let the loop compute the loss from the outputs (any loss works then), or use --checkpoint"
         )
 
+    def test_a_bent_loss_is_seen_where_the_first_rows_are_alike(self) -> None:
+        accepted = []
+        for seed in range(60):
+            model, batch = Regressor("root"), regression_batch()
+            torch.manual_seed(seed)
+            for parameter in model.parameters():
+                nn.init.uniform_(parameter, -0.3, 0.3)
+            with fit(workload(model), "--accumulate 3"):
+                try:
+                    model(*batch)
+                except RefusalError:
+                    continue
+                accepted.append(seed)
+        assert accepted == []
+
     def test_batch_norm(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         with pytest.raises(RefusalError) as caught:

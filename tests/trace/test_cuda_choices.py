@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from memlab import Plan, Workload
@@ -76,7 +77,8 @@ def test_threads_trace_for_their_own_gpu() -> None:
     both_inside, seen = threading.Barrier(2), {}
 
     def trace(name: str) -> None:
-        q = fake(2, 4, 16, 64, dtype=BF16)
+        with FakeTensorMode():  # one of its own: a mode serves one thread at a time
+            q = torch.empty(2, 4, 16, 64, dtype=BF16)
         with cuda_choices(gpu(name)), Operators() as operators:
             both_inside.wait(timeout=30)
             F.scaled_dot_product_attention(q, q, q)
