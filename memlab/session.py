@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -25,22 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab import stepping
 from memlab.errors import RefusalError, SessionError, WorkloadError
+from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.seams import ForwardSeam, install_step_seam, on_first_step
 from memlab.techniques import TECHNIQUES, Technique
 from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
-
-
-class Observer(Protocol):
-    """Who watches a session, on the training thread."""
-
-    def plan_changed(self, plan: Plan) -> None: ...
-    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def forward_begins(self, batch: Batch) -> None: ...
-    def forward_ended(self, loss: torch.Tensor | None) -> None: ...
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None: ...
-    def interrupted(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ from memlab.jupyter.live import Progress
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import row_of_failure
 from memlab.measuring.steps import Device, Meter, device_for
+from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.seams import FirstTrainingCall
-from memlab.session import Observer, Session, fit, session_of
+from memlab.session import Session, fit, session_of
 from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
 
 
@@ -148,19 +149,7 @@ class CellWatch:
         return " · ".join(["memfit", session.workload.describe(), *batch, meter.device.name, counted])
 
 
-class _Quiet:
-    """An observer that does nothing; others override what they watch."""
-
-    def plan_changed(self, plan: Plan) -> None: ...
-    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def forward_begins(self, batch: Batch) -> None: ...
-    def forward_ended(self, loss: torch.Tensor | None) -> None: ...
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None: ...
-    def interrupted(self) -> None: ...
-
-
-class _Chooser(_Quiet):
+class _Chooser(Observer):
     """Chooses the plan at the first training forward of a cell, when the batch is known, and applies it to it.
 
     A session looks at its techniques after its observers were told of a forward, so the forward that begins
@@ -183,7 +172,7 @@ class _Chooser(_Quiet):
             self._session.switch(plan, now=True)
 
 
-class _Notes(_Quiet):
+class _Notes(Observer):
     """Notes which plans were in force during a cell, and the last batch.
 
     Args:

@@ -28,6 +28,7 @@ from memlab.measuring.cpu import CpuDevice
 from memlab.measuring.cuda import CudaDevice
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding, Ledger, Observation, tensors_in
+from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.records import Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
 from memlab.workload import Batch
@@ -177,7 +178,7 @@ class _Period:
         self.observation = None
 
 
-class Meter:
+class Meter(Observer):
     """The observer that a session calls on the training thread.
 
     Args:

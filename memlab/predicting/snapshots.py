@@ -23,6 +23,7 @@ from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, st
 from memlab.measuring.ledger import PHASES, Holding, Ledger, Observation
 from memlab.measuring.runs import call_of, rehearsal, training_step
 from memlab.measuring.steps import device_for
+from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.predicting.foreteller import Foreteller, Parts
 from memlab.predicting.reserved import Events, play_two_steps, script_of
@@ -302,7 +303,7 @@ def _holdings(workload: Workload, session: Session) -> Iterator[Holding]:
     yield from inputs_of(call_of(workload))
 
 
-class _Watch:
+class _Watch(Observer):
     """An observer that is only interested in what runs."""
 
     def phase_changed(self, phase: Phase) -> None:
@@ -319,10 +320,6 @@ class _Watch:
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self.phase_changed(Phase.OTHER)
-
-    def plan_changed(self, plan: Plan) -> None: ...
-    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def interrupted(self) -> None: ...
 
 
 class _LedgerWatch(_Watch):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError, SessionError
+from memlab.techniques._aliases import Aliases, RandomState
 from memlab.techniques._autocast import AutocastState, without_autocast
 from memlab.techniques._lazy import LazyTensor, real
 from memlab.techniques._split import Call, Layout, Outputs
@@ -106,7 +106,7 @@ class MicroRun:
         weights: Mapping[int, list[float]],
         joins: tuple[int | None, ...],
         learnt: Learnt,
-        random_states: list[_RandomState] | None = None,
+        random_states: list[RandomState] | None = None,
     ) -> None:
         self._model = model
         self._call = call
@@ -119,7 +119,7 @@ class MicroRun:
         self._random_states = random_states or []
         self._updates = learnt.updates
         self._autocast = AutocastState()
-        self._aliases = _Aliases(model)
+        self._aliases = Aliases(model)
         self._inputs = [i for i, leaf in enumerate(micro_batches[0].leaves) if _requires_grad(leaf)]
         self._input_gradients: list[dict[int, torch.Tensor]] = []
         self._joined: dict[int, _Joined] = {}
@@ -172,7 +172,7 @@ class MicroRun:
                 self._model, self._call, self._micro_batches, self._layout, self._weights, self._joins, self._learnt,
                 random_states=self._random_states,
             )  # fmt: skip
-            now = _RandomState(self._aliases.device)
+            now = RandomState(self._aliases.device)
             with self._autocast.entered():
                 self._looked_at = again._leaves()
             now.restore()
@@ -196,7 +196,7 @@ class MicroRun:
 
     def _first_run_of(self, index: int) -> None:
         if not self._repeats:
-            self._random_states.append(_RandomState(self._aliases.device))
+            self._random_states.append(RandomState(self._aliases.device))
         else:
             self._random_states[index].restore()
         is_last = index == len(self._micro_batches) - 1
@@ -301,7 +301,7 @@ class MicroRun:
 
     def _replay(self, wanted: Mapping[int, torch.Tensor]) -> None:
         self._check_replay(wanted)
-        now = _RandomState(self._aliases.device)
+        now = RandomState(self._aliases.device)
         order = [*range(len(self._micro_batches))]
         if self._kept is not None:
             order.insert(0, order.pop())  # its graph is there: use it first, so that it is freed first
@@ -376,89 +376,8 @@ class _SplitCall(torch.autograd.Function):
         return (None, *run.gradients(gradients))
 
 
-class _Aliases:
-    """Leaves that share storage with a model's trainable parameters and take their place for a while."""
-
-    def __init__(self, model: nn.Module) -> None:
-        by_id: dict[int, nn.Parameter] = {}
-        self._sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        self.originals: list[nn.Parameter] = []
-        self.aliases: list[nn.Parameter] = []
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or not parameter.requires_grad:
-                    continue
-                if id(parameter) not in by_id:
-                    by_id[id(parameter)] = nn.Parameter(parameter.detach())
-                    self.originals.append(parameter)
-                    self.aliases.append(by_id[id(parameter)])
-                self._sites.append((module, name, parameter, by_id[id(parameter)]))
-        self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-
-    @property
-    def device(self) -> torch.device:
-        return self.originals[0].device
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Modules see the aliases; the user's parameters come back whatever happens."""
-        try:
-            for module, name, _, alias in self._sites:
-                module._parameters[name] = alias
-            self._refresh_recurrent()
-            yield
-        finally:
-            for module, name, original, _ in self._sites:
-                module._parameters[name] = original
-            self._refresh_recurrent()
-
-    def _refresh_recurrent(self) -> None:
-        # recurrent layers keep a second list of references to their weights
-        for module in self._recurrent:
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
-
-    @contextmanager
-    def originals_untouched(self, model_name: str) -> Iterator[None]:
-        """Refuse models that reach a parameter past their modules: its gradient would be counted wrongly."""
-        before = [(parameter.grad, _version(parameter.grad)) for parameter in self.originals]
-        yield
-        for parameter, (gradient, version) in zip(self.originals, before, strict=True):
-            if parameter.grad is not gradient or _version(parameter.grad) != version:
-                parameter.grad = gradient if parameter.grad is not gradient else parameter.grad
-                raise RefusalError(
-                    _FIELD,
-                    f"{model_name} reaches a parameter through another reference than its modules' attributes",
-                    _KEEP_WHOLE,
-                )
-
-    def take_gradients(self) -> list[torch.Tensor | None]:
-        """Hand over the gathered gradients, so that autograd may keep them without a copy."""
-        gradients = [alias.grad for alias in self.aliases]
-        for alias in self.aliases:
-            alias.grad = None
-        return gradients
-
-
-class _RandomState:
-    """The random state a micro-batch starts from."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cpu = torch.get_rng_state()
-        self._device = device if device.type == "cuda" else None
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None and self._device is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-
-
 def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and bool(real(leaf).requires_grad)
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
 
 
 def _gradients_of(micro_batch: Call, positions: Sequence[int]) -> dict[int, torch.Tensor]:

@@ -23,6 +23,7 @@ from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, st
 from memlab.measuring.ledger import Holding, Observation, tensors_in
 from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.measuring.steps import samples_of, tokens_of
+from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.records import Category, Phase
 from memlab.roofline import Bill
@@ -316,7 +317,7 @@ class Tracer:
 
 
 @dataclass
-class _Seen:
+class _Seen(Observer):
     """What a step shows; an observer of the session that tells the recorder what runs."""
 
     recorder: Recorder
@@ -365,10 +366,6 @@ class _Seen:
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self.recorder.phase = Phase.OTHER
-
-    def plan_changed(self, plan: Plan) -> None: ...
-    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def interrupted(self) -> None: ...
 
 
 class _GradientsBefore:

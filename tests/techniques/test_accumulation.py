@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memlab import RefusalError, SessionError, Workload, fit
-from memlab.techniques import _micro
+from memlab.techniques import _aliases, _micro
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._split import row_ranges
 from tests.techniques.models import (
@@ -209,14 +209,14 @@ def test_replay_repeats_dropout() -> None:
 
 def test_gradients_are_handed_over_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     handed: list[int] = []
-    take = _micro._Aliases.take_gradients
+    take = _aliases.Aliases.take_gradients
 
-    def noted(aliases: _micro._Aliases) -> list[torch.Tensor | None]:
+    def noted(aliases: _aliases.Aliases) -> list[torch.Tensor | None]:
         gathered = take(aliases)
         handed.extend(g.data_ptr() for g in gathered if g is not None)
         return gathered
 
-    monkeypatch.setattr(_micro._Aliases, "take_gradients", noted)
+    monkeypatch.setattr(_aliases.Aliases, "take_gradients", noted)
     model, batch = gpt2(), ragged_batch()
     with fit(workload(model), "--accumulate 4"):
         model(**batch).loss.backward()

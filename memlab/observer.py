@@ -1,0 +1,33 @@
+"""`Observer`: who watches a session."""
+
+from __future__ import annotations
+
+import torch
+
+from memlab.plan import Plan
+from memlab.workload import Batch
+
+
+class Observer:
+    """Who watches a session, on the training thread; derive from it and watch what you like."""
+
+    def plan_changed(self, plan: Plan) -> None:
+        """A plan has come into force."""
+
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
+        """The session has taken over an optimizer."""
+
+    def forward_begins(self, batch: Batch) -> None:
+        """A training forward of the model is about to run."""
+
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        """It has run, and returned this loss."""
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        """It has stepped, or left its parameters alone."""
+
+    def interrupted(self) -> None:
+        """A forward or a step has raised."""

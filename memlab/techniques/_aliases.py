@@ -1,0 +1,95 @@
+"""What lets a part of a step run beside the user's own: stand-ins for parameters, and the random state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from memlab.errors import RefusalError
+
+_FIELD = "accumulation"
+_KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
+
+
+class Aliases:
+    """Leaves that share storage with a model's trainable parameters and take their place for a while."""
+
+    def __init__(self, model: nn.Module) -> None:
+        by_id: dict[int, nn.Parameter] = {}
+        self._sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self.originals: list[nn.Parameter] = []
+        self.aliases: list[nn.Parameter] = []
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if id(parameter) not in by_id:
+                    by_id[id(parameter)] = nn.Parameter(parameter.detach())
+                    self.originals.append(parameter)
+                    self.aliases.append(by_id[id(parameter)])
+                self._sites.append((module, name, parameter, by_id[id(parameter)]))
+        self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.originals[0].device
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Modules see the aliases; the user's parameters come back whatever happens."""
+        try:
+            for module, name, _, alias in self._sites:
+                module._parameters[name] = alias
+            self._refresh_recurrent()
+            yield
+        finally:
+            for module, name, original, _ in self._sites:
+                module._parameters[name] = original
+            self._refresh_recurrent()
+
+    def _refresh_recurrent(self) -> None:
+        # recurrent layers keep a second list of references to their weights
+        for module in self._recurrent:
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+    @contextmanager
+    def originals_untouched(self, model_name: str) -> Iterator[None]:
+        """Refuse models that reach a parameter past their modules: its gradient would be counted wrongly."""
+        before = [(parameter.grad, version_of(parameter.grad)) for parameter in self.originals]
+        yield
+        for parameter, (gradient, version) in zip(self.originals, before, strict=True):
+            if parameter.grad is not gradient or version_of(parameter.grad) != version:
+                parameter.grad = gradient if parameter.grad is not gradient else parameter.grad
+                raise RefusalError(
+                    _FIELD,
+                    f"{model_name} reaches a parameter through another reference than its modules' attributes",
+                    _KEEP_WHOLE,
+                )
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Hand over the gathered gradients, so that autograd may keep them without a copy."""
+        gradients = [alias.grad for alias in self.aliases]
+        for alias in self.aliases:
+            alias.grad = None
+        return gradients
+
+
+class RandomState:
+    """The random state a micro-batch starts from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.get_rng_state()
+        self._device = device if device.type == "cuda" else None
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None and self._device is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+def version_of(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
