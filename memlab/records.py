@@ -286,6 +286,44 @@ class Prediction:
         return Verdict(Fit.YES if budget_bytes >= high else Fit.UNCERTAIN, spare_bytes)
 
 
+@dataclass(frozen=True)
+class Rescue:
+    """What was done when memory ran out in the middle of training, so that the loop could go on.
+
+    Args:
+        step: the step that ran out of memory, counted from 1.
+        place: "forward", "backward", "loop" (code between the model and the optimizer) or "step".
+        before: plan in force when it did.
+        after: plan in force when the same batch had succeeded.
+        error: the error the loop did not see.
+        attempts: how many plans ran out of memory on the way.
+        seconds: time from the first error to success.
+
+    Example:
+        >>> print(Rescue(7, "backward", "as written", "--accumulate 2", "CUDA out of memory. …", 1, 0.25))
+        step 7 ran out of memory in backward: as written → --accumulate 2, same batch again (0.25 s)
+    """
+
+    step: int
+    place: str
+    before: str
+    after: str
+    error: str
+    attempts: int
+    seconds: float
+
+    def __str__(self) -> str:
+        where = _WHERE_MEMORY_RAN_OUT.get(self.place, self.place)
+        change = f"{self.before} → {self.after}" if self.after != self.before else "graph dropped and made again"
+        tries = f", {self.attempts} attempts" if self.attempts > 1 else ""
+        return (
+            f"step {self.step} ran out of memory in {where}: {change}, same batch again{tries} ({self.seconds:.2f} s)"
+        )
+
+
+_WHERE_MEMORY_RAN_OUT = {"loop": "the loop's own code", "step": "the optimizer's update"}
+
+
 def _phase_of_peak(timeline: Sequence[TimelinePoint]) -> Phase | None:
     return max(timeline, key=lambda point: point.total_bytes).phase if timeline else None
 

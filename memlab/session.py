@@ -1,8 +1,7 @@
 """`Session`: applies a plan to a workload, switches it at step boundaries, and undoes it.
 
-The session is the only owner of undo. Each technique in force has an `ExitStack`; taking the technique
-out unwinds it. When a plan changes, techniques whose setting stays are left alone, and a change that
-fails half-way is rolled back as a whole.
+The session owns the two seams and decides when a plan changes; `InForce` changes it, wholly or not at
+all. Techniques whose setting stays are left alone.
 
 A *step boundary* is the moment before the first training forward after an `optimizer.step()`. A
 switch asked for between a forward and its step waits for it; everything happens on the thread that
@@ -25,10 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab import stepping
 from memlab.errors import RefusalError, SessionError, WorkloadError
+from memlab.in_force import InForce
 from memlab.observer import Observer
 from memlab.plan import Plan
+from memlab.rescue.rescuer import Rescuer
 from memlab.seams import ForwardSeam, install_step_seam, on_first_step
 from memlab.techniques import TECHNIQUES, Technique
+from memlab.uninterrupted import uninterrupted
 from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
 
 
@@ -48,14 +50,6 @@ class LogEntry:
         return f"step {self.step}: {self.text}"
 
 
-@dataclass
-class _InForce:
-    """A technique in force and what takes it out again."""
-
-    technique: Technique
-    undo: ExitStack
-
-
 # models with a session, so that a second one is refused instead of wrapping the first. The model's seam and
 # the optimizer's hooks keep the session; when the user drops both, nothing here keeps the model in memory
 _attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
@@ -70,29 +64,29 @@ class Session:
     Args:
         workload: what to apply plans to.
         observers: who watches.
+        rescuer: keeps the loop running when memory runs out; None lets the error pass.
 
     Attributes:
         workload: the live objects.
         log: what was done when.
+        rescuer: as given.
 
     Raises:
         RefusalError: the model cannot be taken over at all (compiled, sharded).
         SessionError: the model has a session already.
     """
 
-    def __init__(self, workload: Workload, observers: Sequence[Observer] = ()) -> None:
+    def __init__(self, workload: Workload, observers: Sequence[Observer] = (), rescuer: Rescuer | None = None) -> None:
         _refuse_foreign_engines(workload)
         if id(workload.model) in _attached:
             raise SessionError(f"{workload.name} has a session already: use its switch(plan), or undo() it first")
         self.workload = workload
         self.log: list[LogEntry] = []
         self.observers: list[Observer] = list(observers)
-        self._plan = Plan()
+        self.rescuer = rescuer
         self._pending: Plan | None = None
-        self._in_force: dict[type[Technique], _InForce] = {}
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._in_force = InForce(workload)
         self._seams = ExitStack()
-        self._techniques: list[Technique] = []
         self._steps = 0
         self._window_open = False
         self._skipped = False  # of the step that is under way
@@ -104,7 +98,7 @@ class Session:
     @property
     def plan(self) -> Plan:
         """The plan in force."""
-        return self._plan
+        return self._in_force.plan
 
     @property
     def pending(self) -> Plan | None:
@@ -122,23 +116,28 @@ class Session:
         return self._steps
 
     @property
+    def techniques(self) -> list[Technique]:
+        """The techniques in force, in the order in which they wrap the model call."""
+        return self._in_force.techniques
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the techniques in force have to say."""
-        return tuple(note for technique in self._techniques for note in technique.notes)
+        return tuple(note for technique in self.techniques for note in technique.notes)
 
     @property
     def host_bytes(self) -> int:
         """Bytes kept off the device by the techniques in force."""
-        return sum(technique.host_bytes for technique in self._techniques)
+        return sum(technique.host_bytes for technique in self.techniques)
 
     @property
     def held_tensors(self) -> tuple[torch.Tensor, ...]:
         """Parts of parameters that the techniques in force keep on the device, beside the model."""
-        return tuple(tensor for technique in self._techniques for tensor in technique.held_tensors)
+        return tuple(tensor for technique in self.techniques for tensor in technique.held_tensors)
 
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype a parameter or buffer of the model has without any plan."""
-        changed = (t.canonical_dtype(tensor) for t in self._techniques)
+        changed = (t.canonical_dtype(tensor) for t in self.techniques)
         return next((dtype for dtype in changed if dtype is not tensor.dtype), tensor.dtype)
 
     def switch(self, plan: Plan | str, *, now: bool = False) -> None:
@@ -165,13 +164,38 @@ class Session:
             )
         self._pending = wanted
 
+    def change_plan(self, plan: Plan) -> None:
+        """Change to another plan at once, from whatever thread training has come to.
+
+        Raises:
+            RefusalError: a technique does not apply here; the old plan stays in force.
+        """
+        self._switch_now(plan)
+
+    def note(self, text: str) -> None:
+        """Write into the log what has just happened."""
+        self._note(text)
+
     def undo(self) -> None:
-        """Give the workload back as it was: every technique off, both seams out. Harmless when done."""
+        """Give the workload back as it was: every technique off, both seams out. Harmless when done.
+
+        A Ctrl-C that comes meanwhile is delivered when it is done.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for the workload as it was (moments back in fp32, say).
+                The session is then as before, and can be undone once memory is free.
+        """
         if not self.attached:
             return
-        try:
-            self._switch_now(Plan())
-        finally:
+        with uninterrupted():
+            if self.rescuer is not None:
+                self.rescuer.detach()
+            try:
+                self._switch_now(Plan(), to_the_end=True)
+            except BaseException:
+                if self.rescuer is not None:
+                    self.rescuer.attach(self)
+                raise
             self._seams.close()
 
     def __enter__(self) -> Self:
@@ -182,7 +206,7 @@ class Session:
         self.undo()
 
     def __repr__(self) -> str:
-        state = f"plan {self._plan.label!r}" if self.attached else "undone"
+        state = f"plan {self.plan.label!r}" if self.attached else "undone"
         return f"<memlab session on {self.workload.describe()}: {state}, {self._steps} steps>"
 
     # -- attaching -----------------------------------------------------------------------------
@@ -193,124 +217,60 @@ class Session:
 
     def _attach(self) -> None:
         model = self.workload.model
-        with ExitStack() as seams:
+        with uninterrupted(), ExitStack() as seams:
             _attached[id(model)] = self
             seams.callback(_attached.pop, id(model), None)
             ForwardSeam(model, self._on_forward).install(seams)
-            self._seams = seams.pop_all()
-        try:
             for optimizer in self.workload.optimizers:
-                self._add_optimizer(optimizer)
-            on_first_step(self._on_any_step, self._seams)
-        except BaseException:
-            self._seams.close()
-            raise
+                self._add_optimizer(optimizer, seams)
+                self._tell_found(optimizer)
+            on_first_step(self._on_any_step, seams)
+            if self.rescuer is not None:
+                self.rescuer.attach(self)
+            self._seams = seams.pop_all()
 
     def _on_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that is first seen when it steps."""
-        known = id(optimizer) in self._optimizers
+        known = any(optimizer is other for other in self._in_force.optimizers)
         if known or unwrap_optimizer(optimizer) is not optimizer or not steps_some_of(optimizer, self.workload.model):
             return
-        for entry in self._in_force.values():
-            entry.technique.check_optimizer(optimizer)
-        self.workload.optimizers.append(optimizer)
-        self._add_optimizer(optimizer)
-        self._note(f"found optimizer {type(optimizer).__name__}")
+        self._in_force.check_optimizer(optimizer)
+        with uninterrupted():
+            self._add_optimizer(optimizer, self._seams)
+            self.workload.optimizers.append(optimizer)
+            self._note(f"found optimizer {type(optimizer).__name__}")
+            self._tell_found(optimizer)
 
-    def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers[id(optimizer)] = optimizer
-        self._seams.callback(self._optimizers.pop, id(optimizer), None)
-        install_step_seam(optimizer, self._before_step, self._after_step, self._seams)
-        hooks = (
-            optimizer.register_state_dict_post_hook(self._saved_state),
-            optimizer.register_load_state_dict_post_hook(self._loaded_state),
-        )
-        for hook in hooks:
-            self._seams.callback(hook.remove)
-        for entry in self._in_force.values():
-            self._attach_to_optimizer(entry, optimizer)
+    def _add_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
+        with ExitStack() as seams:
+            install_step_seam(optimizer, self._before_step, self._after_step, seams)
+            seams.callback(optimizer.register_state_dict_post_hook(self._saved_state).remove)
+            seams.callback(optimizer.register_load_state_dict_post_hook(self._loaded_state).remove)
+            self._in_force.attach_optimizer(optimizer)
+            seams.callback(self._in_force.detach_optimizer, optimizer)
+            undo.push(seams.pop_all())
+
+    def _tell_found(self, optimizer: torch.optim.Optimizer) -> None:
         for observer in self.observers:
             observer.optimizer_found(optimizer)
 
     def _saved_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return stepping.canonical_state_dict(optimizer, state_dict, self._techniques)
+        return stepping.canonical_state_dict(optimizer, state_dict, self.techniques)
 
     def _loaded_state(self, optimizer: torch.optim.Optimizer) -> None:
-        stepping.pack_loaded(optimizer, self._techniques)
+        stepping.pack_loaded(optimizer, self.techniques)
 
     # -- switching -----------------------------------------------------------------------------
 
-    def _switch_now(self, plan: Plan) -> None:
-        leaving = [kind for kind in reversed(TECHNIQUES) if self._leaves(kind, plan)]
-        coming = [
-            kind(plan) for kind in TECHNIQUES if kind.wanted(plan) and (kind in leaving or kind not in self._in_force)
-        ]
-        for technique in coming:
-            technique.check(self.workload)
-            for optimizer in self._optimizers.values():
-                technique.check_optimizer(optimizer)
-        before = self._plan
-        with ExitStack() as rollback:
-            rollback.callback(self._restore, before)
-            for kind in leaving:
-                self._take_out(kind)
-            for technique in coming:
-                self._put_in(technique)
-            self._plan = plan
-            rollback.pop_all()
-        if plan != before:
+    def _switch_now(self, plan: Plan, *, to_the_end: bool = False) -> None:
+        with uninterrupted():
+            before = self.plan
+            self._in_force.change(plan, to_the_end=to_the_end)
+            if plan == before:
+                return
             self._note(f"{before.label} → {plan.label}")
             for observer in self.observers:
                 observer.plan_changed(plan)
-
-    def _leaves(self, kind: type[Technique], plan: Plan) -> bool:
-        entry = self._in_force.get(kind)
-        return entry is not None and (not kind.wanted(plan) or kind.setting(plan) != kind.setting(entry.technique.plan))
-
-    def _restore(self, plan: Plan) -> None:
-        """After a failed change: take out what came in, put back what had left."""
-        for kind in reversed(TECHNIQUES):
-            if self._leaves(kind, plan):
-                self._take_out(kind)
-        for kind in TECHNIQUES:
-            if kind.wanted(plan) and kind not in self._in_force:
-                self._put_in(kind(plan))
-
-    def _put_in(self, technique: Technique) -> None:
-        with ExitStack() as undo:
-            entry = _InForce(technique, undo)
-            undo.callback(self._forget, type(technique))
-            self._in_force[type(technique)] = entry
-            self._refresh()
-            technique.attach_model(self.workload, undo)
-            for optimizer in self._optimizers.values():
-                self._attach_to_optimizer(entry, optimizer)
-            entry.undo = undo.pop_all()
-
-    def _take_out(self, kind: type[Technique]) -> None:
-        entry = self._in_force[kind]
-        entry.undo.close()
-
-    def _forget(self, kind: type[Technique]) -> None:
-        self._in_force.pop(kind, None)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        self._techniques = [self._in_force[kind].technique for kind in TECHNIQUES if kind in self._in_force]
-
-    def _attach_to_optimizer(self, entry: _InForce, optimizer: torch.optim.Optimizer) -> None:
-        technique = entry.technique
-        technique.attach_optimizer(optimizer, entry.undo)
-        if technique.changes_state:
-            entry.undo.callback(self._remove_layer, optimizer, technique)
-            stepping.apply_layer(optimizer, technique, self._above(technique))
-
-    def _remove_layer(self, optimizer: torch.optim.Optimizer, technique: Technique) -> None:
-        stepping.remove_layer(optimizer, technique, self._above(technique))
-
-    def _above(self, technique: Technique) -> list[Technique]:
-        place = TECHNIQUES.index(type(technique))
-        return [other for other in self._techniques if other.changes_state and TECHNIQUES.index(type(other)) > place]
 
     def _note(self, text: str) -> None:
         self.log.append(LogEntry(self._steps, text))
@@ -319,7 +279,7 @@ class Session:
 
     def _on_forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not (self.workload.model.training and torch.is_grad_enabled()):
-            return _chained([t.evaluate for t in self._techniques], original)(*args, **kwargs)
+            return _chained([t.evaluate for t in self.techniques], original)(*args, **kwargs)
         if not self._window_open:
             self._at_boundary()
         self._window_open = True
@@ -327,7 +287,7 @@ class Session:
         for observer in self.observers:
             observer.forward_begins(batch)
         try:
-            output = _chained([t.forward for t in self._techniques], original)(*args, **kwargs)
+            output = self._trained(original, args, kwargs)
         except BaseException:
             for observer in self.observers:
                 observer.interrupted()
@@ -337,6 +297,12 @@ class Session:
             for observer in self.observers:
                 observer.forward_ended(loss)
         return output
+
+    def _trained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return _chained([t.forward for t in self.techniques], original)(*args, **kwargs)
+
+        return run(*args, **kwargs) if self.rescuer is None else self.rescuer.call(run, args, kwargs)
 
     def _at_boundary(self) -> None:
         self._thread = threading.get_ident()
@@ -357,11 +323,14 @@ class Session:
         for observer in self.observers:
             observer.step_begins(optimizer)
         # a closure runs the backward pass, so what it leaves behind is looked at after it
+        if self.rescuer is not None:
+            self.rescuer.leave_own_code()
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         self._skipped = not has_closure and self._must_skip(optimizer)
-        takes_over = any(_takes_the_step(technique, optimizer) for technique in self._techniques)
-        may_skip = has_closure and any(technique.may_skip for technique in self._techniques)
-        if not (self._skipped or takes_over or may_skip):
+        takes_over = any(_takes_the_step(technique, optimizer) for technique in self.techniques)
+        is_rescued = self.rescuer is not None and not has_closure and self.rescuer.serves(optimizer)
+        may_skip = has_closure and any(technique.may_skip for technique in self.techniques)
+        if not (self._skipped or takes_over or may_skip or is_rescued):
             return None
         try:
             return stepping.take_over(self._update)(optimizer, args, kwargs)
@@ -371,19 +340,24 @@ class Session:
             raise
 
     def _must_skip(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(technique.skips_step(optimizer) for technique in self._techniques)
+        return any(technique.skips_step(optimizer) for technique in self.techniques)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         if self._skipped or self._must_skip(optimizer):
             self._skipped = True
             self._note("gradients were not finite: update skipped, loss scale halved")
-        elif not stepping.run_step(optimizer, self._techniques):
+        elif not self._updated(optimizer):
             self._skipped = True
             self._note("gradients were not finite: update skipped, as the loop's own scaler asks")
 
+    def _updated(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self.rescuer is not None and self.rescuer.serves(optimizer):
+            return self.rescuer.update(optimizer)
+        return stepping.run_step(optimizer, self.techniques)
+
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         skipped, self._skipped = self._skipped, False
-        for technique in self._techniques:
+        for technique in self.techniques:
             technique.step_ended(optimizer, skipped=skipped)
         for observer in self.observers:
             observer.step_ended(optimizer, skipped)
@@ -391,13 +365,16 @@ class Session:
         self._window_open = False
 
 
-def fit(workload: Workload, plan: Plan | str = "", observers: Sequence[Observer] = ()) -> Session:
+def fit(
+    workload: Workload, plan: Plan | str = "", observers: Sequence[Observer] = (), *, rescue: bool | Rescuer = False
+) -> Session:
     """Apply a plan to live objects, there and then.
 
     Args:
         workload: model and optimizer, see `Workload`.
         plan: a `Plan`, or its flags as text.
         observers: who watches, such as a `memlab.measuring.Meter`.
+        rescue: keep the loop running when memory runs out, under other plans that need less; a `Rescuer` says which.
 
     Returns:
         The session; use it bare and call `undo()` later, or under ``with``.
@@ -423,11 +400,16 @@ def fit(workload: Workload, plan: Plan | str = "", observers: Sequence[Observer]
             f"fit: expected a memlab.Workload, got {type(workload).__name__}; write fit(Workload(model, optimizer), plan)"
         )
     wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
-    session = Session(workload, observers)
+    rescuer = Rescuer() if rescue is True else rescue or None
+    session = None
     try:
-        session.switch(wanted, now=True)
+        with uninterrupted():
+            session = Session(workload, observers, rescuer)
+            session.switch(wanted, now=True)
     except BaseException:
-        session.undo()
+        # whoever does not get the session could not undo it
+        if session is not None:
+            session.undo()
         raise
     return session
 

@@ -11,7 +11,8 @@ Rules:
    are updated in place through a backup, entries created in the failed update by dropping them.
    Buckets finished earlier stay updated; `done` names them, so that a retry does not count them twice.
 4. Once a bucket is updated its state is packed again, whatever interrupts that.
-5. Layers of state are exchanged one parameter at a time, so no two forms of everything exist at once.
+5. Layers of state are exchanged one parameter at a time. Until all are, the old form is kept, here by
+   reference or by the caller in its own way, so that going back converts nothing and is bit for bit.
 6. Optimizers whose update is not known to treat parameters one by one get a single bucket.
 """
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # techniques import this module
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
+Exchanged = Callable[[], None]
 StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 BUCKET_BYTES = 64 * 2**20
@@ -199,7 +201,7 @@ def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]
     """Parameters with a gradient, in order, grouped up to so many bytes of fp32 moments."""
     bucket: list[Parameter] = []
     filled = 0
-    separable = _is_separable(optimizer)
+    separable = is_separable(optimizer)
     for parameter in _with_gradient(optimizer):
         size_bytes = _ADAM_BYTES_PER_ELEMENT * parameter.numel()
         if bucket and separable and filled + size_bytes > bucket_bytes:
@@ -211,7 +213,7 @@ def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]
         yield bucket
 
 
-def _is_separable(optimizer: Optimizer) -> bool:
+def is_separable(optimizer: Optimizer) -> bool:
     """Whether the update of each parameter is known to be independent of all others."""
     kind = type(optimizer)
     return f"{kind.__module__}.".startswith(_SEPARABLE_PACKAGES) and not isinstance(optimizer, torch.optim.LBFGS)
@@ -340,23 +342,28 @@ def unpacked(optimizer: Optimizer, parameter: Parameter, state: State, layers: S
     return state
 
 
-def apply_layer(optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = ()) -> None:
+def apply_layer(
+    optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = (), exchanged: Exchanged | None = None
+) -> None:
     """Pack all state of an optimizer with one more technique.
 
     Args:
-        optimizer: whose state is packed, one parameter at a time. When that raises, the parameters
-            packed so far are unpacked again.
+        optimizer: whose state is packed, one parameter at a time.
         technique: the layer to put in.
         above: state layers that are in force above it, from the bottom up.
+        exchanged: called after each parameter. Who gives it keeps the old state and puts it back when this
+            raises; else that is done here.
     """
     if technique.changes_state:
-        _exchange(optimizer, _packing(technique), _unpacking(technique), above)
+        _exchange(optimizer, technique.pack_state, above, exchanged)
 
 
-def remove_layer(optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = ()) -> None:
+def remove_layer(
+    optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = (), exchanged: Exchanged | None = None
+) -> None:
     """Take one technique out of all state of an optimizer; the opposite of `apply_layer`."""
     if technique.changes_state:
-        _exchange(optimizer, _unpacking(technique), _packing(technique), above)
+        _exchange(optimizer, technique.unpack_state, above, exchanged)
 
 
 def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
@@ -403,23 +410,16 @@ def _on_host_unless_live(value: Any, live: Mapping[str, Any]) -> Any:
     return value if any(value is kept for kept in live.values()) else value.cpu()
 
 
-def _packing(technique: Technique) -> _Mapping:
-    return technique.pack_state
-
-
-def _unpacking(technique: Technique) -> _Mapping:
-    return technique.unpack_state
-
-
-def _exchange(optimizer: Optimizer, there: _Mapping, back: _Mapping, above: Sequence[Technique]) -> None:
-    exchanged: list[Parameter] = []
+def _exchange(optimizer: Optimizer, there: _Mapping, above: Sequence[Technique], exchanged: Exchanged | None) -> None:
+    held = _held(optimizer)
+    before = held if exchanged is None else []
     try:
-        for parameter, _ in _held(optimizer):
+        for parameter, _ in held:
             _exchange_one(optimizer, parameter, there, above)
-            exchanged.append(parameter)
+            if exchanged is not None:
+                exchanged()
     except BaseException:
-        for parameter in exchanged:
-            _exchange_one(optimizer, parameter, back, above)
+        optimizer.state.update(before)
         raise
 
 

@@ -42,13 +42,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
 
 
 @contextmanager
-def unchanged(workload: Workload, *, anew: tuple[str, ...] = ()) -> Iterator[None]:
-    """Everything, structure and values, is the same afterwards; marks that end with one of `anew` may be made anew."""
+def unchanged(workload: Workload) -> Iterator[None]:
+    """Everything, structure and values, is the same afterwards."""
     optimizers = list(workload.optimizers)
     structure, values = fingerprint(workload.model, optimizers), Snapshot(workload)
     yield
-    changes = differing(structure, fingerprint(workload.model, optimizers))
-    assert [line for line in changes if not line.split(":")[0].endswith(anew or ("\0",))] == []
+    assert differing(structure, fingerprint(workload.model, optimizers)) == []
     assert values.differences(Snapshot(workload)) == []
 
 
@@ -554,7 +553,7 @@ class TestSwitching:
 
         def failing(self: Any, *args: Any) -> Any:
             left[0] -= 1 if moment == "pack_state" else 2
-            if left[0] == 0:
+            if left[0] <= 0:  # out of memory is tried a second time
                 raise error("half-way")
             return original(self, *args)
 
@@ -566,8 +565,7 @@ class TestSwitching:
         assert sessions() == ()
         with fit(workload, "--accumulate 2 --checkpoint") as session:
             left[0] = 2
-            # blocks that were checkpointed are again, by a forward made anew
-            with unchanged(workload, anew=(" forward",)), pytest.raises(error, match="half-way"):
+            with unchanged(workload), pytest.raises(error, match="half-way"):
                 with monkeypatch.context() as patched:
                     patched.setattr(OffloadOptimizer, moment, failing)
                     session.switch("--accumulate 4 --offload optimizer")

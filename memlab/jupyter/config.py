@@ -24,6 +24,11 @@ class MemLab(Configurable):
     predict = Bool(True, help="show in receipts what was predicted for the plans measured").tag(config=True)
     quiet = Bool(False, help="show no progress while a cell trains").tag(config=True)
     plan = Unicode("", help="flags of %%memfit cells that give none, such as '--accumulate 4'").tag(config=True)
+    free = Bool(
+        True,
+        help="let go of what functions hold when a cell ran out of memory or a %%memfit cell was interrupted; "
+        "False keeps their variables for %debug, and their memory",
+    ).tag(config=True)
     picture = Bool(True, help="put a PNG picture into receipts, for pages that show no HTML").tag(config=True)
 
     @property

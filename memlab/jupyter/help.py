@@ -19,6 +19,9 @@ Examples:
     %%memfit --fp16 --adam8bit --capacity 8GiB
     trainer.train()
 
+    %%memfit --keep precision,optimizer          # when memory runs out: nothing that changes numerics
+    train()
+
     %%memfit --budget 8GiB                       # the fastest plan predicted to fit into 8 GiB
     train()
 
@@ -52,7 +55,8 @@ def cell_help() -> str:
             "is changed: the plan in force stays, and the cell is measured. Flags set the whole plan; it stays applied",
             "after the cell, until another one or %memfit undo. With --budget the plan is chosen at the cell's first",
             "training step: every plan is predicted, and the fastest that fits is applied. The receipt then says what",
-            "was predicted and what was measured. The same from Python: memlab.fit, memlab.measure.",
+            "was predicted and what was measured. When memory runs out, the plan is changed and the same batch runs again,",
+            "settings given with --keep apart. The same from Python: memlab.fit, memlab.measure.",
             "",
             "Techniques:",
             *_table((_plan_usage(field), field.help) for field in FIELDS),

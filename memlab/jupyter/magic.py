@@ -15,6 +15,7 @@ from IPython.core.magic import no_var_expand
 
 from memlab.jupyter.cell_magic import CellMagic
 from memlab.jupyter.display import teach_receipts
+from memlab.jupyter.freeing import free_after_cells
 from memlab.jupyter.help import cell_help, line_help
 from memlab.jupyter.line_magic import LineMagic, Shown
 from memlab.jupyter.notebook import Notebook, one_line
@@ -81,6 +82,7 @@ class MagicMemfit:
         shell.configurables.append(notebook.config)
         self._undo.callback(shell.configurables.remove, notebook.config)
         teach_receipts(shell, notebook.config, self._undo)
+        free_after_cells(notebook, self._undo)
 
 
 def _alive(reference: weakref.ref[MagicMemfit]) -> MagicMemfit:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from memlab.errors import PlanError
 from memlab.plan import Plan, unknown_flag
+from memlab.rescue.ladder import pinned
 from memlab.units import parse_bytes
 
 
@@ -21,6 +22,7 @@ class Flag:
         metavar: how its value reads in help; empty for a flag without one.
         help: one sentence.
         also: another spelling.
+        repeats: whether it may be given several times; values are joined by commas.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Flag:
     metavar: str
     help: str
     also: str = ""
+    repeats: bool = False
 
     @property
     def usage(self) -> str:
@@ -56,6 +59,14 @@ CELL_FLAGS = (
     Flag("budget", "--budget", "SIZE", "choose the fastest plan predicted to fit; flags of techniques are kept in it"),
     Flag("lossless", "--lossless", "", "with --budget: only techniques that leave the gradient as it is"),
     Flag("capacity", "--capacity", "SIZE", "size the device is to behave as in this cell, as in 4GiB"),
+    Flag(
+        "keep",
+        "--keep",
+        "FIELD[,FIELD…]",
+        "settings that must stay as they are when memory runs out: precision, optimizer, checkpointing and so on",
+        repeats=True,
+    ),
+    Flag("no_rescue", "--no-rescue", "", "let the cell fail when memory runs out, instead of changing the plan"),
     Flag("quiet", "--quiet", "", "show no progress while the cell runs"),
     Flag("help", "--help", "", "show this and run nothing", also="-h"),
 )
@@ -137,6 +148,8 @@ class CellOptions:
         budget_bytes: what the chosen plan is to fit into, or None when not given.
         lossless: choose among exact techniques only.
         capacity_bytes: size the device is to behave as, or None when not given.
+        keep: fields of the plan that must not change when memory runs out.
+        rescue: change the plan and go on when memory runs out.
         quiet: show no progress.
         help: show help and run nothing.
     """
@@ -147,6 +160,8 @@ class CellOptions:
     budget_bytes: int | None = None
     lossless: bool = False
     capacity_bytes: int | None = None
+    keep: frozenset[str] = frozenset()
+    rescue: bool = True
     quiet: bool = False
     help: bool = False
 
@@ -241,6 +256,8 @@ def cell_options(line: str) -> CellOptions:
         >>> options = cell_options("--accumulate 4 --capacity 2GiB")
         >>> options.plan.accumulation, options.capacity_bytes
         (4, 2147483648)
+        >>> sorted(cell_options("--keep precision,checkpoint --keep optim").keep)
+        ['checkpointing', 'optimizer', 'precision']
         >>> cell_options("").plan is None
         True
     """
@@ -252,6 +269,10 @@ def cell_options(line: str) -> CellOptions:
     capacity, budget = given.get("capacity"), given.get("budget")
     if "lossless" in given and budget is None:
         raise PlanError("--lossless says what --budget may choose; give a budget, as in --budget 8GiB --lossless")
+    if "keep" in given and "no_rescue" in given:
+        raise PlanError(
+            "--keep says what a rescue may not change, and --no-rescue that there is none; drop one of the two"
+        )
     return CellOptions(
         plan=plan if len(rest) < len(words) else None,
         model=given.get("model"),
@@ -259,6 +280,8 @@ def cell_options(line: str) -> CellOptions:
         budget_bytes=parse_bytes(budget) if budget else None,
         lossless="lossless" in given,
         capacity_bytes=parse_bytes(capacity) if capacity else None,
+        keep=pinned(given["keep"].split(",")) if "keep" in given else frozenset(),
+        rescue="no_rescue" not in given,
         quiet="quiet" in given,
         help="help" in given,
     )
@@ -302,5 +325,5 @@ def _read_flags(words: list[str], flags: tuple[Flag, ...]) -> tuple[dict[str, st
             if not waiting or waiting[0].startswith("-"):
                 raise PlanError(f"{flag.flag} needs a value: {flag.usage}")
             value = waiting.pop(0)
-        given[flag.name] = value
+        given[flag.name] = f"{given[flag.name]},{value}" if flag.repeats and flag.name in given else value
     return given, loose

@@ -50,6 +50,24 @@ class Aliases:
                 module._parameters[name] = original
             self._refresh_recurrent()
 
+    @property
+    def are_current(self) -> bool:
+        """Whether the model still has the parameters these are aliases of, and trains them."""
+        return all(
+            module._parameters.get(name) is original
+            and original.requires_grad
+            and original.data_ptr() == alias.data_ptr()
+            and original.dtype is alias.dtype
+            for module, name, original, alias in self._sites
+        )
+
+    def deliver(self) -> None:
+        """Add gradients that were left on aliases to those of the parameters."""
+        for original, alias in zip(self.originals, self.aliases, strict=True):
+            if alias.grad is not None:
+                gradient, alias.grad = alias.grad, None
+                original.grad = gradient if original.grad is None else original.grad.add_(gradient)
+
     def _refresh_recurrent(self) -> None:
         # recurrent layers keep a second list of references to their weights
         for module in self._recurrent:
@@ -84,6 +102,11 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         self._device = device if device.type == "cuda" else None
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def equals(self, other: RandomState) -> bool:
+        """Whether no random number was drawn between this state and another."""
+        same_cuda = self._cuda is None or (other._cuda is not None and torch.equal(self._cuda, other._cuda))
+        return torch.equal(self._cpu, other._cpu) and same_cuda
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)

@@ -4,14 +4,15 @@ A technique meets the training loop at the two seams (the model call, the optimi
 overrides only the moments it needs. Rules, in the order in which they matter:
 
 1. `check` refuses before anything is touched; it never changes the workload.
-2. `attach_model` and `attach_optimizer` change live objects and register each undo on the
-   `ExitStack` they are given, before or right after the change, so that a failure half-way rolls
-   back what was done.
+2. `attach_model` and `attach_optimizer` change live objects and register each undo with `callback` of
+   the `ExitStack` they are given, before or right after the change. They change nothing but what
+   `memlab.memento` remembers: a change of plans that fails half-way is taken back from there.
 3. `forward` wraps every (micro-)forward of training; `evaluate` wraps forwards in eval mode or
    without gradients.
 4. Optimizer state is *canonical* in the form the user's own optimizer keeps. A technique with
    `changes_state` maps the state of one parameter to a resident form (`pack_state`) and back
-   (`unpack_state`); both are pure: new dict out, old dict untouched. The session applies them in
+   (`unpack_state`); both are pure: new dict out, old dict and its tensors untouched. Data of parameters
+   and buffers is replaced, not written, for the same reason. The session applies them in
    the order of the list of techniques, one parameter at a time, and uses the same pair for
    `optimizer.state_dict()` and `load_state_dict()`, so checkpoints stay in the user's own format.
 5. With `state_per_step` the resident form is unpacked around each update of a bucket of

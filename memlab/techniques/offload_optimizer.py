@@ -66,7 +66,7 @@ class OffloadOptimizer(Technique):
         undo.callback(self._drop_buffers, optimizer)
 
     def pack_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
-        known = self._buffers.get(parameter, {})
+        known = self._free_buffers(optimizer, parameter)
         moved = {name: self._moved_out(known.get(name), parameter, value) for name, value in state.items()}
         # only what is in use: another technique below may have changed the names
         self._buffers[parameter] = {name: value for name, value in moved.items() if value is not state[name]}
@@ -99,6 +99,11 @@ class OffloadOptimizer(Technique):
     def host_bytes(self) -> int:
         return sum(spill.stored_bytes for spill in self._spills.values())
 
+    def _free_buffers(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> State:
+        """Buffers that may be written: within a step state is unpacked, but a plan change must not touch live state."""
+        in_use = {id(value) for value in optimizer.state.get(parameter, {}).values()}
+        return {name: buffer for name, buffer in self._buffers.get(parameter, {}).items() if id(buffer) not in in_use}
+
     def _tier(self, device: torch.device) -> Tier:
         return resolve_tier(self.setting(self.plan) or Tier.AUTO, device, Offloaded.OPTIMIZER)
 
@@ -107,7 +112,7 @@ class OffloadOptimizer(Technique):
         return self._spills.setdefault(tier, Spill(tier))
 
     def _moved_out(self, buffer: torch.Tensor | None, parameter: torch.nn.Parameter, value: Any) -> Any:
-        if not _moves(value) or value is buffer:
+        if not _moves(value):
             return value
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
             buffer = self._spill(parameter.device).empty_like(value)

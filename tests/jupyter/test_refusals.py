@@ -17,7 +17,7 @@ from tests.jupyter.conftest import STEP, TRAIN, Cell
 
 FLAGS = (
     "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--model, --optimizer, --budget, --lossless, --capacity, --quiet, --help"
+    "--model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --quiet, --help"
 )
 
 
@@ -80,6 +80,21 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--budget 4GB", "size '4GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
         ("--lossless", "--lossless says what --budget may choose; give a budget, as in --budget 8GiB --lossless"),
         ("--capacity 4GB", "size '4GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
+        ("--keep", "--keep needs a value: --keep FIELD[,FIELD…]"),
+        (
+            "--keep presicion",
+            "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, and the flags "
+            "that set them; did you mean precision?",
+        ),
+        (
+            "--keep precision --keep speed",
+            "--keep speed: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, and the flags "
+            "that set them",
+        ),
+        (
+            "--keep loss --no-rescue",
+            "--keep says what a rescue may not change, and --no-rescue that there is none; drop one of the two",
+        ),
         ("--model 'net", "\"--model 'net\" cannot be read: No closing quotation"),
         ("--model net", "--model net: no variable of that name; candidates here: model"),
         ("--model inputs", "--model inputs: inputs is a Tensor, expected a torch Module"),

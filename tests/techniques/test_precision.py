@@ -9,13 +9,14 @@ from torch import nn
 
 from memlab import RefusalError, Workload, fit
 from memlab.measuring.runs import training_step
+from memlab.session import Session
 from memlab.snapshot import Snapshot
 from memlab.techniques.precision import FIRST_SCALE, PrecisionChoice
 from tests.techniques.models import Regressor, distance, gpt2, gradients, ragged_batch, regression_batch, workload
 
 
-def scale_of(session: object) -> float:
-    return next(t for t in session._techniques if isinstance(t, PrecisionChoice))._scaler.scale  # type: ignore[attr-defined]
+def scale_of(session: Session) -> float:
+    return next(t for t in session.techniques if isinstance(t, PrecisionChoice))._scaler.scale
 
 
 @pytest.mark.parametrize(("flags", "tolerance"), [("--fp16", 5e-3), ("--bf16", 3e-2), ("--precision fp32", 1e-7)])

@@ -1,0 +1,300 @@
+"""A model call whose graph belongs to memlab, so that it can be dropped and made again.
+
+Numbered rules of the mechanism:
+
+1. The call runs inside one autograd function, on *aliases* of the parameters. What the loop gets has the
+   values the model returned; behind it the loop's graph ends at one node, and the graph of the model is held
+   by the `GuardedCall` alone.
+2. The backward pass of that node differentiates the inner graph. When memory runs out there, the autograd
+   engine that runs the loop's own graph notices nothing: the inner graph is dropped, the call is run again
+   under another plan, from the random state and the buffers it began with, and differentiated with the
+   gradients the loop has sent.
+3. Gradients gather on the aliases and are handed to the parameters at the end, so a backward pass that
+   breaks off has changed nothing; hooks of the user's (and of DDP) fire once, on the whole gradient.
+4. What reaches a parameter past the node (a loss on activations that a hook has kept) gathers on the aliases
+   too; `Aliases` that are left with a gradient are delivered when the loop's backward pass is over.
+5. ``create_graph=True`` runs the model once more on the parameters themselves, as the gradient needs a graph.
+   ``retain_graph=True`` keeps the inner graph as it keeps the outer.
+
+Known limitations: a model that changes anything but its buffers in a forward pass does so again when the call is
+repeated; ``torch.autograd.grad`` from tensors that a hook has kept inside the model does not find the parameters.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from memlab.rescue.outputs import Path, at, differentiable, replaced
+from memlab.techniques._aliases import Aliases, RandomState
+from memlab.techniques._autocast import AutocastState
+from memlab.techniques._lazy import real
+
+Run = Callable[..., Any]
+
+_TWICE = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
+    "been freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). "
+    "Specify retain_graph=True if you need to backward through the graph a second time or if you need to access "
+    "saved tensors after calling backward."
+)
+
+
+class Guardian(Protocol):
+    """Who answers for a guarded call when memory runs out."""
+
+    def backward_begins(self, call: GuardedCall) -> None:
+        """The loop's backward pass has reached the call."""
+
+    def keeps_graph(self) -> bool:
+        """Whether the loop asked for its graph to be kept."""
+
+    def can_rescue(self, error: BaseException) -> bool:
+        """Whether an error says that memory ran out, or that a plan which was tried against that does not apply."""
+
+    def makes_room(self, error: BaseException, call: GuardedCall, *, keeps_rows: bool) -> None:
+        """Another plan is in force when this returns; raises when there is none."""
+
+
+class GuardedCall:
+    """One call of a model in training mode.
+
+    Args:
+        model: whose buffers and parameters it uses.
+        run: the model's call through all techniques in force at the time it is made.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        aliases: of the model's parameters; shared by the calls of a session.
+        guardian: asked for another plan.
+
+    Attributes:
+        done: its gradients were handed over, and its graph is gone.
+        moment: what the loop's own code had saved before it, as `OwnCode.moment` counts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Run,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        aliases: Aliases,
+        guardian: Guardian,
+    ) -> None:
+        self._run = run
+        self._leaves, self._spec = tree_flatten((args, dict(kwargs)))
+        self._aliases = aliases
+        self._guardian = guardian
+        self._inputs = [i for i, leaf in enumerate(self._leaves) if _requires_grad(leaf)]
+        self._autocast = AutocastState()
+        self._before = Start(model, aliases.device)
+        self._after: RandomState | None = None
+        self._versions = _versions([*self._leaves, *aliases.originals])
+        self._graph: dict[Path, torch.Tensor] | None = None
+        self._inner_inputs: list[torch.Tensor] = []
+        self._paths: list[Path] = []
+        self._output: Any = None
+        self.done = False
+        self.moment = 0
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether the inner graph is there, and with it the activations of the model."""
+        return self._graph is not None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch: the first dimension of the first tensor."""
+        return next((leaf.size(0) for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+
+    def outputs(self) -> Any:
+        """Run the call and return what the model returns, attached to the loop's graph by one node.
+
+        Raises:
+            Whatever the model raises; nothing is kept then, and random state and buffers are to be restored by
+            `start_over`.
+        """
+        whole = [self._leaves[i] for i in self._inputs]
+        values = _Guarded.apply(self, *whole, *self._aliases.originals)  # type: ignore[no-untyped-call]
+        output, self._output = self._output, None
+        return replaced(output, dict(zip(self._paths, values or (), strict=True)))
+
+    def start_over(self) -> None:
+        """Random state and buffers as they were when the call began."""
+        self._before.restore()
+
+    def drop_graph(self) -> None:
+        """Let go of the inner graph; the backward pass will run the call again."""
+        self._graph = None
+        self._inner_inputs = []
+        torch.clear_autocast_cache()
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def first_run(self) -> tuple[torch.Tensor, ...]:
+        """Run the model and keep the graph; returns the values of what has one."""
+        try:
+            self._run_inside()
+        except BaseException:
+            self._output = None
+            self.drop_graph()
+            raise
+        self._after = RandomState(self._aliases.device)
+        self._graph = differentiable(self._output)
+        self._paths = list(self._graph)
+        return tuple(tensor.detach() for tensor in self._graph.values())
+
+    def _run_inside(self) -> None:
+        leaves = list(self._leaves)
+        for position in self._inputs:
+            leaves[position] = leaves[position].detach().requires_grad_()
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        with self._aliases.in_place(), torch.enable_grad():
+            self._output = self._run(*args, **kwargs)
+        self._inner_inputs = [leaves[position] for position in self._inputs]
+
+    def _run_again(self) -> None:
+        """Make the graph anew under the plan in force, as the first run made it."""
+        self._require_untouched()
+        now = RandomState(self._aliases.device)
+        self._before.restore()
+        with self._autocast.entered():
+            self._run_inside()
+        self._graph, self._output = at(self._output, self._paths), None
+        now.restore()
+
+    def _require_untouched(self) -> None:
+        if self._versions != _versions([*self._leaves, *self._aliases.originals]):
+            raise RuntimeError(
+                "memlab cannot run this model call again: its inputs or the weights were changed in place between "
+                "forward and backward"
+            )
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the inputs and of the parameters, from those of the outputs."""
+        if self.done:
+            raise RuntimeError(_TWICE)
+        self._guardian.backward_begins(self)
+        wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
+        keep = self._guardian.keeps_graph()
+        while True:
+            shortage: BaseException | None = None
+            try:
+                inputs = self._differentiate(wanted, keep=keep)
+            except BaseException as error:
+                self._break_off()
+                if not self._guardian.can_rescue(error):
+                    raise
+                shortage = error
+            if shortage is None:
+                self.done = not keep
+                return (*inputs, *self._aliases.take_gradients())
+            self._guardian.makes_room(shortage, self, keeps_rows=self._keeps_rows(wanted))
+
+    def _differentiate(self, wanted: Mapping[Path, torch.Tensor], *, keep: bool) -> list[torch.Tensor | None]:
+        if self._graph is None:
+            self._run_again()
+        assert self._graph is not None
+        tensors = [real(self._graph[path]) for path in wanted]
+        inputs = self._inner_inputs
+        if not keep:
+            self._graph = None
+        with self._aliases.in_place():
+            torch.autograd.backward(tensors, list(wanted.values()), retain_graph=keep)
+        gradients = [leaf.grad for leaf in inputs]
+        for leaf in inputs:
+            leaf.grad = None
+        return gradients
+
+    def _break_off(self) -> None:
+        self.drop_graph()
+        self._aliases.take_gradients()
+
+    def _keeps_rows(self, wanted: Mapping[Path, torch.Tensor]) -> bool:
+        """Whether a repetition must draw the same random numbers, and so cannot split the batch.
+
+        The loop has computed its own loss from outputs that were made with them. A loss that the model computes is
+        as good with others.
+        """
+        only_scalars = all(gradient.numel() == 1 for gradient in wanted.values())
+        return not only_scalars and (self._after is None or not self._before.random.equals(self._after))
+
+    def differentiable_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Gradients that can be differentiated again: the model runs on the parameters themselves."""
+        self._require_untouched()
+        args, kwargs = tree_unflatten(self._leaves, self._spec)
+        now = RandomState(self._aliases.device)
+        self._before.restore()
+        with self._autocast.entered():
+            made = at(self._run(*args, **kwargs), self._paths)
+        now.restore()
+        pairs = [(real(made[path]), g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
+        sources = [*(self._leaves[i] for i in self._inputs), *self._aliases.originals]
+        return torch.autograd.grad(
+            [tensor for tensor, _ in pairs], sources, [g for _, g in pairs], create_graph=True, allow_unused=True
+        )
+
+
+class _Guarded(torch.autograd.Function):
+    """The loop's view of a guarded call: inputs and parameters in, outputs out."""
+
+    @staticmethod
+    def forward(ctx: Any, call: GuardedCall, *_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = call.first_run()
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # as autograd has it under create_graph
+            return (None, *ctx.call.differentiable_gradients(gradients))
+        return (None, *ctx.call.gradients(gradients))
+
+
+class Start:
+    """What a model call begins from: random states, and the buffers that forward passes change.
+
+    Args:
+        model: its buffers are copied unless it is known that forward passes leave them alone.
+        device: of the model.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.random = RandomState(device)
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = numpy.random.get_state() if numpy is not None else None
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in _changing_buffers(model)]
+
+    def restore(self) -> None:
+        """Put all of it back."""
+        self.random.restore()
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        for buffer, copy in self._buffers:
+            buffer.detach().copy_(copy)
+
+
+def _changing_buffers(model: nn.Module) -> Iterable[torch.Tensor]:
+    """Buffers of modules that keep running statistics; others are masks and tables."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) or getattr(module, "track_running_stats", False):
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+
+
+def _versions(values: Iterable[Any]) -> list[int]:
+    return [value._version for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and bool(real(leaf).requires_grad)

@@ -1,0 +1,371 @@
+"""`Rescuer`: keeps a session's loop running when memory runs out.
+
+What it does, by the place where memory ran out:
+
+1. *In the model's forward*: everything the call made is dropped, random state and buffers go back, the next plan of
+   the ladder comes into force, the same batch runs again.
+2. *In its backward*: the same, and the call is run again for the gradients the loop has sent (`guard`).
+3. *In the loop's own code*: graphs of the model that wait for their backward pass are dropped (they are made again),
+   then optimizer state leaves the device; the function is called again (`own_code`).
+4. *In the optimizer's update*: the bucket that failed is as it was, buckets before it are done; the next plan comes
+   into force and the others follow (`stepping.run_step`).
+
+A plan that is reached stays. What was done is in `Rescuer.rescues` and in the session's log.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memlab import stepping
+from memlab.errors import MemlabError, RefusalError
+from memlab.plan import Plan
+from memlab.records import Prediction, Rescue
+from memlab.rescue.guard import GuardedCall, _Guarded
+from memlab.rescue.ladder import Place, Rung, next_plans
+from memlab.rescue.nothing_fits import Attempt, nothing_fits
+from memlab.rescue.own_code import OwnCode
+from memlab.rescue.recognise import is_out_of_memory, release, requested_bytes
+from memlab.techniques._aliases import Aliases
+
+if TYPE_CHECKING:
+    from memlab.session import Session
+
+
+class NothingFitsError(MemlabError, torch.OutOfMemoryError):
+    """Memory ran out, and no plan of the ladder needs little enough.
+
+    It is a `torch.OutOfMemoryError`, so that code which handles one handles this.
+    """
+
+
+class Rescuer:
+    """Rescues the loop of one session.
+
+    Args:
+        keep: names of plan fields that must not change.
+        predictions: of plans for this workload and device; order the ladder where they are known.
+        capacity_bytes: size of the device, to tell which predictions fit; None when unknown.
+        say: told in words about each rescue, when it has succeeded.
+
+    Attributes:
+        rescues: what was rescued, in order.
+
+    Example:
+        >>> from memlab import Workload, fit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+        >>> workload = Workload(model, torch.optim.AdamW(model.parameters()))
+        >>> with fit(workload, rescue=True) as session:
+        ...     loss = model(torch.randn(4, 8)).mean()
+        ...     loss.backward()
+        >>> session.rescuer.rescues
+        []
+    """
+
+    def __init__(
+        self,
+        keep: Collection[str] = (),
+        predictions: Mapping[Plan, Prediction] | None = None,
+        capacity_bytes: int | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.keep = frozenset(keep)
+        self.rescues: list[Rescue] = []
+        self._predictions = dict(predictions or {})
+        self._capacity_bytes = capacity_bytes
+        self._say = say
+        self._session: weakref.ref[Session] | None = None
+        self._own_code = OwnCode(self)
+        self._aliases: Aliases | None = None
+        self._calls: weakref.WeakSet[GuardedCall] = weakref.WeakSet()
+        self._trouble: _Trouble | None = None
+        self._rows = 1
+
+    # -- for the session -----------------------------------------------------------------------
+
+    def attach(self, session: Session) -> None:
+        """Begin to answer for a session."""
+        self._session = weakref.ref(session)
+
+    def detach(self) -> None:
+        """Let go of the session and of everything kept for its steps."""
+        self.leave_own_code()
+        self._own_code.forget()
+        self._aliases = None
+        self._session = None
+
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a training forward so that it can be repeated.
+
+        Args:
+            run: the model's call through the techniques in force whenever it is called.
+            args: positional arguments of the model call.
+            kwargs: keyword arguments of the model call.
+
+        Raises:
+            NothingFitsError: under no plan of the ladder there is memory for it.
+        """
+        self._own_code.end()
+        if not _can_be_guarded(self._model):
+            return run(*args, **kwargs)
+        guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)
+        guarded.moment = self._own_code.moment
+        self._rows = guarded.rows
+        while True:
+            shortage: BaseException | None = None
+            try:
+                output = guarded.outputs()
+            except BaseException as error:
+                if not self.can_rescue(error):
+                    raise
+                shortage = error
+            if shortage is None:
+                break
+            self._make_room(shortage, Place.FORWARD, guarded.start_over)
+        self._calls.add(guarded)
+        self._settle()
+        self._own_code.begin()
+        return output
+
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Update parameters as `stepping.run_step` does, whatever memory that takes.
+
+        Returns:
+            False when a gradient scaler told the optimizer to skip this step, else True.
+        """
+        done: set[torch.nn.Parameter] = set()
+        while True:
+            shortage: BaseException | None = None
+            try:
+                is_updated = stepping.run_step(optimizer, self._live_session.techniques, done=done)
+            except BaseException as error:
+                if not self.can_rescue(error):
+                    raise
+                shortage = error
+            if shortage is None:
+                self._settle()
+                return is_updated
+            self._make_room(shortage, Place.STEP)
+
+    def leave_own_code(self) -> None:
+        """The loop's own code is over: its optimizer steps, or its cell ends."""
+        self._own_code.end()
+        self.backward_ended()
+
+    def serves(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the update of an optimizer can be undone and done in parts."""
+        return stepping.is_separable(optimizer)
+
+    def can_rescue(self, error: BaseException) -> bool:
+        """Whether memory ran out, or a plan that was tried against that does not apply.
+
+        If neither, the error is the loop's, and the attempts before it are forgotten.
+        """
+        is_refused = isinstance(error, RefusalError) and self._trouble is not None and self._trouble.is_trying
+        if is_refused or is_out_of_memory(error):
+            return True
+        self._trouble = None
+        return False
+
+    # -- for guarded calls ---------------------------------------------------------------------
+
+    def backward_begins(self, call: GuardedCall) -> None:
+        """The loop's own part of the backward pass is over as far as this call is concerned."""
+        self._own_code.forget(call.moment)
+
+    def keeps_graph(self) -> bool:
+        """Whether the loop asked for its graph to be kept."""
+        kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+        return kept and not self._own_code.graph_is_kept_for_itself
+
+    def makes_room(self, error: BaseException, call: GuardedCall, *, keeps_rows: bool) -> None:
+        """Bring another plan into force for a call that is to be run again."""
+        self._rows = call.rows
+        self._make_room(error, Place.BACKWARD, keeps_rows=keeps_rows)
+
+    # -- for the loop's own code ---------------------------------------------------------------
+
+    def makes_room_for_loop(self, error: BaseException, attempt: int) -> None:
+        """Drop graphs that can be made again, then let optimizer state leave the device."""
+        if attempt == 1 and self._drop_graphs():
+            self._begin_trouble(Place.LOOP, error)
+            release(error)
+            _collect()
+            return
+        self._make_room(error, Place.LOOP)
+
+    def is_guarded(self, node: Any) -> bool:
+        """Whether a node of the autograd graph is a guarded call."""
+        return isinstance(node, _Guarded._backward_cls)
+
+    def backward_runs_again(self) -> None:
+        """Guarded calls whose gradients were handed over in a backward pass that broke off are differentiated anew."""
+        for call in self._calls:
+            call.done = False
+
+    def backward_ended(self) -> None:
+        """Hand over gradients that reached aliases past the node of their call."""
+        if self._aliases is not None:
+            self._aliases.deliver()
+        self._settle()
+
+    # -- making room ---------------------------------------------------------------------------
+
+    def _make_room(
+        self,
+        error: BaseException,
+        place: Place,
+        start_over: Callable[[], None] = lambda: None,
+        *,
+        keeps_rows: bool = False,
+    ) -> None:
+        """Bring the next plan of the ladder into force.
+
+        Raises:
+            NothingFitsError: there is none.
+        """
+        trouble = self._trouble
+        if trouble is not None and isinstance(error, RefusalError):
+            trouble.blocked.add(error.technique)
+        else:
+            trouble = self._begin_trouble(place, error)
+        release(error)
+        start_over()
+        _collect()
+        self._climb(trouble, place, keeps_rows=keeps_rows)
+
+    def _begin_trouble(self, place: Place, error: BaseException) -> _Trouble:
+        session = self._live_session
+        if self._trouble is None:
+            self._trouble = _Trouble(session.steps + 1, session.plan)
+        trouble = self._trouble
+        trouble.base = session.plan
+        trouble.attempts.append(Attempt(trouble.step, place, session.plan, str(error), requested_bytes(error)))
+        return trouble
+
+    def _climb(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> None:
+        """Change to the first plan of the ladder that applies."""
+        session = self._live_session
+        while (rung := next(self._rungs(trouble, place, keeps_rows=keeps_rows), None)) is not None:
+            trouble.refused.add(rung.plan)
+            trouble.rung = rung
+            try:
+                session.change_plan(rung.plan)
+            except RefusalError as refusal:
+                trouble.blocked.add(refusal.technique)
+            except BaseException as error:
+                if not is_out_of_memory(error):
+                    raise
+                release(error)
+            else:
+                return
+        self._give_up(trouble)
+
+    def _rungs(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> Iterator[Rung]:
+        return next_plans(
+            trouble.base,
+            place,
+            rows=self._rows,
+            keep=self.keep | trouble.blocked,
+            keeps_rows=keeps_rows,
+            has_optimizer=bool(self._live_session.workload.optimizers),
+            refused=trouble.refused,
+            predictions=self._predictions,
+            budget_bytes=self._capacity_bytes,
+        )
+
+    def _give_up(self, trouble: _Trouble) -> None:
+        self._trouble = None
+        session = self._live_session
+        if session.plan != trouble.plan:
+            session.change_plan(trouble.plan)
+        text = nothing_fits(
+            trouble.attempts, capacity_bytes=self._capacity_bytes, predictions=self._predictions, keep=self.keep
+        )
+        raise NothingFitsError(text) from None
+
+    def _drop_graphs(self) -> bool:
+        """Drop graphs of calls that wait for their backward pass; whether there were any."""
+        waiting = [call for call in self._calls if call.has_graph]
+        for call in waiting:
+            call.drop_graph()
+        return bool(waiting)
+
+    def _settle(self) -> None:
+        """The work that was in trouble is done: note how."""
+        trouble, self._trouble = self._trouble, None
+        if trouble is None:
+            return
+        session = self._live_session
+        first = trouble.attempts[0]
+        rescue = Rescue(
+            step=trouble.step,
+            place=first.place.value,
+            before=trouble.plan.label,
+            after=session.plan.label,
+            error=first.error,
+            attempts=len(trouble.attempts),
+            seconds=perf_counter() - trouble.began,
+        )
+        self.rescues.append(rescue)
+        session.note(str(rescue))
+        if self._say is not None:
+            self._say(str(rescue))
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    @property
+    def _live_session(self) -> Session:
+        session = self._session() if self._session is not None else None
+        assert session is not None
+        return session
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        return self._live_session.workload.model
+
+    def _current_aliases(self) -> Aliases:
+        if self._aliases is None or not self._aliases.are_current:
+            self._aliases = Aliases(self._model)
+        return self._aliases
+
+
+class _Trouble:
+    """Memory has run out, and the same work is being tried again."""
+
+    def __init__(self, step: int, plan: Plan) -> None:
+        self.step = step
+        self.plan = plan
+        self.attempts: list[Attempt] = []
+        self.base = plan  # the last plan that applied, and ran out of memory
+        self.refused: set[Plan] = {plan}
+        self.blocked: set[str] = set()  # fields whose technique does not apply to this workload
+        self.rung: Rung | None = None
+        self.began = perf_counter()
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a plan of the ladder is in force."""
+        return self.rung is not None
+
+
+def _can_be_guarded(model: torch.nn.Module) -> bool:
+    """Not within function transforms, nor within a backward pass that recomputes a part of the loop."""
+    return (
+        not torch._C._are_functorch_transforms_active()
+        and torch._C._current_graph_task_id() == -1
+        and any(parameter.requires_grad for parameter in model.parameters())
+    )
+
+
+def _collect() -> None:
+    """Free what only cycles keep, and give the allocator's cache back."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()

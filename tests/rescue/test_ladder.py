@@ -1,0 +1,434 @@
+"""The order of plans when memory runs out, and what no order may do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memlab.errors import PlanError
+from memlab.lattice import lattice
+from memlab.plan import FIELDS, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.records import Prediction
+from memlab.rescue.ladder import Place, Rung, contains, next_plans, pinned
+
+PASSES = (Place.FORWARD, Place.BACKWARD, Place.LOOP)
+NAMES = [spec.name for spec in FIELDS]
+
+
+def flags(plan: str, place: Place = Place.FORWARD, rows: int = 4, **options: Any) -> list[str]:
+    return [rung.plan.label for rung in next_plans(Plan.parse(plan), place, rows=rows, **options)]
+
+
+def foretold(
+    plan: str, gib: float, seconds: float = math.nan, *, doubt: float = 0.0, refused: str = ""
+) -> tuple[Plan, Prediction]:
+    size_bytes = round(gib * 2**30)
+    interval = (round(size_bytes * (1 - doubt)), round(size_bytes * (1 + doubt)))
+    parsed = Plan.parse(plan)
+    return parsed, Prediction(
+        parsed.label, "T4", size_bytes, None, 0, {}, (), seconds, 4, 0, interval, (seconds, seconds), refused=refused
+    )
+
+
+# -- the documented order
+
+
+@pytest.mark.parametrize("place", PASSES)
+def test_the_order_without_predictions(place: Place) -> None:
+    up = "--accumulate 4 --checkpoint"
+    assert flags("", place) == [
+        "--accumulate 2",
+        "--accumulate 4",
+        "--accumulate 4 --chunk-loss",
+        f"{up} --chunk-loss",
+        f"{up} --offload activations --chunk-loss",
+        f"{up} --offload activations,optimizer --chunk-loss",
+        f"{up} --adam8bit --offload activations,optimizer --chunk-loss",
+        f"{up} --bf16 --adam8bit --offload activations,optimizer --chunk-loss",
+    ]
+
+
+def test_what_each_rung_changes_in_words() -> None:
+    rungs = list(next_plans(Plan(), Place.FORWARD, rows=11))
+
+    assert [rung.why for rung in rungs] == [
+        "half the rows at a time",
+        "at most 3 rows at a time",
+        "at most 2 rows at a time",
+        "one row at a time",
+        "the loss in tiles, without the full logits",
+        "activations of every block recomputed in the backward pass",
+        "activations off the device until the backward pass",
+        "optimizer state off the device between updates",
+        "the optimizer's moments in 8 bits",
+        "forward and backward pass in bf16",
+    ]
+    assert [rung.lossy for rung in rungs] == [False] * 8 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "splits"),
+    [(1, []), (2, [2]), (3, [2, 3]), (8, [2, 4, 8]), (12, [2, 4, 8, 12])],
+)
+def test_micro_batches_are_doubled_up_to_one_row_each(rows: int, splits: list[int]) -> None:
+    only = set(NAMES) - {"accumulation"}
+
+    assert flags("", rows=rows, keep=only) == [f"--accumulate {n}" for n in splits]
+
+
+def test_doubling_goes_on_from_what_is_in_force() -> None:
+    assert flags("--accumulate 3", rows=10, keep=set(NAMES) - {"accumulation"}) == ["--accumulate 6", "--accumulate 10"]
+    assert flags("--accumulate 8", rows=5, keep=set(NAMES) - {"accumulation"}) == []
+
+
+def test_a_batch_that_must_stay_whole_is_not_split() -> None:
+    assert flags("", keeps_rows=True, keep=["precision", "optimizer"]) == [
+        "--chunk-loss",
+        "--checkpoint --chunk-loss",
+        "--checkpoint --offload activations --chunk-loss",
+        "--checkpoint --offload activations,optimizer --chunk-loss",
+    ]
+
+
+@pytest.mark.parametrize("setting", ["selective", "every:2"])
+def test_checkpointing_is_raised_to_full(setting: str) -> None:
+    keep = set(NAMES) - {"checkpointing"}
+
+    assert flags(f"--checkpoint {setting}", keep=keep) == ["--checkpoint"]
+    assert flags("--checkpoint full", keep=keep) == []
+
+
+def test_what_is_offloaded_stays_where_it_is() -> None:
+    rungs = flags("--offload optimizer:disk", keep=set(NAMES) - {"offload"})
+
+    assert rungs == ["--offload activations,optimizer:disk"]
+
+
+def test_a_precision_or_an_optimizer_that_was_chosen_is_not_changed() -> None:
+    assert flags("--precision fp32 --optim adafactor", rows=1)[-1] == (
+        "--checkpoint --precision fp32 --optim adafactor --offload activations,optimizer --chunk-loss"
+    )
+
+
+def test_settings_that_exclude_each_other_are_left_out() -> None:
+    assert flags("--optim sgd", Place.STEP) == []
+    assert flags("--optim paged-adam8bit", Place.STEP) == []
+
+
+def test_the_16_bit_format_of_the_device() -> None:
+    assert flags("", half=Precision.FP16)[-1].startswith("--accumulate 4 --checkpoint --fp16")
+
+
+def test_in_the_update_only_what_makes_it_smaller() -> None:
+    assert flags("", Place.STEP) == ["--offload optimizer", "--adam8bit --offload optimizer"]
+    assert flags("--adam8bit --accumulate 2", Place.STEP) == ["--accumulate 2 --adam8bit --offload optimizer"]
+    assert flags("", Place.STEP, has_optimizer=False) == []
+
+
+def test_paged_moments_where_the_state_cannot_be_offloaded() -> None:
+    rungs = list(next_plans(Plan(), Place.STEP, rows=4, keep=["offload"]))
+    assert [(rung.plan.label, rung.lossy) for rung in rungs] == [
+        ("--adam8bit", True),
+        ("--optim paged-adam8bit", True),
+    ]
+    assert [rung.why for rung in rungs] == [
+        "the optimizer's moments in 8 bits",
+        "the optimizer's 8-bit moments paged to the host",
+    ]
+    # the same numbers, elsewhere
+    (paged,) = next_plans(Plan.parse("--adam8bit"), Place.STEP, rows=4, keep=["offload"])
+    assert (paged.plan.label, paged.lossy) == ("--optim paged-adam8bit", False)
+
+
+def test_without_an_optimizer_its_settings_are_left_out() -> None:
+    assert flags("", rows=1, has_optimizer=False) == [
+        "--chunk-loss",
+        "--checkpoint --chunk-loss",
+        "--checkpoint --offload activations --chunk-loss",
+        "--checkpoint --bf16 --offload activations --chunk-loss",
+    ]
+
+
+def test_a_refused_setting_is_left_out_of_all_that_follows() -> None:
+    refused = {Plan.parse("--accumulate 4 --chunk-loss")}
+
+    rest = flags("--accumulate 4", refused=refused)
+
+    assert rest[0] == "--accumulate 4 --checkpoint"
+    assert not any("--chunk-loss" in each for each in rest)
+
+
+def test_a_refusal_on_the_way_is_heeded() -> None:
+    refused: set[Plan] = set()
+    seen = []
+    for rung in next_plans(Plan(), Place.FORWARD, rows=8, keep=["offload"], refused=refused):
+        seen.append(rung.plan.label)
+        if rung.plan.accumulation > 2 or rung.plan.loss is Loss.CHUNKED:
+            refused.add(rung.plan)
+
+    assert seen == [
+        "--accumulate 2",
+        "--accumulate 4",
+        "--accumulate 2 --chunk-loss",
+        "--accumulate 2 --checkpoint",
+        "--accumulate 2 --checkpoint --adam8bit",
+        "--accumulate 2 --checkpoint --optim paged-adam8bit",
+        "--accumulate 2 --checkpoint --bf16 --optim paged-adam8bit",
+    ]
+
+
+def test_plans_that_ran_out_on_the_way_may_be_among_the_refused() -> None:
+    tried = {Plan(), Plan.parse("--accumulate 2"), Plan.parse("--accumulate 4")}
+
+    assert flags("--accumulate 4", refused=tried) == flags("--accumulate 4")
+
+
+def test_climbing_one_rung_at_a_time_is_the_same_ladder() -> None:
+    """As the rescuer does it: after each failure it asks anew, from the plan that has just failed."""
+    plan, seen, tried = Plan(), [], {Plan()}
+    while (rung := next(next_plans(plan, Place.BACKWARD, rows=8, refused=tried), None)) is not None:
+        plan = rung.plan
+        tried.add(plan)
+        seen.append(plan.label)
+
+    assert seen == flags("", Place.BACKWARD, rows=8)
+
+
+def test_nothing_above_the_top() -> None:
+    top = flags("")[-1]
+
+    assert flags(top) == []
+
+
+# -- with predictions
+
+
+def test_predicted_plans_come_first_by_their_speed() -> None:
+    predictions = dict(
+        [
+            foretold("", 9, 1.0),
+            foretold("--checkpoint", 4, 1.3),
+            foretold("--accumulate 2", 6, 1.1),
+            foretold("--accumulate 4", 5, 1.2),
+            foretold("--bf16", 6, 0.6),
+            foretold("--adam8bit", 7, 1.0),
+        ]
+    )
+    rungs = list(next_plans(Plan(), Place.FORWARD, rows=4, keep=["offload", "loss"], predictions=predictions))
+
+    assert [(rung.plan.label, rung.lossy) for rung in rungs] == [
+        ("--accumulate 2", False),
+        ("--accumulate 4", False),
+        ("--checkpoint", False),
+        ("--accumulate 4 --checkpoint", False),
+        ("--bf16", True),
+        ("--adam8bit", True),
+        ("--accumulate 4 --checkpoint --adam8bit", True),
+        ("--accumulate 4 --checkpoint --optim paged-adam8bit", True),
+        ("--accumulate 4 --checkpoint --bf16 --optim paged-adam8bit", True),
+    ]
+    assert rungs[0].why == "half the rows at a time; predicted to need 6.00 GiB"
+
+
+def test_what_surely_does_not_fit_is_skipped() -> None:
+    predictions = dict(
+        [
+            foretold("--accumulate 2", 6, 1.1, doubt=0.1),
+            foretold("--accumulate 4", 4.2, 1.2, doubt=0.1),
+            foretold("--checkpoint", 3, 1.3),
+        ]
+    )
+    only = {"offload", "loss", "optimizer", "precision"}
+
+    rungs = flags("", keep=only, predictions=predictions, budget_bytes=4 * 2**30)
+
+    assert rungs == ["--accumulate 4", "--checkpoint", "--accumulate 4 --checkpoint"]
+
+
+def test_sizes_without_times_leave_the_usual_order() -> None:
+    predictions = dict([foretold("--checkpoint", 1), foretold("--accumulate 2", 6), foretold("--accumulate 4", 3)])
+    only = {"offload", "loss", "optimizer", "precision"}
+
+    rungs = flags("", keep=only, predictions=predictions, budget_bytes=4 * 2**30)
+
+    assert rungs == ["--accumulate 4", "--accumulate 4 --checkpoint"]
+
+
+def test_what_is_predicted_to_be_refused_is_left_out() -> None:
+    predictions = dict([foretold("--chunk-loss", 0, refused="loss: no large head"), foretold("--checkpoint", 1, 1.3)])
+
+    rungs = flags("", predictions=predictions)
+
+    assert rungs[0] == "--checkpoint"
+    assert not any("--chunk-loss" in each for each in rungs)
+
+
+def test_predictions_of_other_ways_to_train_are_not_rungs() -> None:
+    predictions = dict(
+        foretold(plan, 1, 1.0)
+        for plan in ("--optim sgd", "--optim adafactor", "--precision pure-bf16", "--fp16", "--accumulate 16")
+    )
+
+    assert flags("", predictions=predictions) == flags("")
+
+
+def test_predictions_that_take_something_off_are_not_rungs() -> None:
+    predictions = dict([foretold("--checkpoint", 1, 1.3), foretold("--accumulate 8", 1, 1.3)])
+
+    assert flags("--accumulate 4 --chunk-loss", rows=4, predictions=predictions) == flags("--accumulate 4 --chunk-loss")
+
+
+def test_in_the_update_predictions_of_passes_do_not_count() -> None:
+    predictions = dict([foretold("--checkpoint", 1, 1.3), foretold("--adam8bit", 1, 1.0)])
+
+    assert flags("", Place.STEP, predictions=predictions) == [
+        "--offload optimizer",
+        "--adam8bit",
+        "--adam8bit --offload optimizer",
+    ]
+
+
+# -- what must not change
+
+
+def test_names_of_fields_and_of_flags() -> None:
+    names = ["accumulate", "--checkpoint", "precision", "bf16", "optim", "offload ", "chunk-loss"]
+
+    assert pinned(names) == set(NAMES)
+    assert pinned([]) == frozenset()
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(PlanError) as raised:
+        pinned(["presicion"])
+    assert str(raised.value) == (
+        "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, and the flags that "
+        "set them; did you mean precision?"
+    )
+
+
+# -- whatever is asked
+
+
+def a_plan(**settings: Any) -> Plan | None:
+    try:
+        return Plan(**settings)
+    except PlanError:
+        return None
+
+
+tiers = st.sampled_from([None, *Tier])
+plans = (
+    st.builds(
+        lambda state, activations, **settings: a_plan(
+            **settings,
+            offload=tuple(
+                (what, tier)
+                for what, tier in ((Offloaded.ACTIVATIONS, activations), (Offloaded.OPTIMIZER, state))
+                if tier is not None
+            ),
+        ),
+        state=tiers,
+        activations=tiers,
+        accumulation=st.integers(1, 20),
+        checkpointing=st.sampled_from(["off", "full", "every:2", "selective"]),
+        precision=st.sampled_from(Precision),
+        optimizer=st.sampled_from(OptimizerChoice),
+        loss=st.sampled_from(Loss),
+    )
+    .filter(lambda plan: plan is not None)
+    .map(lambda plan: plan or Plan())
+)
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[Plan, Place, dict[str, Any]]:
+    options: dict[str, Any] = {
+        "rows": draw(st.integers(1, 40)),
+        "keep": frozenset(draw(st.sets(st.sampled_from(NAMES), max_size=4))),
+        "keeps_rows": draw(st.booleans()),
+        "has_optimizer": draw(st.booleans()),
+        "refused": frozenset(draw(st.sets(plans, max_size=4))),
+    }
+    if draw(st.booleans()):
+        seconds = st.sampled_from([0.5, 1.0, 1.1, 1.3, math.nan])
+        known = draw(st.sets(st.sampled_from(lattice(wide=True)), max_size=30))
+        options["predictions"] = dict(
+            foretold(str(plan), draw(st.integers(1, 8)), draw(seconds), doubt=0.1) for plan in sorted(known, key=str)
+        )
+        options["budget_bytes"] = draw(st.sampled_from([None, 2 * 2**30, 4 * 2**30]))
+    return draw(plans), draw(st.sampled_from(Place)), options
+
+
+def value(plan: Plan, name: str) -> object:
+    return getattr(plan, name)
+
+
+def same_numerics(first: Plan, second: Plan) -> bool:
+    eight = {OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT}
+    same_optimizer = first.optimizer is second.optimizer or {first.optimizer, second.optimizer} <= eight
+    return first.precision is second.precision and same_optimizer
+
+
+def climbed(plan: Plan, place: Place, options: Mapping[str, Any]) -> list[Rung]:
+    rungs = next_plans(plan, place, **options)
+    taken = []
+    for rung in rungs:
+        taken.append(rung)
+        assert len(taken) < 1000, "the ladder does not end"
+    return taken
+
+
+@given(questions())
+def test_every_ladder(question: tuple[Plan, Place, dict[str, Any]]) -> None:
+    plan, place, options = question
+    rungs = climbed(plan, place, options)
+    found = [rung.plan for rung in rungs]
+    lossy = [rung.lossy for rung in rungs]
+
+    assert all(contains(each, plan) and each != plan for each in found)
+    assert len(set(found)) == len(found)
+    assert lossy == sorted(lossy)
+    assert all(rung.lossy != same_numerics(rung.plan, plan) for rung in rungs)
+    assert all(value(each, name) == value(plan, name) for each in found for name in options["keep"])
+    assert all(each.accumulation <= max(plan.accumulation, options["rows"]) for each in found)
+    assert all(rung.why for rung in rungs)
+    assert [rung.plan for rung in climbed(plan, place, options)] == found
+    if options["keeps_rows"] or place is Place.STEP:
+        assert all(each.accumulation == plan.accumulation for each in found)
+    if not options["has_optimizer"]:
+        assert all(each.optimizer is plan.optimizer for each in found)
+        assert all(each.tier_of(Offloaded.OPTIMIZER) is plan.tier_of(Offloaded.OPTIMIZER) for each in found)
+    assert not any(contains(each, no) for each in found for no in options["refused"] if not contains(plan, no))
+    does_not_fit = _surely_too_large(options)
+    assert not any(each in does_not_fit for each in found)
+
+
+def _surely_too_large(options: Mapping[str, Any]) -> Collection[Plan]:
+    budget_bytes = options.get("budget_bytes")
+    predictions: Mapping[Plan, Prediction] = options.get("predictions", {})
+    return {plan for plan, each in predictions.items() if budget_bytes and each.interval_bytes[0] > budget_bytes}
+
+
+@given(questions())
+def test_without_predictions_every_rung_adds_one_setting(question: tuple[Plan, Place, dict[str, Any]]) -> None:
+    plan, place, options = question
+    options = {name: option for name, option in options.items() if name not in ("predictions", "budget_bytes")}
+    found = [plan, *(rung.plan for rung in climbed(plan, place, options))]
+
+    for before, after in pairwise(found):
+        assert contains(after, before)
+        assert sum(value(before, name) != value(after, name) for name in NAMES) == 1
+
+
+@given(plans, plans, plans)
+def test_containing_is_an_order(first: Plan, second: Plan, third: Plan) -> None:
+    assert contains(first, first)
+    assert not (contains(first, second) and contains(second, first)) or first == second
+    assert not (contains(first, second) and contains(second, third)) or contains(first, third)
