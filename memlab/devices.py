@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from memlab.errors import MemlabError
+from memlab.units import format_bytes
 
 _TERA = 10**12
 _GIGA = 10**9
@@ -21,6 +22,8 @@ _GIB = 2**30
 _LIKE_ENOUGH = 0.6
 _LIKE_ENOUGH_WHEN_SHORT = 0.5
 _SHORT = 3
+_CONTEXT_BYTES = 512 * 2**20  # of CUDA, with the kernels that are loaded
+_USABLE_SHARE = 0.96  # of a GPU's memory
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,22 @@ def smallest_that_holds(size_bytes: int) -> Gpu | None:
     """
     large_enough = (listed for listed in _GPUS if listed.memory_bytes >= size_bytes)
     return min(large_enough, key=lambda listed: (listed.memory_bytes, listed.bandwidth_bytes_per_second), default=None)
+
+
+def gpu_for(needed_bytes: int) -> str:
+    """Which GPU would do, in words; CUDA's context and what the driver keeps are allowed for.
+
+    Args:
+        needed_bytes: peak of the caching allocator.
+
+    Example:
+        >>> gpu_for(20 * 2**30)
+        'use a GPU with the memory of a L4 (24.0 GiB)'
+    """
+    gpu = smallest_that_holds(round((needed_bytes + _CONTEXT_BYTES) / _USABLE_SHARE))
+    if gpu is None:
+        return "no single GPU of the catalogue holds that: spread the model over several"
+    return f"use a GPU with the memory of a {gpu.name} ({format_bytes(gpu.memory_bytes)})"
 
 
 def _nearest(name: str) -> str:

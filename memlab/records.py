@@ -292,7 +292,7 @@ class Rescue:
 
     Args:
         step: the step that ran out of memory, counted from 1.
-        place: "forward", "backward", "loop" (code between the model and the optimizer) or "step".
+        place: where it did, as in "the backward pass".
         before: plan in force when it did.
         after: plan in force when the same batch had succeeded.
         error: the error the loop did not see.
@@ -300,8 +300,8 @@ class Rescue:
         seconds: time from the first error to success.
 
     Example:
-        >>> print(Rescue(7, "backward", "as written", "--accumulate 2", "CUDA out of memory. …", 1, 0.25))
-        step 7 ran out of memory in backward: as written → --accumulate 2, same batch again (0.25 s)
+        >>> print(Rescue(7, "the backward pass", "as written", "--accumulate 2", "CUDA out of memory. …", 1, 0.25))
+        step 7: memory ran out in the backward pass: as written → --accumulate 2, same batch again (0.25 s)
     """
 
     step: int
@@ -312,16 +312,15 @@ class Rescue:
     attempts: int
     seconds: float
 
-    def __str__(self) -> str:
-        where = _WHERE_MEMORY_RAN_OUT.get(self.place, self.place)
-        change = f"{self.before} → {self.after}" if self.after != self.before else "graph dropped and made again"
+    @property
+    def text(self) -> str:
+        """What happened, without the step."""
+        change = f"{self.before} → {self.after}" if self.after != self.before else "the model's graph was made again"
         tries = f", {self.attempts} attempts" if self.attempts > 1 else ""
-        return (
-            f"step {self.step} ran out of memory in {where}: {change}, same batch again{tries} ({self.seconds:.2f} s)"
-        )
+        return f"memory ran out in {self.place}: {change}, same batch again{tries} ({self.seconds:.2f} s)"
 
-
-_WHERE_MEMORY_RAN_OUT = {"loop": "the loop's own code", "step": "the optimizer's update"}
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.text}"
 
 
 def _phase_of_peak(timeline: Sequence[TimelinePoint]) -> Phase | None:
@@ -330,7 +329,16 @@ def _phase_of_peak(timeline: Sequence[TimelinePoint]) -> Phase | None:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a comparison: a measurement against the first one, and what was foretold for it."""
+    """One line of a comparison: a measurement against the first one, and what was foretold for it.
+
+    Args:
+        measurement: of one plan.
+        memory_ratio: its peak as a share of the first one's; NaN where its batches were of another size.
+        speed_ratio: its samples per second as a share of the first one's; NaN where there is none to compare with.
+        loss_drift: largest relative difference of its losses from the first one's.
+        verdict: what is to be said about it.
+        prediction: what was foretold for its plan.
+    """
 
     measurement: Measurement
     memory_ratio: float
@@ -342,6 +350,8 @@ class Row:
 
 # a change of the peak below this share is reported as no gain
 _NO_GAIN = 0.01
+# batches whose sizes differ by more than this share are not compared
+_OTHER_SIZE = 0.25
 
 
 @dataclass(frozen=True)
@@ -384,11 +394,12 @@ class Comparison:
 
 
 def _row(measurement: Measurement, first: Measurement, prediction: Prediction | None) -> Row:
-    memory_ratio = measurement.peak_allocated_bytes / max(1, first.peak_allocated_bytes)
+    is_alike = not _other_batches(measurement, first)
+    memory_ratio = measurement.peak_allocated_bytes / max(1, first.peak_allocated_bytes) if is_alike else math.nan
     return Row(
         measurement=measurement,
         memory_ratio=memory_ratio,
-        speed_ratio=_ratio(measurement.samples_per_second, first.samples_per_second),
+        speed_ratio=_ratio(measurement.samples_per_second, first.samples_per_second) if is_alike else math.nan,
         loss_drift=loss_drift(first.losses, measurement.losses),
         verdict=_verdict(measurement, first, memory_ratio),
         prediction=prediction,
@@ -406,10 +417,22 @@ def loss_drift(reference: Sequence[float], other: Sequence[float]) -> float | No
 
 
 def _verdict(measurement: Measurement, first: Measurement, memory_ratio: float) -> str:
-    if measurement is first or not measurement.fits or memory_ratio <= 1 - _NO_GAIN:
-        return "; ".join(measurement.notes)
+    other = _other_batches(measurement, first)
+    if other or measurement is first or not measurement.fits or memory_ratio <= 1 - _NO_GAIN:
+        return "; ".join((other, *measurement.notes) if other else measurement.notes)
     where = _where_the_peak_is(measurement)
     return "; ".join((f"no gain: {where}" if where else "no gain", *measurement.notes))
+
+
+def _other_batches(measurement: Measurement, first: Measurement) -> str:
+    """That a measurement's batches were much larger or smaller than those of the first one; empty if not."""
+    for what, mine, others in (
+        ("tokens", measurement.tokens_per_step, first.tokens_per_step),
+        ("rows", measurement.samples_per_step, first.samples_per_step),
+    ):
+        if mine and others and abs(mine / others - 1) > _OTHER_SIZE:
+            return f"other batches than the first row: {mine:,.0f} {what} a step instead of {others:,.0f}"
+    return ""
 
 
 def _where_the_peak_is(measurement: Measurement) -> str:

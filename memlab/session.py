@@ -164,17 +164,32 @@ class Session:
             )
         self._pending = wanted
 
-    def change_plan(self, plan: Plan) -> None:
+    def change_plan(self, plan: Plan, *, noted: bool = True) -> None:
         """Change to another plan at once, from whatever thread training has come to.
+
+        Args:
+            plan: the plan.
+            noted: write it into the log.
 
         Raises:
             RefusalError: a technique does not apply here; the old plan stays in force.
         """
-        self._switch_now(plan)
+        self._switch_now(plan, noted=noted)
 
-    def note(self, text: str) -> None:
-        """Write into the log what has just happened."""
-        self._note(text)
+    def note(self, text: str, step: int | None = None) -> None:
+        """Write into the log what has happened, at a step or now."""
+        self.log.append(LogEntry(self._steps if step is None else step, text))
+
+    def accept(self, rescuer: Rescuer) -> None:
+        """Have the loop rescued from now on."""
+        self.rescuer = rescuer
+        rescuer.attach(self)
+
+    def dismiss(self) -> None:
+        """Have the loop rescued no longer; harmless when it is not."""
+        if self.rescuer is not None:
+            self.rescuer.detach()
+        self.rescuer = None
 
     def undo(self) -> None:
         """Give the workload back as it was: every technique off, both seams out. Harmless when done.
@@ -262,13 +277,14 @@ class Session:
 
     # -- switching -----------------------------------------------------------------------------
 
-    def _switch_now(self, plan: Plan, *, to_the_end: bool = False) -> None:
+    def _switch_now(self, plan: Plan, *, noted: bool = True, to_the_end: bool = False) -> None:
         with uninterrupted():
             before = self.plan
             self._in_force.change(plan, to_the_end=to_the_end)
             if plan == before:
                 return
-            self._note(f"{before.label} → {plan.label}")
+            if noted:
+                self._note(f"{before.label} → {plan.label}")
             for observer in self.observers:
                 observer.plan_changed(plan)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,12 @@ def new_contents(old: str, new: str) -> tuple[dict[str, Any], list[float]]:
         return run.contents(), run.go_on()
 
 
+@pytest.fixture(autouse=True)
+def nothing_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection takes longer than everything else here, and there are hundreds of failures."""
+    monkeypatch.setattr("memlab.in_force.gc", SimpleNamespace(collect=lambda: None))
+
+
 @pytest.fixture(params=PLAN_PAIRS, ids=lambda pair: f"{pair[0] or 'nothing'} → {pair[1] or 'nothing'}")
 def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param  # type: ignore[no-any-return]
@@ -54,36 +61,33 @@ class TestErrors:
             while True:
                 nth += 1
                 try:
-                    with happening(injected, nth, ("techniques/",)) as places:
+                    with happening(injected, nth, ("techniques/",)) as moment:
                         run.session.switch(new, now=True)
                 except InjectedError:
-                    assert differing(structure, run.structure()) == [], places
-                    assert differences(run.contents(), contents) == [], places
-                    assert all(a is b for a, b in zip(run.session.techniques, techniques, strict=True)), places
+                    assert differing(structure, run.structure()) == [], moment.place
+                    assert differences(run.contents(), contents) == [], moment.place
+                    assert all(a is b for a, b in zip(run.session.techniques, techniques, strict=True)), moment.place
                 else:
                     break
                 finally:
-                    tried = places
-            assert tried == []
+                    tried = moment.place
+            assert tried == ""
             assert nth > 3
             assert differences(run.contents(), new_contents(old, new)[0]) == []
         # a run whose changes all failed trains on as if none had been tried
         with running(old) as run:
-            for nth in range(1, nth, 5):
-                with pytest.raises(InjectedError), happening(injected, nth, ("techniques/",)):
+            for each in range(1, nth, 5):
+                with pytest.raises(InjectedError), happening(injected, each, ("techniques/",)):
                     run.session.switch(new, now=True)
             assert run.go_on() == expected
 
     def test_a_refusal_comes_before_anything_is_touched(self) -> None:
         with running("--accumulate 2 --adam8bit") as run:
             structure, contents = run.structure(), run.contents()
-            run.model.head = nn.Linear(8, 20, bias=False)
-            with pytest.raises(RefusalError, match="loss"):
-                run.session.switch("--chunk-loss")
-            run.model.head = nn.Linear(8, 2048, bias=False)
-            assert run.session.plan == Plan.parse("--accumulate 2 --adam8bit")
-            assert set(differing(structure, run.structure())) <= set(differing(structure, run.structure()))
-            assert contents["plan"] == run.session.plan
+            with pytest.raises(RefusalError, match="tf32 needs a CUDA GPU"):
+                run.session.switch("--checkpoint --precision tf32", now=True)
+            assert differing(structure, run.structure()) == []
+            assert differences(run.contents(), contents) == []
 
     def test_while_a_session_begins(self) -> None:
         for nth in range(1, 400, 7):
@@ -91,12 +95,13 @@ class TestErrors:
             optimizer = torch.optim.AdamW(model.parameters())
             structure = fingerprint(model, [optimizer])
             try:
-                with happening(injected, nth, ("techniques/",)) as places:
-                    fit(Workload(model, optimizer), "--accumulate 2 --fp16 --offload optimizer").undo()
+                with happening(injected, nth, ("techniques/",)) as moment:
+                    session = fit(Workload(model, optimizer), "--accumulate 2 --fp16 --offload optimizer")
+                session.undo()
             except InjectedError:
                 assert sessions() == ()
-            assert differing(structure, fingerprint(model, [optimizer])) == [], places
-            if not places:
+            assert differing(structure, fingerprint(model, [optimizer])) == [], moment.place
+            if not moment.place:
                 break
         assert nth > 20
 
@@ -115,12 +120,12 @@ class TestLateOptimizers:
                 structure = fingerprint(model, [optimizer])
                 weights = [parameter.detach().clone() for parameter in model.parameters()]
                 try:
-                    with happening(injected, nth, ("techniques/",)) as places:
+                    with happening(injected, nth, ("techniques/",)) as moment:
                         session._on_any_step(optimizer)
                 except InjectedError:
                     failed += 1
                     assert workload.optimizers == []
-                    assert differing(structure, fingerprint(model, [optimizer])) == [], places
+                    assert differing(structure, fingerprint(model, [optimizer])) == [], moment.place
                     assert all(map(torch.equal, weights, model.parameters()))
                 else:
                     break
@@ -153,8 +158,8 @@ class TestShortOfMemory:
             assert not failing.has_failed
             assert differences(run.contents(), new_contents(old, new)[0]) == []
         with running(old) as run:
-            for nth in range(1, nth, 3):
-                with pytest.raises(torch.OutOfMemoryError), NoMemory(nth, lasting=True):
+            for each in range(1, nth, 3):
+                with pytest.raises(torch.OutOfMemoryError), NoMemory(each, lasting=True):
                     run.session.switch(new, now=True)
             assert run.go_on() == expected
 
@@ -194,8 +199,7 @@ class TestShortOfMemory:
     @pytest.mark.parametrize("plan", ["--adam8bit", "--precision pure-bf16"])
     def test_a_change_for_which_only_one_form_fits(self, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with large_run() as (workload, ledger):
-            free = 1.25 * 4 * 2**16
-            ledger._limit = ledger.live_bytes + free
+            ledger._limit = ledger.live_bytes + 2**20  # four layers in fp32
             with fit(workload) as session:
                 with monkeypatch.context() as patched:
                     patched.setattr(Memento, "spare", lambda self: None)
@@ -291,14 +295,6 @@ class TestBookkeeping:
         assert in_force.techniques[0] is kept
         in_force.change(Plan())
         assert in_force.techniques == []
-
-    def test_undone_calls_of_a_technique_come_last_first(self) -> None:
-        undo = ExitStack()
-        log: list[int] = []
-        for number in range(3):
-            undo.callback(log.append, number)
-        undo.close()
-        assert log == [2, 1, 0]
 
 
 class TestMemento:

@@ -4,6 +4,7 @@
 - `notebook`: what the magics of one shell share
 - `parser`: the flags of the magics, those of plans from the plan's fields; `help`: what the magics say about them
 - `cells`: running a cell's text untouched, from inside a cell magic
+- `freeing`: what a failed cell held is let go
 - `watch`: plan, session and meter for the duration of one cell
 - `foresight`: what is predicted, chosen for a budget and found; `forecast`: what `%memfit predict` returns
 - `history`: what was measured, per model, across cells

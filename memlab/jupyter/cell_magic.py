@@ -19,6 +19,7 @@ from memlab.jupyter.parser import CellOptions, cell_options
 from memlab.jupyter.state import out_of_memory_advice
 from memlab.jupyter.watch import CellWatch, was_raised_by_memlab
 from memlab.plan import Plan
+from memlab.rescue.rescuer import Rescuer
 from memlab.session import Session
 from memlab.workload import Workload
 
@@ -26,6 +27,12 @@ _NO_MODEL = (
     "no model found: no variable of this notebook is a trainable torch.nn.Module, and the cell made no training "
     "call; make the model first, or train it in this cell"
 )
+
+
+def _say(line: Line, text: str) -> None:
+    """Print a line that stays, above the one that shows progress."""
+    line.clear()
+    print(f"memfit: {text}")  # noqa: T201 - it is read while the cell runs
 
 
 class CellMagic:
@@ -59,6 +66,7 @@ class CellMagic:
             options.capacity_bytes or self._notebook.config.capacity_bytes,
             Progress(line) if line is not None else None,
             self._choice(options, budget_bytes, line) if budget_bytes is not None else None,
+            self._rescue(options, line) if options.rescue and self._notebook.config.rescue else None,
         )
         with watch:
             with one_line():
@@ -96,6 +104,18 @@ class CellMagic:
             return self._notebook.history_of(workload.model)
 
         return foresight.choice(options, budget_bytes, self._plan_of(options) or Plan(), history_of, Saying(line))
+
+    def _rescue(self, options: CellOptions, line: Line | None) -> Callable[[Workload, int | None], Rescuer]:
+        def rescuer_of(workload: Workload, capacity_bytes: int | None) -> Rescuer:
+            history = self._notebook.histories.get(workload.model, History())
+            return Rescuer(
+                options.keep or self._notebook.config.kept,
+                {Plan.parse(each.plan if each.plan != Plan().label else ""): each for each in history.lattice},
+                capacity_bytes,
+                (lambda text: _say(line, text)) if line is not None else None,
+            )
+
+        return rescuer_of
 
     def _foretell(self, session: Session, plans: tuple[Plan, ...], budget_bytes: int | None, line: Line | None) -> None:
         """Add what was predicted to what was measured."""

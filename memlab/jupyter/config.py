@@ -9,6 +9,7 @@ from traitlets.config import Configurable
 
 from memlab.errors import PlanError
 from memlab.plan import Plan
+from memlab.rescue.ladder import pinned
 from memlab.units import parse_bytes
 
 
@@ -23,6 +24,10 @@ class MemLab(Configurable):
     ).tag(config=True)
     predict = Bool(True, help="show in receipts what was predicted for the plans measured").tag(config=True)
     quiet = Bool(False, help="show no progress while a cell trains").tag(config=True)
+    rescue = Bool(True, help="change the plan of a %%memfit cell and go on when memory runs out").tag(config=True)
+    keep = Unicode(
+        "", help="settings that must stay as they are when memory runs out, such as 'precision,optimizer'"
+    ).tag(config=True)
     plan = Unicode("", help="flags of %%memfit cells that give none, such as '--accumulate 4'").tag(config=True)
     free = Bool(
         True,
@@ -48,6 +53,19 @@ class MemLab(Configurable):
     @validate("plan")
     def _check_plan(self, proposal: Any) -> str:
         return _accepted(proposal["value"], Plan.parse)
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of the plan fields in `keep`."""
+        return _fields(self.keep) if self.keep else frozenset()
+
+    @validate("keep")
+    def _check_keep(self, proposal: Any) -> str:
+        return _accepted(proposal["value"], _fields)
+
+
+def _fields(names: str) -> frozenset[str]:
+    return pinned(names.split(","))
 
 
 def _accepted(text: str, parse: Any) -> str:

@@ -28,6 +28,8 @@ from memlab.measuring.steps import Device, Meter, device_for
 from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.records import Measurement
+from memlab.rescue.rescuer import Rescuer
+from memlab.rescue.thrash import ThrashWatch
 from memlab.seams import FirstTrainingCall
 from memlab.session import Session, fit, session_of
 from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
@@ -42,6 +44,7 @@ class CellWatch:
         progress: shows steps while they happen; None for silence.
         choose: called once with the workload and its batch at the first training step; the plan it returns is
             applied to that very step. None applies `plan` at once.
+        rescue: makes what rescues a workload on a device of so many bytes; None lets the cell fail.
 
     Attributes:
         session: the session of the model the cell trains; None until it is found.
@@ -53,12 +56,14 @@ class CellWatch:
         capacity_bytes: int | None,
         progress: Progress | None,
         choose: Callable[[Workload], Plan] | None = None,
+        rescue: Callable[[Workload, int | None], Rescuer] | None = None,
     ) -> None:
         self.session: Session | None = None
         self._plan = plan
         self._capacity_bytes = capacity_bytes
         self._progress = progress
         self._choose = choose
+        self._rescue = rescue
         self._meter: Meter | None = None
         self._notes = _Notes(self._step_ended)
         self._log_from = 0
@@ -88,6 +93,7 @@ class CellWatch:
         self.session = session
         self._log_from = len(session.log)
         self._observe(session, device)
+        self._keep_alive(session, device)
 
     def _found(self, model: nn.Module) -> None:
         session = session_of(model)
@@ -100,11 +106,17 @@ class CellWatch:
         self._undo.callback(meter.close)
         # the one that chooses comes first: what it takes is no part of the first step
         watching: list[Observer] = [_Chooser(session, self._choose)] if self._choose is not None else []
-        watching += [meter, self._notes]
+        watching += [meter, self._notes, ThrashWatch(session.note)]
         for observer in watching:
             session.observers.append(observer)
             self._undo.callback(_leave, session, observer)
             observer.plan_changed(session.plan)
+
+    def _keep_alive(self, session: Session, device: Device) -> None:
+        """Have the loop rescued while the cell runs, unless whoever made the session has seen to it."""
+        if self._rescue is not None and session.rescuer is None:
+            session.accept(self._rescue(session.workload, device.capacity_bytes))
+            self._undo.callback(session.dismiss)
 
     def _step_ended(self) -> None:
         if self._progress is not None and self._meter is not None and self._progress.is_due():

@@ -26,7 +26,7 @@ from memlab.report.segments import (
     swatch,
     time_scale,
 )
-from memlab.units import format_bytes, format_change
+from memlab.units import format_bytes
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -207,7 +207,7 @@ def _totals(
         {
             "x": max(sum(part.values()), row.prediction.peak_allocated_bytes if row.prediction else 0) / unit, "y": plan, "xanchor": "left", "xshift": 5, "showarrow": False,
             "text": format_bytes(row.measurement.peak_allocated_bytes)
-            + (f"  {format_change(row.memory_ratio)}" if index else ""),
+            + (f"  {change(row.memory_ratio)}" if index else ""),
         }
         for index, (row, plan, part) in enumerate(zip(comparison.rows, plans, parts, strict=True))
     ]  # fmt: skip

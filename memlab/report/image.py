@@ -27,7 +27,7 @@ from memlab.report.segments import (
     time_scale,
 )
 from memlab.report.text import summary
-from memlab.units import format_bytes, format_change
+from memlab.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,7 +163,7 @@ def _mark_predicted(axes: Axes, row: Row, position: float, unit: int) -> None:
 
 def _print_total(axes: Axes, row: Row, at: tuple[float, float], *, is_first: bool) -> None:
     total = format_bytes(row.measurement.peak_allocated_bytes)
-    less = "" if is_first else f"  {format_change(row.memory_ratio)}"
+    less = "" if is_first else f"  {change(row.memory_ratio)}"
     axes.text(*at, total + less, va="center", fontsize=9, color=INK, family=FONT, parse_math=False)
 
 

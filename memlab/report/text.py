@@ -143,8 +143,9 @@ def summary(comparison: Comparison) -> str:
     sentence = f"{count}{first.measurement.plan} peaks at {format_bytes(first.measurement.peak_allocated_bytes)}"
     if not others:
         return f"{sentence}."
-    least = min(others, key=lambda row: row.memory_ratio)
-    memory = f"{format_bytes(least.measurement.peak_allocated_bytes)} ({format_change(least.memory_ratio)})"
+    least = min(others, key=lambda row: row.measurement.peak_allocated_bytes)
+    less = f" ({format_change(least.memory_ratio)})" if math.isfinite(least.memory_ratio) else ""
+    memory = f"{format_bytes(least.measurement.peak_allocated_bytes)}{less}"
     speed = f" at {format_change(least.speed_ratio)} samples per second" if math.isfinite(least.speed_ratio) else ""
     return f"{sentence}; {least.measurement.plan} is the lowest of the others with {memory}{speed}."
 

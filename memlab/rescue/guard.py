@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -55,6 +56,9 @@ class Guardian(Protocol):
     def keeps_graph(self) -> bool:
         """Whether the loop asked for its graph to be kept."""
 
+    def is_done(self, call: GuardedCall) -> None:
+        """The gradients of a call are about to be handed over."""
+
     def can_rescue(self, error: BaseException) -> bool:
         """Whether an error says that memory ran out, or that a plan which was tried against that does not apply."""
 
@@ -74,7 +78,7 @@ class GuardedCall:
         guardian: asked for another plan.
 
     Attributes:
-        done: its gradients were handed over, and its graph is gone.
+        node: what the loop's graph has of it.
         moment: what the loop's own code had saved before it, as `OwnCode.moment` counts.
     """
 
@@ -100,7 +104,7 @@ class GuardedCall:
         self._inner_inputs: list[torch.Tensor] = []
         self._paths: list[Path] = []
         self._output: Any = None
-        self.done = False
+        self.node: Callable[[], _Node | None] = lambda: None
         self.moment = 0
 
     @property
@@ -134,6 +138,12 @@ class GuardedCall:
         self._graph = None
         self._inner_inputs = []
         torch.clear_autocast_cache()
+
+    def close(self) -> None:
+        """Let the loop's graph go of the call, whose gradients are handed over: a loss that is kept keeps no more."""
+        node = self.node()
+        if node is not None:
+            node.call = None
 
     # -- forward -------------------------------------------------------------------------------
 
@@ -180,8 +190,6 @@ class GuardedCall:
 
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs and of the parameters, from those of the outputs."""
-        if self.done:
-            raise RuntimeError(_TWICE)
         self._guardian.backward_begins(self)
         wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
         keep = self._guardian.keeps_graph()
@@ -195,7 +203,8 @@ class GuardedCall:
                     raise
                 shortage = error
             if shortage is None:
-                self.done = not keep
+                if not keep:
+                    self._guardian.is_done(self)
                 return (*inputs, *self._aliases.take_gradients())
             self._guardian.makes_room(shortage, self, keeps_rows=self._keeps_rows(wanted))
 
@@ -243,6 +252,16 @@ class GuardedCall:
         )
 
 
+class _Node:
+    """Holds a guarded call for the loop's graph, until it is done."""
+
+    __slots__ = ("__weakref__", "call")
+
+    def __init__(self, call: GuardedCall) -> None:
+        self.call: GuardedCall | None = call
+        call.node = weakref.ref(self)
+
+
 class _Guarded(torch.autograd.Function):
     """The loop's view of a guarded call: inputs and parameters in, outputs out."""
 
@@ -250,14 +269,17 @@ class _Guarded(torch.autograd.Function):
     def forward(ctx: Any, call: GuardedCall, *_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values = call.first_run()
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.node = _Node(call)
         return values
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call = ctx.node.call
+        if call is None:
+            raise RuntimeError(_TWICE)
         if torch.is_grad_enabled():  # as autograd has it under create_graph
-            return (None, *ctx.call.differentiable_gradients(gradients))
-        return (None, *ctx.call.gradients(gradients))
+            return (None, *call.differentiable_gradients(gradients))
+        return (None, *call.gradients(gradients))
 
 
 class Start:

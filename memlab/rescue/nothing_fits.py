@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from memlab.devices import gpu_for
 from memlab.plan import FIELDS, Plan
 from memlab.records import Prediction
 from memlab.rescue.ladder import Place, next_plans
@@ -101,7 +102,7 @@ def nothing_fits(
             was done for some parameters.
 
     Returns:
-        A paragraph of four or five sentences.
+        A paragraph of four sentences.
 
     Example:
         >>> error = "memlab CPU device out of memory. Tried to allocate 2.0 MiB. Capacity 8.0 MiB, of which 1.0 MiB is free."
@@ -179,10 +180,8 @@ def _needs(last: Attempt, room: Room | None, capacity_bytes: int | None, predict
 
 def _beyond(needed_bytes: int, capacity_bytes: int) -> str:
     # search imports the session, which imports this
-    from memlab.search.deciding import _gpu_for
-
     missing = f"{format_bytes(needed_bytes - capacity_bytes)} more than there is"
-    return f"{format_bytes(needed_bytes)}, {missing}: {_gpu_for(needed_bytes)}"
+    return f"{format_bytes(needed_bytes)}, {missing}: {gpu_for(needed_bytes)}"
 
 
 def _otherwise(closed: Sequence[str]) -> str:
@@ -194,7 +193,8 @@ def _otherwise(closed: Sequence[str]) -> str:
 
 
 def _joined(names: Sequence[str]) -> str:
-    return " and ".join(names)
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _closed_by(

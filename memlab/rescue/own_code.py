@@ -5,20 +5,28 @@ Numbered rules of the mechanism:
 1. From the end of a guarded call to the optimizer step, every function of torch that the loop calls passes
    through `OwnCode`. One that runs out of memory is called again after room was made, unless it has changed one
    of its arguments already.
-2. What these functions save for the backward pass is held here. So when memory runs out *in the loop's own part*
-   of the backward pass, before the model's begins, that part can be run again; as soon as the model's begins, it
-   is let go of, as autograd would.
-3. The mode stands at the bottom of the stack of function modes, above torch's own for a default device, so that
+2. A backward pass of the loop begins with the *loop's own part*, from the loss to the model's outputs. It keeps its
+   graph, so that it can be run again when memory runs out there. What its functions have saved is held here: as soon
+   as the model's part begins, it is let go of, as autograd would.
+3. Where the loop's own part goes on after the model's has begun, because it sends gradients to parameters past the
+   model (a penalty on weights) or stands between two model calls, everything is kept until the end, and gradients
+   that were there before are set aside until then.
+4. The mode stands at the bottom of the stack of function modes, above torch's own for a default device, so that
    modes of the loop's may be entered and left while it is there.
 
-Known limitations: functions compiled by torch.compile are one call each.
+Known limitations: functions compiled by torch.compile are one call each. A backward pass with ``create_graph``, one
+into ``inputs=``, and one over more than 2000 functions of the loop's own are not run again, nor is what the loop
+computes in front of the model.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +37,7 @@ from torch.utils._pytree import tree_iter
 from memlab.techniques._lazy import LazyTensor
 
 _FEW_BYTES = 64 * 2**10  # what is smaller is not worth holding
-_MOST_NODES = 500  # of a loop's own graph; a larger one is not walked
+_MOST_NODES = 2000  # of a loop's own graph; a larger one is not walked
 _CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 _TWICE = "Trying to backward through the graph a second time: its saved tensors have been freed"
 
@@ -84,6 +92,7 @@ class OwnCode(TorchFunctionMode):
         self._held: list[weakref.ref[_Held]] = []
         self._runs_again = False  # a backward pass that keeps its graph for this class's sake, not the loop's
         self._keeps_all = False  # what was saved is needed until the end of it
+        self._can_repeat = False  # as long as the model's part has not begun, or all is kept
 
     # -- where it stands -----------------------------------------------------------------------
 
@@ -102,13 +111,22 @@ class OwnCode(TorchFunctionMode):
 
     def forget(self, since: int = 0) -> None:
         """Let go of what functions have saved since a moment, as counted by `moment`."""
-        if self._keeps_all:
-            return
         for reference in self._held[since:]:
             held = reference()
             if held is not None:
                 held.tensor = None
         del self._held[since:]
+
+    def model_begins(self, moment: int, *, is_kept: bool) -> None:
+        """The backward pass has reached a model call.
+
+        Args:
+            moment: when the call was made.
+            is_kept: the loop keeps its graph for a backward pass of its own.
+        """
+        self._can_repeat = self._keeps_all
+        if not (is_kept or self._keeps_all):
+            self.forget(moment)
 
     @property
     def moment(self) -> int:
@@ -129,8 +147,8 @@ class OwnCode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _ATTRIBUTES:
             return func(*args, **kwargs)
-        if func is torch.Tensor.backward:
-            return self._backward(args, kwargs)
+        if func in _DIFFERENTIATING:
+            return self._differentiate(_Differentiation.of(func, args, kwargs))
         return self._retried(func, name, args, kwargs)
 
     def _retried(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -168,87 +186,154 @@ class OwnCode(TorchFunctionMode):
 
     # -- the loop's backward pass --------------------------------------------------------------
 
-    def _backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _differentiate(self, wanted: _Differentiation) -> Any:
+        own = self._own_part(wanted) if wanted.can_repeat else None
         try:
-            self._run_backward(args, kwargs)
+            if own is None:
+                return wanted.run(keep=wanted.keeps)
+            with _set_aside(own.leaves if wanted.accumulates else []) as start_over:
+                return self._run_until_it_fits(wanted, own, start_over)
         finally:
             self._owner.backward_ended()
 
-    def _run_backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        tensor, gradient, keeps, creates, inputs = _backward_arguments(*args, **kwargs)
-        leaves = self._leaves_behind(tensor)
-        if keeps or creates or inputs is not None or leaves is None:
-            torch.Tensor.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-            return
-        # where the loop's gradients of parameters meet the model's, autograd adds them up at the very end
-        self._keeps_all = bool(leaves)
-        try:
-            self._run_until_it_fits(tensor, gradient, leaves)
-        finally:
-            self._runs_again = self._keeps_all = False
-            self.forget()
-
-    def _run_until_it_fits(
-        self, tensor: torch.Tensor, gradient: torch.Tensor | None, leaves: list[torch.Tensor]
-    ) -> None:
+    def _run_until_it_fits(self, wanted: _Differentiation, own: _OwnPart, start_over: Callable[[], None]) -> Any:
         attempt = 0
-        while True:
-            shortage: BaseException | None = None
-            self._runs_again = True
-            try:
-                torch.Tensor.backward(tensor, gradient, retain_graph=True)  # type: ignore[no-untyped-call]
-            except BaseException as error:
-                # nothing held any more: the model's part had begun, and what it raises is final
-                if not self._held or not self._owner.can_rescue(error):
-                    raise
-                shortage = error
-            if shortage is None:
-                return
-            self._runs_again = False
-            for leaf in leaves:
-                leaf.grad = None
-            self._owner.backward_runs_again()
-            attempt += 1
-            self._owner.makes_room_for_loop(shortage, attempt)
+        self._keeps_all = own.goes_on
+        self._runs_again = not wanted.keeps
+        try:
+            while True:
+                shortage: BaseException | None = None
+                self._can_repeat = True
+                try:
+                    return wanted.run(keep=True)
+                except BaseException as error:
+                    if not (self._can_repeat and self._owner.can_rescue(error)):
+                        raise
+                    shortage = error
+                start_over()
+                self._owner.backward_runs_again()
+                attempt += 1
+                self._owner.makes_room_for_loop(shortage, attempt)
+        finally:
+            self._runs_again = self._keeps_all = self._can_repeat = False
+            if not wanted.keeps:
+                self.forget()
 
-    def _leaves_behind(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """Leaves that the loop's own code sends a gradient to past the model.
+    def _own_part(self, wanted: _Differentiation) -> _OwnPart | None:
+        """Look at the loop's own part of a backward pass; None where it cannot be run twice."""
+        part = self._walk(wanted, past_calls=False)
+        return self._walk(wanted, past_calls=True) if part is not None and part.goes_on else part
 
-        Returns:
-            None where the loop's part of the backward pass cannot be run twice: there is none, it is large, or it adds
-            to gradients that are there already.
-        """
-        if not self._held:
-            return None
+    def _walk(self, wanted: _Differentiation, *, past_calls: bool) -> _OwnPart | None:
         leaves: list[torch.Tensor] = []
-        waiting, seen = [tensor.grad_fn], set()
+        calls = 0
+        waiting, seen = [tensor.grad_fn for tensor in wanted.roots], set()
         while waiting:
             node = waiting.pop()
-            if node is None or node in seen or self._owner.is_guarded(node):
+            if node is None or node in seen:
                 continue
             seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if len(seen) > _MOST_NODES or (leaf is not None and leaf.grad is not None):
+            is_call = self._owner.is_guarded(node)
+            calls += is_call
+            if len(seen) > _MOST_NODES:
                 return None
-            leaves += [leaf] if leaf is not None else []
-            waiting += [following for following, _ in node.next_functions]
-        return leaves
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                if leaf.grad is not None and leaf._post_accumulate_grad_hooks:
+                    return None  # they would see a gradient without what was set aside
+                leaves.append(leaf)
+            if past_calls or not is_call:
+                waiting += [following for following, _ in node.next_functions]
+        return _OwnPart(leaves, goes_on=bool(leaves) or calls > 1)
+
+
+@dataclass(frozen=True)
+class _OwnPart:
+    """The loop's own part of a backward pass.
+
+    Args:
+        leaves: what it sends gradients to itself; where it goes on, what the whole pass sends gradients to.
+        goes_on: whether it goes on after the model's part has begun.
+    """
+
+    leaves: list[torch.Tensor]
+    goes_on: bool
+
+
+@dataclass(frozen=True)
+class _Differentiation:
+    """A call of one of torch's functions that run a backward pass."""
+
+    func: Callable[..., Any]
+    bound: inspect.BoundArguments
+
+    @classmethod
+    def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Differentiation:
+        bound = _signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return cls(func, bound)
+
+    @property
+    def roots(self) -> list[torch.Tensor]:
+        roots = self.bound.arguments[_DIFFERENTIATING[self.func]]
+        everything = [roots] if isinstance(roots, torch.Tensor) else roots
+        return [tensor for tensor in everything if isinstance(tensor, torch.Tensor)]
+
+    @property
+    def accumulates(self) -> bool:
+        return self.func is not torch.autograd.grad
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the loop wants to keep its graph."""
+        kept = self.bound.arguments["retain_graph"]
+        return bool(self.bound.arguments["create_graph"] if kept is None else kept)
+
+    @property
+    def can_repeat(self) -> bool:
+        has_inputs = self.accumulates and self.bound.arguments["inputs"] is not None
+        return not (has_inputs or self.bound.arguments["create_graph"])
+
+    def run(self, *, keep: bool) -> Any:
+        self.bound.arguments["retain_graph"] = keep
+        return self.func(*self.bound.args, **self.bound.kwargs)
+
+
+# torch's functions that run a backward pass, and what they call the tensors where it begins
+_DIFFERENTIATING: Mapping[Any, str] = {
+    torch.Tensor.backward: "self",
+    torch.autograd.backward: "tensors",
+    torch.autograd.grad: "outputs",
+}
+
+
+@functools.cache
+def _signature(func: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(func)
+
+
+@contextmanager
+def _set_aside(leaves: list[torch.Tensor]) -> Iterator[Callable[[], None]]:
+    """Gradients that are there already wait until the new ones are complete; yields what starts over."""
+    before = [(leaf, leaf.grad) for leaf in leaves]
+
+    def start_over() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+
+    start_over()
+    try:
+        yield start_over
+    finally:
+        for leaf, gradient in before:
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
 
 
 # what is asked of tensors and gradients without computing anything
 _ATTRIBUTES = frozenset(
     {"__get__", "__set__", "__delete__", "size", "dim", "numel", "stride", "is_floating_point", "register_hook"}
 )
-
-
-def _backward_arguments(
-    tensor: torch.Tensor,
-    gradient: torch.Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, bool, bool, Any]:
-    return tensor, gradient, bool(retain_graph), create_graph, inputs
 
 
 def _unpack(saved: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -84,6 +84,7 @@ class Rescuer:
         self._own_code = OwnCode(self)
         self._aliases: Aliases | None = None
         self._calls: weakref.WeakSet[GuardedCall] = weakref.WeakSet()
+        self._done: list[GuardedCall] = []  # in the backward pass under way
         self._trouble: _Trouble | None = None
         self._rows = 1
 
@@ -168,7 +169,7 @@ class Rescuer:
         If neither, the error is the loop's, and the attempts before it are forgotten.
         """
         is_refused = isinstance(error, RefusalError) and self._trouble is not None and self._trouble.is_trying
-        if is_refused or is_out_of_memory(error):
+        if is_refused or (is_out_of_memory(error) and not isinstance(error, NothingFitsError)):
             return True
         self._trouble = None
         return False
@@ -177,12 +178,19 @@ class Rescuer:
 
     def backward_begins(self, call: GuardedCall) -> None:
         """The loop's own part of the backward pass is over as far as this call is concerned."""
-        self._own_code.forget(call.moment)
+        self._own_code.model_begins(call.moment, is_kept=self.keeps_graph())
 
     def keeps_graph(self) -> bool:
         """Whether the loop asked for its graph to be kept."""
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
         return kept and not self._own_code.graph_is_kept_for_itself
+
+    def is_done(self, call: GuardedCall) -> None:
+        """Let go of a call, unless the backward pass it is a part of may have to be run again."""
+        if self._own_code.graph_is_kept_for_itself:
+            self._done.append(call)
+        else:
+            call.close()
 
     def makes_room(self, error: BaseException, call: GuardedCall, *, keeps_rows: bool) -> None:
         """Bring another plan into force for a call that is to be run again."""
@@ -206,11 +214,12 @@ class Rescuer:
 
     def backward_runs_again(self) -> None:
         """Guarded calls whose gradients were handed over in a backward pass that broke off are differentiated anew."""
-        for call in self._calls:
-            call.done = False
+        self._done.clear()
 
     def backward_ended(self) -> None:
         """Hand over gradients that reached aliases past the node of their call."""
+        while self._done:
+            self._done.pop().close()
         if self._aliases is not None:
             self._aliases.deliver()
         self._settle()
@@ -224,6 +233,7 @@ class Rescuer:
         start_over: Callable[[], None] = lambda: None,
         *,
         keeps_rows: bool = False,
+        is_as_before: bool = True,
     ) -> None:
         """Bring the next plan of the ladder into force.
 
@@ -232,13 +242,14 @@ class Rescuer:
         """
         trouble = self._trouble
         if trouble is not None and isinstance(error, RefusalError):
-            trouble.blocked.add(error.technique)
+            trouble.refused.add(self._live_session.plan)
         else:
             trouble = self._begin_trouble(place, error)
         release(error)
         start_over()
         _collect()
-        self._climb(trouble, place, keeps_rows=keeps_rows)
+        if not self._climb(trouble, place, keeps_rows=keeps_rows):
+            self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
 
     def _begin_trouble(self, place: Place, error: BaseException) -> _Trouble:
         session = self._live_session
@@ -249,30 +260,28 @@ class Rescuer:
         trouble.attempts.append(Attempt(trouble.step, place, session.plan, str(error), requested_bytes(error)))
         return trouble
 
-    def _climb(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> None:
-        """Change to the first plan of the ladder that applies."""
+    def _climb(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> bool:
+        """Change to the first plan of the ladder that applies; whether there is one."""
         session = self._live_session
         while (rung := next(self._rungs(trouble, place, keeps_rows=keeps_rows), None)) is not None:
-            trouble.refused.add(rung.plan)
             trouble.rung = rung
             try:
-                session.change_plan(rung.plan)
-            except RefusalError as refusal:
-                trouble.blocked.add(refusal.technique)
-            except BaseException as error:
-                if not is_out_of_memory(error):
+                session.change_plan(rung.plan, noted=False)
+            except (RefusalError, MemoryError, RuntimeError) as error:
+                if not (isinstance(error, RefusalError) or is_out_of_memory(error)):
                     raise
                 release(error)
             else:
-                return
-        self._give_up(trouble)
+                return True
+            trouble.refused.add(rung.plan)
+        return False
 
     def _rungs(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> Iterator[Rung]:
         return next_plans(
             trouble.base,
             place,
             rows=self._rows,
-            keep=self.keep | trouble.blocked,
+            keep=self.keep,
             keeps_rows=keeps_rows,
             has_optimizer=bool(self._live_session.workload.optimizers),
             refused=trouble.refused,
@@ -280,13 +289,20 @@ class Rescuer:
             budget_bytes=self._capacity_bytes,
         )
 
-    def _give_up(self, trouble: _Trouble) -> None:
+    def _give_up(self, trouble: _Trouble, *, keeps_rows: bool, is_as_before: bool) -> NoReturn:
         self._trouble = None
         session = self._live_session
         if session.plan != trouble.plan:
-            session.change_plan(trouble.plan)
+            session.change_plan(trouble.plan, noted=False)
         text = nothing_fits(
-            trouble.attempts, capacity_bytes=self._capacity_bytes, predictions=self._predictions, keep=self.keep
+            trouble.attempts,
+            capacity_bytes=self._capacity_bytes,
+            predictions=self._predictions,
+            keep=self.keep,
+            rows=self._rows,
+            keeps_rows=keeps_rows,
+            has_optimizer=bool(session.workload.optimizers),
+            is_as_before=is_as_before,
         )
         raise NothingFitsError(text) from None
 
@@ -306,7 +322,7 @@ class Rescuer:
         first = trouble.attempts[0]
         rescue = Rescue(
             step=trouble.step,
-            place=first.place.value,
+            place=first.place.words,
             before=trouble.plan.label,
             after=session.plan.label,
             error=first.error,
@@ -314,7 +330,7 @@ class Rescuer:
             seconds=perf_counter() - trouble.began,
         )
         self.rescues.append(rescue)
-        session.note(str(rescue))
+        session.note(rescue.text, step=rescue.step)
         if self._say is not None:
             self._say(str(rescue))
 
@@ -344,8 +360,7 @@ class _Trouble:
         self.plan = plan
         self.attempts: list[Attempt] = []
         self.base = plan  # the last plan that applied, and ran out of memory
-        self.refused: set[Plan] = {plan}
-        self.blocked: set[str] = set()  # fields whose technique does not apply to this workload
+        self.refused: set[Plan] = set()  # plans that do not apply, or that there was no room to change to
         self.rung: Rung | None = None
         self.began = perf_counter()
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memlab.devices import smallest_that_holds
+from memlab.devices import gpu_for
 from memlab.errors import BudgetError, MissingExtraError, RefusalError, WorkloadError
 from memlab.plan import FIELDS, Plan
 from memlab.records import FoundPlan, Measurement, Prediction
@@ -31,8 +31,6 @@ _BEYOND_BUDGET = math.log(1.03)
 # expected gain in time below which no other plan is run
 _WORTH_A_TRIAL = 0.005
 # the CUDA context and its kernels are outside the allocator; memory that CUDA reports is up to 4 % below the catalogue's
-_CONTEXT_BYTES = 512 * 2**20
-_USABLE_SHARE = 0.96
 # time of a step under one setting, relative to none, where no rate of the device is known: an order, not a prediction
 _USUAL_COST: Mapping[str, float] = {
     "accumulation": 1.03, "checkpointing:selective": 1.1, "checkpointing:full": 1.3, "precision:fp16": 0.6,
@@ -202,7 +200,7 @@ class Search:
             f"nothing fits into {format_bytes(self._budget_bytes)} for {self._title}: the smallest of {len(applicable)} "
             f"plans, {smallest.plan.label}, needs about {format_bytes(needed_bytes)}, "
             f"{format_bytes(max(0, needed_bytes - self._budget_bytes))} too much{self._ran_out()}; "
-            f"{_gpu_for(needed_bytes)}, or make the batch smaller"
+            f"{gpu_for(needed_bytes)}, or make the batch smaller"
         )
 
     def _ran_out(self) -> str:
@@ -310,10 +308,3 @@ def _share_below(limit: float, low: float, high: float) -> float:
     if limit >= high - 1e-9:
         return 1.0
     return (limit - low) / (high - low) if limit > low else 0.0
-
-
-def _gpu_for(needed_bytes: int) -> str:
-    gpu = smallest_that_holds(round((needed_bytes + _CONTEXT_BYTES) / _USABLE_SHARE))
-    if gpu is None:
-        return "no single GPU of the catalogue holds that: spread the model over several"
-    return f"use a GPU with the memory of a {gpu.name} ({format_bytes(gpu.memory_bytes)})"

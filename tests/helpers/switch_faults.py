@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import bitsandbytes  # noqa: F401 - so that no fault comes into the middle of its import
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,7 +23,7 @@ import memlab
 from memlab import Workload, fit
 from memlab.measuring.ledger import Effect, effect_of
 from memlab.session import Session
-from tests.helpers.fingerprint import Fingerprint, fingerprint
+from tests.helpers.fingerprint import Fingerprint, differing, fingerprint
 
 _CODE = str(Path(memlab.__file__).parent)
 
@@ -70,6 +74,7 @@ class Run:
         self._drawn = torch.Generator().manual_seed(1)
         self.backward()
         self.step()
+        self.untouched = self.structure()
         self.session: Session = fit(Workload(self.model, self.optimizer), plan)
         self.backward()
         self.step()
@@ -79,7 +84,7 @@ class Run:
         inputs, targets = torch.randn(4, 8, generator=self._drawn), torch.randint(0, 2048, (4,), generator=self._drawn)
         loss = self.model(inputs, targets)
         loss.backward()
-        return float(loss)
+        return loss.item()
 
     def step(self) -> None:
         self.optimizer.step()
@@ -113,6 +118,7 @@ def running(plan: str) -> Iterator[Run]:
         yield run
     finally:
         run.session.undo()
+    assert differing(run.untouched, run.structure()) == []
 
 
 def differences(found: Any, expected: Any, name: str = "") -> list[str]:
@@ -143,9 +149,17 @@ class NoMemory(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass
+class Moment:
+    """How many calls, lines or opcodes there were, and which of them something happened at."""
+
+    seen: int = 0
+    place: str = ""
+
+
 @contextmanager
-def happening(act: Callable[[], Any], nth: int, where: tuple[str, ...], event: str = "call") -> Iterator[list[str]]:
-    """Do something at the n-th call, line or opcode within some of memlab's files; yields where that was.
+def happening(act: Callable[[], Any], nth: int, where: tuple[str, ...] = (), event: str = "call") -> Iterator[Moment]:
+    """Do something at the n-th call, line or opcode within some of memlab's files.
 
     Args:
         act: what happens; it may raise.
@@ -154,21 +168,28 @@ def happening(act: Callable[[], Any], nth: int, where: tuple[str, ...], event: s
         event: "call", "line" or "opcode".
     """
     folders = tuple(f"{_CODE}/{part}" for part in where or ("",))
-    left, places, before = [nth], list[str](), sys.gettrace()
+    moment, before = Moment(), sys.gettrace()
 
     def trace(frame: FrameType, happened: str, _argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(folders):
+        if not frame.f_code.co_filename.startswith(folders) or (event == "call" and _cannot_raise(frame)):
             return None
         frame.f_trace_opcodes = event == "opcode"
         if happened == event:
-            left[0] -= 1
-            if left[0] == 0:
-                places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+            moment.seen += 1
+            if moment.seen == nth:
+                moment.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 act()
         return trace
 
     sys.settrace(trace)
     try:
-        yield places
+        yield moment
     finally:
         sys.settrace(before)
+
+
+def _cannot_raise(frame: FrameType) -> bool:
+    """Whether what this raises goes nowhere: a generator that is closed, a finalizer."""
+    caller = frame.f_back
+    is_finalizer = caller is not None and caller.f_code.co_filename == weakref.__file__
+    return is_finalizer or bool(frame.f_code.co_flags & inspect.CO_GENERATOR)

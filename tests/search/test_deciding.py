@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memlab.devices import gpu_for
 from memlab.errors import BudgetError, MissingExtraError, RefusalError, WorkloadError
 from memlab.plan import OptimizerChoice, Plan, Precision
 from memlab.records import Measurement
-from memlab.search.deciding import Search, _gpu_for
+from memlab.search.deciding import Search
 from memlab.search.trials import best_of_trials
 from tests.search.machines import NAMES, PLANS, Machine
 
@@ -223,4 +224,4 @@ def test_text_when_every_plan_is_refused() -> None:
 
 
 def test_text_when_no_gpu_is_large_enough() -> None:
-    assert _gpu_for(2**40) == "no single GPU of the catalogue holds that: spread the model over several"
+    assert gpu_for(2**40) == "no single GPU of the catalogue holds that: spread the model over several"

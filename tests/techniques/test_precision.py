@@ -234,3 +234,15 @@ def test_matmul_precision_is_put_back() -> None:
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("other", ["--bf16", "--fp16", "--precision fp32"])
+def test_pure_bf16_gives_way_to_another_precision(other: str) -> None:
+    """What is refused is the dtype the model was written in, not the one the plan in force gives it."""
+    model = Regressor()
+    with fit(workload(model), "--precision pure-bf16") as session:
+        session.switch(other)
+        assert session.plan.label == other
+        session.switch("--precision pure-bf16")
+        session.switch(f"{other} --accumulate 2")
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
