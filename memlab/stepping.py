@@ -34,6 +34,8 @@ Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 Exchanged = Callable[[], None]
 StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+Copy = Callable[[torch.Tensor], torch.Tensor]
+Protection = Callable[[Sequence[Parameter]], Copy | None]
 
 BUCKET_BYTES = 64 * 2**20
 _ADAM_BYTES_PER_ELEMENT = 8  # two fp32 moments
@@ -137,7 +139,7 @@ def run_step(
     techniques: Sequence[Technique],
     bucket_bytes: int = BUCKET_BYTES,
     *,
-    backup: bool = True,
+    backup: bool | Protection = True,
     done: set[Parameter] | None = None,
 ) -> bool:
     """Update every parameter that has a gradient, bucket by bucket.
@@ -148,7 +150,8 @@ def run_step(
         bucket_bytes: size of a bucket, counted as the fp32 moments of its parameters.
         backup: keep a copy of the parameters and in-place state of the bucket being updated, so that
             an exception in the middle of it undoes it. Without, only packed state and state created
-            in the failed update are put right.
+            in the failed update are put right. A function decides for each bucket before it begins: it
+            returns what copies a tensor, or None for no copies.
         done: parameters that are updated already and left out; finished buckets are added to it. A
             caller that frees memory after an out-of-memory error calls again with the same set.
 
@@ -160,14 +163,23 @@ def run_step(
         return False
     stepper = foreign or plain_stepper(optimizer)
     layers = _layers_to_open(techniques)
+    protection = backup if callable(backup) else _protection(everything=backup)
     finished: set[Parameter] = set() if done is None else done
     for bucket in buckets(optimizer, bucket_bytes):
         waiting = [parameter for parameter in bucket if parameter not in finished]
         if waiting:
-            _update_bucket(optimizer, waiting, techniques, stepper, backup)
+            _update_bucket(optimizer, waiting, techniques, stepper, protection(waiting))
             finished.update(waiting)
             _close_all(optimizer, waiting, layers)
     return True
+
+
+def _protection(*, everything: bool) -> Protection:
+    return lambda _bucket: _cloned if everything else None
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 def _foreign_stepper(optimizer: Optimizer, techniques: Sequence[Technique]) -> Stepper | None:
@@ -220,7 +232,11 @@ def is_separable(optimizer: Optimizer) -> bool:
 
 
 def _update_bucket(
-    optimizer: Optimizer, bucket: Sequence[Parameter], techniques: Sequence[Technique], stepper: Stepper, backup: bool
+    optimizer: Optimizer,
+    bucket: Sequence[Parameter],
+    techniques: Sequence[Technique],
+    stepper: Stepper,
+    copy: Copy | None,
 ) -> None:
     layers = _layers_to_open(techniques)
     before = _Before(optimizer, bucket)
@@ -231,7 +247,7 @@ def _update_bucket(
             for technique in techniques:
                 updating.enter_context(technique.around_update(optimizer, bucket))
             # inside, because a technique may show the update other tensors than are kept
-            with before.restored_on_failure(everything=backup):
+            with before.restored_on_failure(copy):
                 stepper(bucket)
     except BaseException:
         before.restore_states()
@@ -279,15 +295,16 @@ class _Before:
         self._complete = False
 
     @contextmanager
-    def restored_on_failure(self, *, everything: bool) -> Iterator[None]:
-        """Give the tensors an update writes to their values back when it raises."""
-        copies = [(tensor, tensor.detach().clone()) for tensor in self._written(everything=everything)]
+    def restored_on_failure(self, copy: Copy | None) -> Iterator[None]:
+        """Give the tensors an update writes to their values back when it raises; without `copy`, the small ones only."""
+        everything = copy is not None
+        copies = [(tensor, (copy or _cloned)(tensor)) for tensor in self._written(everything=everything)]
         self._complete = everything
         try:
             yield
         except BaseException:
-            for tensor, copy in copies:
-                tensor.detach().copy_(copy)
+            for tensor, kept in copies:
+                tensor.detach().copy_(kept)
             raise
 
     def _written(self, *, everything: bool) -> list[torch.Tensor]:

@@ -78,6 +78,18 @@ def test_rows_are_compared_with_the_first() -> None:
     assert [(row.memory_ratio, row.speed_ratio) for row in rows] == [(1.0, 1.0), (0.25, 0.5)]
 
 
+def test_rows_of_other_batches_are_not_compared() -> None:
+    first, second = Comparison("t", (measured(), measured("--accumulate 2", 4000, tokens_per_step=400))).rows
+    assert (first.memory_ratio, first.speed_ratio) == (1.0, 1.0)
+    assert math.isnan(second.memory_ratio)
+    assert math.isnan(second.speed_ratio)
+    assert second.verdict == "other batches than the first row: 400 tokens a step instead of 40"
+    alike = Comparison("t", (measured(), measured("--accumulate 2", 4000, tokens_per_step=44))).rows[1]
+    assert alike.memory_ratio == 4
+    rows = Comparison("t", (measured(tokens_per_step=0), measured("x", tokens_per_step=0, samples_per_step=8))).rows
+    assert rows[1].verdict == "other batches than the first row: 8 rows a step instead of 4"
+
+
 def test_drift_of_losses() -> None:
     assert loss_drift((), (1.0,)) is None
     assert loss_drift((2.0, 4.0), (2.0, 4.1, 9.0)) == pytest.approx(0.025)

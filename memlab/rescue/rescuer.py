@@ -115,12 +115,11 @@ class Rescuer:
         self._own_code.end()
         if not _can_be_guarded(self._model):
             return run(*args, **kwargs)
-        guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)
-        guarded.moment = self._own_code.moment
-        self._rows = guarded.rows
+        guarded: GuardedCall | None = None
         while True:
             shortage: BaseException | None = None
             try:
+                guarded = guarded or self._guarded(run, args, kwargs)
                 output = guarded.outputs()
             except BaseException as error:
                 if not self.can_rescue(error):
@@ -128,11 +127,17 @@ class Rescuer:
                 shortage = error
             if shortage is None:
                 break
-            self._make_room(shortage, Place.FORWARD, guarded.start_over)
+            self._make_room(shortage, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None)
         self._calls.add(guarded)
         self._settle()
         self._own_code.begin()
         return output
+
+    def _guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GuardedCall:
+        guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)
+        guarded.moment = self._own_code.moment
+        self._rows = guarded.rows
+        return guarded
 
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
         """Update parameters as `stepping.run_step` does, whatever memory that takes.
@@ -248,7 +253,12 @@ class Rescuer:
         release(error)
         start_over()
         _collect()
-        if not self._climb(trouble, place, keeps_rows=keeps_rows):
+        if self._climb(trouble, place, keeps_rows=keeps_rows):
+            return
+        if not trouble.is_last_try:
+            # nothing is left but what has just been freed: the same plan once more
+            trouble.is_last_try = True
+        else:
             self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
 
     def _begin_trouble(self, place: Place, error: BaseException) -> _Trouble:
@@ -362,6 +372,7 @@ class _Trouble:
         self.base = plan  # the last plan that applied, and ran out of memory
         self.refused: set[Plan] = set()  # plans that do not apply, or that there was no room to change to
         self.rung: Rung | None = None
+        self.is_last_try = False
         self.began = perf_counter()
 
     @property

@@ -282,6 +282,8 @@ class Probe:
         """Whether outputs of rows run apart are those of rows run together."""
         try:
             whole, parts = self._look(call, layout, range(min(layout.rows, 3)))
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, IndexError, ValueError, TypeError):
             return False
         joins: list[int | None] = []
@@ -433,6 +435,8 @@ def _joining_dim(whole: torch.Tensor, parts: list[torch.Tensor], tolerance: floa
             continue
         try:
             joined = torch.cat(parts, dim)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
             continue
         if _close(joined, whole, tolerance):

@@ -84,19 +84,19 @@ class Run:
         inputs, targets = torch.randn(4, 8, generator=self._drawn), torch.randint(0, 2048, (4,), generator=self._drawn)
         loss = self.model(inputs, targets)
         loss.backward()
-        return loss.item()
+        return float(loss.item())
 
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def go_on(self) -> list[float]:
-        """The step that was waiting, two more, and the losses on the way."""
+    def go_on(self) -> dict[str, Any]:
+        """The step that was waiting and one more: the losses on the way, and what all values are then."""
         losses = []
         for _ in range(2):
             self.step()
             losses.append(self.backward())
-        return losses
+        return {"losses": losses, **self.contents()}
 
     def structure(self) -> Fingerprint:
         return fingerprint(self.model, [self.optimizer])

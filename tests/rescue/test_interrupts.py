@@ -52,7 +52,7 @@ class Switches:
     def __init__(self, old: str, new: str) -> None:
         self.old, self.new = old, new
         with running(old) as run:
-            self.contents, self.losses_under_old = {"old": run.contents()}, run.go_on()
+            self.contents, self.after_old = {"old": run.contents()}, run.go_on()
         with running(old) as run:
             run.session.switch(new, now=True)
             self.contents["new"] = run.contents()
@@ -75,7 +75,7 @@ class Switches:
 
     def end(self) -> None:
         """The last change that was taken back left nothing that shows later."""
-        assert self.run.go_on() == self.losses_under_old
+        assert differences(self.run.go_on(), self.after_old) == []
         self.run.session.undo()
         assert differing(self.run.untouched, self.run.structure()) == []
 

@@ -1,0 +1,134 @@
+"""`%%memfit` cells go on when memory runs out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.rescue.rescuer import NothingFitsError
+from memlab.session import session_of
+from tests.jupyter.conftest import TRAIN, Cell
+
+MIXED_LENGTHS = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+def fresh():
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=64, n_head=4, n_layer=3, vocab_size=512, n_positions=256, bos_token_id=0, eos_token_id=0,
+                        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    model = GPT2LMHeadModel(config).train()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+generator = torch.Generator().manual_seed(1)
+texts = [torch.randint(0, 512, (8, length), generator=generator) for length in (24, 40, 32, 200, 48, 24, 230, 60)]
+"""
+
+LOOP = """
+losses = []
+for batch in texts:
+    loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+"""
+
+OWN_CRITERION = LOOP.replace(
+    "loss = model(input_ids=batch, labels=batch).loss",
+    "logits = model(input_ids=batch).logits.float()\n"
+    "    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())",
+)
+
+
+@pytest.fixture
+def texts(shell: Any, cell: Cell) -> Cell:
+    """A shell with a small GPT-2, and batches of text of which two are long."""
+    assert cell(MIXED_LENGTHS).error is None
+    return cell
+
+
+@pytest.mark.parametrize("loop", [LOOP, OWN_CRITERION], ids=["loss of the model", "loss of the loop"])
+def test_a_loop_over_mixed_lengths_runs_to_the_end_on_a_device_too_small(shell: Any, texts: Cell, loop: str) -> None:
+    texts(f"model, optimizer = fresh()\n{loop}\nexpected, reference = losses, model")
+    texts("model, optimizer = fresh()")
+    ran = texts(f"%%memfit --capacity 20MiB\n{loop}")
+    session = session_of(shell.user_ns["model"])
+    assert ran.error is None
+    assert shell.user_ns["losses"] == pytest.approx(shell.user_ns["expected"], rel=1e-6)
+    for mine, theirs in zip(shell.user_ns["model"].parameters(), shell.user_ns["reference"].parameters(), strict=True):
+        # Adam divides small gradients by their own size, so rounding of 1e-7 may show in steps of lr
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=2e-3)
+    out = re.sub(r"\n  +", " ", ran.out)  # receipts wrap long lines
+    line = r"(step \d+: memory ran out in [^:]*: [^→]* → (--[^,]*(?:,optimizer)?), same batch again)"
+    rescues = re.findall(line, out)
+    said, noted = rescues[: len(rescues) // 2], rescues[len(rescues) // 2 :]
+    assert said == noted
+    assert said[0][0].startswith("step 4: memory ran out in the ")
+    assert said[-1][1] == session.plan.label
+    assert session.plan.precision.value == session.plan.optimizer.value == "keep"
+    assert session.rescuer is None
+    assert re.search(r"^as written .*^--accumulate", ran.out, re.DOTALL | re.MULTILINE)
+
+
+def test_it_fails_without_a_rescue(shell: Any, texts: Cell) -> None:
+    texts("model, optimizer = fresh()")
+    ran = texts(f"%%memfit --capacity 20MiB --no-rescue\n{LOOP}")
+    assert isinstance(ran.error, torch.OutOfMemoryError)
+    assert not isinstance(ran.error, NothingFitsError)
+    assert len(shell.user_ns["losses"]) == 3
+    texts("%config MemLab.rescue = False")
+    assert isinstance(texts(f"%%memfit --capacity 20MiB\n{LOOP}").error, torch.OutOfMemoryError)
+
+
+def test_what_is_pinned_does_not_change(shell: Any, texts: Cell) -> None:
+    texts("model, optimizer = fresh()")
+    ran = texts(f"%%memfit --capacity 20MiB --keep accumulate\n{LOOP}")
+    plan = session_of(shell.user_ns["model"]).plan
+    assert ran.error is None
+    assert plan.accumulation == 1
+    assert plan.changes()
+    texts("%memfit undo\nmodel, optimizer = fresh()\n%config MemLab.keep = 'accumulate'")
+    texts(f"%%memfit --capacity 20MiB\n{LOOP}")
+    assert session_of(shell.user_ns["model"]).plan == plan
+
+
+def test_when_nothing_fits_the_cell_says_so_in_one_paragraph(shell: Any, texts: Cell) -> None:
+    texts("model, optimizer = fresh()")
+    ran = texts(f"%%memfit --capacity 4MiB --keep precision,optimizer,offload\n{LOOP}")
+    text = ran.out + ran.err
+    paragraph = next(line for line in text.splitlines() if line.startswith("UsageError: "))
+    assert "NothingFitsError" not in text
+    assert re.search(r"Step \d+ ran out of memory under every plan there is to try: ", paragraph)
+    assert "more than there is: use a GPU with the memory of a GTX 1080 (8.00 GiB)" in paragraph
+    assert "The kernel is in order, and weights and optimizer state are as they were before step" in paragraph
+    # and training goes on where it stopped, once there is room
+    assert texts(f"optimizer.zero_grad()\n%memfit undo\n{LOOP}").error is None
+    assert len(shell.user_ns["losses"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--keep acumulate", "--keep acumulate: allowed are accumulation, checkpointing, precision, optimizer, "),
+        ("--keep", "--keep needs a value: --keep FIELD[,FIELD…]"),
+        ("--no-rescue --keep loss", "--keep says what a rescue may not change, and --no-rescue that there is none"),
+    ],
+)
+def test_wrong_input_is_one_line(made: Cell, line: str, text: str) -> None:
+    ran = made(f"%%memfit {line}\n{TRAIN}")
+    assert f"UsageError: {text}" in ran.out + ran.err
+    assert "Traceback" not in ran.out + ran.err
+
+
+def test_a_wrong_default_is_refused_when_it_is_set(made: Cell, caplog: pytest.LogCaptureFixture) -> None:
+    made("%config MemLab.keep = 'precison'")
+    assert "did you mean precision?" in caplog.text
+    assert made("%config MemLab.keep").result.result == ""
+
+
+def test_a_quiet_cell_says_it_in_the_receipt_only(texts: Cell) -> None:
+    texts("model, optimizer = fresh()")
+    assert texts(f"%%memfit --quiet --capacity 20MiB\n{LOOP}").out.count("same batch again") == 1
