@@ -297,11 +297,11 @@ class Rescue:
         after: plan in force when the same batch had succeeded.
         error: the error the loop did not see.
         attempts: how many plans ran out of memory on the way.
-        seconds: time from the first error to success.
+        seconds: time spent on attempts that failed, and on making room.
 
     Example:
         >>> print(Rescue(7, "the backward pass", "as written", "--accumulate 2", "CUDA out of memory. …", 1, 0.25))
-        step 7: memory ran out in the backward pass: as written → --accumulate 2, same batch again (0.25 s)
+        step 7: memory ran out in the backward pass: as written → --accumulate 2, same batch again (0.25 s lost)
     """
 
     step: int
@@ -317,7 +317,7 @@ class Rescue:
         """What happened, without the step."""
         change = f"{self.before} → {self.after}" if self.after != self.before else "the model's graph was made again"
         tries = f", {self.attempts} attempts" if self.attempts > 1 else ""
-        return f"memory ran out in {self.place}: {change}, same batch again{tries} ({self.seconds:.2f} s)"
+        return f"memory ran out in {self.place}: {change}, same batch again{tries} ({self.seconds:.2f} s lost)"
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.text}"

@@ -292,14 +292,12 @@ class _Before:
         self._bucket = bucket
         self._states = {parameter: state for parameter in bucket if (state := optimizer.state.get(parameter))}
         self._entries = {parameter: dict(state) for parameter, state in self._states.items()}
-        self._complete = False
 
     @contextmanager
     def restored_on_failure(self, copy: Copy | None) -> Iterator[None]:
         """Give the tensors an update writes to their values back when it raises; without `copy`, the small ones only."""
         everything = copy is not None
         copies = [(tensor, (copy or _cloned)(tensor)) for tensor in self._written(everything=everything)]
-        self._complete = everything
         try:
             yield
         except BaseException:
@@ -314,6 +312,8 @@ class _Before:
         """
         kept = {id(value) for state in self._entries.values() for value in state.values()}
         written: list[torch.Tensor] = [*self._bucket] if everything else []
+        if everything and _writes_gradients(self._optimizer):
+            written += [parameter.grad for parameter in self._bucket if parameter.grad is not None]
         for parameter in self._entries:
             values = self._optimizer.state[parameter].values()
             tensors = [value for value in values if isinstance(value, torch.Tensor) and id(value) in kept]
@@ -336,10 +336,16 @@ class _Before:
         state = self._states.get(parameter)
         if state is None:
             self._optimizer.state.pop(parameter, None)
-        elif self._complete or self._is_opened(parameter):
+        else:
             state.clear()
             state.update(self._entries[parameter])
             self._optimizer.state[parameter] = state
+
+
+def _writes_gradients(optimizer: Optimizer) -> bool:
+    """Whether an update changes gradients: fused kernels unscale them, foreach SGD adds momentum to them."""
+    has_scale = getattr(optimizer, "grad_scale", None) is not None
+    return has_scale or any(group.get("nesterov") for group in optimizer.param_groups)
 
 
 # --- layers of state ------------------------------------------------------------------------------

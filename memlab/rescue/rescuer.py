@@ -32,6 +32,7 @@ from memlab.rescue.ladder import Place, Rung, next_plans
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.own_code import OwnCode
 from memlab.rescue.recognise import is_out_of_memory, release, requested_bytes
+from memlab.rescue.update import BrokenUpdateError, Update
 from memlab.techniques._aliases import Aliases
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Rescuer:
         self._done: list[GuardedCall] = []  # in the backward pass under way
         self._trouble: _Trouble | None = None
         self._rows = 1
+        self._work_began = perf_counter()
 
     # -- for the session -----------------------------------------------------------------------
 
@@ -113,6 +115,7 @@ class Rescuer:
             NothingFitsError: under no plan of the ladder there is memory for it.
         """
         self._own_code.end()
+        self._work_began = perf_counter()
         if not _can_be_guarded(self._model):
             return run(*args, **kwargs)
         guarded: GuardedCall | None = None
@@ -128,28 +131,35 @@ class Rescuer:
             if shortage is None:
                 break
             self._make_room(shortage, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None)
-        self._calls.add(guarded)
         self._settle()
+        self._work_began = perf_counter()
         self._own_code.begin()
         return output
 
     def _guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GuardedCall:
         guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)
         guarded.moment = self._own_code.moment
+        self._calls.add(guarded)
         self._rows = guarded.rows
         return guarded
 
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Update parameters as `stepping.run_step` does, whatever memory that takes.
+        """Update parameters, in one go or in parts, under this plan or another.
 
         Returns:
             False when a gradient scaler told the optimizer to skip this step, else True.
+
+        Raises:
+            BrokenUpdateError: memory that was free is gone, in the middle of an update of which there is no copy.
         """
-        done: set[torch.nn.Parameter] = set()
+        update = Update(optimizer, self._free_for_update)
         while True:
             shortage: BaseException | None = None
             try:
-                is_updated = stepping.run_step(optimizer, self._live_session.techniques, done=done)
+                is_updated = update.run(self._live_session.techniques)
+            except BrokenUpdateError:
+                self._trouble = None
+                raise
             except BaseException as error:
                 if not self.can_rescue(error):
                     raise
@@ -159,14 +169,27 @@ class Rescuer:
                 return is_updated
             self._make_room(shortage, Place.STEP)
 
+    def _free_for_update(self, error: BaseException) -> None:
+        self._begin_trouble(Place.STEP, error)
+        release(error)
+        _collect()
+
     def leave_own_code(self) -> None:
         """The loop's own code is over: its optimizer steps, or its cell ends."""
         self._own_code.end()
         self.backward_ended()
+        self._work_began = perf_counter()
 
     def serves(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the update of an optimizer can be undone and done in parts."""
-        return stepping.is_separable(optimizer)
+        """Whether the update of an optimizer can be undone and done in parts; the log says once when not."""
+        if stepping.is_separable(optimizer):
+            return True
+        text = (
+            f"{type(optimizer).__name__}: its update cannot be done in parts, so running out of memory in it is final"
+        )
+        if all(entry.text != text for entry in self._live_session.log):
+            self._live_session.note(text)
+        return False
 
     def can_rescue(self, error: BaseException) -> bool:
         """Whether memory ran out, or a plan that was tried against that does not apply.
@@ -184,6 +207,7 @@ class Rescuer:
     def backward_begins(self, call: GuardedCall) -> None:
         """The loop's own part of the backward pass is over as far as this call is concerned."""
         self._own_code.model_begins(call.moment, is_kept=self.keeps_graph())
+        self._work_began = perf_counter()
 
     def keeps_graph(self) -> bool:
         """Whether the loop asked for its graph to be kept."""
@@ -207,9 +231,10 @@ class Rescuer:
     def makes_room_for_loop(self, error: BaseException, attempt: int) -> None:
         """Drop graphs that can be made again, then let optimizer state leave the device."""
         if attempt == 1 and self._drop_graphs():
-            self._begin_trouble(Place.LOOP, error)
+            trouble = self._begin_trouble(Place.LOOP, error)
             release(error)
             _collect()
+            trouble.room_made = perf_counter()
             return
         self._make_room(error, Place.LOOP)
 
@@ -253,18 +278,17 @@ class Rescuer:
         release(error)
         start_over()
         _collect()
-        if self._climb(trouble, place, keeps_rows=keeps_rows):
-            return
-        if not trouble.is_last_try:
+        if not self._climb(trouble, place, keeps_rows=keeps_rows):
+            if trouble.is_last_try:
+                self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
             # nothing is left but what has just been freed: the same plan once more
             trouble.is_last_try = True
-        else:
-            self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
+        trouble.room_made = perf_counter()
 
     def _begin_trouble(self, place: Place, error: BaseException) -> _Trouble:
         session = self._live_session
         if self._trouble is None:
-            self._trouble = _Trouble(session.steps + 1, session.plan)
+            self._trouble = _Trouble(session.steps + 1, session.plan, self._work_began)
         trouble = self._trouble
         trouble.base = session.plan
         trouble.attempts.append(Attempt(trouble.step, place, session.plan, str(error), requested_bytes(error)))
@@ -337,7 +361,7 @@ class Rescuer:
             after=session.plan.label,
             error=first.error,
             attempts=len(trouble.attempts),
-            seconds=perf_counter() - trouble.began,
+            seconds=trouble.room_made - trouble.began,
         )
         self.rescues.append(rescue)
         session.note(rescue.text, step=rescue.step)
@@ -365,7 +389,7 @@ class Rescuer:
 class _Trouble:
     """Memory has run out, and the same work is being tried again."""
 
-    def __init__(self, step: int, plan: Plan) -> None:
+    def __init__(self, step: int, plan: Plan, began: float) -> None:
         self.step = step
         self.plan = plan
         self.attempts: list[Attempt] = []
@@ -373,7 +397,8 @@ class _Trouble:
         self.refused: set[Plan] = set()  # plans that do not apply, or that there was no room to change to
         self.rung: Rung | None = None
         self.is_last_try = False
-        self.began = perf_counter()
+        self.began = began
+        self.room_made = began
 
     @property
     def is_trying(self) -> bool:

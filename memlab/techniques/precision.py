@@ -201,11 +201,22 @@ class PrecisionChoice(Technique):
                 parameter.grad = None if gradient is None else gradient.float()
             yield
         finally:
+            joined = [parameter for parameter in split if parameter.dtype is torch.float32]
+            # all gradients first: what they give free is what splitting needs
+            for parameter in joined:
+                parameter.grad = None
+            for parameter in joined:
+                self._split(parameter)
             for parameter, gradient in zip(split, gradients, strict=True):
-                if parameter.dtype is torch.float32:
-                    parameter.grad = None
-                    parameter.data, self._masters[id(parameter)] = split_master(parameter.data)
                 parameter.grad = gradient
+
+    def _split(self, parameter: nn.Parameter) -> None:
+        try:
+            low, master = split_master(parameter.data)
+        except torch.OutOfMemoryError:
+            # the update is done, and must not be repeated because its last step failed; half of this has been freed
+            low, master = split_master(parameter.data)
+        parameter.data, self._masters[id(parameter)] = low, master
 
 
 class LossScale:

@@ -49,6 +49,7 @@ def measure(pairs: int) -> dict:
     found: list[Figure] = []
     for name, run in (
         ("watching", lambda: figures.watching(device, pairs)),
+        ("rescuing", lambda: figures.rescuing(device, pairs)),
         ("accumulation", lambda: figures.accumulation(device, pairs)),
         ("arithmetic", lambda: figures.arithmetic(device)),
     ):

@@ -13,7 +13,7 @@ from memlab import Workload
 from memlab.measuring.runs import training_step
 from memlab.measuring.steps import Meter, device_for
 from memlab.records import Category
-from memlab.session import fit, session_of
+from memlab.session import Session, fit, session_of
 from memlab.units import format_bytes
 from tests.bench.timing import paired
 from tests.bench.workloads import gpt2
@@ -74,6 +74,34 @@ def watching(device: torch.device, pairs: int) -> list[Figure]:
     return [Figure("watching against the bare loop (time)", ratio.median, 1.01, asdict(ratio))]
 
 
+def rescuing(device: torch.device, pairs: int) -> list[Figure]:
+    """A loop that is rescued, in steps in which nothing goes wrong, against one that is not: time, then peak."""
+    small = device.type == "cpu"
+    workload = gpt2(device, batch=4 if small else 8, tokens=128 if small else 512, small=small)
+    session = fit(workload, rescue=True)
+    rescuer = session.rescuer
+    assert rescuer is not None
+
+    def rescued() -> None:
+        session.rescuer = rescuer
+        training_step(workload)
+
+    def bare() -> None:
+        session.rescuer = None
+        training_step(workload)
+
+    ratio = paired(rescued, bare, pairs)
+    peaks = [_peak_in(session, work) for work in (rescued, bare)]
+    assert rescuer.rescues == []
+    session.rescuer = rescuer
+    session.undo()
+    shown = {"rescue on": format_bytes(peaks[0]), "rescue off": format_bytes(peaks[1])}
+    return [
+        Figure("rescue on against rescue off (time)", ratio.median, 1.01, asdict(ratio)),
+        Figure("rescue on against rescue off (peak)", peaks[0] / peaks[1], 1.001, shown),
+    ]
+
+
 def accumulation(device: torch.device, pairs: int) -> list[Figure]:
     """Transparent accumulation against the loop people write by hand: time, then peak."""
     split, whole = (gpt2(device, batch=8, tokens=128, small=device.type == "cpu") for _ in range(2))
@@ -109,6 +137,16 @@ def _step_by_hand(workload: Workload) -> None:
 def _peak(workload: Workload, work: Callable[[], None], flags: str) -> int:
     """Peak of three steps, by the meter of a session under the plan that is in force or the empty one."""
     session = session_of(workload.model) or fit(workload, flags)
+    try:
+        return _peak_in(session, work)
+    finally:
+        if not flags:
+            session.undo()
+
+
+def _peak_in(session: Session, work: Callable[[], None]) -> int:
+    """Peak of three steps, by a meter that watches a session."""
+    workload = session.workload
     device = device_for(workload.device)
     meter = Meter(workload.model, workload.optimizers, device)
     session.observers = [meter]
@@ -120,8 +158,6 @@ def _peak(workload: Workload, work: Callable[[], None], flags: str) -> int:
         session.observers = []
         meter.close()
         device.close()
-        if not flags:
-            session.undo()
 
 
 def arithmetic(device: torch.device) -> list[Figure]:

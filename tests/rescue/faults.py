@@ -344,7 +344,7 @@ class _Run:
         dtype = torch.get_default_dtype() if self._is_single else torch.float64
         batch = {key: t.to(dtype) if t.is_floating_point() else t for key, t in self._family.batch(self._step).items()}
         is_watched = self._step == self._watched
-        if is_watched and self._switched is not None and self._switched.place in ("forward", "backward"):
+        if is_watched and self._switched is not None and self._switched.place in ("the forward pass", "the backward pass"):
             self._session.switch(self._switched.plan, now=True)
         with self._faults if is_watched and self._faults is not None else nullcontext():
             losses = self._family.train(self._model, self._optimizer, batch, self._at)
@@ -357,7 +357,7 @@ class _Run:
             if self._switched is not None and self._switched.random is not None:
                 torch.set_rng_state(self._switched.random)
             self._random_forwarded = torch.get_rng_state()
-        elif self._switched is not None and self._switched.place in ("loop", "step"):
+        elif self._switched is not None and self._switched.place in ("the loop's own code", "the optimizer's update"):
             self._session.switch(self._switched.plan, now=True)
 
 

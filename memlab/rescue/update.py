@@ -1,0 +1,380 @@
+"""The optimizer's update under rescue: the user's own step where there is room, parts that can be undone where not.
+
+Numbered rules of the mechanism:
+
+1. With plainly enough memory for all an update can need (`need_bytes`, `free_bytes`) everything is updated in one go
+   by the user's own step, and nothing is copied: foreach and fused kernels are launched as often as ever.
+2. Even then an allocation can fail. An operator that runs out of memory is called again after memory was freed, unless
+   it may have written already (`Retrying`).
+3. Where memory is tight the update goes bucket by bucket. A bucket without room of its own is copied first, off the
+   device if need be; then its failure is undone, and it and the rest follow under another plan.
+4. An update without a copy that has written nothing can be begun again. One that has written cannot, and says so:
+   `BrokenUpdateError`. What is done is never done twice.
+5. Ctrl-C is held back while the user's own step runs, so that it does not leave half an update behind.
+
+Known limitations: operators are repeated as PyTorch sees them, so a kernel of another library that allocates after it
+has begun to write is not. Free memory is known on CUDA and on the CPU device with a capacity; on other accelerators every
+bucket is copied.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from memlab import stepping
+from memlab.errors import MemlabError
+from memlab.measuring.ledger import Ledger, defers, tensors_in
+from memlab.plan import Tier
+from memlab.rescue.recognise import is_out_of_memory, release
+from memlab.techniques.base import Technique
+from memlab.techniques.spill import Spill, resolve_tier
+from memlab.uninterrupted import uninterrupted
+
+Optimizer = torch.optim.Optimizer
+Parameter = torch.nn.Parameter
+FreeBytes = Callable[[torch.device, int], float | None]
+
+# In sizes of the parameters, as measured for every optimizer of torch's: tests/rescue/test_update.py holds them to it.
+_STATE_COPIES = 3  # made by a first update: Adam with amsgrad, RMSprop centered with momentum
+_FOREACH_COPIES = 3  # that come and go within a foreach update: Adadelta
+_SINGLE_COPIES = 4  # of the largest parameter, when they are updated one by one
+_BYTES_PER_ELEMENT = 4  # at least: updates of half-precision parameters compute in fp32
+_MARGIN = 1.5  # for what an allocator loses to rounding and splitting
+_SMALL_ELEMENTS = 1024
+_ATTEMPTS = 3
+# they may be broken off in the middle, and begun again
+_IDEMPOTENT = frozenset({"aten::_foreach_copy_", "aten::_foreach_zero_", "aten::copy_", "aten::zero_", "aten::fill_"})
+
+
+class BrokenUpdateError(MemlabError, torch.OutOfMemoryError):
+    """Memory ran out in the middle of an update that cannot be undone.
+
+    Some weights and moments are updated and others not.
+    """
+
+
+# --- room -----------------------------------------------------------------------------------------
+
+
+def need_bytes(optimizer: Optimizer, parameters: Iterable[Parameter]) -> dict[torch.device, int]:
+    """What an update of some parameters may allocate at most, with a margin.
+
+    Args:
+        optimizer: the user's.
+        parameters: of it, to be updated in one go.
+
+    Returns:
+        Bytes by device: state that does not exist yet, and what comes and goes.
+
+    Example:
+        >>> parameter = torch.nn.Parameter(torch.ones(1000))
+        >>> parameter.grad = torch.ones(1000)
+        >>> need_bytes(torch.optim.AdamW([parameter], foreach=True), [parameter])
+        {device(type='cpu'): 36000}
+    """
+    chosen = {id(parameter) for parameter in parameters}
+    needed: dict[torch.device, float] = {}
+    for group in optimizer.param_groups:
+        members = [p for p in group["params"] if id(p) in chosen]
+        for device, here in groupby(sorted(members, key=_place), key=lambda p: p.device):
+            sizes = {parameter: _size_bytes(parameter) for parameter in here}
+            created = sum(size for parameter, size in sizes.items() if not optimizer.state.get(parameter))
+            passing = _passing_bytes(group, device, sizes.values())
+            needed[device] = needed.get(device, 0) + _MARGIN * (_STATE_COPIES * created + passing)
+    return {device: int(size) for device, size in needed.items()}
+
+
+def _passing_bytes(group: Mapping[str, Any], device: torch.device, sizes: Iterable[int]) -> int:
+    """What an update of one group holds for a while."""
+    if group.get("fused"):
+        return 0
+    foreach = group.get("foreach", False)
+    if foreach or (foreach is None and device.type != "cpu"):  # torch's own choice
+        return _FOREACH_COPIES * sum(sizes)
+    return _SINGLE_COPIES * max(sizes)
+
+
+def free_bytes(device: torch.device, enough_bytes: int) -> float | None:
+    """How much of a device allocations can have.
+
+    Args:
+        device: of some tensors.
+        enough_bytes: what is wanted; more is not looked for.
+
+    Returns:
+        Bytes; infinity for the CPU without a capacity, None for a device that cannot be asked.
+
+    Example:
+        >>> free_bytes(torch.device("cpu"), 1024)
+        inf
+    """
+    if device.type == "cpu":
+        return _free_in_ledgers()
+    return _free_on_cuda(device, enough_bytes) if device.type == "cuda" else None
+
+
+def _free_in_ledgers() -> float:
+    ledgers = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Ledger) and mode.watching]
+    limits = [each.capacity_bytes - each.live_bytes for each in ledgers if each.capacity_bytes is not None]
+    return min(limits, default=float("inf"))
+
+
+def _free_on_cuda(device: torch.device, enough_bytes: int) -> int:
+    """Whole segments that the allocator has cached, and what the driver would still give."""
+    # not `memory_stats`: it flattens hundreds of counters on every call
+    counters = torch.cuda.memory_stats_as_nested_dict(device)
+    reserved, active, split = (
+        counters.get(name, {}).get("all", {}).get("current", 0)
+        for name in ("reserved_bytes", "active_bytes", "inactive_split_bytes")
+    )
+    # pieces between tensors cannot be joined to larger ones, so they do not count
+    cached: int = max(0, reserved - active - split)
+    if cached >= enough_bytes:
+        return cached
+    free, total = torch.cuda.mem_get_info(device)
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", _whole)(device)  # torch 2.6 cannot say
+    return cached + max(0, int(min(free, share * total - reserved)))
+
+
+def _whole(_device: torch.device) -> float:
+    return 1.0
+
+
+def _with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:
+    for group in optimizer.param_groups:
+        yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+
+
+def _place(parameter: Parameter) -> str:
+    return str(parameter.device)
+
+
+def _size_bytes(parameter: Parameter) -> int:
+    return parameter.numel() * max(parameter.element_size(), _BYTES_PER_ELEMENT)
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _off_device(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() < _SMALL_ELEMENTS:
+        return _on_device(tensor)
+    return Spill(resolve_tier(Tier.AUTO, tensor.device, "backup")).store(tensor)
+
+
+# --- operators ------------------------------------------------------------------------------------
+
+
+class Retrying(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves __init_subclass__ unannotated
+    """Calls an operator that has run out of memory again, after memory was freed.
+
+    Args:
+        free: called with the error; an error of its own passes.
+
+    Attributes:
+        has_written: whether an operator has changed a tensor that was there before it; set it to False to begin anew.
+
+    Example:
+        >>> attempts = []
+        >>> class Full(TorchDispatchMode):
+        ...     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        ...         if not attempts:
+        ...             raise torch.OutOfMemoryError
+        ...         return func(*args, **kwargs or {})
+        >>> with Full(), Retrying(attempts.append):
+        ...     torch.ones(1) + 1
+        tensor([2.])
+        >>> len(attempts)
+        1
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, free: Callable[[BaseException], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # unannotated in torch
+        self._free = free
+        self.has_written = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # the wrapper this spares would import the compiler
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and defers(types):
+            return NotImplemented
+        shortage: Exception | None = None
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            shortage = error
+        if shortage is not None:
+            out = self._again(func, args, kwargs or {}, shortage)
+        self.has_written = self.has_written or bool(_written(func))
+        return out
+
+    def _again(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shortage: Exception) -> Any:
+        if not may_repeat(func, args, kwargs):
+            self.has_written = True
+            raise shortage
+        for _ in range(_ATTEMPTS):
+            self._free(shortage)
+            try:
+                return func(*args, **kwargs)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                shortage = error
+        raise shortage
+
+
+def may_repeat(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator that ran out of memory has certainly not changed a tensor yet.
+
+    Kernels for one tensor allocate before they write. Those for lists of tensors may go from one to the next; but where
+    dtypes and layouts need no conversion they allocate nothing, and cannot have run out of memory after they began.
+
+    Args:
+        operator: as a dispatch mode gets it.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+
+    Example:
+        >>> may_repeat(torch.ops.aten.mul_.Tensor, (torch.ones(2), torch.ones(2)), {})
+        True
+        >>> lists = [torch.ones(2), torch.ones(2)], [torch.ones(2), torch.ones(2).bfloat16()]
+        >>> may_repeat(torch.ops.aten._foreach_mul_.List, lists, {})
+        False
+    """
+    if not hasattr(operator, "_schema"):
+        return False
+    written = _written(operator)
+    if not written or operator._schema.name in _IDEMPOTENT:
+        return True
+    if not operator._schema.name.startswith("aten::") or any(argument.is_out for argument in written):
+        return False
+    if not any(isinstance(argument.type, torch.ListType) for argument in written):
+        return True
+    tensors = list(tensors_in([*args, *kwargs.values()]))
+    return len({tensor.dtype for tensor in tensors}) == 1 and all(map(_is_dense, tensors))
+
+
+def _written(operator: Any) -> list[Any]:
+    """Arguments that an operator writes to, as far as it says so."""
+    arguments = operator._schema.arguments if hasattr(operator, "_schema") else []
+    return [each for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+# --- the update --------------------------------------------------------------------------------------
+
+
+class Update:
+    """One update of an optimizer's parameters, in whatever way memory allows.
+
+    Args:
+        optimizer: the user's; its update treats parameters one by one (`stepping.is_separable`).
+        free: called with an out-of-memory error; frees what nobody needs, and leaves the optimizer alone.
+        free_bytes: tells how much of a device is free.
+
+    Example:
+        >>> parameter = torch.nn.Parameter(torch.ones(1))
+        >>> parameter.grad = torch.ones(1)
+        >>> Update(torch.optim.SGD([parameter], lr=0.5), free=lambda error: None).run([])
+        True
+        >>> parameter.item()
+        0.5
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        free: Callable[[BaseException], None],
+        free_bytes: FreeBytes = free_bytes,
+    ) -> None:
+        self._optimizer = optimizer
+        self._retrying = Retrying(free)
+        self._free_bytes = free_bytes
+        self._done: set[Parameter] = set()
+        self._is_exposed = False  # the bucket under way has no copy
+
+    def run(self, techniques: Sequence[Technique]) -> bool:
+        """Update what is not updated yet.
+
+        Args:
+            techniques: those in force, in the order in which state was packed.
+
+        Returns:
+            False when a gradient scaler told the optimizer to skip this step, else True.
+
+        Raises:
+            torch.OutOfMemoryError: there was no room. What was under way is as before; `run` does the rest, once
+                there is another plan or more memory.
+            BrokenUpdateError: what was under way is neither as before nor done.
+        """
+        if any(technique.changes_state or technique.stepper(self._optimizer) for technique in techniques):
+            return stepping.run_step(self._optimizer, techniques, backup=self._copy_for, done=self._done)
+        shortage: BaseException | None = None
+        try:
+            with uninterrupted(), self._retrying:
+                return self._run_natively(techniques)
+        except BaseException as error:
+            if not (self._is_exposed and self._retrying.has_written and is_out_of_memory(error)):
+                raise
+            shortage = error
+        release(shortage)
+        raise BrokenUpdateError(
+            f"memory ran out in the middle of an update of {type(self._optimizer).__name__}, although there was plenty "
+            f"when it began; weights and moments are partly updated: go back to a checkpoint ({shortage})"
+        )
+
+    def _run_natively(self, techniques: Sequence[Technique]) -> bool:
+        waiting = [p for p in _with_gradient(self._optimizer) if p not in self._done]
+        if self._has_room(waiting):
+            return stepping.run_step(self._optimizer, techniques, sys.maxsize, backup=self._expose, done=self._done)
+        return stepping.run_step(self._optimizer, techniques, backup=self._copy_unless_room, done=self._done)
+
+    def _expose(self, _bucket: Sequence[Parameter]) -> None:
+        self._is_exposed, self._retrying.has_written = True, False
+
+    def _copy_unless_room(self, bucket: Sequence[Parameter]) -> stepping.Copy | None:
+        if self._has_room(bucket):
+            self._expose(bucket)
+            return None
+        self._is_exposed = False
+        return self._copy_for(bucket)
+
+    def _copy_for(self, bucket: Sequence[Parameter]) -> stepping.Copy:
+        """What copies the tensors of a bucket: on the device if there is room beside the update, else off it."""
+        copied_bytes = sum(_size_bytes(p) for p in bucket) * (1 + _STATE_COPIES)
+        return _on_device if self._has_room(bucket, copied_bytes, unknown=True) else _off_device
+
+    def _has_room(self, parameters: Iterable[Parameter], more_bytes: int = 0, *, unknown: bool = False) -> bool:
+        for device, needed_bytes in need_bytes(self._optimizer, parameters).items():
+            free = self._free_bytes(device, needed_bytes + more_bytes)
+            if free is None and not unknown:
+                return False
+            if free is not None and free < needed_bytes + more_bytes:
+                return False
+        return True
