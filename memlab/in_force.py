@@ -58,6 +58,31 @@ class _Entry:
     undos: list[Callable[[], Any]] = field(default_factory=list)
 
 
+def check(
+    coming: Sequence[Technique],
+    workload: Workload,
+    optimizers: Sequence[Optimizer],
+    in_force: Sequence[Technique] = (),
+) -> None:
+    """Ask techniques whether they apply, without applying any.
+
+    Args:
+        coming: who is asked; not to be put in force afterwards, since they know their predecessors.
+        workload: what they would be put on.
+        optimizers: its optimizers.
+        in_force: techniques that are on it.
+
+    Raises:
+        RefusalError: the first one that does not.
+    """
+    by_kind = {type(technique): technique for technique in in_force}
+    for technique in coming:
+        technique.predecessor = by_kind.get(type(technique))
+        technique.check(workload)
+        for optimizer in optimizers:
+            technique.check_optimizer(optimizer)
+
+
 class InForce:
     """The techniques in force on a workload.
 
@@ -98,10 +123,7 @@ class InForce:
             RefusalError: a technique does not apply here; the old plan stays in force, as after any other
                 error (out of memory, a technique's own).
         """
-        for technique in self._coming(plan):
-            technique.check(self._workload)
-            for optimizer in self.optimizers:
-                technique.check_optimizer(optimizer)
+        check(self._coming(plan), self._workload, self.optimizers, self.techniques)
         with uninterrupted() as interrupts:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab import stepping
+from memlab import in_force, stepping
 from memlab.errors import RefusalError, SessionError, WorkloadError
 from memlab.in_force import InForce
 from memlab.observer import Observer
@@ -436,12 +436,9 @@ def check(workload: Workload, plan: Plan) -> None:
     Raises:
         RefusalError: the first one that does not.
     """
-    for kind in TECHNIQUES:
-        if kind.wanted(plan):
-            technique = kind(plan)
-            technique.check(workload)
-            for optimizer in workload.optimizers:
-                technique.check_optimizer(optimizer)
+    session = session_of(workload.model)
+    coming = [kind(plan) for kind in TECHNIQUES if kind.wanted(plan)]
+    in_force.check(coming, workload, workload.optimizers, session.techniques if session is not None else ())
 
 
 def session_of(model: nn.Module) -> Session | None:

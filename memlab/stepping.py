@@ -310,22 +310,20 @@ class _Before:
 
         The large tensors that unpacking made are left out: the packed ones they came from are untouched.
         """
-        kept = {id(value) for state in self._entries.values() for value in state.values()}
         written: list[torch.Tensor] = [*self._bucket] if everything else []
         if everything and _writes_gradients(self._optimizer):
             written += [parameter.grad for parameter in self._bucket if parameter.grad is not None]
-        for parameter in self._entries:
-            values = self._optimizer.state[parameter].values()
-            tensors = [value for value in values if isinstance(value, torch.Tensor) and id(value) in kept]
-            written += [tensor for tensor in tensors if everything or self._is_small_and_opened(parameter, tensor)]
+        for parameter, entries in self._entries.items():
+            if everything or self._is_opened(parameter):
+                kept = {id(value) for value in entries.values()}
+                values = self._optimizer.state[parameter].values()
+                tensors = [value for value in values if isinstance(value, torch.Tensor) and id(value) in kept]
+                written += [tensor for tensor in tensors if everything or tensor.numel() < _SMALL_ELEMENTS]
         distinct = {id(tensor): tensor for tensor in written}  # parameters share the codebooks of 8-bit state
         return list(distinct.values())
 
     def _is_opened(self, parameter: Parameter) -> bool:
         return self._optimizer.state.get(parameter) is not self._states.get(parameter)
-
-    def _is_small_and_opened(self, parameter: Parameter, tensor: torch.Tensor) -> bool:
-        return tensor.numel() < _SMALL_ELEMENTS and self._is_opened(parameter)
 
     def restore_states(self) -> None:
         """Make the entries of `optimizer.state` the dicts they were, with what they held."""

@@ -22,6 +22,7 @@ _MOST_RAM_KIB = 8 * 2**20
 _SINGLE = ("--accumulate 4", "--checkpoint", "--bf16", "--adam8bit", "--offload activations")
 _TOGETHER = "--accumulate 4 --checkpoint --bf16 --adam8bit --offload activations,optimizer"
 _BUDGET_BYTES = round(2.2 * 2**30)
+_LOSSES = "import json; print(json.dumps([expected, losses, kept_whole]))"
 _PEAKS = "import json; print(json.dumps([[m.plan, m.peak_allocated_bytes] for m in comparison.measurements]))"
 
 
@@ -78,3 +79,22 @@ def test_make_it_fit_runs_and_memory_falls() -> None:
     assert peaks[together] < 0.6 * peaks[first]
     assert all(peaks[together] < peaks[plan] for plan in single)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < _MOST_RAM_KIB
+
+
+@pytest.mark.xdist_group("notebooks")
+@pytest.mark.timeout(600)
+def test_keep_going_runs_to_the_end_where_memory_runs_out() -> None:
+    build = _build()
+    notebook = build.notebook_of((_NOTEBOOKS / "source" / "01_keep_going.md").read_text(encoding="utf-8"))
+    notebook.cells.append(nbformat.v4.new_code_cell(_LOSSES))
+    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
+    client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
+    expected, rescued, kept_whole = json.loads(notebook.cells[-1].outputs[0].text)
+    assert len(expected) == 20
+    assert rescued == pytest.approx(expected, rel=1e-5)
+    assert kept_whole == pytest.approx(expected, rel=1e-5)
+    printed = "".join(o.text for c in notebook.cells if c.cell_type == "code" for o in c.outputs if "text" in o)
+    assert "step 12: memory ran out in the " in printed
+    assert "→ --accumulate " in printed
+    assert "→ --checkpoint, same batch again" in printed
+    assert "ran out of memory under every plan there is to try" in printed

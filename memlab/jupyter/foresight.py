@@ -20,7 +20,7 @@ from memlab.jupyter.history import History
 from memlab.jupyter.parser import CellOptions, ForesightOptions
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import compare
-from memlab.measuring.steps import Device
+from memlab.measuring.steps import Device, tokens_of
 from memlab.plan import Plan
 from memlab.records import Comparison, FoundPlan, Measurement, Prediction
 from memlab.report.ranking import verdict_words
@@ -143,7 +143,13 @@ def _calibration(history: History, workload: Workload) -> Measurement | None:
     """A measurement on such batches, by which predicted times are put right."""
     measured = history.comparison.measurements if history.comparison is not None else ()
     usable = (each for each in measured if each.step_seconds and each.samples_per_step == _rows(workload))
-    return next(usable, None)
+    return next((each for each in usable if _is_of_such_batches(each, workload)), None)
+
+
+def _is_of_such_batches(measured: Measurement, workload: Workload) -> bool:
+    """Whether every step had as many tokens as the batch, or a multiple: texts of other lengths need other memory."""
+    tokens = tokens_of(workload.batch) if isinstance(workload.batch, Batch) else 0
+    return not tokens or measured.tokens_per_step % tokens == 0
 
 
 def found(workload: Workload, options: ForesightOptions, budget: str, history: History, say: Say) -> FoundPlan:
@@ -268,7 +274,8 @@ def foretell_rows(history: History, workload: Workload, plans: Iterable[Plan], s
     """Predict the measured plans, for the receipt; what goes wrong becomes one line below it, once per model."""
     if not history.is_foretelling:
         return
-    missing = [plan for plan in plans if history.measured(plan.label) and plan.label not in history.foretold]
+    measured = {plan: history.measured(plan.label) for plan in plans if plan.label not in history.foretold}
+    missing = [plan for plan, row in measured.items() if row is not None and _is_of_such_batches(row, workload)]
     predictions, problem = _cheaply(workload, missing, say)
     history.foretell(predictions)
     if problem:

@@ -23,7 +23,7 @@ class History:
     Args:
         comparison: the receipt; None before the first measured step.
         steps: every step of the measured cells, in order.
-        batch: the last batch that was trained on, until the plan is undone. By reference: `compare` and `find`
+        batch: the largest batch of the last cell that trained, until the plan is undone. By reference: `compare` and `find`
             train on it, and it is a variable of the loop as a rule. It holds no graph.
         foretold: what was predicted for the measured plans.
         lattice: what was predicted last for all plans on the model's own device.

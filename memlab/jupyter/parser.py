@@ -77,7 +77,7 @@ _WORKLOAD_FLAGS = (
         "batch",
         "--batch",
         "NAME[,NAME…]",
-        "variables that make a batch; by default the batch of the last %%memfit cell",
+        "variables that make a batch; by default the largest batch of the last %%memfit cell",
     ),
     Flag("loss_fn", "--loss-fn", "NAME", "variable called with output and target; the batch is then inputs,target"),
     Flag("model", "--model", "NAME", "variable that holds the model, where there are several"),

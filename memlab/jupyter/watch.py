@@ -185,7 +185,7 @@ class _Chooser(Observer):
 
 
 class _Notes(Observer):
-    """Notes which plans were in force during a cell, and the last batch.
+    """Notes which plans were in force during a cell, and its largest batch, the last of several.
 
     Args:
         step_ended: called after each step.
@@ -194,13 +194,16 @@ class _Notes(Observer):
     def __init__(self, step_ended: Callable[[], None]) -> None:
         self.plans: list[Plan] = []
         self.batch: Batch | None = None
+        self._most_elements = 0
         self._step_ended = step_ended
 
     def plan_changed(self, plan: Plan) -> None:
         self.plans = [*(known for known in self.plans if known != plan), plan]
 
     def forward_begins(self, batch: Batch) -> None:
-        self.batch = batch
+        elements = _elements(batch)
+        if elements >= self._most_elements:
+            self.batch, self._most_elements = batch, elements
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self._step_ended()
@@ -223,6 +226,11 @@ def without_graph(batch: Batch) -> Batch:
 
     args, kwargs = tree_map(cut, (batch.args, dict(batch.kwargs)))
     return Batch(args, kwargs)
+
+
+def _elements(batch: Batch) -> int:
+    """Elements of all tensors of a batch."""
+    return sum(tensor.numel() for tensor in tensors_in((batch.args, batch.kwargs)))
 
 
 def shape_of(batch: Batch | None) -> tuple[int, ...]:

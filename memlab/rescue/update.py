@@ -20,8 +20,8 @@ bucket is copied.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -79,18 +79,21 @@ def need_bytes(optimizer: Optimizer, parameters: Iterable[Parameter]) -> dict[to
         {device(type='cpu'): 36000}
     """
     chosen = {id(parameter) for parameter in parameters}
-    needed: dict[torch.device, float] = {}
+    needed: dict[torch.device, float] = defaultdict(float)
     for group in optimizer.param_groups:
-        members = [p for p in group["params"] if id(p) in chosen]
-        for device, here in groupby(sorted(members, key=_place), key=lambda p: p.device):
-            sizes = {parameter: _size_bytes(parameter) for parameter in here}
-            created = sum(size for parameter, size in sizes.items() if not optimizer.state.get(parameter))
-            passing = _passing_bytes(group, device, sizes.values())
-            needed[device] = needed.get(device, 0) + _MARGIN * (_STATE_COPIES * created + passing)
+        sizes: dict[torch.device, list[int]] = defaultdict(list)
+        for parameter in group["params"]:
+            if id(parameter) in chosen:
+                size = _size_bytes(parameter)
+                sizes[parameter.device].append(size)
+                created = 0 if optimizer.state.get(parameter) else _STATE_COPIES * size
+                needed[parameter.device] += _MARGIN * created
+        for device, here in sizes.items():
+            needed[device] += _MARGIN * _passing_bytes(group, device, here)
     return {device: int(size) for device, size in needed.items()}
 
 
-def _passing_bytes(group: Mapping[str, Any], device: torch.device, sizes: Iterable[int]) -> int:
+def _passing_bytes(group: Mapping[str, Any], device: torch.device, sizes: Sequence[int]) -> int:
     """What an update of one group holds for a while."""
     if group.get("fused"):
         return 0
@@ -149,10 +152,6 @@ def _whole(_device: torch.device) -> float:
 def _with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if parameter.grad is not None)
-
-
-def _place(parameter: Parameter) -> str:
-    return str(parameter.device)
 
 
 def _size_bytes(parameter: Parameter) -> int:
@@ -350,7 +349,7 @@ class Update:
         )
 
     def _run_natively(self, techniques: Sequence[Technique]) -> bool:
-        waiting = [p for p in _with_gradient(self._optimizer) if p not in self._done]
+        waiting = [p for p in _with_gradient(self._optimizer) if not self._done or p not in self._done]
         if self._has_room(waiting):
             return stepping.run_step(self._optimizer, techniques, sys.maxsize, backup=self._expose, done=self._done)
         return stepping.run_step(self._optimizer, techniques, backup=self._copy_unless_room, done=self._done)

@@ -51,6 +51,7 @@ class Technique:
         state_per_step: whether packed state must be unpacked for an update.
         may_skip: whether `skips_step` can say so; a step with a closure is then taken over, and the closure
             evaluated once.
+        predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
         notes: lines for the log and the receipt, in words.
     """
 
@@ -58,6 +59,7 @@ class Technique:
     changes_state: bool = False
     state_per_step: bool = False
     may_skip: bool = False
+    predecessor: Technique | None = None
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

@@ -70,7 +70,9 @@ class PrecisionChoice(Technique):
 
     def check(self, workload: Workload) -> None:
         precision = self.plan.precision
-        dtypes = _dtypes_as_written(workload.model)
+        # pure bf16 may be what is to be changed
+        before = Technique(self.plan) if self.predecessor is None else self.predecessor
+        dtypes = {before.canonical_dtype(p) for p in workload.model.parameters() if p.requires_grad}
         if precision is Precision.TF32 and workload.device.type != "cuda":
             raise RefusalError(self.field, "tf32 needs a CUDA GPU of the Ampere generation or newer", "use --bf16 here")
         if precision in (Precision.FP16, Precision.BF16, Precision.PURE_BF16) and dtypes - {torch.float32}:
@@ -293,15 +295,6 @@ def _as_fp32(leaf: Any) -> Any:
 
 def _as_bf16(leaf: Any) -> Any:
     return leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf
-
-
-def _dtypes_as_written(model: nn.Module) -> set[torch.dtype]:
-    """Dtypes of what is trained, without the plan in force: pure bf16 may be what is to be changed."""
-    from memlab.session import session_of  # which imports the techniques
-
-    session = session_of(model)
-    trained = (p for p in model.parameters() if p.requires_grad)
-    return {p.dtype if session is None else session.canonical_dtype(p) for p in trained}
 
 
 def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

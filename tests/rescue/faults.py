@@ -265,6 +265,7 @@ def train(
     rescue: Any = True,
     step: int = 1,
     switched: Switched | None = None,
+    counted: bool = False,
     capacity_bytes: int | None = None,
 ) -> Outcome:
     """Train for a few steps.
@@ -276,10 +277,12 @@ def train(
         rescue: as `memlab.fit` takes it.
         step: the step that is watched, or in which the plan changes; from 0.
         switched: change of plans in that step.
+        counted: count bytes; else those of the outcome mean nothing.
         capacity_bytes: past which the ledger raises out of memory in all steps.
     """
     torch.manual_seed(0)
-    with Ledger(capacity_bytes=capacity_bytes) as ledger:
+    ledger = Ledger(capacity_bytes=capacity_bytes)
+    with ledger if counted or capacity_bytes is not None else nullcontext():
         ledger.begin([])
         model = FAMILIES[family].build().train()
         model = model.double() if is_double(plan) else model
@@ -344,7 +347,11 @@ class _Run:
         dtype = torch.get_default_dtype() if self._is_single else torch.float64
         batch = {key: t.to(dtype) if t.is_floating_point() else t for key, t in self._family.batch(self._step).items()}
         is_watched = self._step == self._watched
-        if is_watched and self._switched is not None and self._switched.place in ("the forward pass", "the backward pass"):
+        if (
+            is_watched
+            and self._switched is not None
+            and self._switched.place in ("the forward pass", "the backward pass")
+        ):
             self._session.switch(self._switched.plan, now=True)
         with self._faults if is_watched and self._faults is not None else nullcontext():
             losses = self._family.train(self._model, self._optimizer, batch, self._at)

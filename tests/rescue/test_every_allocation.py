@@ -1,7 +1,7 @@
 """Memory runs out at the n-th allocation of a step, for every n: the loop notices nothing, and nothing is lost.
 
 The run under trouble is compared with one that nothing happened to. In double precision every exact technique agrees
-with the plan as written to rounding, so that is the run under the plan it *began* with. Where random numbers are
+with the plan as written to rounding, so that is what it is compared with. Where random numbers are
 drawn in another order under the plan it *ended* with (dropout in micro-batches), and in single and half precision, it
 is a run that changed to that plan in the same step without any trouble.
 
@@ -31,7 +31,7 @@ from tests.rescue.faults import (
 _EXACT = {"gpt2": 1e-6, "gpt2-dropout": 1e-6, "bert": 1e-9, "tower": 1e-9}
 # single and half precision round elsewhere after a change in the middle of a step; measured over all allocations
 _LOSSY = 3e-2
-_SAMPLE = 3
+_SAMPLE = 2
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,7 +70,7 @@ def wrong(found: Outcome, family: str, plan: str, step: int) -> list[str]:
         return differences(found, untouched(family, plan), 0.0)
     place = found.rescues[0].place
     if is_double(plan) and family != "gpt2-dropout":
-        return differences(found, untouched(family, plan), _EXACT[family])
+        return differences(found, untouched(family, ""), _EXACT[family])
     expected = switched(family, plan, place, found.plan, step)
     lines = differences(found, expected, _EXACT[family] if is_double(plan) else _LOSSY)
     if place == "the backward pass" and family == "gpt2-dropout":
@@ -139,18 +139,16 @@ def test_attempts_that_fail_again_and_again(share: float, family: str) -> None:
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_memory_is_back_where_it_would_be_without_trouble(share: float, family: str) -> None:
     nth = int(share * allocations(family, "", 1))
-    found = train(family, "", faults=Faults([nth]))
-    expected = train(family, "", rescue=False, switched=Switched(found.plan, found.rescues[0].place))
+    found = train(family, "", faults=Faults([nth]), counted=True)
+    switch = Switched(found.plan, found.rescues[0].place)
+    expected = train(family, "", rescue=False, switched=switch, counted=True)
     assert found.live_bytes <= 1.01 * expected.live_bytes
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_a_device_that_is_too_small(family: str) -> None:
     """No fault is injected: the ledger refuses what does not fit, in every step and every attempt."""
-    whole = train(family, "")
-    small = train(family, "--accumulate 4 --checkpoint --offload optimizer")
-    capacity_bytes = (whole.peak_bytes + 2 * small.peak_bytes) // 3
-    assert capacity_bytes < whole.peak_bytes
+    capacity_bytes = int(0.95 * train(family, "", counted=True).peak_bytes)
     found = train(family, "", capacity_bytes=capacity_bytes)
     assert found.rescues
     assert found.peak_bytes <= capacity_bytes

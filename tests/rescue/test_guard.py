@@ -468,7 +468,7 @@ def test_errors_of_the_users_pass_through(where: str) -> None:
     with fit(Workload(model, optimizer), rescue=True) as session:
         if where == "model":
             model.leave.register_forward_hook(fail)
-        with pytest.raises(ValueError, match="^mine$"):
+        with pytest.raises(ValueError, match="mine"):
             _fail_in(where, model, kept, fail)
         model.leave._forward_hooks.clear()
         gc.collect()
@@ -494,6 +494,7 @@ def test_a_loss_that_is_never_differentiated_keeps_nothing() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with fit(Workload(model, optimizer), rescue=True), Ledger() as ledger:
         ledger.begin([])
+        live_bytes = []
         for step in range(6):
             inputs, targets = pairs(step)
             loss = F.cross_entropy(model(inputs), targets)
@@ -501,8 +502,8 @@ def test_a_loss_that_is_never_differentiated_keeps_nothing() -> None:
             del loss, inputs, targets
             gc.collect()
             assert seen() is None
-            live_bytes = ledger.live_bytes if step == 0 else live_bytes
-            assert ledger.live_bytes <= live_bytes
+            live_bytes.append(ledger.live_bytes)
+        assert max(live_bytes[1:]) <= live_bytes[0]
 
 
 def test_a_loss_that_is_kept_keeps_no_activations() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from memlab import RefusalError, Workload, fit
 from memlab.measuring.runs import training_step
-from memlab.session import Session
+from memlab.session import Session, check
 from memlab.snapshot import Snapshot
 from memlab.techniques.precision import FIRST_SCALE, PrecisionChoice
 from tests.techniques.models import Regressor, distance, gpt2, gradients, ragged_batch, regression_batch, workload
@@ -244,5 +244,6 @@ def test_pure_bf16_gives_way_to_another_precision(other: str) -> None:
         session.switch(other)
         assert session.plan.label == other
         session.switch("--precision pure-bf16")
+        check(session.workload, session.plan.parse(other))
         session.switch(f"{other} --accumulate 2")
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
