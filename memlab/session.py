@@ -345,6 +345,8 @@ class Session:
         self._skipped = not has_closure and self._must_skip(optimizer)
         takes_over = any(_takes_the_step(technique, optimizer) for technique in self.techniques)
         is_rescued = self.rescuer is not None and not has_closure and self.rescuer.serves(optimizer)
+        if self.rescuer is not None:
+            self.rescuer.is_in_step = not is_rescued
         may_skip = has_closure and any(technique.may_skip for technique in self.techniques)
         if not (self._skipped or takes_over or may_skip or is_rescued):
             return None
@@ -372,6 +374,9 @@ class Session:
         return stepping.run_step(optimizer, self.techniques)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.rescuer is not None:
+            self.rescuer.leave_own_code()  # that of a closure
+            self.rescuer.is_in_step = False
         skipped, self._skipped = self._skipped, False
         for technique in self.techniques:
             technique.step_ended(optimizer, skipped=skipped)

@@ -121,7 +121,7 @@ def nothing_fits(
     state = (
         f"weights and optimizer state are as they were before step {last.step}"
         if is_as_before
-        else f"the update of step {last.step} is done for a part of the parameters only: load a checkpoint to go on"
+        else f"the optimizer was in the middle of step {last.step}: load a checkpoint to go on"
     )
     return " ".join(
         (

@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_iter
 
 from memlab.techniques._lazy import LazyTensor
 
-_FEW_BYTES = 64 * 2**10  # what is smaller is not worth holding
 _MOST_NODES = 2000  # of a loop's own graph; a larger one is not walked
 _CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 _TWICE = "Trying to backward through the graph a second time: its saved tensors have been freed"
@@ -67,7 +66,8 @@ class _Held:
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor
+        # detached: an output that a function saves knows its node, which would keep itself alive through this
+        self.tensor: torch.Tensor | None = tensor.detach()
         self.version = tensor._version
 
     def get(self) -> torch.Tensor:
@@ -170,15 +170,15 @@ class OwnCode(TorchFunctionMode):
 
     @contextmanager
     def _holding(self) -> Iterator[None]:
-        if not torch.is_grad_enabled():
+        # transforms of functions keep what they save themselves, and allow no hooks
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(self._hold, _unpack):
             yield
 
     def _hold(self, tensor: torch.Tensor) -> Any:
-        is_small = isinstance(tensor, LazyTensor) or tensor.numel() * tensor.element_size() < _FEW_BYTES
-        if is_small or isinstance(tensor, torch.nn.Parameter):
+        if isinstance(tensor, (LazyTensor, torch.nn.Parameter)):
             return tensor
         held = _Held(tensor)
         self._held.append(weakref.ref(held))

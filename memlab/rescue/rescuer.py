@@ -57,6 +57,7 @@ class Rescuer:
 
     Attributes:
         rescues: what was rescued, in order.
+        is_in_step: an optimizer is running its own step, closure and all.
 
     Example:
         >>> from memlab import Workload, fit
@@ -78,6 +79,7 @@ class Rescuer:
     ) -> None:
         self.keep = frozenset(keep)
         self.rescues: list[Rescue] = []
+        self.is_in_step = False
         self._predictions = dict(predictions or {})
         self._capacity_bytes = capacity_bytes
         self._say = say
@@ -167,12 +169,13 @@ class Rescuer:
             if shortage is None:
                 self._settle()
                 return is_updated
-            self._make_room(shortage, Place.STEP)
+            self._make_room(shortage, Place.STEP, is_as_before=not update.is_partly_done)
 
     def _free_for_update(self, error: BaseException) -> None:
-        self._begin_trouble(Place.STEP, error)
+        trouble = self._begin_trouble(Place.STEP, error)
         release(error)
         _collect()
+        trouble.room_made = perf_counter()
 
     def leave_own_code(self) -> None:
         """The loop's own code is over: its optimizer steps, or its cell ends."""
@@ -184,9 +187,8 @@ class Rescuer:
         """Whether the update of an optimizer can be undone and done in parts; the log says once when not."""
         if stepping.is_separable(optimizer):
             return True
-        text = (
-            f"{type(optimizer).__name__}: its update cannot be done in parts, so running out of memory in it is final"
-        )
+        name = type(optimizer).__name__
+        text = f"{name}: memory that runs out in its update is not rescued, as it cannot be done in parts"
         if all(entry.text != text for entry in self._live_session.log):
             self._live_session.note(text)
         return False
@@ -280,6 +282,7 @@ class Rescuer:
         _collect()
         if not self._climb(trouble, place, keeps_rows=keeps_rows):
             if trouble.is_last_try:
+                is_as_before = is_as_before and not self.is_in_step
                 self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
             # nothing is left but what has just been freed: the same plan once more
             trouble.is_last_try = True

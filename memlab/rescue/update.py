@@ -318,6 +318,11 @@ class Update:
         self._done: set[Parameter] = set()
         self._is_exposed = False  # the bucket under way has no copy
 
+    @property
+    def is_partly_done(self) -> bool:
+        """Whether some parameters are updated."""
+        return bool(self._done)
+
     def run(self, techniques: Sequence[Technique]) -> bool:
         """Update what is not updated yet.
 

@@ -39,15 +39,17 @@ class Aliases:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Modules see the aliases; the user's parameters come back whatever happens."""
+        """Modules see the aliases; what was there comes back whatever happens."""
+        # not always the originals: `torch.func.functional_call` puts other tensors there for the length of a call
+        before = [module._parameters[name] for module, name, _, _ in self._sites]
         try:
             for module, name, _, alias in self._sites:
                 module._parameters[name] = alias
             self._refresh_recurrent()
             yield
         finally:
-            for module, name, original, _ in self._sites:
-                module._parameters[name] = original
+            for (module, name, _, _), parameter in zip(self._sites, before, strict=True):
+                module._parameters[name] = parameter
             self._refresh_recurrent()
 
     @property

@@ -127,6 +127,11 @@ def _tokens(step: int) -> Batch:
     return {"input_ids": ids, "labels": labels}
 
 
+def _long_tokens(step: int) -> Batch:
+    ids = torch.randint(0, 2048, (8, 16), generator=torch.Generator().manual_seed(100 + step))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
 def _train_language_model(model: nn.Module, optimizer: Any, batch: Batch, at: Moment) -> list[torch.Tensor]:
     """Labels inside, so the model computes its loss."""
     loss = model(**batch).loss
@@ -190,6 +195,8 @@ FAMILIES = {
         gpt2, _tokens, _train_language_model, (*_COMMON_PLANS, "--chunk-loss", _EVERYTHING + " --chunk-loss")
     ),
     "gpt2-dropout": Family(lambda: gpt2(0.1), _tokens, _train_language_model, ("", "--accumulate 2", "--checkpoint")),
+    # with activations that outweigh weights and state
+    "gpt2-long": Family(gpt2, _long_tokens, _train_language_model, ()),
     "bert": Family(
         bert_classifier, _sentences, _train_classifier, (*_COMMON_PLANS, "--checkpoint every:2", _EVERYTHING)
     ),

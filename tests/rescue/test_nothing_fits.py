@@ -219,5 +219,5 @@ def test_in_the_update_only_fields_of_the_optimizer_matter() -> None:
 
 def test_an_update_that_is_half_done() -> None:
     assert sentence(3, attempt(place=Place.STEP), is_as_before=False) == (
-        "The kernel is in order, and the update of step 7 is done for a part of the parameters only: load a checkpoint to go on."
+        "The kernel is in order, and the optimizer was in the middle of step 7: load a checkpoint to go on."
     )

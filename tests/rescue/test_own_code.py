@@ -1,0 +1,411 @@
+"""The loop's own code between model call and optimizer step: watched without being changed, repeated where it can be."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from memlab import Workload, fit
+from memlab.rescue.own_code import OwnCode
+from memlab.session import Session
+from tests.loops.cases import Tower, pairs
+from tests.rescue.faults import Faults, quick_collections
+
+Optimizer = torch.optim.Optimizer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> Iterator[None]:
+    with quick_collections():
+        yield
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Tower().double()
+
+
+@pytest.fixture
+def optimizer(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.fixture
+def session(model: nn.Module, optimizer: Optimizer) -> Iterator[Session]:
+    with fit(Workload(model, optimizer), rescue=True) as session:
+        yield session
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = pairs(0)
+    return inputs.double(), targets
+
+
+def stack() -> list[str]:
+    return [type(mode).__name__ for mode in _get_current_function_mode_stack()]
+
+
+class Counting(TorchFunctionMode):
+    """A mode of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+# -- where it stands ---------------------------------------------------------------------------
+
+
+def test_it_watches_from_the_model_call_to_the_step(session: Session, model: nn.Module, optimizer: Optimizer) -> None:
+    assert stack() == []
+    inputs, targets = batch()
+    loss = F.cross_entropy(model(inputs), targets)
+    assert stack() == ["OwnCode"]
+    loss.backward()
+    assert stack() == ["OwnCode"]
+    optimizer.step()
+    assert stack() == []
+
+
+def test_evaluation_does_not_begin_it(session: Session, model: nn.Module) -> None:
+    with torch.no_grad():
+        model(batch()[0])
+    model.eval()
+    model(batch()[0])
+    assert stack() == []
+
+
+def test_it_ends_with_the_session(model: nn.Module, optimizer: Optimizer) -> None:
+    with fit(Workload(model, optimizer), rescue=True):
+        model(batch()[0])
+        assert stack() == ["OwnCode"]
+    assert stack() == []
+
+
+@pytest.mark.parametrize("where", ["own code", "model"])
+def test_it_ends_with_a_session_that_an_error_ends(where: str, model: nn.Module, optimizer: Optimizer) -> None:
+    with pytest.raises((ZeroDivisionError, RuntimeError)):
+        with fit(Workload(model, optimizer), rescue=True):
+            model(batch()[0])
+            if where == "model":
+                model(torch.ones(3, 3))
+            _ = 1 / 0
+    assert stack() == []
+
+
+def test_one_for_two_sessions_each(model: nn.Module, optimizer: Optimizer) -> None:
+    other = Tower().double()
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    inputs, targets = batch()
+    with fit(Workload(model, optimizer), rescue=True), fit(Workload(other, other_optimizer), rescue=True):
+        for _ in range(2):
+            loss = F.cross_entropy(model(inputs) + other(inputs), targets)
+            assert stack() == ["OwnCode", "OwnCode"]
+            loss.backward()
+            optimizer.step()
+            assert stack() == ["OwnCode"]
+            other_optimizer.step()
+            assert stack() == []
+
+
+# -- modes of the user's -----------------------------------------------------------------------
+
+
+def test_a_device_entered_before_and_left_inside(session: Session, model: nn.Module, optimizer: Optimizer) -> None:
+    with torch.device("meta"):
+        with torch.device("cpu"):
+            inputs, targets = batch()
+            loss = F.cross_entropy(model(inputs), targets)
+            assert torch.ones(1).device.type == "cpu"
+        assert torch.ones(1).device.type == "meta"
+    assert torch.ones(1).device.type == "cpu"
+    loss.backward()
+    optimizer.step()
+    assert stack() == []
+
+
+def test_a_device_entered_inside_and_left_after_the_step(
+    session: Session, model: nn.Module, optimizer: Optimizer
+) -> None:
+    inputs, targets = batch()
+    loss = F.cross_entropy(model(inputs), targets)
+    with torch.device("meta"):
+        assert torch.ones(1).device.type == "meta"
+        loss.backward()
+        optimizer.step()
+        assert torch.ones(1).device.type == "meta"
+    assert torch.ones(1).device.type == "cpu"
+    assert stack() == []
+
+
+def test_the_default_device_stays(session: Session, model: nn.Module, optimizer: Optimizer) -> None:
+    inputs, targets = batch()
+    torch.set_default_device("meta")
+    try:
+        loss = F.cross_entropy(model(inputs), targets)
+        assert torch.ones(1).device.type == "meta"
+        loss.backward()
+        optimizer.step()
+        assert torch.ones(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+    assert stack() == []
+
+
+def test_the_default_device_changed_inside(session: Session, model: nn.Module, optimizer: Optimizer) -> None:
+    inputs, targets = batch()
+    loss = F.cross_entropy(model(inputs), targets)
+    torch.set_default_device("meta")
+    try:
+        assert torch.ones(1).device.type == "meta"
+        loss.backward()
+        optimizer.step()
+    finally:
+        torch.set_default_device(None)
+    assert torch.ones(1).device.type == "cpu"
+    assert stack() == []
+
+
+def test_a_mode_entered_before_and_left_inside(session: Session, model: nn.Module, optimizer: Optimizer) -> None:
+    inputs, targets = batch()
+    with Counting() as counting:
+        loss = F.cross_entropy(model(inputs), targets)
+        assert counting.calls
+        assert stack()[-1] == "Counting"
+    before = counting.calls
+    loss.backward()
+    optimizer.step()
+    assert counting.calls == before
+    assert stack() == []
+
+
+def test_a_mode_entered_inside_and_left_after_the_step(
+    session: Session, model: nn.Module, optimizer: Optimizer
+) -> None:
+    inputs, targets = batch()
+    logits = model(inputs)
+    with Counting() as counting:
+        F.cross_entropy(logits, targets).backward()
+        optimizer.step()
+        assert stack() == ["Counting"]
+        before = counting.calls
+        torch.ones(1)
+        assert counting.calls > before
+    assert stack() == []
+
+
+def test_a_device_around_all_of_it(model: nn.Module, optimizer: Optimizer) -> None:
+    inputs, targets = batch()
+    with torch.device("meta"):
+        with fit(Workload(model, optimizer), rescue=True):
+            loss = F.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            assert stack() == ["DeviceContext"]
+        assert torch.ones(1).device.type == "meta"
+    assert stack() == []
+
+
+# -- functions ---------------------------------------------------------------------------------
+
+
+class Freeing:
+    """An owner that has room again whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.attempts: list[int] = []
+        self.ended = 0
+
+    def can_rescue(self, error: BaseException) -> bool:
+        return isinstance(error, torch.OutOfMemoryError)
+
+    def makes_room_for_loop(self, error: BaseException, attempt: int) -> None:
+        self.attempts.append(attempt)
+
+    def is_guarded(self, node: Any) -> bool:
+        return False
+
+    def backward_runs_again(self) -> None:
+        pass
+
+    def backward_ended(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def owner() -> Freeing:
+    return Freeing()
+
+
+@pytest.fixture
+def own_code(owner: Freeing) -> Iterator[OwnCode]:
+    watching = OwnCode(owner)
+    watching.begin()
+    yield watching
+    watching.end()
+
+
+def test_a_function_that_ran_out_is_called_again(own_code: OwnCode, owner: Freeing) -> None:
+    with Faults([1, 2]):
+        found = torch.full((3,), 2.0) * 3
+    assert found.tolist() == [6.0, 6.0, 6.0]
+    assert owner.attempts == [1, 2]
+
+
+def test_another_error_is_not_retried(own_code: OwnCode, owner: Freeing) -> None:
+    with pytest.raises(RuntimeError, match="must match"):
+        _ = torch.ones(2) + torch.ones(3)
+    assert owner.attempts == []
+
+
+class _Failing(Faults):
+    """Raises after an in-place operator has written."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "mul_" in str(func) or "_foreach" in str(func) or "mul.out" in str(func):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return out
+
+
+@pytest.mark.parametrize("form", ["method", "list", "out"])
+def test_a_function_that_has_written_is_not_called_again(form: str, own_code: OwnCode, owner: Freeing) -> None:
+    tensor = torch.ones(3)
+    with pytest.raises(torch.OutOfMemoryError), _Failing():
+        if form == "method":
+            tensor.mul_(2)
+        elif form == "list":
+            torch._foreach_mul_([tensor], 2.0)
+        else:
+            torch.mul(torch.ones(3), 2, out=tensor)
+    assert tensor.tolist() == [2.0, 2.0, 2.0]
+    assert owner.attempts == []
+
+
+@pytest.mark.parametrize("write", ["clamp", "norm"])
+def test_helpers_that_write_gradients_write_them_once(write: str, own_code: OwnCode, owner: Freeing) -> None:
+    """Functions such as `clip_grad_norm_` are Python around several of torch's: each is retried by itself."""
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+
+    def clip() -> list[list[float]]:
+        for parameter in parameters:
+            parameter.grad = torch.full((4,), 3.0)
+        if write == "norm":
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+        else:
+            nn.utils.clip_grad_value_(parameters, 1.0)
+        return [p.grad.tolist() for p in parameters if p.grad is not None]
+
+    with Faults() as count:
+        expected = clip()
+    for nth in range(4, count.count + 1):
+        with Faults([nth]) as faults:
+            assert clip() == expected
+        assert faults.failed
+    assert len(owner.attempts) == max(0, count.count - 3)
+
+
+def test_what_is_saved_is_let_go_of_with_the_graph(own_code: OwnCode, owner: Freeing) -> None:
+    leaf = torch.randn(100, requires_grad=True)
+    hidden = leaf * 2
+    squared = hidden * hidden
+    seen = weakref.ref(squared)
+    softened = F.softmax(squared.exp(), 0)
+    del hidden, squared, softened
+    gc.collect()
+    assert seen() is None
+    assert all(reference() is None for reference in own_code._held)
+
+
+def test_saved_tensors_are_freed_by_backward(own_code: OwnCode, owner: Freeing) -> None:
+    leaf = torch.randn(100, requires_grad=True)
+    loss = (leaf.exp() * 2).log().sum()
+    loss.backward()
+    assert owner.ended == 1
+    assert [held for held in own_code._held if held() is not None] == []
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_tensor_changed_in_place_is_found(own_code: OwnCode) -> None:
+    leaf = torch.randn(100, requires_grad=True)
+    hidden = leaf.exp()
+    loss = (hidden * hidden).sum()
+    hidden.add_(1)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()
+
+
+# -- the loop's part of the backward pass ------------------------------------------------------
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _two_calls(model: nn.Module) -> torch.Tensor:
+    inputs, targets = batch()
+    left = F.normalize(model(inputs), dim=1)
+    right = F.normalize(model(inputs.roll(1, 1)), dim=1)
+    return F.cross_entropy(left @ right.t(), torch.arange(len(left))) + F.cross_entropy(right, targets)
+
+
+def _penalty(model: nn.Module) -> torch.Tensor:
+    inputs, targets = batch()
+    return F.cross_entropy(model(inputs), targets) + 1e-2 * sum(p.square().sum() for p in model.parameters())
+
+
+def _plain(model: nn.Module) -> torch.Tensor:
+    inputs, targets = batch()
+    return F.cross_entropy(model(inputs) * 2.0, targets)
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("loss_of", [_plain, _two_calls, _penalty])
+@pytest.mark.parametrize("way", ["method", "function", "kept", "grad"])
+def test_a_backward_pass_that_ran_out_anywhere(way: str, loss_of: Any, has_gradients: bool) -> None:
+    """At every allocation of it; gradients that were there before are added to, once."""
+
+    def run(faults: Faults, rescued: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Tower().double()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if has_gradients:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        with fit(Workload(model, optimizer), rescue=rescued):
+            loss = loss_of(model)
+            with faults:
+                if way == "method":
+                    loss.backward()
+                elif way == "function":
+                    torch.autograd.backward(loss)
+                elif way == "kept":
+                    loss.backward(retain_graph=True)
+                else:
+                    return list(torch.autograd.grad(loss, list(model.parameters())))
+            return _gradients(model)
+
+    expected = run(Faults(), rescued=False)
+    count = Faults()
+    run(count, rescued=True)
+    for nth in range(1, count.count + 1, 3):
+        faults = Faults([nth])
+        found = run(faults, rescued=True)
+        assert faults.failed
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert stack() == []
