@@ -31,7 +31,6 @@ from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_iter
 
 from memlab.techniques._lazy import LazyTensor
@@ -100,7 +99,7 @@ class OwnCode(TorchFunctionMode):
         """Watch this thread's code from now on."""
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if self not in stack:
-            base = 1 if stack and isinstance(stack[0], DeviceContext) else 0
+            base = 1 if stack and stack[0] is _default_device() else 0
             _restack([*stack[:base], self, *stack[base:]])
 
     def end(self) -> None:
@@ -342,6 +341,11 @@ def _unpack(saved: Any) -> torch.Tensor:
 
 def _versions(value: Any) -> list[int]:
     return [t._version for t in tree_iter(value) if isinstance(t, torch.Tensor) and not t.is_inference()]
+
+
+def _default_device() -> Any:
+    """The mode of `torch.set_default_device`, which torch keeps at the bottom; ``with torch.device(...)`` is on top."""
+    return getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
 
 
 def _restack(modes: list[TorchFunctionMode]) -> None:

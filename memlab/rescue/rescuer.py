@@ -384,7 +384,7 @@ class Rescuer:
         return self._live_session.workload.model
 
     def _current_aliases(self) -> Aliases:
-        if self._aliases is None or not self._aliases.are_current:
+        if self._aliases is None or not self._aliases.serve(self._model):
             self._aliases = Aliases(self._model)
         return self._aliases
 

@@ -22,15 +22,13 @@ class Aliases:
         self._sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self.originals: list[nn.Parameter] = []
         self.aliases: list[nn.Parameter] = []
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or not parameter.requires_grad:
-                    continue
-                if id(parameter) not in by_id:
-                    by_id[id(parameter)] = nn.Parameter(parameter.detach())
-                    self.originals.append(parameter)
-                    self.aliases.append(by_id[id(parameter)])
-                self._sites.append((module, name, parameter, by_id[id(parameter)]))
+        for module, name, parameter in _trainable(model):
+            if id(parameter) not in by_id:
+                by_id[id(parameter)] = nn.Parameter(parameter.detach())
+                self.originals.append(parameter)
+                self.aliases.append(by_id[id(parameter)])
+            self._sites.append((module, name, parameter, by_id[id(parameter)]))
+        self._ids = [id(parameter) for _, _, parameter, _ in self._sites]
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
     @property
@@ -52,15 +50,14 @@ class Aliases:
                 module._parameters[name] = parameter
             self._refresh_recurrent()
 
-    @property
-    def are_current(self) -> bool:
-        """Whether the model still has the parameters these are aliases of, and trains them."""
-        return all(
-            module._parameters.get(name) is original
-            and original.requires_grad
-            and original.data_ptr() == alias.data_ptr()
-            and original.dtype is alias.dtype
-            for module, name, original, alias in self._sites
+    def serve(self, model: nn.Module) -> bool:
+        """Whether these are still the parameters a model trains, all of them, with the data they have now."""
+        now = [
+            p for module in model.modules() for p in module._parameters.values() if p is not None and p.requires_grad
+        ]
+        return [*map(id, now)] == self._ids and all(
+            original.data_ptr() == alias.data_ptr() and original.dtype is alias.dtype
+            for original, alias in zip(self.originals, self.aliases, strict=True)
         )
 
     def deliver(self) -> None:
@@ -95,6 +92,14 @@ class Aliases:
         for alias in self.aliases:
             alias.grad = None
         return gradients
+
+
+def _trainable(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Each place of a trainable parameter; tied ones have several."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                yield module, name, parameter
 
 
 class RandomState:
