@@ -341,10 +341,10 @@ class Session:
         # a closure runs the backward pass, so what it leaves behind is looked at after it
         if self.rescuer is not None:
             self.rescuer.leave_own_code()
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))  # Accelerate passes None
         self._skipped = not has_closure and self._must_skip(optimizer)
         takes_over = any(_takes_the_step(technique, optimizer) for technique in self.techniques)
-        is_rescued = self.rescuer is not None and not has_closure and self.rescuer.serves(optimizer)
+        is_rescued = self.rescuer is not None and self.rescuer.serves(optimizer)
         if self.rescuer is not None:
             self.rescuer.is_in_step = not is_rescued
         may_skip = has_closure and any(technique.may_skip for technique in self.techniques)

@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
         "records",
         "stepping",
         "techniques",
+        "uninterrupted",
         "units",
     },
     "session": {

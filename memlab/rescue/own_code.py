@@ -4,15 +4,16 @@ Numbered rules of the mechanism:
 
 1. From the end of a guarded call to the optimizer step, every function of torch that the loop calls passes
    through `OwnCode`. One that runs out of memory is called again after room was made, unless it has changed one
-   of its arguments already.
+   of its arguments already. A kernel allocates before it writes, so one that writes into a single tensor is called
+   again as well; functions that write into lists of them are not.
 2. A backward pass of the loop begins with the *loop's own part*, from the loss to the model's outputs. It keeps its
    graph, so that it can be run again when memory runs out there. What its functions have saved is held here: as soon
    as the model's part begins, it is let go of, as autograd would.
 3. Where the loop's own part goes on after the model's has begun, because it sends gradients to parameters past the
    model (a penalty on weights) or stands between two model calls, everything is kept until the end, and gradients
    that were there before are set aside until then.
-4. The mode stands at the bottom of the stack of function modes, above torch's own for a default device, so that
-   modes of the loop's may be entered and left while it is there.
+4. The mode stands at the bottom of the stack of function modes, so that modes of the loop's may be entered and left
+   while it is there: leaving one takes whatever is on top. Only torch's own for a default device is below.
 
 Known limitations: functions compiled by torch.compile are one call each. A backward pass with ``create_graph``, one
 into ``inputs=``, and one over more than 2000 functions of the loop's own are not run again, nor is what the loop
@@ -148,10 +149,13 @@ class OwnCode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _DIFFERENTIATING:
             return self._differentiate(_Differentiation.of(func, args, kwargs))
+        if "_foreach_" in name and name.endswith("_"):
+            return func(*args, **kwargs)  # nothing tells how many of its tensors it has written
         return self._retried(func, name, args, kwargs)
 
     def _retried(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         written = _versions((args, kwargs)) if name.endswith("_") or "out" in kwargs else None
+        random = _RandomState() if name.rstrip("_") in _DRAWING else None
         attempt = 0
         while True:
             moment = self.moment
@@ -166,6 +170,8 @@ class OwnCode(TorchFunctionMode):
                 shortage = error
             attempt += 1
             self._owner.makes_room_for_loop(shortage, attempt)
+            if random is not None:
+                random.restore()
 
     @contextmanager
     def _holding(self) -> Iterator[None]:
@@ -294,8 +300,30 @@ class _Differentiation:
         return not (has_inputs or self.bound.arguments["create_graph"])
 
     def run(self, *, keep: bool) -> Any:
-        self.bound.arguments["retain_graph"] = keep
-        return self.func(*self.bound.args, **self.bound.kwargs)
+        arguments = {**self.bound.arguments, "retain_graph": keep}
+        changed = inspect.BoundArguments(self.bound.signature, arguments)
+        return self.func(*changed.args, **changed.kwargs)
+
+
+# functions in several parts, which may have drawn random numbers when a later part runs out of memory
+_DRAWING = frozenset(
+    {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"}
+    | {"gumbel_softmax", "rrelu", "normal", "multinomial", "scaled_dot_product_attention"}
+    | {"multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}
+)
+
+
+class _RandomState:
+    """The random numbers a function is about to draw."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
 
 
 # torch's functions that run a backward pass, and what they call the tensors where it begins

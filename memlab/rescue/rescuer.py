@@ -154,6 +154,7 @@ class Rescuer:
         Raises:
             BrokenUpdateError: memory that was free is gone, in the middle of an update of which there is no copy.
         """
+        self.leave_own_code()  # that of a closure, which has run by now
         update = Update(optimizer, self._free_for_update)
         while True:
             shortage: BaseException | None = None

@@ -22,14 +22,18 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_iter
 
 from memlab import stepping
 from memlab.errors import MemlabError
-from memlab.measuring.ledger import Ledger, defers, tensors_in
 from memlab.plan import Tier
 from memlab.rescue.recognise import is_out_of_memory, release
 from memlab.techniques.base import Technique
@@ -50,6 +54,18 @@ _SMALL_ELEMENTS = 1024
 _ATTEMPTS = 3
 # they may be broken off in the middle, and begun again
 _IDEMPOTENT = frozenset({"aten::_foreach_copy_", "aten::_foreach_zero_", "aten::copy_", "aten::zero_", "aten::fill_"})
+
+
+@runtime_checkable
+class Limited(Protocol):
+    """A dispatch mode that gives the CPU a capacity, as a `memlab.measuring.ledger.Ledger` does."""
+
+    capacity_bytes: int | None
+    live_bytes: int
+
+    @property
+    def watching(self) -> bool:
+        """Whether it refuses anything at present."""
 
 
 class BrokenUpdateError(MemlabError, torch.OutOfMemoryError):
@@ -118,13 +134,13 @@ def free_bytes(device: torch.device, enough_bytes: int) -> float | None:
         inf
     """
     if device.type == "cpu":
-        return _free_in_ledgers()
+        return _free_under_limits()
     return _free_on_cuda(device, enough_bytes) if device.type == "cuda" else None
 
 
-def _free_in_ledgers() -> float:
-    ledgers = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Ledger) and mode.watching]
-    limits = [each.capacity_bytes - each.live_bytes for each in ledgers if each.capacity_bytes is not None]
+def _free_under_limits() -> float:
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Limited) and mode.watching]
+    limits = [mode.capacity_bytes - mode.live_bytes for mode in modes if mode.capacity_bytes is not None]
     return min(limits, default=float("inf"))
 
 
@@ -216,7 +232,7 @@ class Retrying(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leav
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types and defers(types):
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # which first unfold into what they hold
             return NotImplemented
         shortage: Exception | None = None
         try:
@@ -272,7 +288,7 @@ def may_repeat(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         return False
     if not any(isinstance(argument.type, torch.ListType) for argument in written):
         return True
-    tensors = list(tensors_in([*args, *kwargs.values()]))
+    tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
     return len({tensor.dtype for tensor in tensors}) == 1 and all(map(_is_dense, tensors))
 
 

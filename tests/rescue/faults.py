@@ -58,12 +58,17 @@ class Faults(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and defers(types):
             return NotImplemented
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        generator = (kwargs or {}).get("generator") or torch.default_generator
+        random = generator.get_state() if draws else None
         out = func(*args, **(kwargs or {}))
         if not _allocates(func, out, args, kwargs):
             return out
         self.count += 1
         if self.count in self.at or (self.lasting_from is not None and self.count >= self.lasting_from):
             self.failed.append(str(func))
+            if random is not None:
+                generator.set_state(random)  # memory runs out before anything is drawn
             out = args = kwargs = None  # the traceback keeps this frame, and must not keep them
             raise torch.OutOfMemoryError(_TEXT)
         return out
