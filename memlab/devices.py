@@ -171,7 +171,7 @@ def gpu_for(needed_bytes: int) -> str:
 
     Example:
         >>> gpu_for(20 * 2**30)
-        'use a GPU with the memory of a L4 (24.0 GiB)'
+        'use a GPU with the memory of a L4 (24.00 GiB)'
     """
     gpu = smallest_that_holds(round((needed_bytes + _CONTEXT_BYTES) / _USABLE_SHARE))
     if gpu is None:

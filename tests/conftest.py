@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -24,6 +25,9 @@ pytest.register_assert_rewrite("tests.loops.running", "tests.driving")
 from tests.helpers.fingerprint import differing, global_state  # noqa: E402
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    # a shell's background job ignores Ctrl-C, and tests that press it would wait for it in vain
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # threads that libraries keep for the life of the process
 _LASTING_THREADS = ("tqdm", "IPython", "asyncio", "ThreadPoolExecutor", "Tmonitor", "TMonitor", "pytest", "pydevd")
 _PATIENCE_SECONDS = 2.0
