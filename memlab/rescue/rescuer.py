@@ -182,6 +182,9 @@ class Rescuer:
         """The loop's own code is over: its optimizer steps, or its cell ends."""
         self._own_code.end()
         self.backward_ended()
+        session = self._session() if self._session is not None else None
+        if session is not None and session.held_tensors:
+            self._aliases = None  # the update replaces what they share with the parameters, and they would keep it
         self._work_began = perf_counter()
 
     def serves(self, optimizer: torch.optim.Optimizer) -> bool:

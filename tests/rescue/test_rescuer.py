@@ -1,0 +1,61 @@
+"""The rescuer between steps: what it keeps, and how it is attached and let go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memlab import Workload, fit
+from memlab.measuring.holdings import parameters_of, state_of
+from memlab.measuring.ledger import Ledger
+from memlab.rescue.rescuer import Rescuer
+from tests.techniques.models import gpt2, ragged_batch
+
+
+def _live_after_a_step(plan: str, *, rescue: bool) -> int:
+    torch.manual_seed(0)
+    model, batch = gpt2(), ragged_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with fit(Workload(model, optimizer), plan, rescue=rescue):
+        step()
+        step()
+        ledger = Ledger()
+        ledger.begin([*parameters_of(model), *state_of([optimizer])])
+        with ledger:
+            step()
+        live_bytes = ledger.live_bytes
+        ledger.close()
+    return live_bytes
+
+
+@pytest.mark.parametrize("plan", ["", "--precision pure-bf16", "--adam8bit", "--offload optimizer", "--accumulate 2"])
+def test_nothing_more_lives_between_steps(plan: str) -> None:
+    assert _live_after_a_step(plan, rescue=True) == _live_after_a_step(plan, rescue=False)
+
+
+def test_letting_go_twice_is_harmless() -> None:
+    model = torch.nn.Linear(4, 2)
+    session = fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), rescue=True)
+    rescuer = session.rescuer
+    session.undo()
+    session.dismiss()
+    assert rescuer is not None
+    rescuer.detach()
+    assert rescuer.rescues == []
+    assert session.rescuer is None
+
+
+def test_a_rescuer_can_be_given_while_a_session_is_attached() -> None:
+    model = torch.nn.Linear(4, 2)
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1))) as session:
+        session.accept(Rescuer(keep={"precision"}))
+        model(torch.ones(3, 4)).sum().backward()
+        session.dismiss()
+        model(torch.ones(3, 4)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((2, 4), 6.0))
