@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import (
     BudgetError,
     MemlabError,
@@ -32,7 +33,8 @@ from memlab.exporting import export
 from memlab.measuring.runs import compare, measure
 from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
-from memlab.records import Comparison, FoundPlan, Measurement, Prediction, RunRecord
+from memlab.records import Measurement, Prediction
+from memlab.run_record import RunRecord
 from memlab.search import find_plan
 from memlab.session import Session, fit
 from memlab.workload import Workload

@@ -23,10 +23,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from memlab import stepping
+from memlab import layers
 from memlab.memento import Memento
 from memlab.plan import Plan
-from memlab.rescue.recognise import is_out_of_memory, release
+from memlab.shortage import is_out_of_memory, release
 from memlab.techniques import TECHNIQUES, Technique
 from memlab.uninterrupted import Interrupts, uninterrupted
 from memlab.workload import Workload
@@ -234,7 +234,7 @@ class InForce:
         technique.attach_optimizer(optimizer, undo)
         if technique.changes_state:
             undo.callback(self._remove_layer, optimizer, technique)
-            stepping.apply_layer(optimizer, technique, self._above(technique), self._exchanged)
+            layers.apply_layer(optimizer, technique, self._above(technique), self._exchanged)
 
     def _undo_of(self, entry: _Entry) -> _Undo:
         undo = _Undo(self._exchanged)
@@ -242,7 +242,7 @@ class InForce:
         return undo
 
     def _remove_layer(self, optimizer: Optimizer, technique: Technique) -> None:
-        stepping.remove_layer(optimizer, technique, self._above(technique), self._exchanged)
+        layers.remove_layer(optimizer, technique, self._above(technique), self._exchanged)
 
     def _above(self, technique: Technique) -> Sequence[Technique]:
         place = TECHNIQUES.index(type(technique))

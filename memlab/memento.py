@@ -14,6 +14,7 @@ Rules:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from enum import Enum
@@ -111,14 +112,14 @@ def _brought(value: Any) -> Any:
 # --- parts ----------------------------------------------------------------------------------------
 
 
-class _Part:
+class _Part(ABC):
     """One thing remembered."""
 
+    @abstractmethod
     def restore(self) -> None:
         """Make it what it was; nothing is written that is so already."""
-        raise NotImplementedError
 
-    def let_go(self) -> None:
+    def let_go(self) -> None:  # noqa: B027 - most parts hold nothing newer
         """Drop what is newer, as far as that needs no memory."""
 
     def spare(self, away: _Mover) -> bool:

@@ -1,4 +1,4 @@
-"""What is measured and what is compared: plain values without torch, saved as JSON.
+"""What is measured, foretold and done: plain values without torch; `comparison` sets them side by side.
 
 Sizes are bytes, times are seconds. Every number says what it counts:
 
@@ -10,16 +10,13 @@ Sizes are bytes, times are seconds. Every number says what it counts:
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any
 
-from memlab.errors import MemlabError
 from memlab.plan import Plan
 
 
@@ -101,7 +98,7 @@ def thin(points: Sequence[TimelinePoint], most: int = 300) -> tuple[TimelinePoin
     return tuple(max(stretch, key=lambda point: point.total_bytes) for stretch in stretches)
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def ratio(numerator: float, denominator: float) -> float:
     """NaN instead of an error where nothing was counted or timed: a table prints it as no value."""
     return numerator / denominator if denominator else math.nan
 
@@ -176,19 +173,19 @@ class Measurement:
     @property
     def samples_per_second(self) -> float:
         """Samples per second of the median step; NaN when no step was timed."""
-        return _ratio(self.samples_per_step, self.median_step_seconds)
+        return ratio(self.samples_per_step, self.median_step_seconds)
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of the median step; 0 when the inputs are no token ids."""
-        return _ratio(self.tokens_per_step, self.median_step_seconds)
+        return ratio(self.tokens_per_step, self.median_step_seconds)
 
     @property
     def spread(self) -> float:
         """Half the distance between slowest and fastest timed step, as a share of the median."""
         if len(self.step_seconds) < 2:
             return 0.0
-        return _ratio((max(self.step_seconds) - min(self.step_seconds)) / 2, self.median_step_seconds)
+        return ratio((max(self.step_seconds) - min(self.step_seconds)) / 2, self.median_step_seconds)
 
     @property
     def phase_of_peak(self) -> Phase | None:
@@ -261,12 +258,12 @@ class Prediction:
     @property
     def samples_per_second(self) -> float:
         """Samples per second; NaN when no time is predicted."""
-        return _ratio(self.samples_per_step, self.step_seconds)
+        return ratio(self.samples_per_step, self.step_seconds)
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second; 0 when the inputs are no token ids."""
-        return _ratio(self.tokens_per_step, self.step_seconds)
+        return ratio(self.tokens_per_step, self.step_seconds)
 
     @property
     def phase_of_peak(self) -> Phase | None:
@@ -325,201 +322,6 @@ class Rescue:
 
 def _phase_of_peak(timeline: Sequence[TimelinePoint]) -> Phase | None:
     return max(timeline, key=lambda point: point.total_bytes).phase if timeline else None
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a comparison: a measurement against the first one, and what was foretold for it.
-
-    Args:
-        measurement: of one plan.
-        memory_ratio: its peak as a share of the first one's; NaN where its batches were of another size.
-        speed_ratio: its samples per second as a share of the first one's; NaN where there is none to compare with.
-        loss_drift: largest relative difference of its losses from the first one's.
-        verdict: what is to be said about it.
-        prediction: what was foretold for its plan.
-    """
-
-    measurement: Measurement
-    memory_ratio: float
-    speed_ratio: float
-    loss_drift: float | None
-    verdict: str
-    prediction: Prediction | None = None
-
-
-# a change of the peak below this share is reported as no gain
-_NO_GAIN = 0.01
-# batches whose sizes differ by more than this share are not compared
-_OTHER_SIZE = 0.25
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Measurements side by side; the first is what the others are compared with.
-
-    Args:
-        title: what was trained, on what.
-        measurements: at least one.
-        events: what happened on the way, in words (plan changes, refusals).
-        predictions: what was foretold for some of the plans, in any order.
-    """
-
-    title: str
-    measurements: tuple[Measurement, ...]
-    events: tuple[str, ...] = ()
-    predictions: tuple[Prediction, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.measurements:
-            raise MemlabError("a comparison needs at least one measurement; run some steps first")
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        first = self.measurements[0]
-        return tuple(
-            _row(measurement, first, self.prediction_of(measurement.plan)) for measurement in self.measurements
-        )
-
-    def prediction_of(self, plan: str) -> Prediction | None:
-        """What was foretold for a plan, by its label; None when nothing was, or the plan was refused."""
-        return next((each for each in self.predictions if each.plan == plan and not each.refused), None)
-
-    def add(self, measurement: Measurement) -> Comparison:
-        """The same comparison with one more measurement; a plan measured again replaces its old row."""
-        kept = [m for m in self.measurements if m.plan != measurement.plan]
-        if self.measurements[0].plan == measurement.plan:
-            return replace(self, measurements=(measurement, *kept))
-        return replace(self, measurements=(*kept, measurement))
-
-
-def _row(measurement: Measurement, first: Measurement, prediction: Prediction | None) -> Row:
-    is_alike = not _other_batches(measurement, first)
-    memory_ratio = measurement.peak_allocated_bytes / max(1, first.peak_allocated_bytes) if is_alike else math.nan
-    return Row(
-        measurement=measurement,
-        memory_ratio=memory_ratio,
-        speed_ratio=_ratio(measurement.samples_per_second, first.samples_per_second) if is_alike else math.nan,
-        loss_drift=loss_drift(first.losses, measurement.losses),
-        verdict=_verdict(measurement, first, memory_ratio),
-        prediction=prediction,
-    )
-
-
-def loss_drift(reference: Sequence[float], other: Sequence[float]) -> float | None:
-    """Largest relative difference between two loss curves, or None when one is missing; infinite for inf and NaN."""
-    pairs = list(zip(reference, other, strict=False))
-    if not pairs:
-        return None
-    # max() drops a NaN that is not the first of its arguments: a diverged run would look like a good one
-    drifts = [abs(a - b) / max(abs(a), 1e-12) for a, b in pairs]
-    return max(drifts) if all(map(math.isfinite, drifts)) else math.inf
-
-
-def _verdict(measurement: Measurement, first: Measurement, memory_ratio: float) -> str:
-    other = _other_batches(measurement, first)
-    if other or measurement is first or not measurement.fits or memory_ratio <= 1 - _NO_GAIN:
-        return "; ".join((other, *measurement.notes) if other else measurement.notes)
-    where = _where_the_peak_is(measurement)
-    return "; ".join((f"no gain: {where}" if where else "no gain", *measurement.notes))
-
-
-def _other_batches(measurement: Measurement, first: Measurement) -> str:
-    """That a measurement's batches were much larger or smaller than those of the first one; empty if not."""
-    for what, mine, others in (
-        ("tokens", measurement.tokens_per_step, first.tokens_per_step),
-        ("rows", measurement.samples_per_step, first.samples_per_step),
-    ):
-        if mine and others and abs(mine / others - 1) > _OTHER_SIZE:
-            return f"other batches than the first row: {mine:,.0f} {what} a step instead of {others:,.0f}"
-    return ""
-
-
-def _where_the_peak_is(measurement: Measurement) -> str:
-    if not measurement.breakdown:
-        return ""
-    largest = max(measurement.breakdown, key=lambda category: measurement.breakdown[category])
-    phase = measurement.phase_of_peak
-    return f"the peak is in the {phase.words}, mostly {largest}" if phase else f"the peak is mostly {largest}"
-
-
-@dataclass(frozen=True)
-class FoundPlan:
-    """The fastest plan that fits a budget, proven by running it.
-
-    Args:
-        title: what was trained, on what.
-        budget_bytes: what it had to fit into.
-        plan: the plan.
-        measurement: what it was measured at.
-        trials: every plan that was run, in order; those that did not fit have `fits` False.
-        predictions: what was foretold for every plan that was considered, best first.
-    """
-
-    title: str
-    budget_bytes: int
-    plan: Plan
-    measurement: Measurement
-    trials: tuple[Measurement, ...]
-    predictions: tuple[Prediction, ...]
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """A run as one JSON file, to be shared and shown again on another machine.
-
-    Args:
-        comparison: the settings tried.
-        steps: every step of the loop, in order.
-        versions: package versions of the machine it ran on.
-        predictions: every plan that was foretold, whether it was run or not.
-    """
-
-    comparison: Comparison
-    steps: tuple[StepRecord, ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
-    predictions: tuple[Prediction, ...] = ()
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> RunRecord:
-        """Read what `to_json` wrote, now or before there were predictions.
-
-        Raises:
-            MemlabError: the text is no run record.
-        """
-        try:
-            loaded = json.loads(text)
-            comparison = loaded["comparison"]
-            return cls(
-                comparison=Comparison(
-                    comparison["title"],
-                    tuple(_measurement(m) for m in comparison["measurements"]),
-                    tuple(comparison["events"]),
-                    tuple(_prediction(p) for p in comparison.get("predictions", ())),
-                ),
-                steps=tuple(StepRecord(**step) for step in loaded["steps"]),
-                versions=dict(loaded["versions"]),
-                predictions=tuple(_prediction(p) for p in loaded.get("predictions", ())),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise MemlabError(f"not a run record of memlab: {error!r}") from error
-
-
-def _measurement(loaded: dict[str, Any]) -> Measurement:
-    tuples = {name: tuple(loaded[name]) for name in ("step_seconds", "losses", "notes")}
-    return Measurement(**{**loaded, **tuples, "timeline": _timeline(loaded)})
-
-
-def _prediction(loaded: dict[str, Any]) -> Prediction:
-    tuples = {name: tuple(loaded[name]) for name in ("interval_bytes", "interval_seconds", "notes")}
-    return Prediction(**{**loaded, **tuples, "timeline": _timeline(loaded)})
-
-
-def _timeline(loaded: dict[str, Any]) -> tuple[TimelinePoint, ...]:
-    return tuple(TimelinePoint(p["seconds"], Phase(p["phase"]), dict(p["live_bytes"])) for p in loaded["timeline"])
 
 
 def out_of_memory(plan: Plan, device: str, capacity_bytes: int, asked: str) -> Measurement:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab import in_force, stepping
+from memlab import in_force, layers, stepping
 from memlab.errors import RefusalError, SessionError, WorkloadError
 from memlab.in_force import InForce
 from memlab.observer import Observer
@@ -156,25 +156,13 @@ class Session:
         same_thread = threading.get_ident() == self._thread
         if same_thread and (now or not self._window_open):
             self._pending = None
-            self._switch_now(wanted)
+            self.change_plan(wanted)
             return
         if now:
             raise SessionError(
                 "switch(now=True) from another thread than the one that trains: leave out now, and the training thread applies it"
             )
         self._pending = wanted
-
-    def change_plan(self, plan: Plan, *, noted: bool = True) -> None:
-        """Change to another plan at once, from whatever thread training has come to.
-
-        Args:
-            plan: the plan.
-            noted: write it into the log.
-
-        Raises:
-            RefusalError: a technique does not apply here; the old plan stays in force.
-        """
-        self._switch_now(plan, noted=noted)
 
     def note(self, text: str, step: int | None = None) -> None:
         """Write into the log what has happened, at a step or now."""
@@ -206,7 +194,7 @@ class Session:
             if self.rescuer is not None:
                 self.rescuer.detach()
             try:
-                self._switch_now(Plan(), to_the_end=True)
+                self.change_plan(Plan(), to_the_end=True)
             except BaseException:
                 if self.rescuer is not None:
                     self.rescuer.attach(self)
@@ -253,7 +241,7 @@ class Session:
         with uninterrupted():
             self._add_optimizer(optimizer, self._seams)
             self.workload.optimizers.append(optimizer)
-            self._note(f"found optimizer {type(optimizer).__name__}")
+            self.note(f"found optimizer {type(optimizer).__name__}")
             self._tell_found(optimizer)
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
@@ -270,26 +258,33 @@ class Session:
             observer.optimizer_found(optimizer)
 
     def _saved_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return stepping.canonical_state_dict(optimizer, state_dict, self.techniques)
+        return layers.canonical_state_dict(optimizer, state_dict, self.techniques)
 
     def _loaded_state(self, optimizer: torch.optim.Optimizer) -> None:
-        stepping.pack_loaded(optimizer, self.techniques)
+        layers.pack_loaded(optimizer, self.techniques)
 
     # -- switching -----------------------------------------------------------------------------
 
-    def _switch_now(self, plan: Plan, *, noted: bool = True, to_the_end: bool = False) -> None:
+    def change_plan(self, plan: Plan, *, noted: bool = True, to_the_end: bool = False) -> None:
+        """Change to another plan at once, from whatever thread training has come to.
+
+        Args:
+            plan: the plan.
+            noted: write it into the log.
+            to_the_end: a Ctrl-C that comes meanwhile does not take the change back.
+
+        Raises:
+            RefusalError: a technique does not apply here; the old plan stays in force.
+        """
         with uninterrupted():
             before = self.plan
             self._in_force.change(plan, to_the_end=to_the_end)
             if plan == before:
                 return
             if noted:
-                self._note(f"{before.label} → {plan.label}")
+                self.note(f"{before.label} → {plan.label}")
             for observer in self.observers:
                 observer.plan_changed(plan)
-
-    def _note(self, text: str) -> None:
-        self.log.append(LogEntry(self._steps, text))
 
     # -- the model call ------------------------------------------------------------------------
 
@@ -326,10 +321,10 @@ class Session:
         if pending is None:
             return
         try:
-            self._switch_now(pending)
+            self.change_plan(pending)
         except RefusalError as refusal:
             # the loop goes on under the old plan; whoever asked reads it in the log
-            self._note(f"refused {pending.label}: {refusal}")
+            self.note(f"refused {pending.label}: {refusal}")
 
     # -- the optimizer step --------------------------------------------------------------------
 
@@ -339,14 +334,10 @@ class Session:
         for observer in self.observers:
             observer.step_begins(optimizer)
         # a closure runs the backward pass, so what it leaves behind is looked at after it
-        if self.rescuer is not None:
-            self.rescuer.leave_own_code()
+        is_rescued = self.rescuer is not None and self.rescuer.step_begins(optimizer)
         has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))  # Accelerate passes None
         self._skipped = not has_closure and self._must_skip(optimizer)
         takes_over = any(_takes_the_step(technique, optimizer) for technique in self.techniques)
-        is_rescued = self.rescuer is not None and self.rescuer.serves(optimizer)
-        if self.rescuer is not None:
-            self.rescuer.is_in_step = not is_rescued
         may_skip = has_closure and any(technique.may_skip for technique in self.techniques)
         if not (self._skipped or takes_over or may_skip or is_rescued):
             return None
@@ -363,20 +354,19 @@ class Session:
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         if self._skipped or self._must_skip(optimizer):
             self._skipped = True
-            self._note("gradients were not finite: update skipped, loss scale halved")
+            self.note("gradients were not finite: update skipped, loss scale halved")
         elif not self._updated(optimizer):
             self._skipped = True
-            self._note("gradients were not finite: update skipped, as the loop's own scaler asks")
+            self.note("gradients were not finite: update skipped, as the loop's own scaler asks")
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self.rescuer is not None and self.rescuer.serves(optimizer):
-            return self.rescuer.update(optimizer)
-        return stepping.run_step(optimizer, self.techniques)
+        if self.rescuer is None:
+            return stepping.run_step(optimizer, self.techniques)
+        return self.rescuer.update(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.rescuer is not None:
-            self.rescuer.leave_own_code()  # that of a closure
-            self.rescuer.is_in_step = False
+            self.rescuer.step_ended()
         skipped, self._skipped = self._skipped, False
         for technique in self.techniques:
             technique.step_ended(optimizer, skipped=skipped)

@@ -11,9 +11,7 @@ Rules:
    are updated in place through a backup, entries created in the failed update by dropping them.
    Buckets finished earlier stay updated; `done` names them, so that a retry does not count them twice.
 4. Once a bucket is updated its state is packed again, whatever interrupts that.
-5. Layers of state are exchanged one parameter at a time. Until all are, the old form is kept, here by
-   reference or by the caller in its own way, so that going back converts nothing and is bit for bit.
-6. Optimizers whose update is not known to treat parameters one by one get a single bucket.
+5. Optimizers whose update is not known to treat parameters one by one get a single bucket.
 """
 
 from __future__ import annotations
@@ -25,21 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memlab.layers import SMALL_ELEMENTS, Optimizer, Parameter, packed, set_state, unpacked
+
 if TYPE_CHECKING:  # techniques import this module
-    from memlab.techniques.base import State, Stepper, Technique
+    from memlab.techniques.base import Stepper, Technique
 
-    _Mapping = Callable[["Optimizer", "Parameter", State], State]
-
-Optimizer = torch.optim.Optimizer
-Parameter = torch.nn.Parameter
-Exchanged = Callable[[], None]
 StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 Copy = Callable[[torch.Tensor], torch.Tensor]
 Protection = Callable[[Sequence[Parameter]], Copy | None]
 
 BUCKET_BYTES = 64 * 2**20
 _ADAM_BYTES_PER_ELEMENT = 8  # two fp32 moments
-_SMALL_ELEMENTS = 1024  # below this a copy costs a kernel launch and no memory
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _SEPARABLE_PACKAGES = ("torch.optim.", "bitsandbytes.optim.", "transformers.optimization")
 
@@ -264,7 +258,7 @@ def _layers_to_open(techniques: Sequence[Technique]) -> list[Technique]:
 def _open(optimizer: Optimizer, parameter: Parameter, layers: Sequence[Technique]) -> None:
     state = optimizer.state.get(parameter)
     if state and layers:
-        _set_state(optimizer, parameter, unpacked(optimizer, parameter, state, layers))
+        set_state(optimizer, parameter, unpacked(optimizer, parameter, state, layers))
 
 
 def _close_all(optimizer: Optimizer, bucket: Sequence[Parameter], layers: Sequence[Technique]) -> None:
@@ -280,7 +274,7 @@ def _close_all(optimizer: Optimizer, bucket: Sequence[Parameter], layers: Sequen
 def _close(optimizer: Optimizer, waiting: list[Parameter], layers: Sequence[Technique]) -> None:
     while waiting:
         parameter = waiting[-1]
-        _set_state(optimizer, parameter, packed(optimizer, parameter, optimizer.state[parameter], layers))
+        set_state(optimizer, parameter, packed(optimizer, parameter, optimizer.state[parameter], layers))
         waiting.pop()
 
 
@@ -318,7 +312,7 @@ class _Before:
                 kept = {id(value) for value in entries.values()}
                 values = self._optimizer.state[parameter].values()
                 tensors = [value for value in values if isinstance(value, torch.Tensor) and id(value) in kept]
-                written += [tensor for tensor in tensors if everything or tensor.numel() < _SMALL_ELEMENTS]
+                written += [tensor for tensor in tensors if everything or tensor.numel() < SMALL_ELEMENTS]
         distinct = {id(tensor): tensor for tensor in written}  # parameters share the codebooks of 8-bit state
         return list(distinct.values())
 
@@ -344,123 +338,3 @@ def _writes_gradients(optimizer: Optimizer) -> bool:
     """Whether an update changes gradients: fused kernels unscale them, foreach SGD adds momentum to them."""
     has_scale = getattr(optimizer, "grad_scale", None) is not None
     return has_scale or any(group.get("nesterov") for group in optimizer.param_groups)
-
-
-# --- layers of state ------------------------------------------------------------------------------
-
-
-def packed(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[Technique]) -> State:
-    """State of one parameter, put through layers from the bottom up."""
-    for technique in layers:
-        state = technique.pack_state(optimizer, parameter, state)
-    return state
-
-
-def unpacked(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[Technique]) -> State:
-    """State of one parameter, brought back through layers from the top down."""
-    for technique in reversed(layers):
-        state = technique.unpack_state(optimizer, parameter, state)
-    return state
-
-
-def apply_layer(
-    optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = (), exchanged: Exchanged | None = None
-) -> None:
-    """Pack all state of an optimizer with one more technique.
-
-    Args:
-        optimizer: whose state is packed, one parameter at a time.
-        technique: the layer to put in.
-        above: state layers that are in force above it, from the bottom up.
-        exchanged: called after each parameter. Who gives it keeps the old state and puts it back when this
-            raises; else that is done here.
-    """
-    if technique.changes_state:
-        _exchange(optimizer, technique.pack_state, above, exchanged)
-
-
-def remove_layer(
-    optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = (), exchanged: Exchanged | None = None
-) -> None:
-    """Take one technique out of all state of an optimizer; the opposite of `apply_layer`."""
-    if technique.changes_state:
-        _exchange(optimizer, technique.unpack_state, above, exchanged)
-
-
-def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
-    """Pack state that was just loaded in the user's own format (a load_state_dict post-hook)."""
-    layers = [technique for technique in techniques if technique.changes_state]
-    for parameter, state in _held(optimizer):
-        _set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
-
-
-def canonical_state_dict(
-    optimizer: Optimizer, state_dict: dict[str, Any], techniques: Sequence[Technique]
-) -> dict[str, Any]:
-    """A state_dict in the user's own format (for a state_dict post-hook); live state is not touched.
-
-    State that a layer changed is made one parameter at a time and, when the parameter is on an
-    accelerator, kept in host memory: a checkpoint must not need the memory the layers save.
-
-    Args:
-        optimizer: whose `state_dict` was asked for.
-        state_dict: what torch made of the resident state.
-        techniques: those in force, in the order in which state was packed.
-    """
-    layers = [technique for technique in techniques if technique.changes_state]
-    if not layers:
-        return state_dict
-    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = dict(_canonical_entries(optimizer, everything, state_dict["state"], layers))
-    return {**state_dict, "state": state}
-
-
-def _canonical_entries(
-    optimizer: Optimizer, everything: Sequence[Parameter], entries: Mapping[Any, Any], layers: Sequence[Technique]
-) -> Iterator[tuple[Any, Any]]:
-    for key, entry in entries.items():
-        if not isinstance(key, int) or not isinstance(entry, dict) or not entry:
-            yield key, entry
-        elif canonical := unpacked(optimizer, everything[key], entry, layers):
-            yield key, {name: _on_host_unless_live(value, entry) for name, value in canonical.items()}
-
-
-def _on_host_unless_live(value: Any, live: Mapping[str, Any]) -> Any:
-    if not isinstance(value, torch.Tensor) or value.numel() < _SMALL_ELEMENTS:
-        return value
-    return value if any(value is kept for kept in live.values()) else value.cpu()
-
-
-def _exchange(optimizer: Optimizer, there: _Mapping, above: Sequence[Technique], exchanged: Exchanged | None) -> None:
-    held = _held(optimizer)
-    before = held if exchanged is None else []
-    try:
-        for parameter, _ in held:
-            _exchange_one(optimizer, parameter, there, above)
-            if exchanged is not None:
-                exchanged()
-    except BaseException:
-        optimizer.state.update(before)
-        raise
-
-
-def _exchange_one(optimizer: Optimizer, parameter: Parameter, there: _Mapping, above: Sequence[Technique]) -> None:
-    state = optimizer.state.get(parameter)
-    if state:
-        bare = unpacked(optimizer, parameter, state, above)
-        changed = there(optimizer, parameter, bare)
-        _set_state(optimizer, parameter, packed(optimizer, parameter, changed, above) if changed else changed)
-
-
-def _held(optimizer: Optimizer) -> list[tuple[Parameter, State]]:
-    """Parameters that have state; optimizers may keep other things in the same dict."""
-    items = optimizer.state.items()
-    return [(key, state) for key, state in items if isinstance(key, Parameter) and isinstance(state, dict) and state]
-
-
-def _set_state(optimizer: Optimizer, parameter: Parameter, state: State) -> None:
-    """Keep new state, or none: an empty entry would read as state that exists."""
-    if state:
-        optimizer.state[parameter] = state
-    else:
-        optimizer.state.pop(parameter, None)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab.layers import apply_layer, canonical_state_dict, pack_loaded, remove_layer
 from memlab.plan import Plan
-from memlab.stepping import apply_layer, canonical_state_dict, pack_loaded, remove_layer, run_step, take_over
-from memlab.techniques.base import Technique
+from memlab.stepping import run_step, take_over
+from memlab.techniques.base import State, Technique
 from memlab.techniques.offload_optimizer import OffloadOptimizer
 from memlab.techniques.optimizer import OptimizerConversion
 
@@ -203,3 +204,29 @@ def _go_back(model: torch.nn.Module, optimizer: Optimizer, start: Snapshot) -> N
                 kept.copy_(value)
             else:
                 optimizer.state[parameter][key] = copy.copy(value)
+
+
+class Doubling(Technique):
+    """Keeps tensors doubled; to see when state is packed."""
+
+    field = "offload"
+    changes_state = True
+
+    def __init__(self, name: str, log: list[str], per_step: bool) -> None:
+        super().__init__(Plan())
+        self.name, self.log, self.state_per_step = name, log, per_step
+
+    def pack_state(self, optimizer: Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
+        self.log.append("+" + self.name)
+        return {k: v * 2 if k != "step" else v for k, v in state.items()}
+
+    def unpack_state(self, optimizer: Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
+        self.log.append("-" + self.name)
+        return {k: v / 2 if k != "step" else v for k, v in state.items()}
+
+
+def with_gradients(make: Callable[[list[torch.nn.Parameter]], Optimizer]) -> tuple[torch.nn.Module, Optimizer]:
+    model = mlp()
+    optimizer = make(list(model.parameters()))
+    loss_of(model, 0).backward()
+    return model, optimizer

@@ -12,30 +12,49 @@ import pytest
 ROOT = Path(__file__).parent.parent / "memlab"
 
 # what each part may import of memlab, from the core outwards
-STANDARD_LIBRARY_ONLY = {"errors", "units", "extras", "plan", "records", "devices", "allocator", "roofline", "lattice"}
+STANDARD_LIBRARY_ONLY = {
+    "errors",
+    "units",
+    "extras",
+    "plan",
+    "records",
+    "comparison",
+    "run_record",
+    "devices",
+    "allocator",
+    "roofline",
+    "lattice",
+}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
     "extras": {"errors"},
     "plan": {"errors"},
     "records": {"errors", "plan"},
+    "comparison": {"errors", "plan", "records"},
+    "run_record": {"comparison", "errors", "moment", "records"},
+    "shortage": {"units"},
+    "dispatch": set(),
     "devices": {"errors", "units"},
     "allocator": {"errors", "units"},
     "workload": {"errors"},
-    "stepping": {"techniques"},
-    "techniques": {"errors", "extras", "plan", "seams", "stepping", "units", "workload"},
+    "layers": set(),
+    "stepping": {"layers"},
+    "techniques": {"errors", "extras", "plan", "seams", "shortage", "stepping", "units", "workload"},
     "seams": set(),
     "observer": {"plan", "workload"},
     "uninterrupted": set(),
     "memento": {"plan", "techniques"},
-    "in_force": {"errors", "memento", "plan", "rescue", "stepping", "techniques", "uninterrupted", "workload"},
+    "in_force": {"errors", "layers", "memento", "plan", "shortage", "techniques", "uninterrupted", "workload"},
     "rescue": {
         "allocator",
         "devices",
+        "dispatch",
         "errors",
         "observer",
         "plan",
         "records",
+        "shortage",
         "stepping",
         "techniques",
         "uninterrupted",
@@ -44,6 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "session": {
         "errors",
         "in_force",
+        "layers",
         "observer",
         "plan",
         "rescue",
@@ -55,6 +75,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "snapshot": {"plan", "techniques", "workload"},
     "measuring": {
+        "comparison",
+        "dispatch",
         "errors",
         "extras",
         "observer",
@@ -72,6 +94,7 @@ ALLOWED: dict[str, set[str]] = {
     "lattice": {"errors", "plan"},
     "trace": {
         "devices",
+        "dispatch",
         "errors",
         "measuring",
         "observer",
@@ -99,6 +122,7 @@ ALLOWED: dict[str, set[str]] = {
         "workload",
     },
     "search": {
+        "comparison",
         "devices",
         "errors",
         "lattice",
@@ -110,7 +134,7 @@ ALLOWED: dict[str, set[str]] = {
         "units",
         "workload",
     },
-    "report": {"errors", "extras", "plan", "records", "units"},
+    "report": {"comparison", "errors", "extras", "plan", "records", "units"},
 }
 
 

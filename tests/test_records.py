@@ -1,8 +1,7 @@
-"""Records: sums, ratios, verdicts, and the file a run is saved as."""
+"""Records: sums, ratios and verdicts."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -10,19 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memlab.comparison import Comparison, loss_drift
 from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.records import (
     AllocEvent,
     Category,
-    Comparison,
     Measurement,
     Phase,
     Prediction,
-    RunRecord,
     StepRecord,
     TimelinePoint,
-    loss_drift,
     measurement_of_steps,
     thin,
     timeline_of,
@@ -140,34 +137,6 @@ def test_an_empty_comparison_is_refused() -> None:
     assert str(caught.value) == "a comparison needs at least one measurement; run some steps first"
 
 
-def test_a_run_reads_back_from_its_file() -> None:
-    full = measured(
-        "--fp16", timeline=(point(5), point(7, Phase.STEP, 0.5)), losses=(1.5, 1.25), notes=("a note",),
-        peak_reserved_bytes=1200, driver_bytes=1300,
-    )  # fmt: skip
-    record = RunRecord(
-        Comparison("title", (measured(), full), ("an event",)),
-        (StepRecord(1, "as written", 0.5, 4, 40, 1000, None, 1.5), StepRecord(2, "--fp16", 0.4, 4, 40, skipped=True)),
-        {"torch": "2.13.0"},
-    )
-    again = RunRecord.from_json(record.to_json())
-    assert again == record
-    assert isinstance(again.comparison.measurements[1].timeline[1].phase, Phase)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"comparison": {"title": "t", "measurements": [], "events": []}}',
-                                  '{"comparison": 3}'])  # fmt: skip
-def test_what_is_no_run_record_is_refused(text: str) -> None:
-    with pytest.raises(MemlabError):
-        RunRecord.from_json(text)
-
-
-def test_message_of_a_broken_record() -> None:
-    with pytest.raises(MemlabError) as caught:
-        RunRecord.from_json("{}")
-    assert str(caught.value) == "not a run record of memlab: KeyError('comparison')"
-
-
 def test_steps_reduce_to_a_measurement() -> None:
     steps = [
         StepRecord(1, "--fp16", 9.0, 4, 40, 2000, 2500, 3.0),
@@ -187,11 +156,6 @@ def test_fewer_steps_than_the_warm_up_are_all_timed() -> None:
     assert m.peak_reserved_bytes is None
 
 
-def test_records_are_plain_json() -> None:
-    text = RunRecord(Comparison("t", (measured(timeline=(point(5),)),))).to_json()
-    assert json.loads(text)["comparison"]["measurements"][0]["timeline"][0]["phase"] == "forward"
-
-
 def foretold(plan: str = "as written", peak_bytes: int = 990, **more: object) -> Prediction:
     base = Prediction(plan, "cpu", peak_bytes, None, 0, {"activations": 690, "parameters": 300}, (point(5),), 0.5, 4, 40,
                       (980, 1000), (0.4, 0.6))  # fmt: skip
@@ -204,20 +168,3 @@ def test_rows_know_what_was_foretold_for_them() -> None:
     assert [row.prediction for row in comparison.rows] == [foretold(), None, None]
     again = comparison.add(measured("--fp16", 400))
     assert again.prediction_of("as written") == foretold()
-
-
-def test_predictions_are_saved_with_a_run() -> None:
-    record = RunRecord(
-        Comparison("title", (measured(),), (), (foretold(notes=("a note",)),)),
-        predictions=(foretold("--fp16", refused="precision: no", timeline=()),),
-    )
-    again = RunRecord.from_json(record.to_json())
-    assert again == record
-    assert again.comparison.rows[0].prediction is not None
-    assert isinstance(again.comparison.predictions[0].timeline[0].phase, Phase)
-
-
-def test_a_file_from_before_there_were_predictions_is_read() -> None:
-    loaded = json.loads(RunRecord(Comparison("t", (measured(),))).to_json())
-    del loaded["predictions"], loaded["comparison"]["predictions"]
-    assert RunRecord.from_json(json.dumps(loaded)) == RunRecord(Comparison("t", (measured(),)))

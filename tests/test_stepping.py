@@ -10,20 +10,11 @@ import pytest
 import torch
 import transformers
 
-from memlab.plan import Plan
-from memlab.stepping import (
-    apply_layer,
-    buckets,
-    canonical_state_dict,
-    pack_loaded,
-    plain_stepper,
-    remove_layer,
-    run_step,
-    standin,
-    take_over,
-)
-from memlab.techniques.base import State, Technique
+from memlab.layers import remove_layer
+from memlab.stepping import buckets, plain_stepper, run_step, standin, take_over
+from memlab.techniques.base import State
 from tests.driving import (
+    Doubling,
     FailingAt,
     applied,
     assert_recovers_anywhere,
@@ -34,6 +25,7 @@ from tests.driving import (
     snapshot,
     techniques_of,
     train,
+    with_gradients,
 )
 
 Optimizer = torch.optim.Optimizer
@@ -58,32 +50,6 @@ OPTIMIZERS: dict[str, Make] = {
     "torch-adafactor": lambda p: torch.optim.Adafactor(p),
     "subclass": lambda p: SuperStep(p),
 }
-
-
-def with_gradients(make: Make) -> tuple[torch.nn.Module, Optimizer]:
-    model = mlp()
-    optimizer = make(list(model.parameters()))
-    loss_of(model, 0).backward()
-    return model, optimizer
-
-
-class Doubling(Technique):
-    """Keeps tensors doubled; to see when state is packed."""
-
-    field = "offload"
-    changes_state = True
-
-    def __init__(self, name: str, log: list[str], per_step: bool) -> None:
-        super().__init__(Plan())
-        self.name, self.log, self.state_per_step = name, log, per_step
-
-    def pack_state(self, optimizer: Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
-        self.log.append("+" + self.name)
-        return {k: v * 2 if k != "step" else v for k, v in state.items()}
-
-    def unpack_state(self, optimizer: Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
-        self.log.append("-" + self.name)
-        return {k: v / 2 if k != "step" else v for k, v in state.items()}
 
 
 # --- the seam -------------------------------------------------------------------------------------
@@ -203,42 +169,6 @@ def test_only_layers_down_to_the_lowest_per_step_one_are_opened() -> None:
         log.clear()
         optimizer.state_dict()
         assert log == ["-c", "-b", "-a"]
-
-
-def test_a_layer_goes_in_and_out_below_others() -> None:
-    log: list[str] = []
-    below, above = Doubling("below", log, per_step=True), Doubling("above", log, per_step=True)
-    model, optimizer = with_gradients(OPTIMIZERS["adamw"])
-    optimizer.step()
-    before = snapshot(model, optimizer)
-    apply_layer(optimizer, above)
-    apply_layer(optimizer, below, [above])
-    doubled_twice = next(iter(optimizer.state.values()))["exp_avg"]
-    assert torch.equal(doubled_twice, before["state"]["0.weight"]["exp_avg"] * 4)
-    assert log[-3:] == ["-above", "+below", "+above"]
-    remove_layer(optimizer, below, [above])
-    remove_layer(optimizer, above)
-    assert same(snapshot(model, optimizer), before)
-
-
-def test_a_layer_that_cannot_be_packed_leaves_state_as_it_was() -> None:
-    model, optimizer = with_gradients(OPTIMIZERS["adamw"])
-    optimizer.step()
-    before = snapshot(model, optimizer)
-    with pytest.raises(torch.OutOfMemoryError), FailingAt(5):
-        apply_layer(optimizer, Doubling("a", [], per_step=True))
-    assert same(snapshot(model, optimizer), before)
-
-
-def test_checkpoints_pass_through_all_layers() -> None:
-    model, optimizer = with_gradients(OPTIMIZERS["adamw"])
-    optimizer.step()
-    before, plain = snapshot(model, optimizer), optimizer.state_dict()
-    layers = [Doubling("a", [], per_step=True), Doubling("b", [], per_step=True)]
-    pack_loaded(optimizer, layers)
-    saved = canonical_state_dict(optimizer, optimizer.state_dict(), layers)
-    assert saved["param_groups"] == plain["param_groups"]
-    assert same(saved["state"], dict(enumerate(before["state"].values())))
 
 
 # --- gradient scalers -----------------------------------------------------------------------------

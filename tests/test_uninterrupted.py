@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from memlab.uninterrupted import uninterrupted
+from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
 
-
-@pytest.fixture(autouse=True)
-def pythons_own_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
-
-
-def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
+pytestmark = pytest.mark.usefixtures("pythons_own_handler")
 
 
 def test_it_comes_at_the_end_and_once() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch
 from IPython.core.error import UsageError
 
 from memlab.errors import WorkloadError
@@ -21,6 +20,7 @@ from memlab.jupyter.watch import CellWatch, was_raised_by_memlab
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
 from memlab.session import Session
+from memlab.shortage import is_out_of_memory
 from memlab.workload import Workload
 
 _NO_MODEL = (
@@ -160,7 +160,7 @@ class CellMagic:
         if error is not None and was_raised_by_memlab(error):
             raise UsageError(str(error))
         advice = ""
-        if isinstance(error, torch.OutOfMemoryError):
+        if error is not None and is_out_of_memory(error):
             advice = out_of_memory_advice(watch.session.plan if watch.session is not None else Plan())
         cells.raise_shown(self._notebook.shell, outcome, advice)
 

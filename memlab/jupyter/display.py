@@ -14,10 +14,10 @@ from typing import Any
 
 from IPython.display import display, update_display
 
+from memlab.comparison import Comparison, FoundPlan
 from memlab.extras import available
 from memlab.jupyter.config import MemLab
 from memlab.jupyter.forecast import Forecast
-from memlab.records import Comparison, FoundPlan
 from memlab.report import figure, html, image, listing, pareto, pareto_figure, pareto_image, text
 
 

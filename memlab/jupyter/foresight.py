@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
 from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.history import History
@@ -22,7 +23,7 @@ from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import compare
 from memlab.measuring.steps import Device, tokens_of
 from memlab.plan import Plan
-from memlab.records import Comparison, FoundPlan, Measurement, Prediction
+from memlab.records import Measurement, Prediction
 from memlab.report.ranking import verdict_words
 from memlab.session import Session
 from memlab.units import format_bytes, parse_bytes

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
+from memlab.comparison import Comparison
 from memlab.errors import MemlabError
 from memlab.plan import Plan
-from memlab.records import Comparison, Measurement, Prediction, RunRecord, StepRecord
+from memlab.records import Measurement, Prediction, StepRecord
+from memlab.run_record import RunRecord
 from memlab.workload import Batch
 
 _VERSIONS_OF = ("torch", "transformers", "bitsandbytes")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
 from memlab.exporting import export
 from memlab.jupyter import foresight
@@ -20,7 +21,7 @@ from memlab.jupyter.state import state_text
 from memlab.measuring.runs import compare
 from memlab.measuring.steps import device_for
 from memlab.plan import Plan
-from memlab.records import Comparison, FoundPlan, RunRecord
+from memlab.run_record import RunRecord
 from memlab.session import session_of
 from memlab.units import parse_bytes
 from memlab.workload import Workload

@@ -32,6 +32,7 @@ from memlab.rescue.rescuer import Rescuer
 from memlab.rescue.thrash import ThrashWatch
 from memlab.seams import FirstTrainingCall
 from memlab.session import Session, fit, session_of
+from memlab.shortage import is_out_of_memory
 from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
 
 
@@ -146,7 +147,7 @@ class CellWatch:
             history.batch = without_graph(self._notes.batch)
         if measurements and session.notes:
             measurements[-1] = replace(measurements[-1], notes=(*measurements[-1].notes, *session.notes))
-        if isinstance(error, torch.OutOfMemoryError):
+        if error is not None and is_out_of_memory(error):
             measurements = [m for m in measurements if m.plan != session.plan.label]
             measurements.append(row_of_failure(session.plan, meter.device, str(error)))
         events = tuple(str(entry) for entry in session.log[self._log_from :])

@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import (
     _pop_mode,
     _push_mode,
     is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
 )
 
+from memlab.dispatch import WatchingMode, defers
 from memlab.records import AllocEvent, Category, Phase, TimelinePoint, thin, timeline_of
 from memlab.techniques.spill import is_spilled
 from memlab.units import format_bytes
@@ -82,7 +82,6 @@ _BEARING_VIEWS = frozenset({"aten::lift_fresh"})
 # their schemas promise a new tensor, but it shares its input's storage
 _UNSAFE_VIEWS = frozenset({"aten::_unsafe_view"})
 _effects: dict[Any, int] = {}
-_deferring: dict[type, bool] = {}
 
 
 def effect_of(operator: Any) -> int:
@@ -101,18 +100,6 @@ def _learn_effect(schema: Any) -> int:
     if schema.name in _UNSAFE_VIEWS:
         return Effect.NONE
     return Effect.BIRTH if any(returned.alias_info is None for returned in schema.returns) else Effect.NONE
-
-
-def defers(types: Iterable[type]) -> bool:
-    """Whether wrapper subclasses take part, which must first unfold into the plain tensors they hold."""
-    return any(_wraps(kind) for kind in types)
-
-
-def _wraps(kind: type) -> bool:
-    wraps = _deferring.get(kind)
-    if wraps is None:
-        wraps = _deferring[kind] = is_traceable_wrapper_subclass_type(kind)
-    return wraps
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
@@ -199,7 +186,7 @@ def _saved_for_backward(raw: Iterable[RawEvent]) -> set[int]:
     return saved
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves __init_subclass__ unannotated
+class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
     """Exact live bytes of one device type, by watching operators.
 
     Args:
@@ -223,10 +210,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves
         `torch.compile`, and tensors that lived before the step without being named in `begin`.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, device_type: str = "cpu", capacity_bytes: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # unannotated in torch
+        super().__init__()
         self.device_type = device_type
         self.capacity_bytes = capacity_bytes
         self.live_bytes = 0
@@ -242,15 +227,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves
         self._watching = False
         # reading the attribute is five times as fast as comparing `tensor.device.type`
         self._is_here = attrgetter(f"is_{device_type}")
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # the wrapper this spares would import the compiler and cost more than the ledger itself
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     @property
     def phase(self) -> Phase:

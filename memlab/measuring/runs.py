@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from memlab.comparison import Comparison
 from memlab.errors import WorkloadError
 from memlab.measuring.steps import Device, Meter, device_for
 from memlab.plan import Plan
-from memlab.records import Comparison, Measurement, out_of_memory
+from memlab.records import Measurement, out_of_memory
 from memlab.session import Session, fit, session_of
 from memlab.snapshot import Snapshot
 from memlab.workload import Batch, Workload

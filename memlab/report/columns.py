@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from memlab.records import Comparison, Measurement, Row
+from memlab.comparison import Comparison, Row
+from memlab.records import Measurement
 from memlab.units import format_bytes, format_change
 
 NOTHING = "–"

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from memlab.comparison import Comparison
 from memlab.extras import require
-from memlab.records import Comparison, Phase, Prediction, TimelinePoint
+from memlab.records import Phase, Prediction, TimelinePoint
 from memlab.report.columns import change, flag_lines, rate, speed
 from memlab.report.segments import (
     Profile,
@@ -118,7 +119,7 @@ def timeline(profile: Profile, budget_bytes: int | None = None, ink: str = NEUTR
         **bare_layout(ink), height=340, hovermode="x unified",
         xaxis=axis(f"time in the step, {time_name}", showgrid=False),
         yaxis=axis(f"memory allocated, {name}", range=[0, most_bytes / unit * 1.22]),
-        shapes=_phase_shapes(points, factor), annotations=_timeline_notes(profile, factor, unit),
+        shapes=phase_shapes(points, factor), annotations=_timeline_notes(profile, factor, unit),
     )  # fmt: skip
     if budget_bytes is not None:
         figure.add_hline(
@@ -159,7 +160,8 @@ def pale(colour: str, opacity: float) -> str:
     return f"rgba({red},{green},{blue},{opacity})"
 
 
-def _pattern(category: str) -> dict[str, Any]:
+def pattern(category: str) -> dict[str, Any]:
+    """The hatch of a category, so that it is known without its colour."""
     look = swatch(category)
     return {"shape": look.pattern, "fgcolor": "rgba(255,255,255,.7)", "bgcolor": look.colour, "size": 7}
 
@@ -168,7 +170,7 @@ def _memory_bars(go: Any, category: str, plans: list[str], parts: Sequence[Mappi
     sizes = [part.get(category, 0) for part in parts]
     return go.Bar(
         name=category, orientation="h", y=plans, x=[size / unit for size in sizes], width=0.62,
-        marker={"color": swatch(category).colour, "pattern": _pattern(category)},
+        marker={"color": swatch(category).colour, "pattern": pattern(category)},
         customdata=[format_bytes(size) for size in sizes], hovertemplate=f"{category} %{{customdata}}<extra></extra>",
     )  # fmt: skip
 
@@ -238,15 +240,15 @@ def _layer(
     *, is_foretold: bool,
 ) -> Any:  # fmt: skip
     colour = swatch(category).colour
-    pattern = _pattern(category)
+    hatch = pattern(category)
     if is_foretold:
         colour = pale(colour, _FORETOLD_OPACITY)
-        pattern |= {"bgcolor": colour}
+        hatch |= {"bgcolor": colour}
     sizes = [part.get(category, 0) for part in live]
     return go.Scatter(
         name=category, x=[point.seconds * factor for point in points], y=[size / unit for size in sizes],
         stackgroup="memory", line={"width": 0, "shape": "hv", "color": colour}, fillcolor=colour,
-        fillpattern=pattern,
+        fillpattern=hatch,
         customdata=[format_bytes(size) for size in sizes], hovertemplate="%{customdata}",
     )  # fmt: skip
 
@@ -259,10 +261,20 @@ def _outline(go: Any, points: Sequence[TimelinePoint], factor: float, unit: int,
     )  # fmt: skip
 
 
-def _phase_shapes(points: Sequence[TimelinePoint], factor: float) -> list[dict[str, Any]]:
+def phase_shapes(
+    points: Sequence[TimelinePoint], factor: float, x: str = "x", y: str = "paper"
+) -> list[dict[str, Any]]:
+    """The phases of a step as pale stretches behind it.
+
+    Args:
+        points: its timeline.
+        factor: what its seconds are multiplied with.
+        x: name of the axis of time.
+        y: what the stretches are as high as.
+    """
     return [
         {
-            "type": "rect", "yref": "paper", "y0": 0, "y1": 1, "layer": "below", "line": {"width": 0},
+            "type": "rect", "xref": x, "yref": y, "y0": 0, "y1": 1, "layer": "below", "line": {"width": 0},
             "x0": stretch.start_seconds * factor, "x1": stretch.stop_seconds * factor,
             "fillcolor": f"rgba(128,128,128,{_PHASE_SHADES[stretch.phase]})",
         }
@@ -281,13 +293,16 @@ def _timeline_notes(profile: Profile, factor: float, unit: int) -> list[dict[str
         "text": f"peak {format_bytes(peak.total_bytes)} in the {peak.phase.words}",
         "xanchor": "right" if peak.seconds > points[-1].seconds * 0.6 else "left",
     }  # fmt: skip
-    return [note, *_phase_names(points, factor)]
+    return [note, *phase_names(points, factor)]
 
 
-def _phase_names(points: Sequence[TimelinePoint], factor: float) -> list[dict[str, Any]]:
-    wide = points[-1].seconds * 0.08
+def phase_names(
+    points: Sequence[TimelinePoint], factor: float, x: str = "x", y: str = "paper", least_share: float = 0.08
+) -> list[dict[str, Any]]:
+    """The names of the phases at the top; a stretch shorter than `least_share` of the step has no room for one."""
+    wide = points[-1].seconds * least_share if points else 0
     return [
-        {"text": str(each.phase), "yref": "paper", "y": 1, "yanchor": "top", "showarrow": False,
+        {"text": str(each.phase), "xref": x, "yref": y, "y": 1, "yanchor": "top", "showarrow": False,
          "x": (each.start_seconds + each.stop_seconds) / 2 * factor}
         for each in stretches(points) if each.phase is not Phase.OTHER and each.stop_seconds - each.start_seconds > wide
     ]  # fmt: skip

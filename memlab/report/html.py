@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from memlab.records import Comparison, FoundPlan, Measurement, Prediction, Row
+from memlab.comparison import Comparison, FoundPlan, Row
+from memlab.records import Measurement, Prediction
 from memlab.report.columns import MEMORY, NOTE, PLAN, Column, cells, columns
 from memlab.report.listing import Listing, found_listing, predictions_listing
 from memlab.report.segments import categories_of, segments, swatch

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from memlab.records import Comparison, Phase, Prediction, Row, TimelinePoint
+from memlab.comparison import Comparison, Row
+from memlab.records import Phase, Prediction, TimelinePoint
 from memlab.report.canvas import BUDGET, FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
 from memlab.report.columns import change, flag_lines, rate
 from memlab.report.segments import (

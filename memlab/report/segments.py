@@ -40,6 +40,8 @@ _SWATCHES: dict[str, Swatch] = {
     Category.UNUSED: Swatch("#BDBDBD", "", ""),
     REST: Swatch("#8C8C8C", "||", "|"),
 }
+# every category there is, in stacking order
+CATEGORIES = tuple(_SWATCHES)
 
 
 def swatch(category: str) -> Swatch:
@@ -74,11 +76,20 @@ def segments(profile: Profile) -> dict[str, int]:
     """
     parts = {name: profile.breakdown[name] for name in ordered(set(profile.breakdown))}
     parts = {name: size for name, size in parts.items() if size > 0}
-    live_bytes = sum(size for name, size in parts.items() if name != Category.UNUSED)
-    rest = profile.peak_allocated_bytes - live_bytes
-    if rest > profile.peak_allocated_bytes * 0.001:
-        parts[REST] = rest
+    if rest_bytes := unexplained(parts, profile.peak_allocated_bytes):
+        parts[REST] = rest_bytes
     return parts
+
+
+def unexplained(parts: Mapping[str, int], peak_bytes: int) -> int:
+    """Bytes of a peak that its breakdown leaves open; 0 where that is next to nothing.
+
+    Example:
+        >>> unexplained({"parameters": 600}, 1000), unexplained({"parameters": 1000}, 1000)
+        (400, 0)
+    """
+    rest_bytes = peak_bytes - (sum(parts.values()) - parts.get(Category.UNUSED, 0))
+    return rest_bytes if rest_bytes > peak_bytes * 0.001 else 0
 
 
 def categories_of(parts: Sequence[Mapping[str, int]]) -> tuple[str, ...]:

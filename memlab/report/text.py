@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from memlab.records import Comparison, FoundPlan, Measurement, Prediction, Row
+from memlab.comparison import Comparison, FoundPlan, Row
+from memlab.records import Measurement, Prediction
 from memlab.report.columns import NOTE, PLAN, Column, cells, columns, flag_lines
 from memlab.report.listing import Listing, found_listing, predictions_listing
 from memlab.report.segments import Profile, heading, segments

@@ -31,8 +31,8 @@ from memlab.rescue.guard import GuardedCall, _Guarded
 from memlab.rescue.ladder import Place, Rung, next_plans
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.own_code import OwnCode
-from memlab.rescue.recognise import is_out_of_memory, release, requested_bytes
 from memlab.rescue.update import BrokenUpdateError, Update
+from memlab.shortage import is_out_of_memory, release, requested_bytes
 from memlab.techniques._aliases import Aliases
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class Rescuer:
 
     Attributes:
         rescues: what was rescued, in order.
-        is_in_step: an optimizer is running its own step, closure and all.
 
     Example:
         >>> from memlab import Workload, fit
@@ -79,7 +78,8 @@ class Rescuer:
     ) -> None:
         self.keep = frozenset(keep)
         self.rescues: list[Rescue] = []
-        self.is_in_step = False
+        self._is_in_step = False  # an optimizer is running a step of its own, closure and all
+        self._not_served: set[str] = set()
         self._predictions = dict(predictions or {})
         self._capacity_bytes = capacity_bytes
         self._say = say
@@ -155,6 +155,8 @@ class Rescuer:
             BrokenUpdateError: memory that was free is gone, in the middle of an update of which there is no copy.
         """
         self.leave_own_code()  # that of a closure, which has run by now
+        if not stepping.is_separable(optimizer):
+            return stepping.run_step(optimizer, self._live_session.techniques)
         update = Update(optimizer, self._free_for_update)
         while True:
             shortage: BaseException | None = None
@@ -187,15 +189,28 @@ class Rescuer:
             self._aliases = None  # the update replaces what they share with the parameters, and they would keep it
         self._work_began = perf_counter()
 
-    def serves(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the update of an optimizer can be undone and done in parts; the log says once when not."""
-        if stepping.is_separable(optimizer):
-            return True
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer is about to step.
+
+        Returns:
+            Whether its update can be undone and done in parts, and so is to be done by `update`. The log says once per
+            kind of optimizer when not.
+        """
+        self.leave_own_code()
+        is_served = stepping.is_separable(optimizer)
+        self._is_in_step = not is_served
         name = type(optimizer).__name__
-        text = f"{name}: memory that runs out in its update is not rescued, as it cannot be done in parts"
-        if all(entry.text != text for entry in self._live_session.log):
-            self._live_session.note(text)
-        return False
+        if not is_served and name not in self._not_served:
+            self._not_served.add(name)
+            self._live_session.note(
+                f"{name}: memory that runs out in its update is not rescued, as it cannot be done in parts"
+            )
+        return is_served
+
+    def step_ended(self) -> None:
+        """An optimizer has stepped; a closure's own code is over with it."""
+        self.leave_own_code()
+        self._is_in_step = False
 
     def can_rescue(self, error: BaseException) -> bool:
         """Whether memory ran out, or a plan that was tried against that does not apply.
@@ -286,7 +301,7 @@ class Rescuer:
         _collect()
         if not self._climb(trouble, place, keeps_rows=keeps_rows):
             if trouble.is_last_try:
-                is_as_before = is_as_before and not self.is_in_step
+                is_as_before = is_as_before and not self._is_in_step
                 self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
             # nothing is left but what has just been freed: the same plan once more
             trouble.is_last_try = True

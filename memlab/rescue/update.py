@@ -25,17 +25,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
 from memlab import stepping
+from memlab.dispatch import WatchingMode, defers
 from memlab.errors import MemlabError
 from memlab.plan import Tier
-from memlab.rescue.recognise import is_out_of_memory, release
+from memlab.shortage import is_out_of_memory, release
 from memlab.techniques.base import Technique
 from memlab.techniques.spill import Spill, resolve_tier
 from memlab.uninterrupted import uninterrupted
@@ -190,7 +187,7 @@ def _off_device(tensor: torch.Tensor) -> torch.Tensor:
 # --- operators ------------------------------------------------------------------------------------
 
 
-class Retrying(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves __init_subclass__ unannotated
+class Retrying(WatchingMode):  # type: ignore[no-untyped-call]
     """Calls an operator that has run out of memory again, after memory was freed.
 
     Args:
@@ -201,7 +198,7 @@ class Retrying(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leav
 
     Example:
         >>> attempts = []
-        >>> class Full(TorchDispatchMode):
+        >>> class Full(WatchingMode):
         ...     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         ...         if not attempts:
         ...             raise torch.OutOfMemoryError
@@ -213,26 +210,15 @@ class Retrying(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leav
         1
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, free: Callable[[BaseException], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # unannotated in torch
+        super().__init__()
         self._free = free
         self.has_written = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # the wrapper this spares would import the compiler
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):  # which first unfold into what they hold
+        if types and defers(types):
             return NotImplemented
         shortage: Exception | None = None
         try:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 
+from memlab.comparison import FoundPlan
 from memlab.devices import Gpu, gpu
 from memlab.errors import PlanError, WorkloadError
 from memlab.lattice import half_format, lattice
@@ -26,7 +27,7 @@ from memlab.measuring.runs import say_when_long
 from memlab.measuring.steps import Device, device_for, samples_of
 from memlab.plan import Plan
 from memlab.predicting import predict_all
-from memlab.records import FoundPlan, Prediction
+from memlab.records import Prediction
 from memlab.search.deciding import Search
 from memlab.search.trials import Say, best_of_trials, run_trial
 from memlab.units import parse_bytes

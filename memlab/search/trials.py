@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import torch
 
+from memlab.comparison import FoundPlan
 from memlab.errors import MissingExtraError, RefusalError
 from memlab.measuring.runs import measure, row_of_failure
 from memlab.measuring.steps import Device
 from memlab.plan import Plan
-from memlab.records import FoundPlan, Measurement
+from memlab.records import Measurement
 from memlab.search.deciding import Search, needed_bytes
 from memlab.workload import Workload
 

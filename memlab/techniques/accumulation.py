@@ -36,7 +36,8 @@ from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.techniques._micro import Learnt, MicroRun
 from memlab.techniques._modules import without_cache
-from memlab.techniques._split import Call, Probe, row_ranges
+from memlab.techniques._probe import Probe
+from memlab.techniques._split import Call, row_ranges
 from memlab.techniques.base import ModelCall, Technique
 from memlab.workload import Workload
 

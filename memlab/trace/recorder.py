@@ -26,8 +26,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
+from memlab.dispatch import defers
 from memlab.errors import TraceError
-from memlab.measuring.ledger import Ledger, defers, effect_of, tensors_in
+from memlab.measuring.ledger import Ledger, effect_of, tensors_in
 from memlab.roofline import Work
 from memlab.trace.fast_fakes import FastFakes, Recipe
 from memlab.units import MIB

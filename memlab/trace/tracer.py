@@ -30,7 +30,8 @@ from memlab.roofline import Bill
 from memlab.session import Session, fit
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._modules import accepts_use_cache, without_cache
-from memlab.techniques._split import Call, Layout, Probe, row_ranges
+from memlab.techniques._probe import Probe
+from memlab.techniques._split import Call, Layout, row_ranges
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
 from memlab.trace.twin import Twin, live_tensors

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
-from memlab.records import Comparison, RunRecord
+from memlab.comparison import Comparison
 from memlab.report import text
+from memlab.run_record import RunRecord
 from tests.bench import figures
 from tests.bench.figures import Figure
 

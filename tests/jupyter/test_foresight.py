@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.comparison import Comparison, FoundPlan
 from memlab.devices import gpu
 from memlab.errors import BudgetError, TraceError
 from memlab.jupyter import foresight
@@ -23,7 +24,8 @@ from memlab.jupyter.parser import FORESIGHT_FLAGS, foresight_options
 from memlab.jupyter.watch import without_graph
 from memlab.lattice import lattice
 from memlab.plan import Plan, Precision
-from memlab.records import Comparison, FoundPlan, Measurement, Prediction, RunRecord
+from memlab.records import Measurement, Prediction
+from memlab.run_record import RunRecord
 from memlab.session import session_of, sessions
 from memlab.workload import Batch, Workload
 from tests.jupyter.conftest import STEP, TRAIN, Cell

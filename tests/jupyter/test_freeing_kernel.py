@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
-nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
-pytest.importorskip("ipykernel", reason="needs ipykernel")
+from tests.helpers.kernel import run_in_kernel, text_of
 
-_ROOT = Path(__file__).parents[2]
+pytest.importorskip("nbclient", reason="needs nbclient")
+pytest.importorskip("ipykernel", reason="needs ipykernel")
 
 FAIL = """
 def attend(hidden, error):
@@ -52,12 +49,7 @@ CELLS = {
 @pytest.fixture(scope="module")
 def ran() -> dict[str, Any]:
     """Every cell, run in one kernel, by name."""
-    cells = [nbformat.v4.new_code_cell(source, id=name.replace("_", "-")) for name, source in CELLS.items()]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", allow_errors=True)
-    client.execute(env=environment)
-    return dict(zip(CELLS, notebook.cells, strict=True))
+    return run_in_kernel(CELLS)
 
 
 def kinds(cell: Any) -> list[str]:
@@ -67,10 +59,6 @@ def kinds(cell: Any) -> list[str]:
 def value(cell: Any) -> str:
     (result,) = (output for output in cell.outputs if output.output_type == "execute_result")
     return str(result.data["text/plain"])
-
-
-def text_of(cell: Any) -> str:
-    return "".join(output.get("text", "") for output in cell.outputs)
 
 
 @pytest.mark.parametrize("name", ["plain", "memfit", "interrupted", "top_level_await"])

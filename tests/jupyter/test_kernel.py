@@ -12,6 +12,7 @@ nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
 pytest.importorskip("ipykernel", reason="needs ipykernel")
 
+from tests.helpers.kernel import run_in_kernel, text_of  # noqa: E402
 from tests.jupyter.conftest import MAKE, TRAIN  # noqa: E402
 
 _ROOT = Path(__file__).parents[2]
@@ -38,12 +39,7 @@ CELLS = {
 @pytest.fixture(scope="module")
 def ran() -> dict[str, Any]:
     """Every cell, run in one kernel, by name."""
-    cells = [nbformat.v4.new_code_cell(source, id=name.replace("_", "-")) for name, source in CELLS.items()]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", allow_errors=True)
-    client.execute(env=environment)
-    return dict(zip(CELLS, notebook.cells, strict=True))
+    return run_in_kernel(CELLS)
 
 
 def receipts(cell: Any) -> list[Any]:
@@ -54,10 +50,6 @@ def receipts(cell: Any) -> list[Any]:
 
 def errors(cell: Any) -> list[Any]:
     return [output for output in cell.outputs if output.output_type == "error"]
-
-
-def text_of(cell: Any) -> str:
-    return "".join(output.get("text", "") for output in cell.outputs)
 
 
 def test_a_receipt_is_one_output_in_three_formats(ran: dict[str, Any]) -> None:

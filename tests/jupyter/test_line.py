@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.comparison import Comparison
 from memlab.jupyter import live
 from memlab.jupyter.help import cell_help, line_help
 from memlab.jupyter.live import NotebookLine, Progress, TerminalLine
 from memlab.jupyter.parser import CELL_FLAGS, FORESIGHT_FLAGS, WORDS
 from memlab.plan import FIELDS, plan_flags
-from memlab.records import Comparison, StepRecord
+from memlab.records import StepRecord
 from memlab.session import session_of, sessions
 from memlab.snapshot import Snapshot
 from memlab.workload import Workload

@@ -12,8 +12,9 @@ from dataclasses import replace
 import pytest
 import samples
 
+from memlab.comparison import Comparison
 from memlab.errors import MissingExtraError
-from memlab.records import Category, Comparison, Measurement
+from memlab.records import Category, Measurement
 from memlab.report import image
 from memlab.report.segments import REST, segments, stretches, swatch
 from memlab.units import GIB
@@ -112,7 +113,7 @@ def test_the_description_is_in_the_file() -> None:
 
 def test_pyplot_is_never_imported() -> None:
     code = (
-        "import sys; from memlab.records import *; from memlab.report import image, html, text, figure\n"
+        "import sys; from memlab.records import *; from memlab.comparison import *; from memlab.report import image, html, text, figure\n"
         "assert 'matplotlib' not in sys.modules and 'plotly' not in sys.modules\n"
         "m = Measurement('as written', 'cpu', 8, None, 0, {}, (), (1.0,), 1, 0)\n"
         "image.png(Comparison('t', (m,))); image.timeline_png(m)\n"

@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 import samples
 
-from memlab.records import Comparison, Measurement
+from memlab.comparison import Comparison
+from memlab.records import Measurement
 from memlab.report import (
     columns,
     figure,

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,20 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab import Workload, fit
 from memlab.session import sessions
+from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.helpers.switch_faults import PLAN_PAIRS, Run, Small, differences, happening, running
 
-
-@pytest.fixture(autouse=True)
-def pythons_own_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
-
-
-def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
+pytestmark = pytest.mark.usefixtures("pythons_own_handler")
 
 
 class InterruptAt(TorchDispatchMode):

@@ -12,7 +12,7 @@ from memlab.plan import Plan
 from memlab.records import Prediction
 from memlab.rescue.ladder import Place
 from memlab.rescue.nothing_fits import Attempt, Room, nothing_fits
-from memlab.rescue.recognise import requested_bytes
+from memlab.shortage import requested_bytes
 
 GIB = 2**30
 LEDGER = (

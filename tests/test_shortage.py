@@ -16,7 +16,7 @@ import torch
 
 from memlab.errors import MemlabError
 from memlab.measuring.cpu import CpuDevice
-from memlab.rescue.recognise import is_out_of_memory, release, requested_bytes
+from memlab.shortage import is_out_of_memory, release, requested_bytes
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.25 GiB is "

@@ -1,0 +1,39 @@
+"""What the dispatch modes of memlab have in common: they watch plain tensors, and leave torch.compile alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+_deferring: dict[type, bool] = {}
+
+
+class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves __init_subclass__ unannotated
+    """A dispatch mode for operators on plain tensors; subclasses return NotImplemented where `defers` says so."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # unannotated in torch
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # the wrapper this spares would import the compiler and cost more than the mode itself
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def defers(types: Iterable[type]) -> bool:
+    """Whether wrapper subclasses take part, which must first unfold into the plain tensors they hold."""
+    return any(_wraps(kind) for kind in types)
+
+
+def _wraps(kind: type) -> bool:
+    wraps = _deferring.get(kind)
+    if wraps is None:
+        wraps = _deferring[kind] = is_traceable_wrapper_subclass_type(kind)
+    return wraps

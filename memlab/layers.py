@@ -1,0 +1,143 @@
+"""Layers of optimizer state: techniques that keep it in another form, one over the other.
+
+Rules:
+
+1. Layers are exchanged one parameter at a time. Until all are, the old form is kept, here by reference or by the
+   caller in its own way, so that going back converts nothing and is bit for bit.
+2. Checkpoints are in the user's own format: leaving unpacks, loading packs, and live state is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # techniques import this module
+    from memlab.techniques.base import State, Technique
+
+    _Mapping = Callable[["Optimizer", "Parameter", State], State]
+
+Optimizer = torch.optim.Optimizer
+Parameter = torch.nn.Parameter
+Exchanged = Callable[[], None]
+
+SMALL_ELEMENTS = 1024  # below this a copy costs a kernel launch and no memory
+
+
+def packed(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[Technique]) -> State:
+    """State of one parameter, put through layers from the bottom up."""
+    for technique in layers:
+        state = technique.pack_state(optimizer, parameter, state)
+    return state
+
+
+def unpacked(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[Technique]) -> State:
+    """State of one parameter, brought back through layers from the top down."""
+    for technique in reversed(layers):
+        state = technique.unpack_state(optimizer, parameter, state)
+    return state
+
+
+def apply_layer(
+    optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = (), exchanged: Exchanged | None = None
+) -> None:
+    """Pack all state of an optimizer with one more technique.
+
+    Args:
+        optimizer: whose state is packed, one parameter at a time.
+        technique: the layer to put in.
+        above: state layers that are in force above it, from the bottom up.
+        exchanged: called after each parameter. Who gives it keeps the old state and puts it back when this
+            raises; else that is done here.
+    """
+    if technique.changes_state:
+        _exchange(optimizer, technique.pack_state, above, exchanged)
+
+
+def remove_layer(
+    optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = (), exchanged: Exchanged | None = None
+) -> None:
+    """Take one technique out of all state of an optimizer; the opposite of `apply_layer`."""
+    if technique.changes_state:
+        _exchange(optimizer, technique.unpack_state, above, exchanged)
+
+
+def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
+    """Pack state that was just loaded in the user's own format (a load_state_dict post-hook)."""
+    layers = [technique for technique in techniques if technique.changes_state]
+    for parameter, state in _held(optimizer):
+        set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
+
+
+def canonical_state_dict(
+    optimizer: Optimizer, state_dict: dict[str, Any], techniques: Sequence[Technique]
+) -> dict[str, Any]:
+    """A state_dict in the user's own format (for a state_dict post-hook); live state is not touched.
+
+    State that a layer changed is made one parameter at a time and, when the parameter is on an
+    accelerator, kept in host memory: a checkpoint must not need the memory the layers save.
+
+    Args:
+        optimizer: whose `state_dict` was asked for.
+        state_dict: what torch made of the resident state.
+        techniques: those in force, in the order in which state was packed.
+    """
+    layers = [technique for technique in techniques if technique.changes_state]
+    if not layers:
+        return state_dict
+    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = dict(_canonical_entries(optimizer, everything, state_dict["state"], layers))
+    return {**state_dict, "state": state}
+
+
+def _canonical_entries(
+    optimizer: Optimizer, everything: Sequence[Parameter], entries: Mapping[Any, Any], layers: Sequence[Technique]
+) -> Iterator[tuple[Any, Any]]:
+    for key, entry in entries.items():
+        if not isinstance(key, int) or not isinstance(entry, dict) or not entry:
+            yield key, entry
+        elif canonical := unpacked(optimizer, everything[key], entry, layers):
+            yield key, {name: _on_host_unless_live(value, entry) for name, value in canonical.items()}
+
+
+def _on_host_unless_live(value: Any, live: Mapping[str, Any]) -> Any:
+    if not isinstance(value, torch.Tensor) or value.numel() < SMALL_ELEMENTS:
+        return value
+    return value if any(value is kept for kept in live.values()) else value.cpu()
+
+
+def _exchange(optimizer: Optimizer, there: _Mapping, above: Sequence[Technique], exchanged: Exchanged | None) -> None:
+    held = _held(optimizer)
+    before = held if exchanged is None else []
+    try:
+        for parameter, _ in held:
+            _exchange_one(optimizer, parameter, there, above)
+            if exchanged is not None:
+                exchanged()
+    except BaseException:
+        optimizer.state.update(before)
+        raise
+
+
+def _exchange_one(optimizer: Optimizer, parameter: Parameter, there: _Mapping, above: Sequence[Technique]) -> None:
+    state = optimizer.state.get(parameter)
+    if state:
+        bare = unpacked(optimizer, parameter, state, above)
+        changed = there(optimizer, parameter, bare)
+        set_state(optimizer, parameter, packed(optimizer, parameter, changed, above) if changed else changed)
+
+
+def _held(optimizer: Optimizer) -> list[tuple[Parameter, State]]:
+    """Parameters that have state; optimizers may keep other things in the same dict."""
+    items = optimizer.state.items()
+    return [(key, state) for key, state in items if isinstance(key, Parameter) and isinstance(state, dict) and state]
+
+
+def set_state(optimizer: Optimizer, parameter: Parameter, state: State) -> None:
+    """Keep new state, or none: an empty entry would read as state that exists."""
+    if state:
+        optimizer.state[parameter] = state
+    else:
+        optimizer.state.pop(parameter, None)

@@ -1,0 +1,156 @@
+"""What a panel shows at one moment: plain values, made by a `memlab.live.source.Source`, drawn by any view.
+
+Sizes are bytes, times are seconds, steps are counted from 1 over the life of the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from memlab.plan import Plan
+from memlab.records import Measurement, Prediction, Rescue
+
+
+class Asked(StrEnum):
+    """What has become of a setting that was asked for."""
+
+    IDLE = "idle"
+    PENDING = "pending"
+    APPLIED = "applied"
+    REFUSED = "refused"
+
+
+class Activity(StrEnum):
+    """What the run is doing."""
+
+    IDLE = "idle"
+    TRAINING = "training"
+    MEASURING = "measuring"
+    PAUSED = "paused"
+    REPLAYING = "replaying"
+    OVER = "over"
+
+
+@dataclass(frozen=True)
+class Toggle:
+    """One field of the plan.
+
+    Args:
+        field: its name in `plan.FIELDS`.
+        value: text of the value in force, as one of the field's `choices` (or any other text it parses).
+        wanted: text of the value asked for last; equal to `value` when nothing is under way.
+        asked: what has become of it.
+        step: first step under it once it was applied; None before.
+        reason: why it was refused; empty otherwise.
+    """
+
+    field: str
+    value: str
+    wanted: str
+    asked: Asked = Asked.IDLE
+    step: int | None = None
+    reason: str = ""
+
+    @property
+    def text(self) -> str:
+        """What has become of it, in words; empty when nothing was asked.
+
+        Example:
+            >>> Toggle("loss", "chunked", "chunked", Asked.APPLIED, 12).text
+            'applied at step 12'
+        """
+        if self.asked is Asked.APPLIED:
+            return f"applied at step {self.step}"
+        if self.asked is Asked.REFUSED:
+            return f"refused: {self.reason}"
+        return "pending" if self.asked is Asked.PENDING else ""
+
+
+@dataclass(frozen=True)
+class LivePoint:
+    """One step, or the highest of several that one point stands for.
+
+    Args:
+        step: its number.
+        plan: label of the plan in force.
+        seconds: wall time of the step.
+        samples_per_second: of the step; NaN when it had no rows.
+        peak_bytes: highest allocated bytes within the step; None where the step was not observed.
+        live_bytes: bytes by category at the peak, as observed last under this plan; empty before the first time.
+        loss: loss of the step, None when the model returns none.
+    """
+
+    step: int
+    plan: str
+    seconds: float
+    samples_per_second: float
+    peak_bytes: int | None
+    live_bytes: Mapping[str, int]
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """The plan was changed.
+
+    Args:
+        step: first step under the new plan.
+        plan: its label.
+    """
+
+    step: int
+    plan: str
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Everything a view draws.
+
+    Args:
+        title: what is trained with what, on what: "memfit · gpt2 124M · AdamW · CPU ledger (capacity 2 GiB)".
+        activity: what the run is doing.
+        step: number of the newest step; 0 before the first.
+        plan: the plan in force.
+        pending: the plan that waits for the next step boundary, or None.
+        toggles: one per field of a plan, in the order of `plan.FIELDS`.
+        points: steps, oldest first; bounded, see `memlab.live.thinning`.
+        changes: plan changes, oldest first; bounded.
+        measurements: settings tried, in the order in which they were first tried; each with timeline and breakdown of an
+            observed step (a `Measurement.timeline` is memory within one step), and times of its steps.
+        predictions: settings foretold, tried or not; refused ones included.
+        budget_bytes: the budget line, or None for none.
+        capacity_bytes: size of the device, or None where it is not limited.
+        events: what happened on the way, newest last, in words; bounded.
+        rescues: rescues of the loop, oldest first.
+        status: one sentence for the status line and for screen readers.
+        world: how clicks reach the run here: in words; empty when they arrive at once.
+        errors: errors of callbacks, newest last, in words; bounded.
+    """
+
+    title: str
+    activity: Activity
+    step: int
+    plan: Plan
+    pending: Plan | None
+    toggles: tuple[Toggle, ...]
+    points: tuple[LivePoint, ...] = ()
+    changes: tuple[Change, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+    predictions: tuple[Prediction, ...] = ()
+    budget_bytes: int | None = None
+    capacity_bytes: int | None = None
+    events: tuple[str, ...] = ()
+    rescues: tuple[Rescue, ...] = ()
+    status: str = ""
+    world: str = ""
+    errors: tuple[str, ...] = ()
+
+    def measured(self, plan: str) -> Measurement | None:
+        """What was measured under a plan, by its label."""
+        return next((each for each in self.measurements if each.plan == plan), None)
+
+    def predicted(self, plan: str) -> Prediction | None:
+        """What was foretold for a plan, by its label; None as well where it was refused."""
+        return next((each for each in self.predictions if each.plan == plan and not each.refused), None)

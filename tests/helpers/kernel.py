@@ -1,0 +1,28 @@
+"""Cells in a real kernel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[2]
+
+
+def run_in_kernel(sources: Mapping[str, str]) -> dict[str, Any]:
+    """Run cells in one kernel, each whatever became of those before it; returns them by name."""
+    import nbclient
+    import nbformat
+
+    cells = [nbformat.v4.new_code_cell(source, id=name.replace("_", "-")) for name, source in sources.items()]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", allow_errors=True)
+    client.execute(env=environment)
+    return dict(zip(sources, notebook.cells, strict=True))
+
+
+def text_of(cell: Any) -> str:
+    """Everything a cell printed."""
+    return "".join(output.get("text", "") for output in cell.outputs)
