@@ -63,9 +63,17 @@ __all__ = [
     "find_plan",
     "fit",
     "measure",
+    "panel",
     "predict",
     "predict_all",
 ]
+
+
+def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Any:
+    """The panel on a live model, see `memlab.jupyter.panels.panel`."""
+    from memlab.jupyter.panels import panel as made
+
+    return made(workload, budget=budget, capacity=capacity)
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 from memlab.errors import MissingExtraError
@@ -14,6 +17,7 @@ _EXTRAS = {
     "transformers": ("Adafactor", "lab"),
     "matplotlib": ("the picture of a receipt", "lab"),
     "plotly": ("live figures", "lab"),
+    "anywidget": ("the live figure of the panel", "lab"),
     "ipywidgets": ("the widget panel", "lab"),
     "IPython": ("the magics", "lab"),
 }
@@ -37,9 +41,24 @@ def require(package: str) -> ModuleType:
         MissingExtraError: it is not installed; the message holds the command that installs it.
     """
     try:
-        return importlib.import_module(package)
+        with _without_chatter(package):
+            return importlib.import_module(package)
     except ImportError as error:
         feature, extra = _EXTRAS[package]
         raise MissingExtraError(
             f"{feature} needs {package}, which is not installed: pip install 'memlab[{extra}]' (or pip install {package})"
         ) from error
+
+
+@contextmanager
+def _without_chatter(package: str) -> Iterator[None]:
+    """Keep what a package warns about while it is imported off the screen, unless the user has set up logging.
+
+    bitsandbytes warns of what only its 4-bit layers would need, and that would stand in the user's cell.
+    """
+    logger, handler = logging.getLogger(package), logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -23,7 +23,7 @@ class Asked(StrEnum):
 
 
 class Activity(StrEnum):
-    """What the run is doing."""
+    """What the run is doing; it is gone when its model is."""
 
     IDLE = "idle"
     TRAINING = "training"
@@ -31,6 +31,7 @@ class Activity(StrEnum):
     PAUSED = "paused"
     REPLAYING = "replaying"
     OVER = "over"
+    GONE = "gone"
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class Moment:
         status: one sentence for the status line and for screen readers.
         world: how clicks reach the run here: in words; empty when they arrive at once.
         errors: errors of callbacks, newest last, in words; bounded.
+        frame: grows when figures are to be drawn anew; settings and the status are drawn every time.
     """
 
     title: str
@@ -146,6 +148,7 @@ class Moment:
     status: str = ""
     world: str = ""
     errors: tuple[str, ...] = ()
+    frame: int = 0
 
     def measured(self, plan: str) -> Measurement | None:
         """What was measured under a plan, by its label."""

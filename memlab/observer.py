@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.workload import Batch
 
@@ -13,6 +14,12 @@ class Observer:
 
     def plan_changed(self, plan: Plan) -> None:
         """A plan has come into force."""
+
+    def plan_refused(self, plan: Plan, refusal: MemlabError) -> None:
+        """A plan that waited for a step boundary does not apply; the one before stays in force."""
+
+    def step_boundary(self) -> None:
+        """A step is about to begin; the plan changes after this. What is raised here ends the loop between two steps."""
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         """The session has taken over an optimizer."""

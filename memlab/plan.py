@@ -79,7 +79,10 @@ class PlanField:
         show: the field's value to the flags that set it; empty for the default.
         bare: value when the flag is given without one, or None when a value is needed.
         shorthands: flags without a value, and the value each stands for.
-        choices: values offered where one picks instead of typing.
+        choices: values offered where one picks instead of typing; the first one is the default.
+        offer: of the choices, the one a panel offers first.
+        title: what it is called where people pick.
+        names: what choices are called there, where their text does not say it.
     """
 
     name: str
@@ -91,6 +94,20 @@ class PlanField:
     bare: str | None = None
     shorthands: Mapping[str, str] = field(default_factory=dict)
     choices: tuple[str, ...] = ()
+    offer: str = ""
+    title: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def text(self, value: Any) -> str:
+        """Text of a value, as `parse` reads it; where it is one of the choices, the choice.
+
+        Example:
+            >>> spec = next(each for each in FIELDS if each.name == "offload")
+            >>> spec.text(spec.parse("activations,optimizer")), spec.text(spec.parse("optimizer:disk"))
+            ('optimizer,activations', 'optimizer:disk')
+        """
+        same = (choice for choice in self.choices if self.parse(choice) == value)
+        return next(same, self.show(value).removeprefix(self.flag).strip())
 
 
 def _parse_micro_batches(text: str) -> int:
@@ -163,37 +180,45 @@ FIELDS: tuple[PlanField, ...] = (
         "accumulation", "--accumulate", "N",
         "split each batch into N micro-batches; the gradient is that of the whole batch",
         _parse_micro_batches, lambda n: f"--accumulate {n}" if n > 1 else "",
-        choices=("1", "2", "4", "8", "16"),
+        choices=("1", "2", "4", "8", "16"), offer="4", title="Gradient accumulation",
+        names={"2": "2 micro-batches", "4": "4 micro-batches", "8": "8 micro-batches", "16": "16 micro-batches"},
     ),
     PlanField(
         "checkpointing", "--checkpoint", "[off|full|every:N|selective]",
         "recompute activations in the backward pass: of every block, of one block in N, or all but matrix products and attention",
         _parse_checkpointing, _show_checkpointing, bare="full",
-        choices=("off", "full", "every:2", "selective"),
+        choices=("off", "full", "every:2", "selective"), offer="full", title="Checkpointing",
+        names={"full": "every block", "every:2": "every second block", "selective": "selective"},
     ),
     PlanField(
         "precision", "--precision", "|".join(Precision),
         "number format of forward and backward; fp16 comes with dynamic loss scaling, pure-bf16 also stores parameters and moments in bf16",
         _choice("--precision", Precision), _show_precision,
-        shorthands={"--fp16": "fp16", "--bf16": "bf16"}, choices=tuple(Precision),
+        shorthands={"--fp16": "fp16", "--bf16": "bf16"}, choices=tuple(Precision), offer="bf16", title="Precision",
+        names={"pure-bf16": "pure bf16"},
     ),
     PlanField(
         "optimizer", "--optim", "|".join(OptimizerChoice),
         "convert the live optimizer with its moments; --adam8bit needs 2.03 instead of 8 bytes per parameter",
         _choice("--optim", OptimizerChoice), _show_optimizer,
-        shorthands={"--adam8bit": "adam8bit"}, choices=tuple(OptimizerChoice),
+        shorthands={"--adam8bit": "adam8bit"}, choices=tuple(OptimizerChoice), offer="adam8bit", title="Optimizer",
+        names={
+            "adam8bit": "8-bit Adam", "paged-adam8bit": "paged 8-bit Adam", "adamw": "AdamW", "adafactor": "Adafactor",
+            "sgd": "SGD",
+        },
     ),
     PlanField(
         "offload", "--offload", "WHAT[:host|:disk][,WHAT…]",
         "move optimizer state or activations off the device between uses (WHAT: optimizer, activations)",
         _parse_offload, _show_offload,
-        choices=("none", "optimizer", "activations", "optimizer,activations"),
+        choices=("none", "optimizer", "activations", "optimizer,activations"), offer="optimizer", title="Offload",
+        names={"optimizer": "optimizer state", "optimizer,activations": "both"},
     ),
     PlanField(
         "loss", "--loss", "keep|chunked",
         "compute the cross-entropy over a large vocabulary in tiles, without the full logits",
         _choice("--loss", Loss), lambda loss: "--chunk-loss" if loss is Loss.CHUNKED else "",
-        shorthands={"--chunk-loss": "chunked"}, choices=tuple(Loss),
+        shorthands={"--chunk-loss": "chunked"}, choices=tuple(Loss), offer="chunked", title="Chunked loss",
     ),
 )  # fmt: skip
 _BY_NAME = {spec.name: spec for spec in FIELDS}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -127,10 +128,12 @@ class FirstTrainingCall:
 
     Args:
         found: called once with the model, just before its first training call runs.
+        thread: number of the thread whose calls count, where several may train; None for any.
     """
 
-    def __init__(self, found: Callable[[nn.Module], None]) -> None:
+    def __init__(self, found: Callable[[nn.Module], None], thread: int | None = None) -> None:
         self._found = found
+        self._thread = thread
         self._depth = 0
         self._original: Any = None
 
@@ -140,6 +143,8 @@ class FirstTrainingCall:
 
         @functools.wraps(original)
         def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if watcher._thread not in (None, threading.get_ident()):
+                return original(module, *args, **kwargs)
             watcher._look_at(module)
             watcher._depth += 1
             try:

@@ -164,6 +164,21 @@ class Session:
             )
         self._pending = wanted
 
+    def ask(self, plan: Plan | None) -> None:
+        """Note a plan for the next step boundary, from whatever thread; None withdraws what was asked for.
+
+        Unlike `switch` it never applies anything there and then. What is refused, observers are told.
+        """
+        self._pending = plan if plan != self.plan else None
+
+    def hand_over(self, thread: int) -> None:
+        """Have another thread train, and change plans between its steps.
+
+        Args:
+            thread: its number, as from `threading.get_ident`.
+        """
+        self._thread = thread
+
     def note(self, text: str, step: int | None = None) -> None:
         """Write into the log what has happened, at a step or now."""
         self.log.append(LogEntry(self._steps if step is None else step, text))
@@ -317,6 +332,8 @@ class Session:
 
     def _at_boundary(self) -> None:
         self._thread = threading.get_ident()
+        for observer in tuple(self.observers):
+            observer.step_boundary()
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -325,6 +342,8 @@ class Session:
         except RefusalError as refusal:
             # the loop goes on under the old plan; whoever asked reads it in the log
             self.note(f"refused {pending.label}: {refusal}")
+            for observer in self.observers:
+                observer.plan_refused(pending, refusal)
 
     # -- the optimizer step --------------------------------------------------------------------
 

@@ -39,12 +39,12 @@ def export(plan: Plan, to: str) -> str:
         from transformers import TrainingArguments
         ...
     """
-    if to not in _TARGETS:
-        raise PlanError(f"export to {to!r}: allowed are {', '.join(_TARGETS)}")
-    return _TARGETS[to](plan)
+    if to not in TARGETS:
+        raise PlanError(f"export to {to!r}: allowed are {', '.join(TARGETS)}")
+    return TARGETS[to](plan)
 
 
-_TARGETS: dict[str, Callable[[Plan], str]] = {
+TARGETS: dict[str, Callable[[Plan], str]] = {
     "torch": to_torch,
     "trainer": to_trainer,
     "accelerate": to_accelerate,

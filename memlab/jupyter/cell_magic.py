@@ -9,14 +9,18 @@ from IPython.core.error import UsageError
 
 from memlab.errors import WorkloadError
 from memlab.jupyter import cells, foresight
+from memlab.jupyter.background import WAYS_OUT, Place
 from memlab.jupyter.display import show
+from memlab.jupyter.freeing import calls_for_freeing, free, sentence
 from memlab.jupyter.help import cell_help
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Line, Progress, Saying
 from memlab.jupyter.notebook import Notebook, one_line
+from memlab.jupyter.panels import bring_up_to_date
 from memlab.jupyter.parser import CellOptions, cell_options
 from memlab.jupyter.state import out_of_memory_advice
 from memlab.jupyter.watch import CellWatch, was_raised_by_memlab
+from memlab.live.control import Cancelled
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
 from memlab.session import Session
@@ -56,22 +60,40 @@ class CellMagic:
         broken = cells.syntax_error(self._notebook.shell, source)
         if broken is not None:
             cells.raise_shown(self._notebook.shell, broken)
-        self._run(options, source)
+        if options.background:
+            self._run_in_background(options, source)
+        else:
+            self._run(options, source, Place())
 
-    def _run(self, options: CellOptions, source: cells.Source) -> None:
+    def _run_in_background(self, options: CellOptions, source: cells.Source) -> None:
+        def work(place: Place) -> None:
+            if not options.quiet:
+                print(f"memfit: runs in the background; {WAYS_OUT}")  # noqa: T201 - why the cell is over already
+            self._run(options, source, place)
+
+        with one_line():
+            self._notebook.background.start(self._notebook.shell, source, work, self._free_after)
+
+    def _free_after(self, error: BaseException) -> None:
+        """Let go of what a failed background cell held; for others IPython's hooks see to it."""
+        if self._notebook.config.free and calls_for_freeing(error):
+            print(sentence(free([error]), "failed", []))  # noqa: T201 - what happened to the variables
+
+    def _run(self, options: CellOptions, source: cells.Source, place: Place) -> None:
         budget_bytes = self._budget_of(options)
         line = self._line(options)
-        watch = CellWatch(
+        watch = place.watch(
             self._plan_of(options),
             options.capacity_bytes or self._notebook.config.capacity_bytes,
-            Progress(line) if line is not None else None,
+            Progress(line, self._notebook.panels.any_open) if line is not None else None,
             self._choice(options, budget_bytes, line) if budget_bytes is not None else None,
             self._rescue(options, line) if options.rescue and self._notebook.config.rescue else None,
+            self._notebook.control_of,
         )
         with watch:
             with one_line():
                 self._find(watch, options, source)
-            outcome = cells.run(self._notebook.shell, source)
+            outcome = place.run(self._notebook.shell, source)
         steps = self._keep(watch, outcome.error)
         if steps and watch.session is not None:
             # whoever interrupted the cell does not wait for predictions
@@ -80,7 +102,7 @@ class CellMagic:
         if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
             self._show_receipt(watch, steps)
         if outcome.error is not None:
-            self._raise(outcome, watch)
+            self._raise(outcome, watch, place)
         self._require_model(watch, options)
 
     def _plan_of(self, options: CellOptions) -> Plan | None:
@@ -129,11 +151,16 @@ class CellMagic:
                 line.clear()
         if budget_bytes is not None:
             history.say(foresight.budget_line(history, session.plan, budget_bytes))
+        control = self._notebook.control_of(live.model)
+        bring_up_to_date(control, history)
+        if control.is_watched:
+            control.predict()
 
     def _find(self, watch: CellWatch, options: CellOptions, source: cells.Source) -> None:
-        found = Workload.find(
-            self._notebook.shell.user_ns, source.python, model=options.model, optimizer=options.optimizer
-        )
+        # a copy: other cells may make variables meanwhile
+        variables = dict(self._notebook.shell.user_ns)
+        found = Workload.find(variables, source.python, model=options.model, optimizer=options.optimizer)
+        self._notebook.background.require_other(found.model if found is not None else None)
         if found is None:
             watch.wait_for_model()
         else:
@@ -155,14 +182,14 @@ class CellMagic:
             state = f"{watch.session.plan.label} is in force on {watch.session.workload.name}"
             print(f"memfit: no optimizer step ended in this cell, so nothing was measured; {state}")  # noqa: T201
 
-    def _raise(self, outcome: cells.Outcome, watch: CellWatch) -> None:
+    def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: Place) -> None:
         error = outcome.error
-        if error is not None and was_raised_by_memlab(error):
+        if error is not None and (was_raised_by_memlab(error) or isinstance(error, Cancelled)):
             raise UsageError(str(error))
         advice = ""
         if error is not None and is_out_of_memory(error):
             advice = out_of_memory_advice(watch.session.plan if watch.session is not None else Plan())
-        cells.raise_shown(self._notebook.shell, outcome, advice)
+        place.raise_shown(self._notebook.shell, outcome, advice)
 
     def _require_model(self, watch: CellWatch, options: CellOptions) -> None:
         if watch.session is not None:

@@ -21,7 +21,7 @@ from memlab.jupyter.history import History
 from memlab.jupyter.parser import CellOptions, ForesightOptions
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import compare
-from memlab.measuring.steps import Device, tokens_of
+from memlab.measuring.steps import Device, shapes_of, tokens_of
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction
 from memlab.report.ranking import verdict_words
@@ -46,7 +46,13 @@ _CHOOSE = "choose the plan yourself instead, as in %%memfit --accumulate 4"
 
 
 def workload_of(
-    command: str, options: ForesightOptions, namespace: Mapping[str, Any], session: Session | None, history: History
+    command: str,
+    options: ForesightOptions,
+    namespace: Mapping[str, Any],
+    session: Session | None,
+    history: History,
+    *,
+    needs_batch: bool = True,
 ) -> Workload:
     """The live model with a batch: those of the last cell, or those that were named.
 
@@ -70,7 +76,7 @@ def workload_of(
         if all(isinstance(leaf, (str, bytes, numbers.Number)) for leaf in tree_leaves(batch)):
             what = f"{type(batch).__name__} without a tensor; name what the model is called with"
             raise WorkloadError(f"--batch {','.join(options.batch)}: {what}")
-    if batch is None:
+    if batch is None and needs_batch:
         raise WorkloadError(
             f"%memfit {command} needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
             "(a variable of this notebook)"
@@ -224,7 +230,7 @@ def choice(
         from memlab.search import choose_plan
 
         history = history_of(workload)
-        key = (budget_bytes, fixed, options.lossless, _shapes(workload))
+        key = (budget_bytes, fixed, options.lossless, shapes_of(workload.batch))
         if key not in history.chosen:
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
             try:
@@ -261,11 +267,6 @@ def _against(measured: Measurement, budget_bytes: int) -> str:
     needed_bytes = measured.peak_allocated_bytes if reserved is None else reserved
     over = needed_bytes - budget_bytes
     return format_bytes(needed_bytes) + (f", {format_bytes(over)} too much" if over > 0 else "")
-
-
-def _shapes(workload: Workload) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """What of a batch decides what a step needs."""
-    return tuple((tuple(each.shape), str(each.dtype)) for each in _tensors(workload))
 
 
 # -- the column "predicted" of a receipt -----------------------------------------------------------

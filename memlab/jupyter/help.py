@@ -25,6 +25,9 @@ Examples:
     %%memfit --budget 8GiB                       # the fastest plan predicted to fit into 8 GiB
     train()
 
+    %%memfit --background                        # other cells can run meanwhile: %memfit wait, %memfit cancel
+    train()
+
     %%memfit --budget 8GiB --bf16 --lossless     # bf16 for certain; the rest is chosen, gradients stay exact
     train()
 """

@@ -5,11 +5,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
 from memlab.comparison import Comparison
 from memlab.errors import MemlabError
+from memlab.moment import Moment
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction, StepRecord
 from memlab.run_record import RunRecord
@@ -72,14 +74,37 @@ class History:
         rows = self.comparison.measurements if self.comparison else ()
         return next((row for row in rows if row.plan == plan), None)
 
-    def record(self) -> RunRecord:
+    def record(self, moment: Moment | None = None) -> RunRecord:
         """Everything as one value to save.
+
+        Args:
+            moment: what a panel shows of the run, so that it can be replayed in one.
 
         Raises:
             MemlabError: nothing was measured yet.
         """
-        considered = tuple(replace(each, timeline=()) for each in self.lattice)
-        return RunRecord(self.require(), tuple(self.steps), versions(), considered)
+        considered = {each.plan: replace(each, timeline=()) for each in self.lattice}
+        record = RunRecord(
+            self.require(),
+            tuple(self.steps),
+            versions(),
+            tuple(considered.values()),
+            recorded_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        )
+        if moment is None:
+            return record
+        considered |= {each.plan: replace(each, timeline=()) for each in moment.predictions}
+        return replace(
+            record,
+            predictions=tuple(considered.values()),
+            title=moment.title,
+            capacity_bytes=moment.capacity_bytes,
+            budget_bytes=moment.budget_bytes,
+            points=moment.points,
+            changes=moment.changes,
+            rescues=moment.rescues,
+            events=moment.events,
+        )
 
     def require(self) -> Comparison:
         """The receipt.

@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 
 from memlab.comparison import Comparison, FoundPlan
-from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
+from memlab.errors import PlanError, TraceError, WorkloadError
 from memlab.exporting import export
 from memlab.jupyter import foresight
-from memlab.jupyter.display import show_figure
+from memlab.jupyter.display import show, show_figure
 from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.help import line_help
 from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook
+from memlab.jupyter.panels import bring_up_to_date, open_live, open_recorded
 from memlab.jupyter.parser import foresight_options, plans_in, split_words, unknown_word
 from memlab.jupyter.state import state_text
 from memlab.measuring.runs import compare
@@ -52,17 +53,22 @@ class LineMagic:
         command = self._commands.get(words[0])
         if command is None:
             raise unknown_word(words[0])
+        if words[0] in _NOT_WHILE_TRAINING:
+            self._notebook.background.require_rest(f"%memfit {words[0]}")
         return command(words[1:])
 
     @property
     def _commands(self) -> dict[str, Callable[[list[str]], Shown | None]]:
         return {
+            "panel": self._panel,
             "predict": self._predict,
             "find": self._find_plan,
             "snapshot": self._snapshot,
             "report": self._report,
             "compare": self._compare,
             "switch": self._switch,
+            "wait": self._wait,
+            "cancel": self._cancel,
             "undo": self._undo_plan,
             "export": self._export,
             "device": self._device,
@@ -83,6 +89,19 @@ class LineMagic:
         comparison = self._notebook.history().require()
         show_figure(self._notebook.shell, comparison)
         return comparison
+
+    def _panel(self, words: list[str]) -> None:
+        options = foresight_options("panel", words)
+        _no_more([*options.words, *([str(options.plan)] if options.plan is not None else [])], "panel")
+        workload, history = self._notebook.subject("panel", options, needs_batch=False)
+        control = self._notebook.control_of(workload.model)
+        budget = options.budget or self._notebook.config.budget
+        control.begin(workload, self._notebook.config.capacity_bytes, parse_bytes(budget) if budget else None)
+        bring_up_to_date(control, history)
+        self._notebook.remember(workload)
+        opened = open_live(self._notebook.panels, self._notebook.shell, control)
+        if opened is not None:
+            show(opened)
 
     def _predict(self, words: list[str]) -> Forecast | Comparison:
         options = foresight_options("predict", words)
@@ -160,8 +179,20 @@ class LineMagic:
             plan = Plan.parse(" ".join(words)) if words else _flags_missing()
         session = self._notebook.session()
         before = session.plan
+        if self._notebook.background.trains(session.workload.model):
+            session.switch(plan)
+            print(f"memfit: {before.label} → {plan.label} at the next step")  # noqa: T201
+            return
         session.switch(plan, now=True)
         print(f"memfit: {before.label} → {session.plan.label}")  # noqa: T201
+
+    def _wait(self, words: list[str]) -> None:
+        _no_more(words, "wait")
+        print(f"memfit: {self._notebook.background.wait()}")  # noqa: T201
+
+    def _cancel(self, words: list[str]) -> None:
+        _no_more(words, "cancel")
+        print(f"memfit: {self._notebook.background.cancel()}")  # noqa: T201
 
     def _undo_plan(self, words: list[str]) -> None:
         everywhere = words == ["all"]
@@ -193,24 +224,24 @@ class LineMagic:
 
     def _record(self, words: list[str]) -> None:
         file = _file_in(words, "record")
-        try:
-            file.write_text(self._notebook.history().record().to_json(), encoding="utf-8")
-        except OSError as error:
-            raise MemlabError(f"%memfit record {file}: {error.strerror}") from None
-        print(f"memfit: saved to {file}")  # noqa: T201
+        control = self._notebook.control()
+        record = self._notebook.history().record(control.moment() if control is not None else None)
+        record.save(file)
+        print(f"memfit: saved to {file}; %memfit replay shows it again, on a machine without a GPU as well")  # noqa: T201
 
     def _replay(self, words: list[str]) -> Comparison:
-        file = _file_in(words, "replay")
-        try:
-            comparison = RunRecord.from_json(file.read_text(encoding="utf-8")).comparison
-        except OSError as error:
-            raise MemlabError(f"%memfit replay {file}: {error.strerror}") from None
-        show_figure(self._notebook.shell, comparison)
-        return comparison
+        record = RunRecord.load(_file_in(words, "replay"))
+        if not open_recorded(self._notebook.panels, self._notebook.shell, record):
+            show_figure(self._notebook.shell, record.comparison)
+        return record.comparison
 
     def _help(self, words: list[str]) -> None:
         _no_more(words, "help")
         print(line_help())  # noqa: T201 - what was asked for
+
+
+# they change the model, or need it to stand still
+_NOT_WHILE_TRAINING = frozenset({"predict", "find", "compare", "snapshot", "undo"})
 
 
 def _no_more(words: list[str], command: str) -> None:

@@ -1,17 +1,17 @@
-"""One line that shows how training goes, and is gone when the receipt comes."""
+"""How training goes while a cell runs: a line and a small picture, gone when the receipt comes."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from html import escape
 from time import monotonic
 from typing import Protocol
 from uuid import uuid4
 
 from memlab.jupyter.display import replace_shown, show
-from memlab.records import StepRecord
-from memlab.report.columns import rate
-from memlab.units import format_bytes, format_seconds
+from memlab.moment import Activity, Moment
+from memlab.report.live_svg import compact, compact_text
 
 _FIRST_AFTER_SECONDS = 2.0
 _LEAST_SECONDS_BETWEEN = 0.25
@@ -21,8 +21,8 @@ _STYLE = "font-size:13px;font-variant-numeric:tabular-nums;padding:2px 0"
 class Line(Protocol):
     """A place for one line of text."""
 
-    def write(self, text: str) -> None:
-        """Replace what stands there."""
+    def write(self, text: str, html: str = "") -> None:
+        """Replace what stands there; with HTML for pages that show it."""
 
     def clear(self) -> None:
         """Leave nothing; harmless when nothing was written."""
@@ -34,12 +34,10 @@ class NotebookLine:
     def __init__(self) -> None:
         self._display_id = ""
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, html: str = "") -> None:
         """Replace what stands there."""
-        bundle = {
-            "text/plain": text,
-            "text/html": f'<div role="status" style="{_STYLE}">{escape(text)}</div>' if text else "",
-        }
+        line = f'<div role="status" style="{_STYLE}">{escape(text)}</div>' if text else ""
+        bundle = {"text/plain": text, "text/html": html or line}
         if self._display_id:
             replace_shown(bundle, display_id=self._display_id, raw=True)
         else:
@@ -58,7 +56,7 @@ class TerminalLine:
     def __init__(self) -> None:
         self._written = False
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, html: str = "") -> None:
         """Replace what stands there."""
         if sys.stdout.isatty():
             self._written = True
@@ -90,43 +88,26 @@ class Saying:
 
 
 class Progress:
-    """Shows the newest step: after two seconds for the first time, then four times a second at most.
+    """Shows how a cell's training goes, from its third second on; a cell that is over before shows its receipt only.
 
     Args:
         line: where to.
+        is_shown_elsewhere: whether a panel shows the pictures already; a line of text then does.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, is_shown_elsewhere: Callable[[], bool] = lambda: False) -> None:
         self._line = line
-        self._next_seconds = monotonic() + _FIRST_AFTER_SECONDS
+        self._is_shown_elsewhere = is_shown_elsewhere
+        self._from_seconds = monotonic() + _FIRST_AFTER_SECONDS
+        self._frame = -1
 
-    def is_due(self) -> bool:
-        """Whether it is time to show something; costs next to nothing."""
-        return monotonic() >= self._next_seconds
-
-    def show(self, steps: list[StepRecord]) -> None:
-        """Show the newest step and the highest peak so far."""
-        if steps:
-            self._line.write(progress_text(steps))
-        self._next_seconds = monotonic() + _LEAST_SECONDS_BETWEEN
+    def draw(self, moment: Moment) -> None:
+        """Show a moment of the run."""
+        is_new = moment.frame != self._frame and moment.activity is not Activity.IDLE
+        if is_new and moment.points and monotonic() >= self._from_seconds:
+            self._frame = moment.frame
+            self._line.write(compact_text(moment), "" if self._is_shown_elsewhere() else compact(moment))
 
     def end(self) -> None:
-        """Take the line away."""
+        """Take it away."""
         self._line.clear()
-
-
-def progress_text(steps: list[StepRecord]) -> str:
-    """The newest step in one line.
-
-    Example:
-        >>> progress_text([StepRecord(1, "as written", 0.5, 8, 0, 2**30)])
-        'memfit · as written · step 1 · 500.0 ms a step · 16.0 samples/s · peak allocated 1.00 GiB'
-    """
-    newest = steps[-1]
-    parts = ["memfit", newest.plan, f"step {newest.step}", f"{format_seconds(newest.seconds)} a step"]
-    if newest.samples and newest.seconds:
-        parts.append(f"{rate(newest.samples / newest.seconds)} samples/s")
-    peaks = [s.peak_allocated_bytes for s in steps if s.plan == newest.plan and s.peak_allocated_bytes is not None]
-    if peaks:
-        parts.append(f"peak allocated {format_bytes(max(peaks))}")
-    return " · ".join(parts)

@@ -34,9 +34,10 @@ def load(shell: Any) -> None:
 
 def unload(shell: Any) -> None:
     """Undo every session, and remove the magics; harmless when done."""
-    magic = _loaded.pop(shell, None)
+    magic = _loaded.get(shell)
     if magic is not None:
         magic.close()
+        del _loaded[shell]
 
 
 class MagicMemfit:
@@ -47,14 +48,19 @@ class MagicMemfit:
     """
 
     def __init__(self, shell: Any) -> None:
-        notebook = Notebook(shell)
+        self._notebook = notebook = Notebook(shell)
         self.cell = CellMagic(notebook)
         self.line = LineMagic(notebook)
         self._undo = ExitStack()
         self._register(shell, notebook)
 
     def close(self) -> None:
-        """Undo every session and take everything out of the shell."""
+        """Undo every session and take everything out of the shell.
+
+        Raises:
+            SessionError: a background cell does not end; everything is as it was.
+        """
+        self._notebook.background.close()
         for session in sessions():
             session.undo()
         self._undo.close()

@@ -12,11 +12,15 @@ from torch import nn
 
 from memlab.errors import MemlabError, WorkloadError
 from memlab.jupyter import foresight
+from memlab.jupyter.background import Background
 from memlab.jupyter.config import MemLab
-from memlab.jupyter.display import is_rich
+from memlab.jupyter.display import is_rich, show
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Line, NotebookLine, Saying, TerminalLine
+from memlab.jupyter.panels import panels
 from memlab.jupyter.parser import ForesightOptions
+from memlab.live.control import Control, control_of
+from memlab.moment import Moment
 from memlab.session import Session, session_of, sessions
 from memlab.workload import Workload
 
@@ -32,6 +36,8 @@ class Notebook:
         self._shell = weakref.ref(shell)
         self.config = MemLab(parent=shell)
         self.histories: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()
+        self.background = Background()
+        self.panels = panels()
         self._last_model: weakref.ref[nn.Module] | None = None
         self._last_name = ""
 
@@ -86,7 +92,30 @@ class Notebook:
         """What was measured on a model."""
         return self.histories.setdefault(model, History())
 
-    def subject(self, command: str, options: ForesightOptions) -> tuple[Workload, History]:
+    def control_of(self, model: nn.Module) -> Control:
+        """What steers and follows a model's run: one for all its cells and panels."""
+        control = control_of(model)
+        if control.run_ended is None:
+            control.run_ended = self.keep_run
+            control.is_taken = self._is_taken
+        return control
+
+    def control(self) -> Control | None:
+        """That of the model of the last cell or panel; None when there is none."""
+        model = self._last()
+        return self.control_of(model) if model is not None else None
+
+    def _is_taken(self) -> bool:
+        return self.background.running
+
+    def keep_run(self, moment: Moment) -> None:
+        """Take a panel's own run into the history, and leave its receipt below the panel."""
+        history = self.history()
+        history.add(moment.title, list(moment.measurements), moment.events)
+        history.foretell(each for each in moment.predictions if history.measured(each.plan) and not each.refused)
+        show(history.require(), display_id="memlab-receipt")
+
+    def subject(self, command: str, options: ForesightOptions, *, needs_batch: bool = True) -> tuple[Workload, History]:
         """What is foretold: the model of the last cell, or the one in the notebook.
 
         Raises:
@@ -94,7 +123,9 @@ class Notebook:
         """
         session = next(iter(self.sessions()), None)
         history = self.histories.get(session.workload.model, History()) if session is not None else History()
-        workload = foresight.workload_of(command, options, self.shell.user_ns, session, history)
+        workload = foresight.workload_of(
+            command, options, self.shell.user_ns, session, history, needs_batch=needs_batch
+        )
         return workload, self.history_of(workload.model)
 
     def nothing_applied(self) -> str:

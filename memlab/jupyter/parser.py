@@ -67,6 +67,12 @@ CELL_FLAGS = (
         repeats=True,
     ),
     Flag("no_rescue", "--no-rescue", "", "let the cell fail when memory runs out, instead of changing the plan"),
+    Flag(
+        "background",
+        "--background",
+        "",
+        "run the cell on a thread of its own, so that clicks and other cells come through",
+    ),
     Flag("quiet", "--quiet", "", "show no progress while the cell runs"),
     Flag("help", "--help", "", "show this and run nothing", also="-h"),
 )
@@ -99,6 +105,7 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
         *_WORKLOAD_FLAGS,
     ),
     "find": (_BUDGET, _LOSSLESS, *_WORKLOAD_FLAGS),
+    "panel": (_BUDGET, *_WORKLOAD_FLAGS),
     "snapshot": (
         Flag(
             "predicted",
@@ -112,6 +119,7 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
 }
 
 WORDS = (
+    Word("panel", "[--budget SIZE] [--batch NAME]", "switch settings with the mouse, and watch memory and throughput"),
     Word(
         "predict", "[FLAGS] [--budget SIZE] [--device GPU] [--all]", "foretell memory and speed of all plans, or of one"
     ),
@@ -127,6 +135,8 @@ WORDS = (
         "measure plans from the same starting point, then put everything back; returns the Comparison",
     ),
     Word("switch", "FLAGS", "change the plan now; %memfit FLAGS does the same"),
+    Word("wait", "", "wait for the %%memfit --background cell; fails when it has failed"),
+    Word("cancel", "", "end the %%memfit --background cell before its next step"),
     Word("undo", "[all]", "take the plan off the model of the last cell, or off all models"),
     Word("export", "[torch|trainer|accelerate|deepspeed] [FLAGS]", "the plan in force, or the one given, as code"),
     Word("device", "[--capacity SIZE|none]", "what memory is counted on, and the size it behaves as"),
@@ -150,6 +160,7 @@ class CellOptions:
         capacity_bytes: size the device is to behave as, or None when not given.
         keep: fields of the plan that must not change when memory runs out.
         rescue: change the plan and go on when memory runs out.
+        background: run the cell on a thread of its own.
         quiet: show no progress.
         help: show help and run nothing.
     """
@@ -162,13 +173,14 @@ class CellOptions:
     capacity_bytes: int | None = None
     keep: frozenset[str] = frozenset()
     rescue: bool = True
+    background: bool = False
     quiet: bool = False
     help: bool = False
 
 
 @dataclass(frozen=True)
 class ForesightOptions:
-    """What the line of `%memfit predict`, `find` or `snapshot` says.
+    """What the line of `%memfit predict`, `find`, `panel` or `snapshot` says.
 
     Args:
         words: what is no flag.
@@ -202,7 +214,7 @@ class ForesightOptions:
 
 
 def foresight_options(command: str, words: list[str]) -> ForesightOptions:
-    """Read the words after `%memfit predict`, `find` or `snapshot`.
+    """Read the words after `%memfit predict`, `find`, `panel` or `snapshot`.
 
     Raises:
         PlanError: as for `cell_options`.
@@ -282,6 +294,7 @@ def cell_options(line: str) -> CellOptions:
         capacity_bytes=parse_bytes(capacity) if capacity else None,
         keep=pinned(given["keep"].split(",")) if "keep" in given else frozenset(),
         rescue="no_rescue" not in given,
+        background="background" in given,
         quiet="quiet" in given,
         help="help" in given,
     )

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from memlab.errors import MemlabError
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress
+from memlab.live.control import Control
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import row_of_failure
 from memlab.measuring.steps import Device, Meter, device_for
@@ -46,6 +47,7 @@ class CellWatch:
         choose: called once with the workload and its batch at the first training step; the plan it returns is
             applied to that very step. None applies `plan` at once.
         rescue: makes what rescues a workload on a device of so many bytes; None lets the cell fail.
+        control_of: what follows and steers the run of a model; None for nothing.
 
     Attributes:
         session: the session of the model the cell trains; None until it is found.
@@ -58,6 +60,7 @@ class CellWatch:
         progress: Progress | None,
         choose: Callable[[Workload], Plan] | None = None,
         rescue: Callable[[Workload, int | None], Rescuer] | None = None,
+        control_of: Callable[[nn.Module], Control] | None = None,
     ) -> None:
         self.session: Session | None = None
         self._plan = plan
@@ -65,6 +68,9 @@ class CellWatch:
         self._progress = progress
         self._choose = choose
         self._rescue = rescue
+        self._control_of = control_of
+        self._control: Control | None = None
+        self._thread: int | None = None  # whose training counts; None for any
         self._meter: Meter | None = None
         self._notes = _Notes(self._step_ended)
         self._log_from = 0
@@ -80,7 +86,7 @@ class CellWatch:
 
     def wait_for_model(self) -> None:
         """Attach to the first model that the cell trains."""
-        self._undo.enter_context(FirstTrainingCall(self._found))
+        self._undo.enter_context(FirstTrainingCall(self._found, self._thread))
 
     def attach(self, workload: Workload) -> None:
         """Apply the plan to a workload and begin to observe.
@@ -95,6 +101,7 @@ class CellWatch:
         self._log_from = len(session.log)
         self._observe(session, device)
         self._keep_alive(session, device)
+        self._let_steer(session)
 
     def _found(self, model: nn.Module) -> None:
         session = session_of(model)
@@ -119,9 +126,19 @@ class CellWatch:
             session.accept(self._rescue(session.workload, device.capacity_bytes))
             self._undo.callback(session.dismiss)
 
+    def _let_steer(self, session: Session) -> None:
+        """Have panels follow the cell, and whoever uses them steer it."""
+        if self._control_of is None or self._meter is None:
+            return
+        self._control = control = self._control_of(session.workload.model)
+        if self._progress is not None:
+            self._undo.callback(control.watch(self._progress.draw))
+        control.training_begins(session, self._meter)
+        self._undo.callback(control.training_ended)
+
     def _step_ended(self) -> None:
-        if self._progress is not None and self._meter is not None and self._progress.is_due():
-            self._progress.show(self._meter.steps)
+        if self._control is not None:
+            self._control.stepped()
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -87,7 +87,7 @@ def rehearsal(workload: Workload, plan: Plan, *, keep: bool = False) -> Iterator
         WorkloadError: no batch or no optimizer.
         RefusalError: a technique of the plan does not apply.
     """
-    _require_complete(workload)
+    require_complete(workload)
     before = None if keep else Snapshot(workload)
     try:
         with _session_for(workload) as session:
@@ -266,7 +266,12 @@ def loss_in(workload: Workload, output: Any) -> torch.Tensor:
     return loss
 
 
-def _require_complete(workload: Workload) -> None:
+def require_complete(workload: Workload) -> None:
+    """Make sure that a workload can be trained.
+
+    Raises:
+        WorkloadError: no batch or no optimizer.
+    """
     if workload.batch is None:
         raise WorkloadError("measuring needs a batch to train on: Workload(model, optimizer, batch={…})")
     if not workload.optimizers:

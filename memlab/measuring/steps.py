@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -39,6 +40,8 @@ _LEAST_STEPS_BETWEEN = 50
 # share of the loop's time that observed steps may cost
 _OBSERVING_SHARE = 0.005
 _MOST_RECORDS = 10_000
+# steps that the state of a running cell is reduced from
+_MOST_SO_FAR = 200
 
 
 class Mark(Protocol):
@@ -238,6 +241,13 @@ class Meter(Observer):
         with self._lock:
             return [timed.record for timed in self._timed]
 
+    def steps_after(self, number: int) -> list[StepRecord]:
+        """Steps after the one of this number whose time is known by now; costs next to nothing when there is none."""
+        self._settle(wait=False)
+        with self._lock:
+            newer = list(takewhile(lambda timed: timed.record.step > number, reversed(self._timed)))
+        return [timed.record for timed in reversed(newer)]
+
     @property
     def live_bytes(self) -> int | None:
         """Live bytes at this moment of an observed step; None in others."""
@@ -328,6 +338,29 @@ class Meter(Observer):
         if period is self._period:
             self._read_counters(period)
         return _measurement(period, self.device, timed)
+
+    def so_far(self, plan: str) -> Measurement | None:
+        """What is known of a plan by now, from its newest steps; never waits for the device.
+
+        Args:
+            plan: its label.
+
+        Returns:
+            The measurement; None before a step of it has been timed.
+        """
+        period = next((each for each in reversed(self._periods.values()) if each.plan.label == plan), None)
+        if period is None:
+            return None
+        with self._lock:
+            newest = list(
+                islice((step for step in reversed(self._timed) if step.period == period.number), _MOST_SO_FAR)
+            )
+        return _measurement(period, self.device, newest[::-1]) if newest else None
+
+    def pause(self) -> None:
+        """The loop stands still between two steps: the next step is timed from its first forward."""
+        self._end_step_if_over()
+        self._last_end = None
 
     def close(self) -> None:
         """Stop watching and let go of model and optimizers; what was measured stays readable."""
@@ -472,6 +505,17 @@ def samples_of(batch: Batch) -> int:
     """Rows of a batch: the first dimension of its first tensor."""
     first = next((t for t in tensors_in((batch.args, batch.kwargs)) if t.dim()), None)
     return first.shape[0] if first is not None else 0
+
+
+def shapes_of(batch: Any) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Shapes and dtypes of the tensors in a batch: what of it decides what a step needs.
+
+    Example:
+        >>> shapes_of({"inputs": torch.zeros(2, 3)})
+        (((2, 3), 'torch.float32'),)
+    """
+    tensors = tensors_in((batch.args, batch.kwargs) if isinstance(batch, Batch) else batch)
+    return tuple((tuple(each.shape), str(each.dtype)) for each in tensors)
 
 
 def tokens_of(batch: Batch) -> int:

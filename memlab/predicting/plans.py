@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from memlab.devices import Gpu
@@ -85,6 +85,29 @@ def predict_all(
         say(f"{number} of {len(wanted)}: {plan.label}")
         predictions.append(_prediction_or_refusal(foreteller, plan))
     return _calibrated(predictions, measured, foreteller)
+
+
+def predict_each(
+    workload: Workload, plans: Iterable[Plan], *, measured: Measurement | None = None
+) -> Iterator[Prediction]:
+    """Foretell plans one at a time, on the device the model is on; as `predict_all`, for who has other things to do.
+
+    Args:
+        workload: as for `predict`.
+        plans: to foretell.
+        measured: as for `predict`.
+
+    Yields:
+        One prediction per plan, in their order.
+
+    Raises:
+        TraceError: what the model computes depends on values; it names the operator.
+        WorkloadError: no batch or no optimizer.
+    """
+    foreteller: Foreteller | None = None
+    for plan in plans:
+        foreteller = foreteller or Foreteller(workload)
+        yield _calibrated([_prediction_or_refusal(foreteller, plan)], measured, foreteller)[0]
 
 
 def _plans(foreteller: Foreteller, plans: Iterable[Plan | str] | None, rows: int) -> list[Plan]:

@@ -1,59 +1,70 @@
 """How a run is going, in a few lines of HTML without script: a sentence, and memory and speed by step as a small picture.
 
 It is drawn anew several times a second beside a loop that trains, so it is cheap: steps are gathered into columns a few
-pixels wide, the highest step of each counts, and stretches where nothing changes cost nothing.
+pixels wide, the highest step of each counts, and stretches where nothing changes take no room.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from memlab.moment import LivePoint, Moment
+from memlab.moment import Change, LivePoint, Moment
 from memlab.records import Category
-from memlab.report.columns import flag_lines, rate
-from memlab.report.segments import REST, categories_of, ordered, scale, swatch
+from memlab.report.columns import rate
+from memlab.report.segments import REST, categories_of, scale, swatch
 from memlab.units import format_bytes, format_seconds
 
-BUDGET = "#D9534F"
-# pixels of the picture
-_WIDTH, _HEIGHT = 640, 128
-_LEFT, _RIGHT = 72, 632
-_MEMORY_TOP, _MEMORY_BOTTOM = 16, 76
-_SPEED_TOP, _SPEED_BOTTOM = 86, 112
-_COLUMN = 4
+# the picture, in pixels: names of plans, memory, throughput, steps from top to bottom; scales left and right of them
+_WIDTH, _HEIGHT = 640, 130
+_LEFT, _RIGHT = 62, 566
+_NAMES_BASE = 10
+_MEMORY_TOP, _MEMORY_BOTTOM = 16, 80
+_SPEED_TOP, _SPEED_BOTTOM = 90, 114
+_STEPS_BASE = 127
+_COLUMN = 3
 _COLUMNS = (_RIGHT - _LEFT) // _COLUMN
 _LETTER = 6.2
+_LEAST_LETTERS = 10
+_MOST_LETTERS_LEFT = 40
+_MOST_MARKS = 20
 # a limit that would squeeze the curve below this share of the height is told, and not drawn
 _LEAST_SHARE = 0.4
-# less than this share of a peak goes unexplained without a mention
+_HEADROOM = 1.06
+# samples per second: one in decades is none
+_LEAST_SPEED = 1e-9
+# a smaller share of a peak may be part of no category without a mention
 _NO_REST = 0.001
 
+_LIMIT = "#D9534F"
+_RULE = "rgba(128,128,128,.3)"
 _TEXT = "font-size:13px;font-variant-numeric:tabular-nums;line-height:1.45"
-_SVG = "display:block;max-width:100%;height:auto;overflow:visible"
-_KEY = "display:inline-block;width:10px;height:10px;margin-right:5px"
+_SVG = "display:block;max-width:100%;height:auto"
+_KEYS = "font-size:11px;padding-left:62px"
+_KEY = "display:inline-block;width:9px;height:9px;margin-right:4px"
 
 
 def compact(moment: Moment) -> str:
-    """Write how a run is going as a piece of HTML.
+    """Write how a run is going as a piece of HTML that reads on a light and on a dark page.
 
     Args:
         moment: the run; every text in it is escaped.
 
     Returns:
-        A `<div>` with a status line and, once a step has ended, a picture of 640 by 128 pixels; at most 20 KiB.
+        A `<div>` with a status line and, once a step has ended, a picture; at most 20 KiB, whatever the run.
 
     Example:
         >>> from memlab.moment import Activity
         >>> from memlab.plan import Plan
         >>> point = LivePoint(1, "as written", 0.5, 16.0, 2**30, {"parameters": 2**29})
-        >>> compact(Moment("t", Activity.TRAINING, 1, Plan(), None, (), (point,)))[:43]
-        '<div class="memlab-live" style="font-size:1'
+        >>> html = compact(Moment("gpt2", Activity.TRAINING, 1, Plan(), None, (), (point,)))
+        >>> html.count("<svg"), html.count('role="status"')
+        (1, 1)
     """
-    status = f'<div role="status" aria-live="polite" style="padding:2px 0">{escape(compact_text(moment))}</div>'
+    status = f'<div role="status" aria-live="polite" style="padding:2px 0 4px">{escape(compact_text(moment))}</div>'
     return f'<div class="memlab-live" style="{_TEXT}">{status}{_picture(moment) if moment.points else ""}</div>'
 
 
@@ -64,34 +75,36 @@ def compact_text(moment: Moment) -> str:
         >>> from memlab.moment import Activity
         >>> from memlab.plan import Plan
         >>> point = LivePoint(1, "as written", 0.5, 16.0, 2**30, {})
-        >>> compact_text(Moment("t", Activity.TRAINING, 1, Plan(), None, (), (point,), budget_bytes=2**31))
+        >>> compact_text(Moment("gpt2", Activity.TRAINING, 1, Plan(), None, (), (point,), budget_bytes=2**31))
         'memfit · as written · step 1 · 500.0 ms a step · 16.0 samples/s · peak allocated 1.00 GiB of 2.00 GiB budget'
     """
     parts = ["memfit", moment.plan.label]
     if moment.pending is not None:
-        parts[-1] += f" → {moment.pending.label} pending"
+        parts[-1] += f" → {moment.pending.label} (pending)"
     if moment.points:
-        parts += _newest(moment.points[-1])
-        peak_bytes = _peak_under(moment.points, moment.points[-1].plan)
-        parts += [f"peak allocated {format_bytes(peak_bytes)}{_of_limit(moment)}"] if peak_bytes is not None else []
+        parts += [*_newest(moment.points[-1]), *_peak_in_words(moment)]
     if moment.rescues:
         parts.append(f"{len(moment.rescues)} rescue{'' if len(moment.rescues) == 1 else 's'}")
     return " · ".join(parts)
 
 
-def _newest(point: LivePoint) -> list[str]:
-    parts = [f"step {point.step}", f"{format_seconds(point.seconds)} a step"]
-    return [*parts, f"{rate(point.samples_per_second)} samples/s"] if math.isfinite(point.samples_per_second) else parts
+def _newest(point: LivePoint) -> Iterator[str]:
+    yield f"step {point.step}"
+    yield f"{format_seconds(point.seconds)} a step"
+    if math.isfinite(point.samples_per_second):
+        yield f"{rate(point.samples_per_second)} samples/s"
 
 
-def _peak_under(points: Iterable[LivePoint], plan: str) -> int | None:
-    peaks = (point.peak_bytes for point in points if point.plan == plan)
-    return max((peak for peak in peaks if peak is not None), default=None)
+def _peak_in_words(moment: Moment) -> Iterator[str]:
+    peak_bytes = _highest(point for point in moment.points if point.plan == moment.points[-1].plan)
+    if peak_bytes is not None:
+        limit = _limit(moment)
+        of_limit = f" of {format_bytes(limit.size_bytes)} {limit.name}" if limit is not None else ""
+        yield f"peak allocated {format_bytes(peak_bytes)}{of_limit}"
 
 
-def _of_limit(moment: Moment) -> str:
-    limit = _limit(moment)
-    return f" of {format_bytes(limit.size_bytes)} {limit.name}" if limit is not None else ""
+def _highest(points: Iterable[LivePoint]) -> int | None:
+    return max((point.peak_bytes for point in points if point.peak_bytes is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -100,53 +113,73 @@ class _Limit:
 
     name: str
     size_bytes: int
-    colour: str
 
 
 def _limit(moment: Moment) -> _Limit | None:
     if moment.budget_bytes is not None:
-        return _Limit("budget", moment.budget_bytes, BUDGET)
-    return _Limit("capacity", moment.capacity_bytes, "currentColor") if moment.capacity_bytes is not None else None
+        return _Limit("budget", moment.budget_bytes)
+    return _Limit("capacity", moment.capacity_bytes) if moment.capacity_bytes is not None else None
 
 
-# -- columns
+# -- steps as columns
 
 
 @dataclass(frozen=True)
 class _Column:
-    """A few pixels in a row: the highest of their steps.
+    """A few pixels' width of steps.
 
     Attributes:
-        peak_bytes: its peak; the one observed last under the plan when its own was not observed, None before.
-        parts: bytes by category; what they do not explain of the peak is a category of its own.
-        speed: samples per second, the mean of the steps; NaN where none is known.
+        peak_bytes: of the highest; where none was observed, as observed last under the plan; None before.
+        parts: bytes by category; what they leave of the peak is a category of its own.
+        speed: mean samples per second; NaN where none are known.
     """
 
     peak_bytes: int | None
     parts: Mapping[str, int]
     speed: float
 
+    @property
+    def total_bytes(self) -> int:
+        return max(self.peak_bytes or 0, sum(self.parts.values()))
 
-def _columns(points: Sequence[LivePoint]) -> list[_Column]:
-    """Steps from left to right; each lasts until the next one."""
-    place = _places(points)
+
+_NO_STEPS = _Column(None, {}, math.nan)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The axis of steps: each step is as wide as the others, and the last one ends at the right edge."""
+
+    first: int
+    last: int
+
+    def x(self, step: int) -> float:
+        share = (step - self.first) / (self.last + 1 - self.first)
+        return _LEFT + (_RIGHT - _LEFT) * min(1.0, max(0.0, share))
+
+    def column(self, point: LivePoint) -> int:
+        return min(_COLUMNS - 1, int((self.x(point.step) - _LEFT) / _COLUMN))
+
+
+def _columns(points: Sequence[LivePoint], steps: _Steps) -> list[_Column]:
+    """Columns from left to right; where no step begins, the one before goes on."""
     columns: list[_Column] = []
-    plan, known = "", _Column(None, {}, math.nan)
-    for index, group in groupby(points, key=lambda point: place(point.step) // _COLUMN):
-        columns += [known] * (index - len(columns))
-        steps = list(group)
-        plan_before, plan = plan, steps[-1].plan
-        known = _column(steps, known if plan == plan_before else None)
-        columns.append(known)
-    return columns + [known] * (_COLUMNS - len(columns))
+    plan, newest = "", _NO_STEPS
+    for index, group in groupby(points, key=steps.column):
+        columns += [newest] * (index - len(columns))
+        gathered = list(group)
+        known_bytes = newest.peak_bytes if gathered[0].plan == plan else None
+        columns.append(_column(gathered, known_bytes))
+        plan, plan_before = gathered[-1].plan, gathered[0].plan
+        # what goes on is the newest plan, however high the one before it was
+        newest = columns[-1] if plan == plan_before else _column([p for p in gathered if p.plan == plan], None)
+    return columns + [newest] * (_COLUMNS - len(columns))
 
 
-def _column(steps: Sequence[LivePoint], before: _Column | None) -> _Column:
-    highest = max(steps, key=lambda step: -1 if step.peak_bytes is None else step.peak_bytes)
-    peak_bytes = highest.peak_bytes
-    if peak_bytes is None and before is not None:
-        peak_bytes = before.peak_bytes
-    speeds = [step.samples_per_second for step in steps if math.isfinite(step.samples_per_second)]
+def _column(points: Sequence[LivePoint], peak_before_bytes: int | None) -> _Column:
+    highest = max(points, key=lambda point: -1 if point.peak_bytes is None else point.peak_bytes)
+    peak_bytes = peak_before_bytes if highest.peak_bytes is None else highest.peak_bytes
+    speeds = [point.samples_per_second for point in points if math.isfinite(point.samples_per_second)]
     speed = sum(speeds) / len(speeds) if speeds else math.nan
     return _Column(peak_bytes, _completed(highest.live_bytes, peak_bytes), speed)
 
@@ -158,61 +191,190 @@ def _completed(parts: Mapping[str, int], peak_bytes: int | None) -> Mapping[str,
     return {**parts, REST: rest} if rest > peak_bytes * _NO_REST else parts
 
 
-class _Places:
-    """Where a step stands, in pixels from the left edge of the plot."""
-
-    def __init__(self, points: Sequence[LivePoint]) -> None:
-        self._first = points[0].step
-        self._steps = max(1, points[-1].step + 1 - self._first)
-
-    def __call__(self, step: int) -> int:
-        share = (step - self._first) / self._steps
-        return min(_RIGHT - _LEFT - 1, max(0, int(share * (_RIGHT - _LEFT))))
-
-
-def _places(points: Sequence[LivePoint]) -> _Places:
-    return _Places(points)
-
-
-# -- picture
+# -- the picture
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """A scale from zero up.
-
-    Attributes:
-        most: value at the top.
-        top: pixel of the top.
-        bottom: pixel of zero.
-    """
+    """A scale from zero at the bottom to its most at the top."""
 
     most: float
     top: int
     bottom: int
 
-    def height(self, value: float) -> float:
-        return (self.bottom - self.top) * min(1.0, max(0.0, value / self.most))
-
     def y(self, value: float) -> int:
-        return round(self.bottom - self.height(value))
+        return round(self.bottom - (self.bottom - self.top) * min(1.0, max(0.0, value / self.most)))
 
 
 def _picture(moment: Moment) -> str:
-    columns = _columns(moment.points)
+    steps = _Steps(moment.points[0].step, moment.points[-1].step)
+    columns = _columns(moment.points, steps)
     names = categories_of([column.parts for column in columns])
-    memory = _Axis(_top_of(columns, moment), _MEMORY_TOP, _MEMORY_BOTTOM)
-    pieces = [
-        f"<title>{escape('memory and throughput by step')}</title><desc>{escape(_spoken(moment))}</desc>",
+    limit = _limit(moment)
+    memory = _Axis(_most_bytes(columns, limit), _MEMORY_TOP, _MEMORY_BOTTOM)
+    pieces = (
+        f"<title>memory and throughput by step</title><desc>{escape(_spoken(moment))}</desc>",
         _memory_scale(memory),
         *_layers(columns, names, memory),
-        _peak_line(columns, memory),
-        _limit_line(moment, memory),
-        _speed_plot(columns),
-        _marks(moment),
-        _steps_scale(moment.points),
-    ]
+        _line([_peak_y(column, memory) for column in columns]),
+        _limit_line(limit, memory),
+        _speed(columns),
+        _marks(moment.changes, steps),
+        _text(_LEFT, _STEPS_BASE, f"step {steps.first}"),
+        _text(_RIGHT, _STEPS_BASE, f"step {steps.last}", "end") if steps.last > steps.first else "",
+    )
     return (
         f'<svg role="img" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{_SVG}" '
-        f'font-size="11" fill="currentColor">{"".join(pieces)}</svg>{_keys(names)}'
+        f'font-size="11" fill="currentColor">{"".join(pieces)}</svg>{_key(names)}'
     )
+
+
+def _most_bytes(columns: Sequence[_Column], limit: _Limit | None) -> float:
+    """What stands at the top: a little more than the peak, and than the limit if that is not too far off."""
+    highest = max(1, *(column.total_bytes for column in columns))
+    if limit is not None and highest >= limit.size_bytes * _LEAST_SHARE:
+        highest = max(highest, limit.size_bytes)
+    return highest * _HEADROOM
+
+
+def _spoken(moment: Moment) -> str:
+    first, last = moment.points[0].step, moment.points[-1].step
+    highest = _highest(moment.points)
+    peak = f"; highest peak {format_bytes(highest)}" if highest is not None else ""
+    changes = "".join(f"; from step {each.step}: {each.plan}" for each in moment.changes[-_MOST_MARKS:])
+    return f"steps {first} to {last}{peak}{changes}"
+
+
+def _memory_scale(axis: _Axis) -> str:
+    unit, name = scale(axis.most)
+    ticks = [0, *_ticks(axis.most / unit, 4)]
+    return "".join(
+        f"{_rule(axis.y(tick * unit))}{_text(_LEFT - 6, axis.y(tick * unit) + 4, f'{tick:g} {name}' if tick else '0', 'end')}"
+        for tick in ticks
+    )
+
+
+def _ticks(most: float, count: int) -> list[float]:
+    """At most so many round numbers up to `most`, evenly spaced.
+
+    Example:
+        >>> _ticks(11.4, 3), _ticks(0.93, 2)
+        ([5.0, 10.0], [0.5])
+    """
+    magnitude = 10.0 ** math.floor(math.log10(most / count))
+    step = next(each for factor in (1, 2, 5, 10) if (each := factor * magnitude) * (count + 1) > most)
+    return [step * number for number in range(1, int(most / step) + 1)]
+
+
+def _layers(columns: Sequence[_Column], names: Sequence[str], axis: _Axis) -> Iterator[str]:
+    """The highest layer first, each down to zero: those below are painted over it."""
+    layers, tops = [], [0] * len(columns)
+    for name in names:
+        tops = [top + column.parts.get(name, 0) for top, column in zip(tops, columns, strict=True)]
+        heights = [axis.y(top) for top in tops]
+        # without smoothed edges, or a layer that is covered would shine through at the rim
+        layers.append(
+            f'<path shape-rendering="crispEdges" fill="{swatch(name).colour}" '
+            f'd="M{_LEFT} {axis.bottom}{_stairs(heights)}V{axis.bottom}z"/>'
+        )
+    return reversed(layers)
+
+
+def _stairs(heights: Sequence[int]) -> str:
+    """A path over columns of these heights, from the left edge on."""
+    return "".join(f"V{height}h{_COLUMN * len(list(group))}" for height, group in groupby(heights))
+
+
+def _peak_y(column: _Column, axis: _Axis) -> int | None:
+    return None if column.peak_bytes is None else axis.y(column.peak_bytes)
+
+
+def _line(heights: Sequence[int | None]) -> str:
+    """A line over columns; it is broken where there is no height."""
+    pieces, x, is_drawn = [], _LEFT, False
+    for height, group in groupby(heights):
+        wide = _COLUMN * len(list(group))
+        if height is not None:
+            pieces.append(f"{'V' if is_drawn else f'M{x} '}{height}h{wide}")
+        is_drawn = height is not None
+        x += wide
+    return f'<path fill="none" stroke="currentColor" stroke-width="1.5" d="{"".join(pieces)}"/>' if pieces else ""
+
+
+def _limit_line(limit: _Limit | None, axis: _Axis) -> str:
+    """The limit with its name at the right; an arrow up where it is far above."""
+    if limit is None:
+        return ""
+    is_far = limit.size_bytes > axis.most
+    y = axis.y(limit.size_bytes)
+    line = f'<path stroke="{_LIMIT}" stroke-width="1.5" stroke-dasharray="5 3" d="M{_LEFT} {y}H{_RIGHT}"/>'
+    base = min(max(y + 1, _MEMORY_TOP + 4), _MEMORY_BOTTOM - 8)
+    return (
+        f"{'' if is_far else line}{_text(_RIGHT + 5, base, f'↑ {limit.name}' if is_far else limit.name)}"
+        f"{_text(_RIGHT + 5, base + 12, format_bytes(limit.size_bytes))}"
+    )
+
+
+def _speed(columns: Sequence[_Column]) -> str:
+    speeds = [column.speed for column in columns]
+    fastest = max((speed for speed in speeds if math.isfinite(speed)), default=0.0)
+    if fastest < _LEAST_SPEED:
+        return ""
+    axis = _Axis(fastest * _HEADROOM, _SPEED_TOP, _SPEED_BOTTOM)
+    (tick, *_) = reversed(_ticks(axis.most, 2))
+    scales = "".join(_rule(axis.y(value)) for value in (0, tick))
+    return (
+        f"{scales}{_text(_LEFT - 6, axis.y(tick) + 4, f'{tick:g}', 'end')}{_text(_LEFT - 6, _SPEED_BOTTOM + 4, '0', 'end')}"
+        f"{_line([axis.y(speed) if math.isfinite(speed) else None for speed in speeds])}"
+        f"{_text(_RIGHT + 5, (_SPEED_TOP + _SPEED_BOTTOM) // 2 + 4, 'samples/s')}"
+    )
+
+
+def _marks(changes: Sequence[Change], steps: _Steps) -> str:
+    """A line where each plan came into force, and its flags above as far as there is room."""
+    shown = [change for change in changes if change.step <= steps.last][-_MOST_MARKS:]
+    marks = [steps.x(change.step) for change in shown]
+    pieces, free_until = [], float(_RIGHT)
+    for number in reversed(range(len(shown))):
+        x, plan = marks[number], shown[number].plan
+        if shown[number].step > steps.first:
+            pieces.append(_mark(x))
+        label = _shortened(plan, int((free_until - x) / _LETTER))
+        if not label and number == len(shown) - 1:
+            # a plan that has just come into force is named to the left of its mark
+            label = _shortened(plan, min(_MOST_LETTERS_LEFT, int((free_until - marks[number - 1]) / _LETTER)))
+        start = min(x + 2, free_until - len(label) * _LETTER)
+        if label:
+            pieces.append(_text(round(start), _NAMES_BASE, label))
+        free_until = min(x, start) - _LETTER
+    return "".join(pieces)
+
+
+def _mark(x: float) -> str:
+    path = f"M{x:.1f} {_NAMES_BASE - 8}V{_SPEED_BOTTOM}"
+    return f'<path stroke="currentColor" stroke-dasharray="2 2" opacity=".7" d="{path}"/>'
+
+
+def _shortened(label: str, letters: int) -> str:
+    """A label in so many letters; nothing where a few would tell nothing."""
+    if len(label) <= letters:
+        return label
+    return f"{label[: letters - 1].rstrip()}…" if letters >= _LEAST_LETTERS else ""
+
+
+def _rule(y: int) -> str:
+    return f'<path stroke="{_RULE}" d="M{_LEFT} {y}H{_RIGHT}"/>'
+
+
+def _text(x: int, y: int, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _key(names: Sequence[str]) -> str:
+    """What the colours mean, in the order of the layers."""
+    keys = "".join(
+        f'<span style="margin-right:12px;white-space:nowrap"><span aria-hidden="true" '
+        f'style="{_KEY};background-color:{swatch(name).colour}"></span>{escape(name)}</span>'
+        for name in names
+    )
+    return f'<div style="{_KEYS}">at the peak: {keys}</div>' if keys else ""

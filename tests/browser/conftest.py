@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,11 @@ _QUIET = (
     "--no-first-run",
 )
 _PATIENCE_SECONDS = 60
+_MILLISECONDS = 90_000
+_CLIPBOARD = ["clipboard-read", "clipboard-write"]
+
+Page = Any
+Locator = Any
 
 
 @pytest.fixture(scope="session")
@@ -85,9 +92,95 @@ def lab(lab_folder: Path) -> Iterator[str]:
         server.wait(timeout=30)
 
 
+class OpenNotebook:
+    """A notebook in JupyterLab, and what people do with it.
+
+    Attributes:
+        page: Playwright's.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+
+    def cell(self, number: int) -> Locator:
+        """A cell, counted from 0."""
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(number)
+
+    def run(self, number: int) -> None:
+        """Run a cell, without waiting for its end."""
+        self.cell(number).locator(".cm-content").click()
+        self.page.keyboard.press("Shift+Enter")
+
+    def is_running(self, number: int) -> bool:
+        """Whether a cell waits or runs."""
+        return "*" in str(self.cell(number).locator(".jp-InputPrompt").inner_text())
+
+    def until_over(self, number: int) -> None:
+        """Wait for the end of a cell."""
+        prompt = self.cell(number).locator(".jp-InputPrompt")
+        prompt.filter(has_text=re.compile(r"\[\d+\]")).wait_for(timeout=_MILLISECONDS)
+
+    def result(self, number: int) -> str:
+        """Run a cell; what it has printed."""
+        self.run(number)
+        self.until_over(number)
+        return str(self.cell(number).locator(".jp-OutputArea-output").inner_text()).strip()
+
+    def panel(self, cell: int) -> Locator:
+        """The panel below a cell, once it stands there with its figure."""
+        panel = self.cell(cell).locator(".memlab-panel")
+        panel.locator(".main-svg").first.wait_for(timeout=_MILLISECONDS)
+        return panel
+
+
+@contextmanager
+def opened_notebook(
+    browser: Any, lab: str, folder: Path, name: str, cells: Sequence[str] = ()
+) -> Iterator[OpenNotebook]:
+    """A notebook with these cells in a page of its own; without cells, one that is there.
+
+    What the page shows when a test fails is kept beside the notebook, as a picture of the same name.
+    """
+    nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
+    if cells:
+        made = [nbformat.v4.new_code_cell(source.strip(), id=f"cell-{number}") for number, source in enumerate(cells)]
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        nbformat.write(nbformat.v4.new_notebook(cells=made, metadata=kernel), folder / name)
+    context = browser.new_context(viewport={"width": 1500, "height": 1900}, permissions=_CLIPBOARD)
+    try:
+        page = context.new_page()
+        show_notebook(page, f"{lab}/lab/tree/{name}?reset")
+        yield OpenNotebook(page)
+    except BaseException:
+        page.screenshot(path=str(folder / f"{name}.png"))
+        raise
+    finally:
+        context.close()
+
+
+def show_notebook(page: Page, address: str = "") -> None:
+    """Go to a notebook, or load its page again, and wait until it can be used."""
+    if address:
+        page.goto(address)
+    else:
+        page.reload()
+    page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for(timeout=_MILLISECONDS)
+    page.get_by_text(re.compile(r"Python 3 \(ipykernel\) \| (Idle|Busy)")).wait_for(timeout=_MILLISECONDS)
+
+
 def choose_theme(folder: Path, name: str) -> None:
     """Let pages that are opened from now on have a theme."""
     _set(folder, "themes", {"theme": name})
+
+
+@contextmanager
+def without_subshells(folder: Path) -> Iterator[None]:
+    """Let pages that are opened meanwhile send the messages of widgets to the main shell, as other front ends do."""
+    _set(folder, "kernels-settings", {"commsOverSubshells": "disabled"})
+    try:
+        yield
+    finally:
+        _set(folder, "kernels-settings", {})
 
 
 def _set(folder: Path, name: str, values: dict[str, Any]) -> None:

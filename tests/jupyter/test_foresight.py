@@ -23,6 +23,7 @@ from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.parser import FORESIGHT_FLAGS, foresight_options
 from memlab.jupyter.watch import without_graph
 from memlab.lattice import lattice
+from memlab.live.control import control_of
 from memlab.plan import Plan, Precision
 from memlab.records import Measurement, Prediction
 from memlab.run_record import RunRecord
@@ -335,7 +336,7 @@ def test_a_budget_chooses_the_plan_of_the_first_step(shell: Any, made: Cell, ora
     assert f"budget 40.0 KiB: {session.plan.label}, chosen of 6 plans, predicted " in ran.out
     assert ", measured " in ran.out
     assert "predicted" in ran.out.splitlines()[1]
-    assert session.observers == []
+    assert session.observers == [control_of(session.workload.model)]
 
 
 def test_flags_beside_a_budget_are_kept(shell: Any, made: Cell, oracle: Oracle) -> None:

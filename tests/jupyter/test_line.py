@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from memlab.jupyter import live
 from memlab.jupyter.help import cell_help, line_help
 from memlab.jupyter.live import NotebookLine, Progress, TerminalLine
 from memlab.jupyter.parser import CELL_FLAGS, FORESIGHT_FLAGS, WORDS
-from memlab.plan import FIELDS, plan_flags
-from memlab.records import StepRecord
+from memlab.moment import Activity, LivePoint, Moment
+from memlab.plan import FIELDS, Plan, plan_flags
 from memlab.session import session_of, sessions
 from memlab.snapshot import Snapshot
 from memlab.workload import Workload
@@ -162,13 +162,15 @@ def test_record_and_replay(shell: Any, made: Cell, tmp_path: Path) -> None:
     made(f"%%memfit\n{TRAIN}")
     made(f"%%memfit --accumulate 4\n{TRAIN}")
     file = tmp_path / "run one.json"
-    assert made(f"%memfit record '{file}'").out == f"memfit: saved to {file}\n"
+    assert made(f"%memfit record '{file}'").out == (
+        f"memfit: saved to {file}; %memfit replay shows it again, on a machine without a GPU as well\n"
+    )
     made(f"c = %memfit replay '{file}'")
     made("r = %memfit report")
     assert shell.user_ns["c"] == shell.user_ns["r"]
     assert one_line(made(f"%memfit replay {tmp_path}/none.json")).endswith("none.json: No such file or directory")
     file.write_text("{}")
-    assert one_line(made(f"%memfit replay '{file}'")).startswith("not a run record of memlab")
+    assert one_line(made(f"%memfit replay '{file}'")).startswith(f"{file}: not a run record of memlab")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_record_and_replay(shell: Any, made: Cell, tmp_path: Path) -> None:
     [
         (
             "undoo",
-            "%memfit undoo: unknown; did you mean %memfit undo?; allowed are predict, find, report, compare, switch, undo, export, "
+            "%memfit undoo: unknown; did you mean %memfit undo?; allowed are panel, predict, find, report, compare, switch, wait, cancel, undo, export, "
             "device, snapshot, record, replay, help, or the flags of a plan",
         ),
         ("undo everything", "%memfit undo everything: unknown; see %memfit help"),
@@ -213,32 +215,45 @@ def test_the_question_mark_explains(shell: Any) -> None:
 class _Line:
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.pages: list[str] = []
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, html: str = "") -> None:
         self.texts.append(text)
+        self.pages.append(html)
 
     def clear(self) -> None:
         self.texts.append("")
 
 
-def test_progress_begins_after_two_seconds_and_is_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_begins_after_two_seconds_with_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(live, "monotonic", lambda: now)
     line = _Line()
     progress = Progress(line)
-    shown = []
-    for tick in range(60):
-        now = 100.0 + tick / 10
-        if progress.is_due():
-            progress.show([StepRecord(tick, "--accumulate 4", 0.1, 8, 0, 2**20)])
-            shown.append(now)
-    progress.end()
-    assert shown[0] == 102.0
-    assert min(b - a for a, b in pairwise(shown)) >= 0.25
+    point = LivePoint(20, "--accumulate 4", 0.1, 80.0, 2**20, {"parameters": 2**19})
+    moment = Moment("gpt2", Activity.TRAINING, 20, Plan.parse("--accumulate 4"), None, (), (point,))
+    for frame in range(1, 41):
+        now = 100.0 + frame / 10
+        progress.draw(replace(moment, frame=frame))
+        progress.draw(replace(moment, frame=frame))  # settings changed, no new figures
+    assert len(line.texts) == 21
     assert line.texts[0] == (
         "memfit · --accumulate 4 · step 20 · 100.0 ms a step · 80.0 samples/s · peak allocated 1.0 MiB"
     )
+    assert "<svg" in line.pages[0]
+    progress.end()
     assert line.texts[-1] == ""
+
+
+def test_beside_a_panel_progress_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(live, "monotonic", lambda: now)
+    line = _Line()
+    progress = Progress(line, lambda: True)
+    now = 3.0
+    point = LivePoint(1, "as written", 0.1, 80.0, 2**20, {})
+    progress.draw(Moment("gpt2", Activity.TRAINING, 1, Plan(), None, (), (point,), frame=1))
+    assert line.pages == [""]
 
 
 def test_a_line_is_updated_in_place_and_escaped(monkeypatch: pytest.MonkeyPatch) -> None:

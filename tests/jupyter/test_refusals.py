@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.live.control import control_of
 from memlab.session import session_of, sessions
 from memlab.snapshot import Snapshot
 from memlab.workload import Workload
@@ -17,7 +18,7 @@ from tests.jupyter.conftest import STEP, TRAIN, Cell
 
 FLAGS = (
     "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --quiet, --help"
+    "--model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --quiet, --help"
 )
 
 
@@ -236,7 +237,7 @@ def test_interrupt(shell: Any, made: Cell, where: str, flags: str) -> None:
     assert isinstance(ran.error, KeyboardInterrupt)
     assert (ran.out + ran.err).count("Traceback (most recent call last)") == 1
     assert session.plan == plan
-    assert session.observers == []
+    assert session.observers == [control_of(session.workload.model)]
     # no parameter was updated half-way, and training goes on
     assert all(torch.equal(p, before[name]) for name, p in workload.model.named_parameters())
     made("handle.remove()\noptimizer.zero_grad()")

@@ -1,0 +1,225 @@
+"""The controls of a panel: one row per field of a plan, and the buttons below; all of them only ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from html import escape
+from typing import Any
+
+from memlab.extras import require
+from memlab.live.effects import default_text, effect_of
+from memlab.live.source import Can, Source
+from memlab.moment import Asked, Moment
+from memlab.plan import FIELDS, PlanField
+from memlab.report.segments import scale
+
+Widget = Any
+Guard = Callable[[Callable[[Any], None]], Callable[[Any], None]]
+
+_MARKS = {Asked.IDLE: "", Asked.PENDING: "⏳", Asked.APPLIED: "✓", Asked.REFUSED: "✕"}
+_BUDGET_STEPS = 200
+
+
+class SettingRow:
+    """A check box and a choice for one field, with what it gives and what has become of it.
+
+    Args:
+        spec: the field.
+        source: what is asked.
+        guarded: makes a callback that tells its errors, and keeps still while the panel draws.
+    """
+
+    def __init__(self, spec: PlanField, source: Source, guarded: Guard) -> None:
+        widgets = require("ipywidgets")
+        self._spec = spec
+        self._source = source
+        self._on_texts = spec.choices[1:]
+        self.box = widgets.Checkbox(description=spec.title, indent=False, tooltip=spec.help, layout={"width": "178px"})
+        self.choice = widgets.Dropdown(
+            options=self._options(), value=spec.offer, tooltip=f"{spec.title}: {spec.help}", layout={"width": "150px"}
+        )
+        self.choice.add_class(self.class_name)
+        self._has_choice = len(self._on_texts) > 1
+        self.choice.layout.visibility = "visible" if self._has_choice else "hidden"
+        self.effect = widgets.HTML(layout={"margin": "0 0 0 8px", "width": "auto"})
+        self.state = widgets.HTML(layout={"margin": "-6px 0 0 24px", "width": "auto", "max_width": "420px"})
+        self.widget = widgets.VBox(
+            [widgets.HBox([self.box, self.choice, self.effect], layout={"align_items": "center"}), self.state]
+        )
+        self.box.observe(guarded(self._flipped), "value")
+        self.choice.observe(guarded(self._chosen), "value")
+
+    @property
+    def class_name(self) -> str:
+        """Of the choice in the page, where its label is put."""
+        return f"memlab-choice-{self._spec.name}"
+
+    @property
+    def label(self) -> str:
+        """Of the choice, for screen readers."""
+        return f"{self._spec.title}, which"
+
+    def draw(self, moment: Moment) -> None:
+        """Show what is in force, what was asked for and what it gives."""
+        toggle = next(each for each in moment.toggles if each.field == self._spec.name)
+        shown = toggle.wanted if toggle.asked is Asked.PENDING else toggle.value
+        is_on = shown != default_text(self._spec)
+        if is_on and shown not in self._on_texts:
+            self._on_texts = (*self._on_texts, shown)  # a value of a magic that no choice stands for
+            self.choice.options = self._options()
+        _put(self.box, value=is_on)
+        if is_on:
+            _put(self.choice, value=shown)
+        effect = effect_of(moment, self._spec.name, self.choice.value)
+        text = effect.text if effect is not None else ""
+        _put(self.effect, value=_faint(text, effect.refused if effect is not None else ""))
+        mark = _MARKS[toggle.asked]
+        _put(self.state, value=_small(f"{mark} {toggle.text}" if mark else ""))
+        self.state.layout.display = "none" if not mark else ""
+
+    def _options(self) -> list[tuple[str, str]]:
+        return [(self._spec.names.get(text, text), text) for text in self._on_texts]
+
+    def _flipped(self, change: Mapping[str, Any]) -> None:
+        self._source.ask(self._spec.name, self.choice.value if change["new"] else default_text(self._spec))
+
+    def _chosen(self, change: Mapping[str, Any]) -> None:
+        if self.box.value:
+            self._source.ask(self._spec.name, change["new"])
+
+
+class BudgetRow:
+    """The budget: a slider over the sizes that matter here.
+
+    Args:
+        source: what is asked.
+        guarded: as for `SettingRow`.
+    """
+
+    def __init__(self, source: Source, guarded: Guard) -> None:
+        widgets = require("ipywidgets")
+        self._source = source
+        self._unit = 0
+        self.slider = widgets.FloatSlider(
+            description="Budget", min=0, max=1, value=1, step=0.01, readout_format=".2f", continuous_update=False,
+            disabled=True, layout={"width": "330px"}, tooltip="size that a setting is to fit into; at its end, none",
+        )  # fmt: skip
+        self._said = widgets.HTML()
+        self.widget = widgets.HBox([self.slider, self._said], layout={"align_items": "center"})
+        self.slider.observe(guarded(self._moved), "value")
+
+    def draw(self, moment: Moment) -> None:
+        """Show the budget, once sizes are known."""
+        most_bytes = _most_bytes(moment)
+        if not most_bytes:
+            _put(self._said, value=_faint("known after the first step"))
+            return
+        unit, name = scale(most_bytes)
+        if unit != self._unit or self.slider.disabled or most_bytes > self.slider.max * unit * 1.001:
+            self._unit = unit
+            self._stretch(most_bytes / unit * (1 if moment.capacity_bytes == most_bytes else 1.1))
+            self.slider.disabled = False
+            _put(self.slider, value=self.slider.max)
+        if moment.budget_bytes is not None:
+            _put(self.slider, value=round(moment.budget_bytes / unit, 4))
+        _put(self._said, value=_faint(name if moment.budget_bytes is not None else f"{name} (no budget)"))
+
+    def _stretch(self, most: float) -> None:
+        with self.slider.hold_trait_notifications():
+            self.slider.max = most
+            self.slider.step = most / _BUDGET_STEPS
+            self.slider.value = most
+
+    def _moved(self, change: Mapping[str, Any]) -> None:
+        is_none = change["new"] >= self.slider.max
+        self._source.set_budget(None if is_none else round(change["new"] * self._unit))
+
+
+class RunRow:
+    """Buttons: run, pause, cancel; find a plan, copy as code, undo.
+
+    Args:
+        source: what is asked.
+        guarded: as for `SettingRow`.
+        copy: called with the target whose code is to be copied.
+        targets: what a plan can be written for.
+    """
+
+    def __init__(self, source: Source, guarded: Guard, copy: Callable[[str], None], targets: tuple[str, ...]) -> None:
+        widgets = require("ipywidgets")
+        self._source = source
+
+        def button(text: str, tooltip: str, clicked: Callable[[], None]) -> Any:
+            made = widgets.Button(description=text, tooltip=tooltip, layout={"width": "auto"})
+            made.on_click(guarded(lambda _button: clicked()))
+            return made
+
+        self.run = button("Run", "train on the batch at hand and measure it", self._run)
+        self.keep = widgets.Checkbox(
+            description="keep what it trains", indent=False, layout={"width": "160px"},
+            tooltip="off: weights, moments and random state are put back when the run ends",
+        )  # fmt: skip
+        self.pause = button("Pause", "hold the run before its next step", self._pause)
+        self.cancel = button("Cancel", "end the run before its next step", source.cancel)
+        self.find = button("Find a plan", "the fastest plan predicted to fit the budget", self._find)
+        self.undo = button("Undo all", "give the model back as it was", source.undo)
+        self.target = widgets.Dropdown(options=targets, layout={"width": "120px"}, tooltip="Copy as code: for what")
+        self.target.add_class("memlab-choice-target")
+        self.copy = button("Copy as code", "the settings in force as code", lambda: copy(self.target.value))
+        self.rows = (
+            widgets.HBox([self.run, self.pause, self.cancel, self.keep], layout={"flex_flow": "row wrap"}),
+            widgets.HBox([self.find, self.undo, self.copy, self.target], layout={"flex_flow": "row wrap"}),
+        )
+
+    def draw(self, moment: Moment, can: Can) -> None:
+        """Grey out what cannot be asked for."""
+        _put(self.run, disabled=Can.RUN not in can)
+        _put(self.keep, disabled=Can.RUN not in can)
+        _put(self.pause, disabled=not can & (Can.PAUSE | Can.RESUME))
+        _put(self.pause, description="Resume" if Can.RESUME in can else "Pause")
+        _put(self.cancel, disabled=Can.CANCEL not in can)
+        _put(self.find, disabled=Can.FIND not in can or moment.budget_bytes is None)
+        _put(self.undo, disabled=Can.UNDO not in can)
+
+    def _run(self) -> None:
+        self._source.run(keep=self.keep.value)
+
+    def _pause(self) -> None:
+        if Can.RESUME in self._source.can():
+            self._source.resume()
+        else:
+            self._source.pause()
+
+    def _find(self) -> None:
+        self._source.find()
+
+
+def setting_rows(source: Source, guarded: Guard) -> tuple[SettingRow, ...]:
+    """One row per field of a plan."""
+    return tuple(SettingRow(spec, source, guarded) for spec in FIELDS)
+
+
+def _most_bytes(moment: Moment) -> int:
+    """The largest size that anything here is known to have."""
+    if moment.capacity_bytes is not None:
+        return moment.capacity_bytes
+    sizes = [each.peak_allocated_bytes for each in moment.measurements]
+    sizes += [each.needed_bytes for each in moment.predictions if not each.refused]
+    return max(sizes, default=0)
+
+
+def _put(widget: Widget, **values: Any) -> None:
+    """Set what differs: every set trait is a message to the page."""
+    for name, value in values.items():
+        if getattr(widget, name) != value:
+            setattr(widget, name, value)
+
+
+def _faint(text: str, title: str = "") -> str:
+    if not text:
+        return ""
+    return f'<span style="opacity:.8;font-size:12px;white-space:nowrap" title="{escape(title)}">{escape(text)}</span>'
+
+
+def _small(text: str) -> str:
+    return f'<div style="font-size:12px;line-height:1.35">{escape(text)}</div>' if text else ""

@@ -1,0 +1,158 @@
+"""The live figure in a notebook: one plotly `FigureWidget`, brought up to date by what has changed."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from memlab.extras import require
+from memlab.moment import Activity, Moment
+from memlab.plan import Plan
+from memlab.report.figure import NEUTRAL_INK
+from memlab.report.live_figure import Drawing, drawing, foretold
+from memlab.report.pareto import Chart
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import FigureWidget
+
+_NOTHING = Moment("", Activity.IDLE, 0, Plan(), None, ())
+# what the browser reports after every update and every move of the mouse, and nobody here asks for:
+# answering it costs more than drawing
+_UNREAD = frozenset({"_js2py_traceDeltas", "_js2py_layoutDelta", "_js2py_pointsCallback"})
+# no bar of tools, which would stand on the legend: dragging zooms, a double click undoes it
+_CONFIG = {"displayModeBar": False, "responsive": True}
+
+
+class LiveFigure:
+    """One figure for as long as it is open; any thread may show a moment in it.
+
+    It keeps the plain values it drew last, and nothing of the moments it was shown.
+
+    Args:
+        ink: colour of text; the default reads on light and dark.
+
+    Raises:
+        MissingExtraError: plotly, anywidget or ipywidgets is not installed.
+
+    Example:
+        >>> live = LiveFigure()
+        >>> live.show(Moment("gpt2", Activity.IDLE, 0, Plan(), None, (), budget_bytes=8 * 2**30))
+        >>> live.widget.layout.yaxis.title.text
+        'peak memory of a step, GiB'
+        >>> live.close()
+    """
+
+    def __init__(self, ink: str = NEUTRAL_INK) -> None:
+        for package in ("plotly", "anywidget", "ipywidgets"):
+            require(package)
+        self._ink = ink
+        self._lock = threading.RLock()
+        self._closed = False
+        self._key: object = None
+        self._map = foretold(_NOTHING)
+        self._drawn = drawing(_NOTHING, ink)
+        self.widget: FigureWidget = _widget_class()(self._lock, self._drawn)
+
+    def show(self, moment: Moment) -> None:
+        """Bring the figure up to date, in one update of what has changed; does nothing once it is closed.
+
+        Args:
+            moment: what is shown from now on.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            new = drawing(moment, self._ink, self._foretold(moment))
+            _update(self.widget, self._drawn, new)
+            self._drawn = new
+
+    def _foretold(self, moment: Moment) -> Chart:
+        """The predicted half of the map, made again when something of it is another."""
+        key = (moment.predictions, moment.budget_bytes, [each.plan for each in moment.measurements])
+        if key != self._key:
+            self._key, self._map = key, foretold(moment)
+        return self._map
+
+    def close(self) -> None:
+        """Take the figure off the page; a second time does nothing."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._drawn, self._key = Drawing((), {}), None
+                self.widget.close()
+
+
+def _update(widget: Any, old: Drawing, new: Drawing) -> None:
+    """Send what differs, as the one update that `batch_update` would end with; it checks and copies much on the way."""
+    from plotly.basedatatypes import Undefined  # the mark of "as it was" in an update of several traces
+
+    edits = [dict(_differences(was, now)) for was, now in zip(old.traces, new.traces, strict=True)]
+    touched = [index for index, edit in enumerate(edits) if edit]
+    names = dict.fromkeys(name for edit in edits for name in edit)
+    styles = {name: [edits[index].get(name, Undefined) for index in touched] for name in names}
+    layout = dict(_differences(old.layout, new.layout))
+    if styles or layout:
+        widget.plotly_update(styles, layout, touched)
+
+
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Properties that are no longer the same, by their paths; lists of marks and words count as one property."""
+    for name, value in now.items():
+        before = was[name]
+        if isinstance(value, dict):
+            yield from _differences(before, value, f"{path}{name}.")
+        elif value != before:
+            yield f"{path}{name}", _packed(name, value)
+
+
+def _packed(name: str, value: Any) -> Any:
+    """Coordinates as one binary buffer: a tenth of the time that a list of numbers takes to be checked and written."""
+    return np.array(value, np.float32) if value and name in ("x", "y") else value
+
+
+@cache
+def _widget_class() -> Any:
+    """`FigureWidget`, without what a live figure cannot afford; made when first needed, since plotly is optional."""
+    base: Any = importlib.import_module("plotly.graph_objects").FigureWidget
+    integer: Any = importlib.import_module("traitlets").Integer
+
+    class LiveFigureWidget(base):  # type: ignore[misc]
+        # as a text: from a file, anywidget would connect every figure to it for good (its issue 929)
+        _esm = str(base._esm)
+        # numbers that the browser repeats in the reports nobody reads: kept here, an update is half as many messages
+        _last_layout_edit_id = integer(0)
+        _last_trace_edit_id = integer(0)
+
+        def __init__(self, lock: threading.RLock, drawn: Drawing) -> None:
+            self._live_lock = lock
+            self._is_made = False
+            super().__init__(data=list(drawn.traces), layout=drawn.layout)
+            self._config = _CONFIG
+            self._is_made = True
+
+        def set_state(self, sync_data: dict[str, Any]) -> None:
+            """Take what the browser reports, never in the middle of an update."""
+            wanted = {name: value for name, value in sync_data.items() if name not in _UNREAD}
+            if wanted:
+                with self._live_lock:
+                    super().set_state(wanted)
+
+        def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
+            """The figure as it is: plotly's own state is the one it was made with, which a reloaded page would show."""
+            with self._live_lock:
+                state: dict[str, Any] = super().get_state(key, drop_defaults)
+                if key is None and self._is_made:
+                    now = self.to_dict()
+                    state |= {"_widget_data": now["data"], "_widget_layout": now["layout"]}
+                return state
+
+        def _repr_mimebundle_(self, *args: Any, **more: Any) -> Any:
+            with self._live_lock:
+                return super()._repr_mimebundle_(*args, **more)
+
+    return LiveFigureWidget

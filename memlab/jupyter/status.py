@@ -1,0 +1,53 @@
+"""The status bar of a panel: the one part of it that runs in the page (`status.mjs`)."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from memlab.extras import require
+
+_FAREWELL = (
+    "This panel has lost its kernel, which was restarted or has closed the panel: nothing here acts any more. Run the "
+    "cell again, or %memfit panel, for a new one."
+)
+_STYLE = """
+.memlab-status { font-size: 13px; font-variant-numeric: tabular-nums; line-height: 1.5; position: relative; }
+.memlab-status .memlab-world { opacity: .75; }
+.memlab-status .memlab-errors { white-space: pre-line; }
+.memlab-status .memlab-errors, .memlab-panel .memlab-stale { border-left: 3px solid #D55E00; padding: 2px 8px; margin: 4px 0; font-size: 13px; }
+.memlab-status .memlab-spoken { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
+.memlab-panel .widget-checkbox label { display: flex; align-items: center; }
+.memlab-panel .widget-checkbox input[type=checkbox] { margin-top: 0; margin-bottom: 0; }
+.memlab-panel .memlab-controls + .widget-box > * { flex: 1 1 auto; min-width: 0; }
+.memlab-panel.memlab-gone .memlab-controls { opacity: .4; pointer-events: none; }
+.memlab-panel.memlab-gone .jupyter-widgets-disconnected::before { content: none; }
+"""
+
+
+@cache
+def status_class() -> type[Any]:
+    """The class of status bars; made when it is first needed, since it derives from an optional package.
+
+    Raises:
+        MissingExtraError: anywidget is not installed.
+    """
+    require("ipywidgets")
+    anywidget = require("anywidget")
+    import traitlets
+
+    class StatusBar(anywidget.AnyWidget):  # type: ignore[name-defined,misc] # anywidget is met at run time
+        """A line of text that screen readers follow, a notice when the kernel is gone, and the clipboard."""
+
+        _esm = files("memlab.jupyter").joinpath("status.mjs").read_text(encoding="utf-8")
+        _css = _STYLE
+        line = traitlets.Unicode("").tag(sync=True)
+        world = traitlets.Unicode("").tag(sync=True)
+        errors = traitlets.Unicode("").tag(sync=True)
+        said = traitlets.Unicode("").tag(sync=True)
+        copied = traitlets.Unicode("").tag(sync=True)
+        names = traitlets.Dict().tag(sync=True)
+        farewell = traitlets.Unicode(_FAREWELL).tag(sync=True)
+
+    return StatusBar

@@ -1,0 +1,108 @@
+"""`Feed`: what a meter measures, gathered for views: steps, changes of the plan, settings tried. Bounded, whatever the run."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from memlab.live.thinning import Track
+from memlab.measuring.steps import Meter
+from memlab.moment import Change, LivePoint
+from memlab.plan import Plan
+from memlab.records import Measurement, StepRecord
+
+_MOST_CHANGES = 100
+_MOST_SETTINGS = 40
+
+
+class Feed:
+    """Steps and settings of one model, over any number of cells.
+
+    Attributes:
+        step: number of the newest step.
+        measurements: settings tried, by label, in the order in which they were first tried.
+        changes: of the plan, the last hundred.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.measurements: dict[str, Measurement] = {}
+        self.changes: deque[Change] = deque(maxlen=_MOST_CHANGES)
+        self._track = Track()
+        self._meter: Meter | None = None
+        self._before = 0  # steps before those the meter counts
+        self._seen = 0  # steps of the meter that have been taken in
+        self._fresh: set[str] = set()  # labels of plans with steps not yet measured
+
+    @property
+    def points(self) -> tuple[LivePoint, ...]:
+        """Steps, oldest first, thinned."""
+        return self._track.points
+
+    @property
+    def newest(self) -> LivePoint | None:
+        """The newest step."""
+        return self._track.newest
+
+    def begin(self, meter: Meter, step: int) -> None:
+        """Follow a meter whose first step comes after step `step`."""
+        self._meter, self._before, self._seen = meter, step, 0
+        self.step = max(self.step, step)
+
+    def end(self) -> None:
+        """Take in what is left, and let go of the meter."""
+        self.take_in()
+        self.measure()
+        self._meter = None
+
+    def plan_changed(self, plan: Plan, step: int) -> None:
+        """Note that steps from `step` on run under a plan."""
+        if self.changes and self.changes[-1].step == step:
+            self.changes.pop()
+        self.changes.append(Change(step, plan.label))
+
+    def take_in(self) -> None:
+        """Take in the steps that have ended; costs next to nothing when there is none."""
+        if self._meter is None:
+            return
+        for record in self._meter.steps_after(self._seen):
+            self._seen = record.step
+            self.step = self._before + record.step
+            self._fresh.add(record.plan)
+            if record.plan not in self.measurements:
+                # what its bytes are for is known from its first step on
+                self.measure()
+            self._track.add(self._point(record))
+
+    def measure(self) -> None:
+        """Reduce the steps of the plans that have had new ones; never waits for the device."""
+        if self._meter is None:
+            return
+        for label in tuple(self._fresh):
+            measured = self._meter.so_far(label)
+            if measured is not None:
+                self.know([measured])
+            self._fresh.discard(label)
+
+    def know(self, measurements: Iterable[Measurement]) -> None:
+        """Take in settings that were measured elsewhere; the newest of a plan counts."""
+        for measured in measurements:
+            # steps of other moments of the training: their losses are no drift from one another
+            self.measurements[measured.plan] = replace(measured, losses=())
+        while len(self.measurements) > _MOST_SETTINGS:
+            # the first row is what others are compared with
+            del self.measurements[list(self.measurements)[1]]
+
+    def _point(self, record: StepRecord) -> LivePoint:
+        known = self.measurements.get(record.plan)
+        return LivePoint(
+            step=self._before + record.step,
+            plan=record.plan,
+            seconds=record.seconds,
+            samples_per_second=record.samples / record.seconds if record.samples and record.seconds else math.nan,
+            peak_bytes=record.peak_allocated_bytes,
+            live_bytes=known.breakdown if known is not None else {},
+            loss=record.loss,
+        )

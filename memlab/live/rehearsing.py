@@ -1,0 +1,82 @@
+"""Training steps that a panel runs by itself, one at a time, on the batch at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memlab.measuring.runs import require_complete, training_step
+from memlab.plan import Plan
+from memlab.session import Session
+from memlab.snapshot import Snapshot
+from memlab.workload import Workload
+
+
+def steps_of(workload: Workload, session: Session, *, keep: bool) -> Iterator[float]:
+    """Train a workload on its batch, one step per `next`, until this is closed.
+
+    Plans may be switched between steps; the one in force in the end stays.
+
+    Args:
+        workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss).
+        session: of its model.
+        keep: keep what the steps train; by default weights, moments, gradients, scheduler, modes and random state are
+            put back bit for bit when this is closed, however it ends.
+
+    Yields:
+        The loss of each step.
+
+    Raises:
+        WorkloadError: no batch or no optimizer, or the model gives no loss.
+
+    Example:
+        >>> import torch
+        >>> from memlab.session import fit
+        >>> model = torch.nn.Linear(4, 1)
+        >>> workload = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(2, 4), torch.ones(2, 1)),
+        ...                     torch.nn.functional.mse_loss)
+        >>> before = model.weight.detach().clone()
+        >>> steps = steps_of(workload, fit(workload), keep=False)
+        >>> next(steps) > next(steps)
+        True
+        >>> torch.equal(model.weight, before), steps.close(), torch.equal(model.weight, before)
+        (False, None, True)
+    """
+    require_complete(workload)
+    if keep:
+        yield from _steps(workload)
+        return
+    start = session.plan
+    before = Snapshot(workload)
+    for optimizer in workload.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    try:
+        yield from _steps(workload)
+    finally:
+        _put_back(session, before, start)
+
+
+def _steps(workload: Workload) -> Iterator[float]:
+    modes = {module: module.training for module in workload.model.modules()}
+    workload.model.train()
+    try:
+        while True:
+            yield training_step(workload)
+    finally:
+        for module, was_training in modes.items():
+            module.training = was_training
+
+
+def _put_back(session: Session, before: Snapshot, start: Plan) -> None:
+    """Restore under the plan of the start: parameters and state have the form of the plan they were copied under."""
+    if not session.attached:
+        before.restore()
+        return
+    last, waiting = session.plan, session.pending
+    watching, session.observers = session.observers, []
+    try:
+        session.switch(start, now=True)
+        before.restore()
+        session.switch(last, now=True)
+    finally:
+        session.observers = watching
+    session.ask(waiting)

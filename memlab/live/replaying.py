@@ -1,0 +1,534 @@
+"""`Replay`: a recorded run, looked at and steered as a live one.
+
+1. It opens at the end, with everything there is to see. `run` plays it from the first step, in twenty seconds at most.
+2. Time passes in `tick`, which a view calls from a timer: nothing runs by itself here.
+3. A setting that was asked for is looked up: where the recording has it, the replay goes there; where it was only
+   foretold, it is refused with what was foretold.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import threading
+import time
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+
+from memlab.errors import PlanError
+from memlab.live.source import Can
+from memlab.live.thinning import Track
+from memlab.moment import Activity, Asked, Change, LivePoint, Moment, Toggle
+from memlab.plan import FIELDS, Plan
+from memlab.records import Measurement, Prediction, StepRecord, ratio
+from memlab.run_record import RunRecord
+from memlab.units import format_bytes
+
+_LONGEST_SECONDS = 20.0
+# shorter recordings are slowed down: eyes must be able to follow
+_SHORTEST_SECONDS = 4.0
+_FASTER = 2.0
+_MOST_EVENTS = 20
+_MOST_ERRORS = 5
+_STEP = re.compile(r"step (\d+)\b")
+
+Drawn = Callable[[Moment], None]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Points in a row under one plan: from `start` on, before `stop`."""
+
+    plan: str
+    start: int
+    stop: int
+
+
+class Replay:
+    """A recorded run; a `memlab.live.source.Source`.
+
+    Args:
+        record: the recording.
+        clock: tells the time, in seconds.
+
+    Example:
+        >>> from memlab.comparison import Comparison
+        >>> m = Measurement("as written", "NVIDIA H200", 2**30, None, 0, {}, (), (0.5,), 8, 0)
+        >>> record = RunRecord(Comparison("gpt2", (m,)), (StepRecord(1, "as written", 0.5, 8, 0, 2**30),))
+        >>> replay = Replay(record)
+        >>> replay.ask("precision", "fp16")
+        >>> replay.moment().toggles[2].text
+        'refused: not in this recording, and not foretold in it'
+        >>> replay.run(keep=False)
+        >>> replay.advance(1.0)
+        True
+        >>> replay.moment().status
+        'replaying, step 1 of 1 · as written'
+    """
+
+    def __init__(self, record: RunRecord, clock: Callable[[], float] = time.monotonic) -> None:
+        self._record = record
+        self._clock = clock
+        self._points = _points_of(record)
+        self._stretches = _stretches_of(self._points)
+        self._changes = record.changes or _changes_of(self._points, self._stretches)
+        self._predictions = _first_of_each_plan((*record.comparison.predictions, *record.predictions))
+        self._times = _times_of(self._points)
+        self._shown = len(self._points)
+        self._chosen = ""  # a plan that was measured apart from the steps
+        self._activity = Activity.OVER
+        self._played_seconds = 0.0
+        self._last_tick: float | None = None
+        self._budget_bytes = record.budget_bytes
+        self._refused: dict[str, Toggle] = {}
+        self._errors: deque[str] = deque(maxlen=_MOST_ERRORS)
+        self._views: list[Callable[[], Drawn | None]] = []
+        self._frame = 0
+        self._lock = threading.RLock()
+
+    @property
+    def playing_seconds(self) -> float:
+        """How long the whole recording plays."""
+        return self._times[-1] if self._times else 0.0
+
+    # -- what views see ------------------------------------------------------------------------
+
+    def moment(self) -> Moment:
+        """The run at this point of the recording."""
+        with self._lock:
+            record, step = self._record, self._step
+            label = self._label
+            plan, unknown = plan_of(label)
+            return Moment(
+                title=record.title or record.comparison.title,
+                activity=self._activity,
+                step=step,
+                plan=plan,
+                pending=None,
+                toggles=self._toggles(plan),
+                points=self._points[: self._shown],
+                changes=self._changes_so_far,
+                measurements=tuple(each for each in record.comparison.measurements if self._is_known(each.plan)),
+                predictions=self._predictions,
+                budget_bytes=self._budget_bytes,
+                capacity_bytes=record.capacity_bytes,
+                events=self._events(step),
+                rescues=tuple(each for each in record.rescues if each.step <= step or self._is_complete),
+                status=self._status(label, unknown),
+                world=self._world(),
+                errors=tuple(self._errors),
+                frame=self._frame,
+            )
+
+    def can(self) -> Can:
+        """What may be asked for now."""
+        with self._lock:
+            if not self._points:
+                return Can.SWITCH
+            if self._activity is Activity.REPLAYING:
+                return Can.SWITCH | Can.PAUSE | Can.CANCEL
+            if self._activity is Activity.PAUSED:
+                return Can.SWITCH | Can.RUN | Can.RESUME | Can.CANCEL
+            return Can.SWITCH | Can.RUN | Can.FIND
+
+    def watch(self, drawn: Drawn) -> Callable[[], None]:
+        """Have a view drawn when something has changed; returns what ends that."""
+        view: Callable[[], Drawn | None]
+        view = weakref.WeakMethod(drawn) if hasattr(drawn, "__self__") else lambda: drawn
+        self._views.append(view)
+        return lambda: self._views.remove(view) if view in self._views else None
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def tick(self) -> bool:
+        """Let as much time pass as has passed since the last tick, and draw what has changed.
+
+        Returns:
+            Whether it goes on: a view needs no timer otherwise.
+        """
+        now = self._clock()
+        before, self._last_tick = self._last_tick, now
+        return self.advance(now - before if before is not None else 0.0)
+
+    def advance(self, seconds: float) -> bool:
+        """Let time pass; without effect while nothing is played.
+
+        Args:
+            seconds: of playing.
+
+        Returns:
+            Whether it goes on.
+        """
+        with self._lock:
+            if self._activity is not Activity.REPLAYING:
+                return False
+            before = self._shown
+            self._played_seconds += max(0.0, seconds)
+            self._shown = max(self._shown, bisect_right(self._times, self._played_seconds))
+            is_over = self._played_seconds >= self.playing_seconds
+            if is_over:
+                self._end()
+        if self._shown != before or is_over:
+            self._draw()
+        return not is_over
+
+    # -- what views ask ------------------------------------------------------------------------
+
+    def ask(self, field: str, text: str) -> None:
+        """Go to where the recording has a setting; refused where it has not."""
+        with self._lock:
+            try:
+                plan = plan_of(self._label)[0].with_setting(field, text)
+            except PlanError as error:
+                self._refuse(field, text, str(error))
+                plan = None
+        if plan is not None:
+            self.ask_plan(plan)
+        else:
+            self._draw()
+
+    def ask_plan(self, plan: Plan) -> None:
+        """Go to where the recording has a whole plan; refused where it has not."""
+        with self._lock:
+            self._refused.clear()
+            before, _ = plan_of(self._label)
+            if not _is(self._label, plan) and not self._go_to(plan):
+                for spec in FIELDS:
+                    if getattr(plan, spec.name) != getattr(before, spec.name):
+                        self._refuse(spec.name, spec.text(getattr(plan, spec.name)), self._not_recorded(plan))
+        self._draw()
+
+    def set_budget(self, budget_bytes: int | None) -> None:
+        """Move the budget line."""
+        self._budget_bytes = budget_bytes
+        self._draw()
+
+    def run(self, *, keep: bool) -> None:
+        """Play the recording from its first step; nothing is trained, so nothing is kept or put back."""
+        with self._lock:
+            if not self._points:
+                self._say("this recording has no steps to play: it holds settings that were measured one by one")
+            else:
+                self._go_on_from(0)
+                self._activity = Activity.REPLAYING
+        self._draw()
+
+    def pause(self) -> None:
+        """Hold it."""
+        self._change(Activity.REPLAYING, Activity.PAUSED)
+
+    def resume(self) -> None:
+        """Go on."""
+        self._last_tick = None
+        self._change(Activity.PAUSED, Activity.REPLAYING)
+
+    def cancel(self) -> None:
+        """Go to the end."""
+        with self._lock:
+            self._end()
+        self._draw()
+
+    def predict(self) -> None:
+        """Refused: a recording has no model."""
+        self._cannot("predict")
+
+    def find(self) -> None:
+        """Go to the fastest recorded setting that fits the budget."""
+        budget_bytes = self._budget_bytes
+        if budget_bytes is None:
+            self._say("find a plan: set a budget first")
+            self._draw()
+            return
+        known = [each for each in self._record.comparison.measurements if each.fits and not plan_of(each.plan)[1]]
+        fitting = [each for each in known if _needed_bytes(each) <= budget_bytes]
+        if fitting:
+            best = max(fitting, key=lambda each: each.samples_per_second if each.step_seconds else 0.0)
+            self.ask_plan(plan_of(best.plan)[0])
+        else:
+            self._say(f"no setting of this recording fits {format_bytes(budget_bytes)}")
+            self._draw()
+
+    def undo(self) -> None:
+        """Refused: a recording changes nothing."""
+        self._cannot("undo")
+
+    # -- going somewhere -----------------------------------------------------------------------
+
+    def _go_to(self, plan: Plan) -> bool:
+        found = self._stretch_of(plan)
+        if found is not None and self._activity is Activity.REPLAYING:
+            self._go_on_from(found.start)
+        elif found is not None:
+            self._stand_at(found.stop)
+        elif any(_is(each.plan, plan) for each in self._record.comparison.measurements):
+            self._stand_at(len(self._points))
+            self._chosen = plan.label
+        else:
+            return False
+        return True
+
+    def _stretch_of(self, plan: Plan) -> _Stretch | None:
+        """Where a plan was in force: the next time from here, else the first time."""
+        found = [each for each in self._stretches if _is(each.plan, plan)]
+        later = [each for each in found if each.start >= self._shown]
+        return next(iter(later or found), None)
+
+    def _go_on_from(self, start: int) -> None:
+        self._chosen = ""
+        self._refused.clear()
+        self._shown = start + 1
+        self._played_seconds = self._times[start - 1] if start else 0.0
+        self._last_tick = None
+
+    def _stand_at(self, stop: int) -> None:
+        self._chosen = ""
+        self._shown = stop
+        self._played_seconds = self._times[stop - 1] if stop else 0.0
+        self._activity = Activity.OVER if self._is_complete else Activity.PAUSED
+
+    def _end(self) -> None:
+        self._stand_at(len(self._points))
+        self._activity = Activity.OVER
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._shown == len(self._points)
+
+    # -- what is known by then -----------------------------------------------------------------
+
+    @property
+    def _step(self) -> int:
+        return self._points[self._shown - 1].step if self._shown else 0
+
+    @property
+    def _changes_so_far(self) -> tuple[Change, ...]:
+        return tuple(each for each in self._changes if each.step <= self._step)
+
+    @property
+    def _label(self) -> str:
+        """Label of the plan in force, as it was written."""
+        if self._chosen or not self._shown:
+            return self._chosen or self._record.comparison.measurements[0].plan
+        return self._points[self._shown - 1].plan
+
+    def _is_known(self, plan: str) -> bool:
+        """Whether the first stretch under a plan is over; what was measured apart comes last."""
+        if self._is_complete:
+            return True
+        return any(each.plan == plan and each.stop <= self._shown for each in self._stretches)
+
+    def _events(self, step: int) -> tuple[str, ...]:
+        events = self._record.events or self._record.comparison.events
+        return tuple(each for each in events if self._is_complete or _step_in(each) <= step)[-_MOST_EVENTS:]
+
+    # -- settings ------------------------------------------------------------------------------
+
+    def _toggles(self, plan: Plan) -> tuple[Toggle, ...]:
+        applied = self._applied_at() if not self._chosen else {}
+        toggles = []
+        for spec in FIELDS:
+            value = spec.text(getattr(plan, spec.name))
+            refused = self._refused.get(spec.name)
+            if refused is not None:
+                toggles.append(replace(refused, value=value))
+            elif spec.name in applied:
+                toggles.append(Toggle(spec.name, value, value, Asked.APPLIED, applied[spec.name]))
+            else:
+                toggles.append(Toggle(spec.name, value, value))
+        return tuple(toggles)
+
+    def _applied_at(self) -> dict[str, int]:
+        """The step at which each field was changed last; those that never were are missing."""
+        applied: dict[str, int] = {}
+        before: Plan | None = None
+        for each in self._changes_so_far:
+            plan, _ = plan_of(each.plan)
+            for spec in FIELDS:
+                # a plan that was in force from the beginning was not asked for in this run
+                if before is not None and getattr(plan, spec.name) != getattr(before, spec.name):
+                    applied[spec.name] = each.step
+            before = plan
+        return applied
+
+    def _refuse(self, field: str, text: str, reason: str) -> None:
+        if any(spec.name == field for spec in FIELDS):
+            self._refused[field] = Toggle(field, "", text, Asked.REFUSED, reason=reason)
+        else:
+            self._say(reason)
+
+    def _not_recorded(self, plan: Plan) -> str:
+        foretold = next((each for each in self._predictions if _is(each.plan, plan)), None)
+        return f"not in this recording{_foretold(foretold)}"
+
+    # -- words ---------------------------------------------------------------------------------
+
+    def _status(self, label: str, unknown: str) -> str:
+        last = self._points[-1].step if self._points else 0
+        where = f", step {self._step} of {last}" if self._activity is not Activity.OVER else ""
+        words = {Activity.REPLAYING: "replaying", Activity.PAUSED: "replay paused"}
+        parts = [words.get(self._activity, "a recorded run, shown whole") + where, label]
+        titles = {spec.name: spec.title.lower() for spec in FIELDS}
+        parts += [f"{titles[toggle.field]} {toggle.text}" for toggle in self._refused.values()]
+        if unknown:
+            parts.append(f"unknown to this version of memlab: {unknown}")
+        return " · ".join(parts)
+
+    def _world(self) -> str:
+        record = self._record
+        device = record.device or record.comparison.measurements[0].device
+        made = f", made {record.recorded_at}" if record.recorded_at else ""
+        versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+        return f"a recording from {device}{made}{f' with {versions}' if versions else ''}: nothing is trained here"
+
+    def _cannot(self, what: str) -> None:
+        self._say(f"a recording cannot {what}: there is no model here")
+        self._draw()
+
+    def _say(self, error: str) -> None:
+        if error not in self._errors:
+            self._errors.append(error)
+
+    # -- drawing -------------------------------------------------------------------------------
+
+    def _change(self, before: Activity, after: Activity) -> None:
+        with self._lock:
+            if self._activity is not before:
+                return
+            self._activity = after
+        self._draw()
+
+    def _draw(self) -> None:
+        self._frame += 1
+        moment = self.moment()
+        for view in tuple(self._views):
+            drawn = view()
+            if drawn is None:
+                self._views.remove(view)
+                continue
+            try:
+                drawn(moment)
+            except Exception as error:  # noqa: BLE001 - one view that fails must not stop the others
+                self._say(f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+# -- a recording as points ---------------------------------------------------------------------
+
+
+def _points_of(record: RunRecord) -> tuple[LivePoint, ...]:
+    """The points of a recording; of a file without them, made of its steps."""
+    points: Iterable[LivePoint] = record.points
+    if not record.points:
+        breakdowns = {each.plan: each for each in record.comparison.measurements}
+        points = (_point(step, breakdowns.get(step.plan)) for step in record.steps)
+    track = Track()
+    for each in sorted(points, key=lambda point: point.step):
+        track.add(each)
+    return track.points
+
+
+def _point(step: StepRecord, measured: Measurement | None) -> LivePoint:
+    return LivePoint(
+        step=step.step,
+        plan=step.plan,
+        seconds=step.seconds,
+        samples_per_second=ratio(step.samples or math.nan, step.seconds),
+        peak_bytes=step.peak_allocated_bytes,
+        live_bytes=measured.breakdown if measured is not None else {},
+        loss=step.loss,
+    )
+
+
+def _stretches_of(points: Sequence[LivePoint]) -> tuple[_Stretch, ...]:
+    found, start = [], 0
+    for plan, group in groupby(points, key=lambda point: point.plan):
+        stop = start + len(list(group))
+        found.append(_Stretch(plan, start, stop))
+        start = stop
+    return tuple(found)
+
+
+def _changes_of(points: Sequence[LivePoint], stretches: Sequence[_Stretch]) -> tuple[Change, ...]:
+    return tuple(Change(points[each.start].step, each.plan) for each in stretches)
+
+
+def _times_of(points: Sequence[LivePoint]) -> tuple[float, ...]:
+    """When each point comes while it is played: as far apart as in the run, times one factor."""
+    took, step = [], points[0].step - 1 if points else 0
+    for each in points:
+        seconds = each.seconds if math.isfinite(each.seconds) else 0.0
+        took.append(max(0.0, seconds) * (each.step - step))
+        step = each.step
+    whole = sum(took)
+    if not whole:
+        took, whole = [1.0] * len(points), float(len(points))
+    playing = min(_LONGEST_SECONDS, max(_SHORTEST_SECONDS, whole / _FASTER))
+    times, passed = [], 0.0
+    for seconds in took:
+        passed += seconds / whole * playing
+        times.append(passed)
+    return tuple(times)
+
+
+# -- plans and words ---------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def plan_of(label: str) -> tuple[Plan, str]:
+    """A plan from its label, and the words of it that this version of memlab does not know.
+
+    Example:
+        >>> plan, unknown = plan_of("--accumulate 4 --quantize 4")
+        >>> str(plan), unknown
+        ('--accumulate 4', '--quantize 4')
+    """
+    if label == Plan().label:
+        return Plan(), ""
+    try:
+        plan, unknown = Plan.parse_known(shlex.split(label))
+    except ValueError:  # a value that is unknown, or no flags at all
+        return Plan(), label
+    return plan, " ".join(unknown)
+
+
+def _is(label: str, plan: Plan) -> bool:
+    """Whether a label says exactly this plan."""
+    return plan_of(label) == (plan, "")
+
+
+def _needed_bytes(measured: Measurement) -> int:
+    """What a budget must hold."""
+    reserved_bytes = measured.peak_reserved_bytes
+    return measured.peak_allocated_bytes if reserved_bytes is None else reserved_bytes
+
+
+def _first_of_each_plan(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
+    found: dict[str, Prediction] = {}
+    for each in predictions:
+        found.setdefault(each.plan, each)
+    return tuple(found.values())
+
+
+def _foretold(prediction: Prediction | None) -> str:
+    if prediction is None:
+        return ", and not foretold in it"
+    if prediction.refused:
+        return f"; foretold not to apply: {prediction.refused}"
+    speed = prediction.samples_per_second
+    known = f" and {_rate(speed)} samples/s" if math.isfinite(speed) else ""
+    return f"; predicted {format_bytes(prediction.needed_bytes)}{known}"
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
+def _step_in(event: str) -> int:
+    """The step an event tells of, at its beginning; 0 without one."""
+    found = _STEP.match(event)
+    return int(found.group(1)) if found else 0

@@ -1,0 +1,73 @@
+"""`Source`: what a view can see and ask, of a live run as of a recorded one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Flag, auto
+from typing import Protocol
+
+from memlab.moment import Moment
+from memlab.plan import Plan
+
+
+class Can(Flag):
+    """What a source can do at present; a view greys out the rest."""
+
+    NOTHING = 0
+    SWITCH = auto()
+    RUN = auto()
+    PAUSE = auto()
+    RESUME = auto()
+    CANCEL = auto()
+    PREDICT = auto()
+    FIND = auto()
+    UNDO = auto()
+
+
+class Source(Protocol):
+    """A run that views look at and steer. Every method may be called from any thread, and returns at once.
+
+    Nothing asked for here raises because of its value: what cannot be done becomes a refused toggle, with its reason.
+    """
+
+    def moment(self) -> Moment:
+        """The run at this moment."""
+
+    def can(self) -> Can:
+        """What may be asked for now."""
+
+    def ask(self, field: str, text: str) -> None:
+        """Ask for one setting: a field of `plan.FIELDS`, and a text its `parse` reads."""
+
+    def ask_plan(self, plan: Plan) -> None:
+        """Ask for a whole plan."""
+
+    def set_budget(self, budget_bytes: int | None) -> None:
+        """Move the budget line."""
+
+    def run(self, *, keep: bool) -> None:
+        """Run training steps on the batch at hand until cancelled; those that are not kept leave nothing behind."""
+
+    def pause(self) -> None:
+        """Hold the run at the next step boundary."""
+
+    def resume(self) -> None:
+        """Go on."""
+
+    def cancel(self) -> None:
+        """End the run at the next step boundary."""
+
+    def predict(self) -> None:
+        """Foretell what each setting would change."""
+
+    def find(self) -> None:
+        """Ask for the fastest setting that is predicted to fit the budget."""
+
+    def undo(self) -> None:
+        """Give the workload back as it was."""
+
+    def watch(self, drawn: Callable[[Moment], None]) -> Callable[[], None]:
+        """Have a view drawn when something has changed; returns what ends that.
+
+        The callable is held weakly where it is a method: a view that is dropped is drawn no more.
+        """

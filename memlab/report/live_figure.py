@@ -1,0 +1,704 @@
+"""The live figure: what a `Moment` looks like, in four pictures that hang together.
+
+Memory of every step and memory inside one step share their unit and their height, so that a peak on the left
+is the summit on the right. A setting has one number, in the order in which it was first tried: it stands at the
+mark of its change, at its bar and at its mark in the map.
+
+A drawing always has the same traces in the same order, with the same properties, so that a widget can be brought
+up to date by sending what differs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from memlab.extras import require
+from memlab.moment import Change, LivePoint, Moment
+from memlab.records import Fit, Measurement, TimelinePoint, ratio
+from memlab.report.columns import NOTHING, change, flag_lines, flags, speed
+from memlab.report.figure import BUDGET, NEUTRAL_INK, axis, bare_layout, pale, pattern, phase_names, phase_shapes
+from memlab.report.pareto import LOOKS, MEASURED, PLAIN, Chart, Look, axis_names, chart, hover
+from memlab.report.segments import CATEGORIES, REST, finite, scale, swatch, time_scale, unexplained
+from memlab.units import format_bytes
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+HEIGHT_PIXELS = 680
+# three lines of legend, a title and what explains it
+_TOP_PIXELS = 98
+# bars for more settings than this leave no room for their names
+_MOST_SETTINGS = 10
+# a budget farther up than this would press the memory flat: it is written, not drawn
+_FARTHEST_BUDGET = 2.5
+_MOST_PLAN_CHARACTERS = 38
+# the colour of the budget, dark enough for white words
+_CHIP = "#B5403C"
+
+# a picture in the narrowest window, in pixels, and how much of it a character of a label takes
+_WIDTH_PIXELS, _HEIGHT_PIXELS, _CHARACTER_PIXELS, _LABEL_PIXELS = 290, 205, 5.8, 14
+_MOST_LABEL_ROWS = 3
+
+_LEFT, _RIGHT, _UPPER, _LOWER = [0.0, 0.455], [0.55, 1.0], [0.57, 1.0], [0.0, 0.385]
+# titles of the pictures, and what stands in them before there is anything to draw
+_TIMES = ("x", "y", "Memory, step by step", "memory of every step, from the first one on")
+_INSIDE = ("x2", "y2", "Inside one step", "memory within a step,<br>once a step was observed")
+_SPEEDS = ("x3", "y3", "Throughput by setting", "samples per second of every setting,<br>once it was timed")
+_MAP = ("x4", "y4", "Memory against throughput", "every setting predicted or tried")
+_NICE = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure as plain values: traces and layout, as plotly takes them."""
+
+    traces: tuple[dict[str, Any], ...]
+    layout: dict[str, Any]
+
+
+def figure(moment: Moment, ink: str = NEUTRAL_INK) -> Figure:
+    """Draw memory over time, memory inside a step, throughput by setting, and the map of both.
+
+    Args:
+        moment: what is drawn.
+        ink: colour of text; the default reads on light and dark.
+
+    Returns:
+        A plotly figure on a transparent background. Hover says what a mark stands for.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+
+    Example:
+        >>> from memlab.moment import Activity
+        >>> from memlab.plan import Plan
+        >>> moment = Moment("gpt2", Activity.IDLE, 0, Plan(), None, (), budget_bytes=8 * 2**30)
+        >>> figure(moment).layout.yaxis.title.text
+        'peak memory of a step, GiB'
+    """
+    require("plotly")
+    drawn = drawing(moment, ink)
+    made: Figure = importlib.import_module("plotly.graph_objects").Figure(list(drawn.traces), drawn.layout)
+    return made
+
+
+def drawing(moment: Moment, ink: str = NEUTRAL_INK, known: Chart | None = None) -> Drawing:
+    """Reduce a moment to traces and a layout; a figure's arguments are the same.
+
+    Args:
+        moment: what is drawn.
+        ink: colour of text; the default reads on light and dark.
+        known: its `foretold`, or that of an earlier moment with the same predictions, settings and budget,
+            which saves half of the work.
+    """
+    sheet = _sheet(moment)
+    mapped = _with_trials(known or foretold(moment), moment)
+    traces = (
+        *_times(sheet),
+        _peaks(moment, sheet, ink),
+        *_inside(sheet),
+        _outline(sheet, ink),
+        _bars(sheet, ink),
+        _bar_names(sheet, ink),
+        *_map(mapped, sheet, ink),
+    )
+    return Drawing(traces, _layout(moment, sheet, mapped, ink))
+
+
+def foretold(moment: Moment) -> Chart:
+    """The predictions of a moment, thinned and judged by its budget."""
+    return chart(moment.predictions, moment.measurements, moment.budget_bytes)
+
+
+def _with_trials(known: Chart, moment: Moment) -> Chart:
+    """The chart with the settings as they are measured by now."""
+    points = {point.plan: point for point in known.points}
+    trials = chart((), moment.measurements).trials
+    return replace(known, trials=tuple(replace(each, foretold=points.get(each.plan)) for each in trials))
+
+
+@dataclass(frozen=True)
+class _Setting:
+    number: int
+    measurement: Measurement
+    in_force: bool
+
+    @property
+    def per_second(self) -> float:
+        return finite(self.measurement.samples_per_second)
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """What the pictures have in common.
+
+    Args:
+        settings: those that are drawn as bars, in the order in which they were first tried.
+        shown: the setting whose step is drawn, and `before`, the one that was in force before it.
+        stacks: bytes by category of every step that was observed.
+        unit: of memory over time, with its `name`.
+        most_bytes: upper end of what is drawn there; 0 when there is nothing yet.
+    """
+
+    settings: tuple[_Setting, ...]
+    shown: Measurement | None
+    before: Measurement | None
+    stacks: tuple[tuple[int, Mapping[str, int]], ...]
+    unit: int
+    name: str
+    most_bytes: int
+    budget_bytes: int | None
+
+
+def _sheet(moment: Moment) -> _Sheet:
+    shown, before = _shown(moment)
+    stacks = tuple((point.step, _parts(point)) for point in moment.points if point.live_bytes or point.peak_bytes)
+    sizes = [sum(parts.values()) for _, parts in stacks]
+    sizes += [point.total_bytes for each in (shown, before) if each for point in each.timeline]
+    most_bytes = max(sizes, default=0)
+    budget_bytes = moment.budget_bytes
+    if budget_bytes and (not most_bytes or budget_bytes <= most_bytes * _FARTHEST_BUDGET):
+        most_bytes = max(most_bytes, budget_bytes)
+    unit, name = scale(most_bytes)
+    return _Sheet(_settings(moment), shown, before, stacks, unit, name, most_bytes, budget_bytes)
+
+
+def _parts(point: LivePoint) -> Mapping[str, int]:
+    """Bytes by category, completed up to the peak."""
+    parts = point.live_bytes
+    rest_bytes = unexplained(parts, point.peak_bytes or 0)
+    unknown = [name for name in parts if name not in CATEGORIES]
+    if not rest_bytes and not unknown:
+        return parts
+    known = {name: size for name, size in parts.items() if name in CATEGORIES}
+    return known | {REST: known.get(REST, 0) + rest_bytes + sum(parts[name] for name in unknown)}
+
+
+def _settings(moment: Moment) -> tuple[_Setting, ...]:
+    """The first setting, the one in force, and the newest of the others."""
+    every = [
+        _Setting(number, measurement, measurement.plan == moment.plan.label)
+        for number, measurement in enumerate(moment.measurements, 1)
+    ]
+    if len(every) <= _MOST_SETTINGS:
+        return tuple(every)
+    kept = [each for each in every if each.in_force or each.number == 1]
+    others = [each for each in every if each not in kept]
+    return tuple(sorted([*kept, *others[len(kept) - _MOST_SETTINGS :]], key=lambda each: each.number))
+
+
+def _shown(moment: Moment) -> tuple[Measurement | None, Measurement | None]:
+    """The measurement whose step is drawn, in force if it can be, and the one that was in force before it."""
+    observed = {each.plan: each for each in moment.measurements if each.timeline}
+    # in the order in which they came into force; what was never changed to was there from the start
+    changed = [each.plan for each in moment.changes]
+    order = [plan for plan in observed if plan not in changed] + [plan for plan in changed if plan in observed]
+    if not order:
+        return None, None
+    shown = moment.plan.label if moment.plan.label in observed else order[-1]
+    latest = len(order) - 1 - order[::-1].index(shown)
+    before = next((plan for plan in reversed(order[:latest]) if plan != shown), None)
+    return observed[shown], observed[before] if before else None
+
+
+# --- memory, step by step -------------------------------------------------------------------------------------------
+
+
+def _times(sheet: _Sheet) -> list[dict[str, Any]]:
+    steps = _widened([step for step, _ in sheet.stacks])
+    stacks = _widened([parts for _, parts in sheet.stacks], by=None)
+    return [
+        _layer(category, steps, stacks, sheet, said="step %{x:.0f}", axes=_TIMES, shape="hvh", group="steps")
+        for category in CATEGORIES
+    ]
+
+
+def _widened(values: Sequence[Any], by: float | None = 0.49) -> list[Any]:
+    """Half a step more at both ends, so that the first and the last step are as wide as the others."""
+    if not values:
+        return []
+    first, last = (values[0], values[-1]) if by is None else (values[0] - by, values[-1] + by)
+    return [first, *values, last]
+
+
+def _layer(
+    category: str, places: list[float], stacks: Sequence[Mapping[str, int]], sheet: _Sheet, *,
+    said: str, axes: tuple[str, ...], shape: str, group: str,
+) -> dict[str, Any]:  # fmt: skip
+    colour = swatch(category).colour
+    sizes = [parts.get(category, 0) for parts in stacks]
+    return {
+        "type": "scatter", "name": category, "xaxis": axes[0], "yaxis": axes[1], "stackgroup": group,
+        "x": places, "y": [round(size / sheet.unit, 4) for size in sizes] if any(sizes) else [0] * len(places),
+        "line": {"width": 0, "shape": shape, "color": colour}, "fillcolor": colour, "fillpattern": pattern(category),
+        "legendgroup": category, "showlegend": _is_named(category, sheet, axes),
+        "hovertemplate": f"{category} %{{y{_digits(sheet.unit)}}} {sheet.name}<br>{said}<extra></extra>",
+    }  # fmt: skip
+
+
+def _is_named(category: str, sheet: _Sheet, axes: tuple[str, ...]) -> bool:
+    """Once in the legend: in the first picture if it has any of it, or else in the second."""
+    over_time = any(parts.get(category) for _, parts in sheet.stacks)
+    if axes is _TIMES:
+        return over_time
+    points = sheet.shown.timeline if sheet.shown else ()
+    return not over_time and any(point.live_bytes.get(category) for point in points)
+
+
+def _digits(unit: int) -> str:
+    return ":.2f" if unit >= 2**30 else ":.1f"
+
+
+def _peaks(moment: Moment, sheet: _Sheet, ink: str) -> dict[str, Any]:
+    measured = [(point.step, point.peak_bytes) for point in moment.points if point.peak_bytes is not None]
+    sizes = [round(size / sheet.unit, 4) for _, size in measured]
+    return {
+        "type": "scatter", "name": "measured peak", "mode": "lines", "xaxis": "x", "yaxis": "y",
+        "x": _widened([step for step, _ in measured]), "y": _widened(sizes, by=0),
+        "line": {"color": ink, "width": 2, "shape": "hvh"}, "showlegend": bool(measured),
+        "hovertemplate": f"step %{{x:.0f}}: peak %{{y{_digits(sheet.unit)}}} {sheet.name}<extra></extra>",
+    }  # fmt: skip
+
+
+# --- inside one step ------------------------------------------------------------------------------------------------
+
+
+def _inside(sheet: _Sheet) -> list[dict[str, Any]]:
+    points, (factor, unit) = _inside_points(sheet), _inside_scale(sheet)
+    times = [round(point.seconds * factor, 4) for point in points]
+    said = f"%{{x:.4~r}} {unit} into the step"
+    live = [point.live_bytes for point in points]
+    return [
+        _layer(category, times, live, sheet, said=said, axes=_INSIDE, shape="hv", group="step")
+        for category in CATEGORIES
+    ]
+
+
+def _inside_points(sheet: _Sheet) -> Sequence[TimelinePoint]:
+    return sheet.shown.timeline if sheet.shown else ()
+
+
+def _inside_scale(sheet: _Sheet) -> tuple[float, str]:
+    both = [each.timeline[-1].seconds for each in (sheet.shown, sheet.before) if each]
+    return time_scale(max(both, default=0))
+
+
+def _outline(sheet: _Sheet, ink: str) -> dict[str, Any]:
+    points = sheet.before.timeline if sheet.before else ()
+    factor, _ = _inside_scale(sheet)
+    said = f"before: %{{y{_digits(sheet.unit)}}} {sheet.name}<extra></extra>"
+    return {
+        "type": "scatter", "name": "the setting before", "mode": "lines", "xaxis": "x2", "yaxis": "y2",
+        "x": [round(point.seconds * factor, 4) for point in points],
+        "y": [round(point.total_bytes / sheet.unit, 4) for point in points],
+        "line": {"color": ink, "dash": "dash", "width": 1.6, "shape": "hv"},
+        "hovertemplate": said, "showlegend": bool(points),
+    }  # fmt: skip
+
+
+# --- throughput by setting ------------------------------------------------------------------------------------------
+
+
+def _bars(sheet: _Sheet, ink: str) -> dict[str, Any]:
+    rates = [each.per_second for each in sheet.settings]
+    spreads = [each.per_second * finite(each.measurement.spread) for each in sheet.settings]
+    solid, weak = MEASURED.colour, pale(MEASURED.colour, 0.6)
+    return {
+        "type": "bar", "orientation": "h", "xaxis": "x3", "yaxis": "y3", "showlegend": False, "width": 0.34,
+        "x": rates, "y": list(range(len(rates))),
+        "marker": {"color": [solid if each.in_force else weak for each in sheet.settings]},
+        "error_x": {"type": "data", "array": spreads, "thickness": 1.2, "width": 3, "color": ink},
+        "customdata": [_said(each) for each in sheet.settings], "hovertemplate": "%{customdata}<extra></extra>",
+    }  # fmt: skip
+
+
+def _said(setting: _Setting) -> str:
+    plan = "<br>".join(flag_lines(escape(setting.measurement.plan), 48))
+    peak = format_bytes(setting.measurement.peak_allocated_bytes)
+    return f"{setting.number} · {plan}<br>{_speed(setting)}, peak {peak} allocated"
+
+
+def _speed(setting: _Setting) -> str:
+    if not setting.measurement.fits:
+        return "ran out of memory"
+    said = speed(setting.measurement)
+    return "not timed yet" if said == NOTHING else f"{said} samples/s"
+
+
+def _bar_names(sheet: _Sheet, ink: str) -> dict[str, Any]:
+    return {
+        "type": "scatter", "mode": "text", "xaxis": "x3", "yaxis": "y3", "showlegend": False, "cliponaxis": False,
+        "x": [0] * len(sheet.settings), "y": [row - 0.36 for row in range(len(sheet.settings))],
+        "text": [_bar_name(each, sheet.settings[0]) for each in sheet.settings], "textposition": "middle right",
+        "textfont": {"size": 11, "color": ink}, "hoverinfo": "skip",
+    }  # fmt: skip
+
+
+def _bar_name(setting: _Setting, first: _Setting) -> str:
+    plan = escape(_shortened(setting.measurement.plan, _MOST_PLAN_CHARACTERS))
+    said = _speed(setting).removesuffix(" samples/s")
+    if setting is not first and setting.per_second and first.per_second:
+        said += f"  {change(ratio(setting.per_second, first.per_second))}"
+    name = f"{setting.number} · {plan}"
+    return f"<b>▸ {name}</b>   {said}" if setting.in_force else f"{name}   {said}"
+
+
+def _shortened(plan: str, most_characters: int) -> str:
+    """As many flags as there is room for."""
+    first, *more = flag_lines(plan, most_characters)
+    return f"{first} …" if more else first
+
+
+# --- memory against throughput --------------------------------------------------------------------------------------
+
+
+def _map(mapped: Chart, sheet: _Sheet, ink: str) -> list[dict[str, Any]]:
+    unit, _ = scale(mapped.most_bytes)
+    looks = [LOOKS[Fit.NO], LOOKS[Fit.UNCERTAIN], LOOKS[Fit.YES], PLAIN]
+    in_force = next((each.measurement.plan for each in sheet.settings if each.in_force), "")
+    return [
+        *(_points(mapped, look, unit) for look in looks),
+        _front(mapped, unit, ink),
+        _connections(mapped, unit),
+        _tried(mapped, unit),
+        _ring(mapped, in_force, unit, ink),
+    ]
+
+
+def _mark(places: Sequence[tuple[float, float]], unit: int, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "scatter", "mode": "markers", "xaxis": "x4", "yaxis": "y4", "showlegend": False,
+        "x": [round(size / unit, 4) for size, _ in places], "y": [per_second for _, per_second in places], **more,
+    }  # fmt: skip
+
+
+def _points(mapped: Chart, look: Look, unit: int) -> dict[str, Any]:
+    points = [point for point in mapped.points if point.look is look]
+    outline = {"width": 1.5, "color": look.colour}
+    return _mark(
+        [(point.memory_bytes, point.per_second) for point in points], unit, name=look.name,
+        marker={"symbol": look.symbol, "color": look.colour, "size": 7, "line": outline},
+        customdata=[escape(hover(point)) for point in points], hovertemplate=_WRAPPED,
+    )  # fmt: skip
+
+
+_WRAPPED = "%{customdata}<extra></extra>"
+
+
+def _front(mapped: Chart, unit: int, ink: str) -> dict[str, Any]:
+    places = [(point.memory_bytes, point.per_second) for point in mapped.front] if len(mapped.front) > 1 else []
+    line = {"color": ink, "width": 1.2, "shape": "hv"}
+    return _mark(places, unit, name="best of both") | {"mode": "lines", "line": line, "hoverinfo": "skip"}
+
+
+def _connections(mapped: Chart, unit: int) -> dict[str, Any]:
+    """From what was foretold to what was measured."""
+    pairs = [(trial.foretold, trial) for trial in mapped.trials if trial.foretold and not trial.ran_out]
+    line = {"color": MEASURED.colour, "width": 1.4, "dash": "dot"}
+    return _mark([], unit, name="off by") | {
+        "mode": "lines", "line": line, "hoverinfo": "skip",
+        "x": [place for was, now in pairs for place in (was.memory_bytes / unit, now.memory_bytes / unit, None)],
+        "y": [place for was, now in pairs for place in (was.per_second, now.per_second, None)],
+    }  # fmt: skip
+
+
+def _tried(mapped: Chart, unit: int) -> dict[str, Any]:
+    """Full marks with the number of the setting; a cross where it ran out of memory."""
+    trials = mapped.trials
+    return _mark(
+        [trial.place for trial in trials], unit, name="tried", mode="markers+text",
+        marker={"symbol": ["x" if trial.ran_out else "circle" for trial in trials], "size": 16, "color": MEASURED.colour},
+        text=[str(number) for number in range(1, len(trials) + 1)], textposition="middle center",
+        textfont={"size": 10, "color": "#FFFFFF"},
+        customdata=[f"{number} · {escape(hover(trial))}" for number, trial in enumerate(trials, 1)],
+        hovertemplate=_WRAPPED,
+    )  # fmt: skip
+
+
+def _ring(mapped: Chart, in_force: str, unit: int, ink: str) -> dict[str, Any]:
+    ringed = [trial.place for trial in mapped.trials if trial.plan == in_force]
+    marker = {"symbol": "circle-open", "size": 25, "color": ink, "line": {"width": 2.5, "color": ink}}
+    return _mark(ringed, unit, name="in force", marker=marker) | {"hoverinfo": "skip"}
+
+
+# --- axes, words and lines ------------------------------------------------------------------------------------------
+
+
+def _layout(moment: Moment, sheet: _Sheet, mapped: Chart, ink: str) -> dict[str, Any]:
+    labels = _change_labels(moment)
+    rows = 1 + max((label.row for label in labels), default=-1) + (sheet.most_bytes == sheet.budget_bytes)
+    # the labels of the changes stand in a strip above the memory
+    share = 1 - (rows * _LABEL_PIXELS + 4) / _HEIGHT_PIXELS
+    top = _roomy(max(1, sheet.most_bytes) / sheet.unit) / share
+    return {
+        **bare_layout(ink), "height": HEIGHT_PIXELS, "autosize": True, "hovermode": "closest", "bargap": 0.1,
+        "margin": {"l": 62, "r": 14, "t": _TOP_PIXELS, "b": 44}, "font": {"color": ink, "size": 12},
+        "hoverlabel": {"bgcolor": "#2B2B2B", "bordercolor": "#8C8C8C", "font": {"color": "#FFFFFF"}, "align": "left"},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": ink},
+        # its lower edge stays where it is, so that no margin moves when it grows by a line
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "traceorder": "normal", "font": {"size": 12},
+                   "yref": "container", "y": 1 - (_TOP_PIXELS - 38) / HEIGHT_PIXELS, "yanchor": "bottom"},
+        **_axes(sheet, mapped, top),
+        "shapes": [*_budget_lines(sheet, mapped), *_change_lines(labels), *_phases(sheet)],
+        "annotations": [*_titles(sheet, mapped), *_empty(sheet, mapped), *_budget_names(sheet, mapped),
+                        *_change_names(labels), *_phase_names(sheet)],
+    }  # fmt: skip
+
+
+def _axes(sheet: _Sheet, mapped: Chart, top: float) -> dict[str, Any]:
+    unit, name = scale(mapped.most_bytes)
+    memory, throughput = axis_names(mapped)
+    fastest = max((each.per_second * (1 + finite(each.measurement.spread)) for each in sheet.settings), default=0)
+    slots = max(4, len(sheet.settings))
+    seconds = _inside_scale(sheet)[1]
+    # of a few steps, every one has its tick; of more, plotly chooses
+    ticks = "linear" if sheet.stacks and sheet.stacks[-1][0] - sheet.stacks[0][0] < 8 else "auto"
+    time = {"showgrid": False, "zeroline": False}
+    return {
+        "xaxis": _axis("step", "y", _LEFT, tickmode=ticks, dtick=1, tickformat=",.0f", showticklabels=bool(sheet.stacks), **time),
+        "yaxis": _axis(f"peak memory of a step, {sheet.name}", "x", _UPPER, range=[0, top]),
+        "xaxis2": _axis(f"time in the step, {seconds}", "y2", _RIGHT, showticklabels=sheet.shown is not None, **time),
+        "yaxis2": _axis(f"memory allocated, {sheet.name}", "x2", _UPPER, range=[0, top]),
+        "xaxis3": _axis(throughput, "y3", _LEFT, range=[0, _roomy(fastest)], showticklabels=bool(sheet.settings)),
+        "yaxis3": _axis("", "x3", _LOWER, range=[slots - 0.5, -0.75], showticklabels=False, **time),
+        "xaxis4": _axis(f"{memory}, {name}", "y4", _RIGHT, range=[0, _roomy(mapped.most_bytes / unit)]),
+        "yaxis4": _axis(throughput, "x4", _LOWER, range=[0, _roomy(mapped.most_per_second)],
+                        showticklabels=bool(mapped.points or mapped.trials)),
+    }  # fmt: skip
+
+
+def _axis(title: str, anchor: str, domain: list[float], **more: Any) -> dict[str, Any]:
+    drawn = axis(title, anchor=anchor, domain=domain, **more)
+    # no margin that grows with the ticks: the pictures would move while they are looked at
+    return drawn | {"title": drawn["title"] | {"font": {"size": 12}, "standoff": 6}, "automargin": False}
+
+
+def _roomy(most: float) -> float:
+    """A round number above, so that an axis stays as it is while its values move a little.
+
+    Example:
+        >>> _roomy(1.31), _roomy(5.476), _roomy(0.0)
+        (1.5, 6.0, 1.0)
+    """
+    if most <= 1e-9:
+        return 1.0
+    size = 10.0 ** math.floor(math.log10(most))
+    return next(nice * size for nice in (*_NICE, 12.5) if nice * size >= most * 1.04)
+
+
+def _budget_lines(sheet: _Sheet, mapped: Chart) -> list[dict[str, Any]]:
+    line = {"color": BUDGET, "dash": "dash", "width": 1.5}
+    if sheet.budget_bytes is None:
+        return []
+    level = sheet.budget_bytes / sheet.unit
+    flat = [
+        {"type": "line", "xref": f"{axes[0]} domain", "x0": 0, "x1": 1, "yref": axes[1], "y0": level, "y1": level, "line": line}
+        for axes in (_TIMES, _INSIDE) if _is_near(sheet)
+    ]  # fmt: skip
+    place = sheet.budget_bytes / scale(mapped.most_bytes)[0]
+    return [
+        *flat,
+        {"type": "line", "xref": "x4", "x0": place, "x1": place, "yref": "y4 domain", "y0": 0, "y1": 1, "line": line},
+    ]
+
+
+def _is_near(sheet: _Sheet) -> bool:
+    return sheet.budget_bytes is not None and sheet.budget_bytes <= sheet.most_bytes
+
+
+def _budget_names(sheet: _Sheet, mapped: Chart) -> list[dict[str, Any]]:
+    """On a ground of its own, since it may stand on memory."""
+    if sheet.budget_bytes is None:
+        return []
+    chip = {"text": f"budget {format_bytes(sheet.budget_bytes)}", "bgcolor": _CHIP, "borderpad": 1,
+            "font": {"color": "#FFFFFF", "size": 11}, "showarrow": False}  # fmt: skip
+    near = chip | {"x": 1, "xanchor": "right", "y": sheet.budget_bytes / sheet.unit, "yanchor": "bottom"}
+    both = [near | {"xref": f"{axes[0]} domain", "yref": axes[1]} for axes in (_TIMES, _INSIDE) if _is_near(sheet)]
+    place = sheet.budget_bytes / scale(mapped.most_bytes)[0]
+    anchor = "right" if sheet.budget_bytes > mapped.most_bytes * 0.55 else "left"
+    below = {"x": place, "xref": "x4", "xanchor": anchor, "y": 1, "yref": "y4 domain", "yanchor": "top"}
+    return [*both, chip | below]
+
+
+def _titles(sheet: _Sheet, mapped: Chart) -> list[dict[str, Any]]:
+    """Over every picture its title, and below that what its marks mean."""
+    changes = "dotted: the setting was changed" if sheet.stacks else ""
+    if sheet.stacks and sheet.budget_bytes and not _is_near(sheet):
+        changes += f"; budget {format_bytes(sheet.budget_bytes)} is far above"
+    inside = f"{escape(_shortened(sheet.shown.plan, 30))}; shaded: backward" if sheet.shown else ""
+    speeds = "▸ in force; whiskers: spread of the steps" if sheet.settings else ""
+    keys = (changes, inside, speeds, _key(mapped))
+    pictures = (_TIMES, _INSIDE, _SPEEDS, _MAP)
+    headings = [_word(x, y, f"<b>{title}</b>", 20) for x, y, title, _ in pictures]
+    return headings + [_word(x, y, key, 4, size=11) for (x, y, _, _), key in zip(pictures, keys, strict=True)]
+
+
+def _word(x: str, y: str, text: str, shift: int, size: int = 13) -> dict[str, Any]:
+    return {
+        "text": text, "xref": f"{x} domain", "x": 0, "xanchor": "left", "yref": f"{y} domain", "y": 1,
+        "yanchor": "bottom", "yshift": shift, "showarrow": False, "font": {"size": size}, "align": "left",
+    }  # fmt: skip
+
+
+_KEYS = {Fit.YES: "○ fits", Fit.UNCERTAIN: "◇ uncertain", Fit.NO: "□ does not fit"}
+
+
+def _key(mapped: Chart) -> str:
+    """The marks of the map, explained in one line that fits a narrow window."""
+    used = {point.look for point in mapped.points}
+    looks = [(look, _KEYS[fit]) for fit, look in LOOKS.items()] + [(PLAIN, "○ predicted")]
+    words = [_coloured(text, look.colour) for look, text in looks if look in used]
+    if words and PLAIN not in used:
+        words[0] = f"predicted: {words[0]}"
+    words += ["─ best of both"] * (len(mapped.front) > 1)
+    words += [_coloured("● tried", MEASURED.colour)] * bool(mapped.trials)
+    return "&nbsp; ".join(words)
+
+
+def _coloured(text: str, colour: str) -> str:
+    glyph, _, words = text.partition(" ")
+    return f'<span style="color:{colour}">{glyph}</span> {words}'
+
+
+def _empty(sheet: _Sheet, mapped: Chart) -> list[dict[str, Any]]:
+    is_empty = [not sheet.stacks, not sheet.shown, not sheet.settings, not (mapped.points or mapped.trials)]
+    return [
+        {"text": f"<i>{text}</i>", "xref": f"{x} domain", "yref": f"{y} domain", "x": 0.5, "y": 0.5, "showarrow": False}
+        for (x, y, _, text), empty in zip((_TIMES, _INSIDE, _SPEEDS, _MAP), is_empty, strict=True) if empty
+    ]  # fmt: skip
+
+
+def _phases(sheet: _Sheet) -> list[dict[str, Any]]:
+    return phase_shapes(_inside_points(sheet), _inside_scale(sheet)[0], "x2", "y2 domain")
+
+
+def _phase_names(sheet: _Sheet) -> list[dict[str, Any]]:
+    names = phase_names(_inside_points(sheet), _inside_scale(sheet)[0], "x2", "y2 domain", 0.2)
+    return [name | {"font": {"size": 11}} for name in names]
+
+
+# --- marks of the changes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Label:
+    """The mark of a change.
+
+    Args:
+        step: first step under the new plan.
+        plan: the new plan.
+        text: what changed; the number alone, or nothing, where there is no room for more.
+        at: where its line is, in pixels of the narrowest picture.
+        start: where its text begins there, and `stop`, where it ends.
+        row: counted from the top.
+    """
+
+    step: int
+    plan: str
+    text: str
+    at: float
+    start: float
+    stop: float
+    row: int
+
+    def covers(self, other: _Label) -> bool:
+        """The two texts stand on each other."""
+        return self.row == other.row and self.start < other.stop and other.start < self.stop
+
+    def crosses(self, other: _Label) -> bool:
+        """A line runs through the other's text; a line ends at the row of its own text."""
+        return any(
+            one.row <= text.row and text.start < one.at < text.stop for one, text in ((self, other), (other, self))
+        )
+
+
+def _change_labels(moment: Moment) -> list[_Label]:
+    """Names of the changes, placed so that none stands on another.
+
+    The newest are placed first: where room runs out, the oldest lose theirs.
+    """
+    if not moment.points:
+        return []
+    start = moment.points[0].step - 0.5
+    steps = max(1, moment.points[-1].step + 0.5 - start)
+    numbers = {measurement.plan: number for number, measurement in enumerate(moment.measurements, 1)}
+    labels: list[_Label] = []
+    for each, was in reversed(list(zip(moment.changes, _plans_before(moment), strict=True))):
+        at = (each.step - 0.5 - start) / steps * _WIDTH_PIXELS
+        labels.append(_placed(each, was, numbers.get(each.plan), at, labels))
+    used = sorted({label.row for label in labels})
+    return [replace(label, row=used.index(label.row)) for label in reversed(labels)]
+
+
+def _placed(each: Change, was: str, number: int | None, at: float, taken: Sequence[_Label]) -> _Label:
+    """The best place there is left: no crossing if possible, the number alone if need be."""
+    words = what_changed(was, each.plan)
+    head = f"<b>{number}</b>" if number else "·"
+    candidates = [
+        _Label(each.step, each.plan, text, at, start, start + long, row)
+        for text, characters in ((f"{head} {escape(words)}", len(words) + 2), (head, 2))
+        for long in (characters * _CHARACTER_PIXELS + 6,)
+        for start in (at, at - long)
+        for row in range(_MOST_LABEL_ROWS)
+        if start > -8 and start + long < _WIDTH_PIXELS + 8
+    ]
+    free = [label for label in candidates if not any(label.covers(other) for other in taken)]
+    clear = [label for label in free if not any(label.crosses(other) for other in taken)]
+    named = [label for label in free if label.text != head]
+    bare = _Label(each.step, each.plan, "", at, at, at, 0)
+    return next(iter([*(label for label in clear if label in named), *named, *clear, *free, bare]))
+
+
+def _plans_before(moment: Moment) -> list[str]:
+    if not moment.changes:
+        return []
+    earlier = [point.plan for point in moment.points if point.step < moment.changes[0].step]
+    return [earlier[-1] if earlier else "", *(each.plan for each in moment.changes[:-1])]
+
+
+def what_changed(was: str, now: str) -> str:
+    """The flags that came and went, short enough for a mark; the whole plan where there is nothing to compare.
+
+    Args:
+        was: label of the plan before; empty when it is not known.
+        now: label of the plan after.
+
+    Example:
+        >>> what_changed("--accumulate 4", "--accumulate 4 --checkpoint")
+        '+ checkpoint'
+        >>> what_changed("--accumulate 4 --bf16", "--accumulate 8 --bf16")
+        'accumulate 8'
+        >>> what_changed("--accumulate 4 --bf16", "--bf16")
+        '− accumulate'
+        >>> what_changed("--bf16", "as written")
+        'as written'
+    """
+    if not was.startswith("--") or not now.startswith("--"):
+        return now
+    old, new = ({flag.split()[0]: flag for flag in flags(plan)} for plan in (was, now))
+    gone = [f"− {name[2:]}" for name in old if name not in new]
+    came = [f"{'' if name in old else '+ '}{flag[2:]}" for name, flag in new.items() if flag != old.get(name)]
+    return " ".join([*gone, *came]) or now
+
+
+def _change_lines(labels: Sequence[_Label]) -> list[dict[str, Any]]:
+    line = {"color": "rgba(128,128,128,.8)", "dash": "dot", "width": 1.2}
+    return [
+        {"type": "line", "xref": "x", "x0": each.step - 0.5, "x1": each.step - 0.5, "yref": "y domain",
+         "y0": 0, "y1": 1 - each.row * _LABEL_PIXELS / _HEIGHT_PIXELS, "line": line}
+        for each in labels
+    ]  # fmt: skip
+
+
+def _change_names(labels: Sequence[_Label]) -> list[dict[str, Any]]:
+    return [
+        {"text": each.text, "x": each.step - 0.5, "xref": "x", "y": 1, "yref": "y domain", "yanchor": "top",
+         "yshift": -each.row * _LABEL_PIXELS, "xanchor": "right" if each.start < each.at else "left",
+         "showarrow": False, "font": {"size": 11}, "hovertext": escape(f"step {each.step}: {each.plan}")}
+        for each in labels
+    ]  # fmt: skip

@@ -1,0 +1,418 @@
+"""The panel as people use it: a real JupyterLab, a mouse and a keyboard, while cells train."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright's Python package").expect
+
+from tests.browser.conftest import OpenNotebook, choose_theme, opened_notebook, show_notebook, without_subshells  # noqa: E402
+from tests.browser.test_receipt import contrast  # noqa: E402
+
+pytestmark = pytest.mark.browser
+
+_MILLISECONDS = 30_000
+_LEAST_CONTRAST = 4.5
+
+MAKE = """
+%load_ext memlab
+import torch
+
+class Blocks(torch.nn.Module):
+    def __init__(self, width=48):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(width, 8 * width), torch.nn.GELU(), torch.nn.Linear(8 * width, width))
+            for _ in range(6)
+        )
+
+    def forward(self, inputs, target):
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        return {"loss": torch.nn.functional.mse_loss(inputs, target)}
+
+torch.manual_seed(0)
+model = Blocks()
+optimizer = torch.optim.AdamW(model.parameters())
+inputs, target = torch.randn(2, 1024, 48)
+"""
+
+TRAIN = """
+%%memfit {flags}
+for _ in range({steps}):
+    loss = model(inputs, target)["loss"]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+ENDLESS = TRAIN.format(flags="", steps=1_000_000)
+PANEL = "%memfit panel"
+CHECKSUM = """
+import hashlib
+tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
+print(hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest(), model.training)
+"""
+LIVE_PANELS = """
+from ipywidgets.widgets.widget import _instances
+print(sum(type(widget).__name__ == "StatusBar" for widget in _instances.values()), "live")
+"""
+
+# what has become of a setting, every time the page shows something else
+_WATCH = """panel => {
+    window.seen = [];
+    new MutationObserver(() => {
+        const state = panel.innerText.match(/pending|applied at step \\d+/)?.[0];
+        if (state && state !== window.seen.at(-1)) window.seen.push(state);
+    }).observe(panel.querySelector(".memlab-controls"), {childList: true, subtree: true, characterData: true});
+}"""
+_MEASURED_PEAKS = """panel => Array.from(
+    panel.querySelector(".js-plotly-plot").data.find(trace => trace.name === "measured peak").y)"""
+_BARS = """panel => panel.querySelector(".js-plotly-plot").data
+    .filter(trace => trace.xaxis === "x3").flatMap(trace => Array.from(trace.text ?? []))"""
+_HAS_BAR = f"panel => ({_BARS})(panel).some(words => words.includes('--checkpoint'))"
+# the colour of every piece of text with the opacity of what it stands in, and the colour of the page behind it
+_INKS = """panel => {
+    const numbers = colour => colour.match(/[0-9.]+/g).map(Number);
+    const found = [];
+    for (const element of panel.querySelectorAll("*")) {
+        const text = Array.from(element.childNodes).filter(n => n.nodeType === 3).map(n => n.textContent).join("").trim();
+        const isDisabled = element.closest(":disabled") || element.closest(".memlab-spoken");
+        if (!text || isDisabled || !element.checkVisibility()) continue;
+        const style = getComputedStyle(element);
+        const ink = numbers(element instanceof SVGElement ? style.fill : style.color);
+        let share = ink[3] ?? 1, page = element, back = null;
+        for (; page; page = page.parentElement) {
+            const behind = numbers(getComputedStyle(page).backgroundColor);
+            if (behind[3] !== 0) { back = behind; break; }
+            share *= Number(getComputedStyle(page).opacity);
+        }
+        found.push([text, [0, 1, 2].map(i => share * ink[i] + (1 - share) * back[i]), back]);
+    }
+    return found;
+}"""
+_FOCUSED = """() => {
+    const element = document.activeElement, style = getComputedStyle(element);
+    return {
+        name: element.getAttribute("aria-label") ?? element.closest("label")?.innerText ?? element.innerText ?? "",
+        tag: element.tagName, panel: !!element.closest(".memlab-panel"),
+        visible: element.matches(":focus-visible") && (style.outlineStyle !== "none" || style.boxShadow !== "none"),
+    };
+}"""
+
+
+def box(panel: Any, name: str) -> Any:
+    return panel.get_by_label(name, exact=True)
+
+
+def button(panel: Any, name: str) -> Any:
+    return panel.get_by_role("button", name=name, exact=True)
+
+
+def until_applied(panel: Any) -> int:
+    """Wait until a setting is in force; the first step under it."""
+    state = panel.locator(".memlab-controls").get_by_text(re.compile(r"applied at step \d+"))
+    state.first.wait_for(timeout=_MILLISECONDS)
+    return int(re.search(r"applied at step (\d+)", state.first.inner_text())[1])
+
+
+def until_says(panel: Any, words: str) -> None:
+    """Wait for words in the line below the figure."""
+    expect(panel.locator(".memlab-line")).to_contain_text(words, timeout=_MILLISECONDS)
+
+
+def evaluate(panel: Any, script: str) -> Any:
+    return panel.evaluate(script)
+
+
+def until(opened: OpenNotebook, panel: Any, condition: str) -> None:
+    """Wait for a condition on the panel's element."""
+    opened.page.wait_for_function(condition, arg=panel.element_handle(), timeout=_MILLISECONDS)
+
+
+def test_flip_cancel_and_run_again(browser: Any, lab: str, lab_folder: Path) -> None:
+    cells = (MAKE, PANEL, ENDLESS, LIVE_PANELS, PANEL)
+    with opened_notebook(browser, lab, lab_folder, "flip.ipynb", cells) as opened:
+        for number in (0, 1, 2):
+            opened.run(number)
+        panel = opened.panel(1)
+        until_says(panel, "training, step")
+        _flip_while_it_trains(opened, panel)
+        _cancel(opened, panel)
+        assert opened.result(3) == "1 live"
+        _train_again(opened, panel)
+        _open_again(opened)
+        _two_panels_are_one(opened)
+
+
+def _flip_while_it_trains(opened: OpenNotebook, panel: Any) -> None:
+    panel.locator("tbody tr").first.wait_for(timeout=_MILLISECONDS)
+    assert opened.is_running(2)
+    panel.evaluate(_WATCH)
+    box(panel, "Checkpointing").click()
+    step = until_applied(panel)
+    assert opened.is_running(2)
+    expect(box(panel, "Checkpointing")).to_be_checked()
+    seen = opened.page.evaluate("window.seen")
+    assert seen in (["pending", f"applied at step {step}"], [f"applied at step {step}"])
+    until(opened, panel, _HAS_BAR)
+    until(
+        opened, panel, f"panel => {{ const y = ({_MEASURED_PEAKS})(panel); return y.at(-1) < 0.7 * Math.max(...y); }}"
+    )
+    expect(panel.locator("tbody tr")).to_have_count(2, timeout=_MILLISECONDS)
+    spoken = panel.locator(".memlab-spoken[aria-live=polite]")
+    expect(spoken).to_contain_text(f"checkpointing applied at step {step}", timeout=_MILLISECONDS)
+    assert opened.is_running(2)
+
+
+def _cancel(opened: OpenNotebook, panel: Any) -> None:
+    button(panel, "Cancel").click()
+    opened.until_over(2)
+    output = opened.cell(2).locator(".jp-OutputArea")
+    expect(output.get_by_text(re.compile(r"cancelled from the panel after step \d+"))).to_have_count(1)
+    assert "Traceback" not in output.inner_text()
+    assert output.locator(".memlab-receipt tbody tr").count() == 2
+    until_says(panel, "idle")
+
+
+def _train_again(opened: OpenNotebook, panel: Any) -> None:
+    opened.run(2)
+    until_says(panel, "training, step")
+    button(panel, "Cancel").click()
+    opened.until_over(2)
+
+
+def _open_again(opened: OpenNotebook) -> None:
+    opened.run(1)
+    opened.until_over(1)
+    opened.panel(1)
+    assert opened.page.locator(".memlab-panel").count() == 1
+    assert opened.result(3) == "1 live"
+
+
+def _two_panels_are_one(opened: OpenNotebook) -> None:
+    opened.run(4)
+    first, second = opened.panel(1), opened.panel(4)
+    expect(box(second, "Checkpointing")).to_be_checked()
+    box(second, "Checkpointing").click()
+    expect(box(first, "Checkpointing")).not_to_be_checked(timeout=_MILLISECONDS)
+    box(first, "Gradient accumulation").click()
+    expect(box(second, "Gradient accumulation")).to_be_checked(timeout=_MILLISECONDS)
+    assert opened.result(3) == "2 live"
+
+
+def test_keyboard_alone(browser: Any, lab: str, lab_folder: Path) -> None:
+    with opened_notebook(browser, lab, lab_folder, "keyboard.ipynb", (MAKE, PANEL, ENDLESS)) as opened:
+        keyboard = opened.page.keyboard
+        opened.cell(0).locator(".cm-content").focus()
+        for _ in range(3):
+            keyboard.press("Shift+Enter")
+        panel = opened.panel(1)
+        until_says(panel, "training, step")
+        keyboard.press("Escape")
+        for _ in range(2):
+            keyboard.press("ArrowUp")
+        _tab_to(opened, "Checkpointing")
+        keyboard.press("Space")
+        until_applied(panel)
+        _tab_to(opened, "Checkpointing, which")
+        keyboard.press("ArrowDown")
+        panel.get_by_text("--checkpoint every:2").first.wait_for(timeout=_MILLISECONDS)
+        _tab_to(opened, "Cancel")
+        keyboard.press("Enter")
+        opened.until_over(2)
+        assert "cancelled from the panel" in opened.cell(2).inner_text()
+
+
+def _tab_to(opened: OpenNotebook, name: str) -> None:
+    """Press Tab until a control of the panel has the focus, visibly."""
+    for _ in range(60):
+        opened.page.keyboard.press("Tab")
+        focused = opened.page.evaluate(_FOCUSED)
+        if focused["panel"] and focused["name"].strip() == name:
+            assert focused["visible"], focused
+            return
+    pytest.fail(f"Tab does not reach {name}")
+
+
+@pytest.fixture(scope="module")
+def trained(browser: Any, lab: str, lab_folder: Path) -> Iterator[OpenNotebook]:
+    """A model that a cell has trained, and a panel on it."""
+    plain = "plain = torch.nn.Sequential(torch.nn.Linear(8, 8))\nits_optimizer = torch.optim.AdamW(plain.parameters())"
+    cells = (
+        MAKE,
+        TRAIN.format(flags="", steps=5),
+        PANEL,
+        CHECKSUM,
+        plain,
+        f"{PANEL} --model plain",
+        BREAK,
+        MEND,
+        DELETE,
+    )
+    with opened_notebook(browser, lab, lab_folder, "trained.ipynb", cells) as opened:
+        for number in (0, 1, 2):
+            opened.run(number)
+        opened.until_over(2)
+        opened.panel(2)
+        yield opened
+
+
+BREAK = """
+from memlab.live.control import Control
+whole = Control.ask
+def ask(self, field, text):
+    raise RuntimeError("no such luck")
+Control.ask = ask
+"""
+MEND = "Control.ask = whole"
+DELETE = """
+import gc
+del model, optimizer, loss
+tensors = None
+print(gc.collect() >= 0)
+"""
+
+
+def test_own_run_leaves_no_trace(trained: OpenNotebook) -> None:
+    panel = trained.panel(2)
+    before = trained.result(3)
+    button(panel, "Run").click()
+    until_says(panel, "measuring, step")
+    button(panel, "Pause").click()
+    until_says(panel, "paused")
+    stands_at = panel.locator(".memlab-line").inner_text()
+    button(panel, "Resume").click()
+    until_says(panel, "measuring, step")
+    expect(panel.locator(".memlab-line")).not_to_have_text(
+        stands_at.replace("paused", "measuring"), timeout=_MILLISECONDS
+    )
+    button(panel, "Cancel").click()
+    until_says(panel, "idle")
+    expect(button(panel, "Run")).to_be_enabled(timeout=_MILLISECONDS)
+    assert trained.result(3) == before
+
+
+def test_settings_that_exclude_each_other(trained: OpenNotebook) -> None:
+    panel = trained.panel(2)
+    box(panel, "Offload").click()
+    until_applied(panel)
+    panel.get_by_label("Optimizer, which").select_option("paged 8-bit Adam")
+    box(panel, "Optimizer").click()
+    row = panel.locator(".memlab-controls .widget-vbox").filter(has_text="Optimizer")
+    row.get_by_text("exclude each other").wait_for(timeout=_MILLISECONDS)
+    expect(box(panel, "Optimizer")).not_to_be_checked()
+    expect(box(panel, "Offload")).to_be_checked()
+    button(panel, "Undo all").click()
+    expect(box(panel, "Offload")).not_to_be_checked(timeout=_MILLISECONDS)
+
+
+def test_what_does_not_apply_is_refused(trained: OpenNotebook) -> None:
+    trained.run(4)
+    trained.run(5)
+    panel = trained.panel(5)
+    box(panel, "Checkpointing").click()
+    row = panel.locator(".memlab-controls .widget-vbox").filter(has_text="Checkpointing")
+    row.get_by_text("refused: ").wait_for(timeout=_MILLISECONDS)
+    assert "block" in row.inner_text()
+    expect(box(panel, "Checkpointing")).not_to_be_checked(timeout=_MILLISECONDS)
+
+
+def test_copy_as_code(trained: OpenNotebook) -> None:
+    panel = trained.panel(2)
+    box(panel, "Gradient accumulation").click()
+    until_applied(panel)
+    button(panel, "Copy as code").click()
+    expect(panel.locator(".memlab-note")).to_contain_text("copied", timeout=_MILLISECONDS)
+    assert trained.page.evaluate("navigator.clipboard.readText()") == "%%memfit --accumulate 4"
+    assert panel.locator("textarea").input_value() == "%%memfit --accumulate 4"
+    button(panel, "Undo all").click()
+    expect(box(panel, "Gradient accumulation")).not_to_be_checked(timeout=_MILLISECONDS)
+
+
+def test_error_of_a_callback_is_shown(trained: OpenNotebook) -> None:
+    panel = trained.panel(2)
+    trained.run(6)
+    trained.until_over(6)
+    box(panel, "Checkpointing").click()
+    expect(panel.locator(".memlab-errors[role=alert]")).to_contain_text(
+        "RuntimeError: no such luck", timeout=_MILLISECONDS
+    )
+    trained.run(7)
+    trained.until_over(7)
+
+
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+def test_readable_and_named(trained: OpenNotebook, lab_folder: Path, theme: str) -> None:
+    choose_theme(lab_folder, theme)
+    try:
+        show_notebook(trained.page)
+    finally:
+        choose_theme(lab_folder, "JupyterLab Light")
+    panel = trained.panel(2)
+    expect(panel.get_by_role("slider", name="Budget")).to_be_visible(timeout=_MILLISECONDS)
+    expect(panel.get_by_label("Live figures")).to_be_visible()
+    for control in re.findall(r"- (?:checkbox|combobox|button|slider|textbox)\b.*", panel.aria_snapshot()):
+        assert re.search(r'"[^"]+"', control), f"no name: {control}"
+    inks = panel.evaluate(_INKS)
+    assert len(inks) > 30
+    faint = {text: round(value, 2) for text, ink, page in inks if (value := contrast(ink, page)) < _LEAST_CONTRAST}
+    assert not faint
+
+
+def test_model_deleted(trained: OpenNotebook) -> None:
+    panel = trained.panel(2)
+    trained.run(8)
+    trained.until_over(8)
+    until_says(panel, "is deleted")
+    expect(button(panel, "Run")).to_be_disabled()
+    expect(box(panel, "Checkpointing")).to_be_disabled()
+
+
+def test_page_loaded_again_and_kernel_restarted(browser: Any, lab: str, lab_folder: Path) -> None:
+    with opened_notebook(browser, lab, lab_folder, "again.ipynb", (MAKE, PANEL)) as opened:
+        opened.run(0)
+        opened.run(1)
+        opened.panel(1)
+        opened.page.keyboard.press("Control+s")
+        show_notebook(opened.page)
+        panel = opened.panel(1)
+        box(panel, "Checkpointing").click()
+        until_applied(panel)
+        _restart(opened)
+        stale = panel.locator(".memlab-stale[role=alert]")
+        expect(stale).to_contain_text("lost its kernel", timeout=_MILLISECONDS)
+        assert panel.locator(".memlab-controls").evaluate("controls => controls.inert")
+        assert panel.locator(".memlab-world").is_hidden()
+
+
+def _restart(opened: OpenNotebook) -> None:
+    opened.page.locator("#jp-MainMenu").get_by_text("Kernel", exact=True).click()
+    opened.page.get_by_text(re.compile("^Restart Kernel…$")).click()
+    opened.page.locator(".jp-Dialog .jp-mod-accept").click()
+
+
+def test_without_subshells(browser: Any, lab: str, lab_folder: Path) -> None:
+    cells = (MAKE, PANEL, TRAIN.format(flags="", steps=150), TRAIN.format(flags="--background", steps=1_000_000))
+    with without_subshells(lab_folder), opened_notebook(browser, lab, lab_folder, "main_shell.ipynb", cells) as opened:
+        for number in (0, 1):
+            opened.run(number)
+        panel = opened.panel(1)
+        expect(panel.locator(".memlab-world")).to_contain_text("when the cell ends", timeout=_MILLISECONDS)
+        opened.run(2)
+        until_says(panel, "training, step")
+        box(panel, "Checkpointing").click()
+        opened.until_over(2)
+        assert until_applied(panel) == 151
+        opened.run(3)
+        until_says(panel, "training, step")
+        expect(panel.locator(".memlab-world")).to_contain_text("at the next step", timeout=_MILLISECONDS)
+        box(panel, "Gradient accumulation").click()
+        panel.get_by_text("--accumulate 4").first.wait_for(timeout=_MILLISECONDS)
+        until_says(panel, "training, step")
+        button(panel, "Cancel").click()
+        until_says(panel, "idle")

@@ -1,0 +1,144 @@
+"""A kernel that is talked to message by message, as front ends do."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[2]
+_PATIENCE_SECONDS = 60.0
+
+
+class LiveKernel:
+    """A kernel and a front end that sends what it likes.
+
+    Attributes:
+        messages: what came on iopub, by the id of the request it belongs to.
+    """
+
+    def __init__(self, manager: Any, client: Any) -> None:
+        self._manager = manager
+        self._client = client
+        self.messages: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+
+    def send(self, code: str) -> str:
+        """Send a cell, without waiting; returns its id."""
+        return str(self._client.execute(code.strip("\n"), stop_on_error=False))
+
+    def run(self, code: str) -> str:
+        """Run a cell to its end, which must be a good one; returns its id."""
+        cell = self.send(code)
+        self.until_over(cell)
+        assert not self.errors(cell), self.errors(cell)
+        return cell
+
+    def value(self, expression: str) -> Any:
+        """What an expression is worth in the notebook."""
+        return json.loads(self.text(self.run(f"import json\nprint(json.dumps({expression}))")))
+
+    def until_over(self, cell: str) -> None:
+        """Wait for the end of a cell."""
+        self._until(lambda: any(self._says(message, "idle") for message in self.messages[cell]))
+
+    def until_printed(self, cell: str, text: str) -> None:
+        """Wait until a cell, running or not, has printed something."""
+        self._until(lambda: text in self.text(cell))
+
+    def text(self, cell: str) -> str:
+        """What a cell has printed so far."""
+        return "".join(m["content"]["text"] for m in self.messages[cell] if m["msg_type"] == "stream")
+
+    def shown(self, cell: str) -> list[dict[str, Any]]:
+        """What a cell has displayed so far, by format."""
+        kinds = ("display_data", "execute_result")
+        return [m["content"]["data"] for m in self.messages[cell] if m["msg_type"] in kinds]
+
+    def errors(self, cell: str) -> list[str]:
+        """Names of the errors a cell shows."""
+        return [m["content"]["ename"] for m in self.messages[cell] if m["msg_type"] == "error"]
+
+    def subshell(self) -> str:
+        """Make a subshell; returns its id."""
+        reply = self._control("create_subshell_request", {})
+        return str(reply["content"]["subshell_id"])
+
+    def delete_subshell(self, subshell: str) -> None:
+        """End a subshell."""
+        self._control("delete_subshell_request", {"subshell_id": subshell})
+
+    def click(self, comm_id: str, state: Mapping[str, Any], subshell: str | None = None) -> str:
+        """Send what a widget sends when somebody has used it; returns the message's id."""
+        data = {"method": "update", "state": dict(state), "buffer_paths": []}
+        message = self._client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
+        if subshell is not None:
+            message["header"]["subshell_id"] = subshell
+        self._client.shell_channel.send(message)
+        return str(message["header"]["msg_id"])
+
+    def interrupt(self) -> None:
+        """Press the interrupt button."""
+        self._manager.interrupt_kernel()
+
+    def shut_down(self) -> None:
+        """Shut the kernel down as a front end does; it must end by itself."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        self._client.shutdown()
+        while self._manager.is_alive():
+            assert time.monotonic() < deadline, "the kernel does not end"
+            time.sleep(0.05)
+
+    def _control(self, kind: str, content: dict[str, Any]) -> dict[str, Any]:
+        request = self._client.session.msg(kind, content)
+        self._client.control_channel.send(request)
+        while True:
+            reply: dict[str, Any] = self._client.get_control_msg(timeout=_PATIENCE_SECONDS)
+            if reply["parent_header"].get("msg_id") == request["header"]["msg_id"]:
+                assert reply["content"]["status"] == "ok", reply["content"]
+                return reply
+
+    def _until(self, is_so: Any) -> None:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not is_so():
+            assert time.monotonic() < deadline, (
+                f"waited in vain; the newest messages: {list(self.messages.items())[-3:]}"
+            )
+            try:
+                message = self._client.get_iopub_msg(timeout=1.0)
+            except queue.Empty:
+                continue
+            self.messages[message["parent_header"].get("msg_id", "")].append(message)
+
+    @staticmethod
+    def _says(message: dict[str, Any], state: str) -> bool:
+        return message["msg_type"] == "status" and message["content"]["execution_state"] == state
+
+
+@contextmanager
+def live_kernel(*paths: str) -> Iterator[LiveKernel]:
+    """Start a kernel; it is gone afterwards.
+
+    Args:
+        paths: folders with other versions of packages.
+    """
+    from jupyter_client.manager import KernelManager
+
+    manager = KernelManager(kernel_name="python3")
+    manager.kernel_spec.argv[0] = sys.executable
+    path = os.pathsep.join([*paths, str(_ROOT)])
+    manager.start_kernel(env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=_PATIENCE_SECONDS)
+        yield LiveKernel(manager, client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

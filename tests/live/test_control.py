@@ -1,0 +1,435 @@
+"""Asking a live run for settings, from any thread, and what becomes of that."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from memlab.live.control import Cancelled, Control, control_of
+from memlab.live.source import Can
+from memlab.measuring.runs import measure
+from memlab.measuring.steps import Meter, device_for
+from memlab.moment import Activity, Asked, Moment
+from memlab.plan import Plan
+from memlab.session import Session, fit
+from memlab.snapshot import Snapshot
+from memlab.workload import Workload
+from tests.helpers.stages import Later
+
+
+class Blocks(nn.Module):
+    """Three blocks of one class, so that checkpointing applies, and dropout, so that random state matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.ReLU()) for _ in range(3))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)
+
+
+@pytest.fixture
+def workload() -> Workload:
+    torch.manual_seed(0)
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Workload(model, optimizer, (torch.randn(8, 16), torch.randn(8, 1)), mse_loss)
+
+
+@pytest.fixture
+def control(workload: Workload) -> Iterator[Control]:
+    made = Control(workload.model)
+    made.begin(workload)
+    yield made
+    assert made.session is None or made.session.undo() is None
+
+
+def step(workload: Workload) -> float:
+    inputs, target = workload.batch
+    loss = mse_loss(workload.model(inputs), target)
+    loss.backward()
+    for optimizer in workload.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def toggle(moment: Moment, field: str) -> Any:
+    return next(each for each in moment.toggles if each.field == field)
+
+
+def session_of_control(control: Control) -> Session:
+    assert control.session is not None
+    return control.session
+
+
+class Cell:
+    """A training cell: a meter and the control, as a `%%memfit` cell has them."""
+
+    def __init__(self, control: Control, workload: Workload, capacity_bytes: int | None = None) -> None:
+        self.control, self.workload, self.session = control, workload, session_of_control(control)
+        self.device = device_for(workload.device, capacity_bytes)
+        self.meter = Meter(workload.model, workload.optimizers, self.device)
+
+    def __enter__(self) -> Self:
+        self.session.observers.append(self.meter)
+        self.meter.plan_changed(self.session.plan)
+        self.control.training_begins(self.session, self.meter)
+        return self
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            losses.append(step(self.workload))
+            self.control.stepped()
+        return losses
+
+    def __exit__(self, *_exc: object) -> None:
+        self.control.training_ended()
+        self.session.observers.remove(self.meter)
+        self.meter.close()
+        self.device.close()
+
+
+def test_a_setting_is_applied_where_nothing_runs(control: Control, workload: Workload) -> None:
+    control.ask("accumulation", "4")
+    assert session_of_control(control).plan == Plan.parse("--accumulate 4")
+    assert toggle(control.moment(), "accumulation").text == "applied at step 1"
+
+
+def test_a_setting_waits_for_the_step_boundary_while_a_cell_trains(control: Control, workload: Workload) -> None:
+    control.stage = Later()
+    with Cell(control, workload) as cell:
+        cell.train(2)
+        asking = threading.Thread(target=control.ask, args=("checkpointing", "full"))
+        asking.start()
+        asking.join()
+        assert toggle(control.moment(), "checkpointing").asked is Asked.PENDING
+        assert toggle(control.moment(), "checkpointing").wanted == "full"
+        assert cell.session.plan == Plan()
+        cell.train(1)
+        assert cell.session.plan == Plan.parse("--checkpoint")
+        assert toggle(control.moment(), "checkpointing").text == "applied at step 3"
+    moment = control.moment()
+    assert [change.step for change in moment.changes] == [3]
+    assert [each.plan for each in moment.measurements] == ["as written", "--checkpoint"]
+    assert [point.step for point in moment.points] == [1, 2, 3]
+    assert moment.points[2].live_bytes
+    assert control.can() == Can.SWITCH | Can.RUN | Can.PREDICT | Can.FIND | Can.UNDO
+
+
+def test_what_was_asked_for_after_the_last_step_is_applied_when_the_cell_has_ended(
+    control: Control, workload: Workload
+) -> None:
+    stage = control.stage = Later()
+    with Cell(control, workload) as cell:
+        cell.train(1)
+        control.ask("accumulation", "2")
+        stage.idle()
+        assert cell.session.plan == Plan()
+    stage.idle()
+    assert session_of_control(control).plan == Plan.parse("--accumulate 2")
+
+
+def test_taking_a_wish_back_leaves_nothing_pending(control: Control, workload: Workload) -> None:
+    control.stage = Later()
+    with Cell(control, workload) as cell:
+        cell.train(1)
+        control.ask("accumulation", "2")
+        control.ask("accumulation", "1")
+        assert control.moment().pending is None
+        assert toggle(control.moment(), "accumulation").asked is Asked.IDLE
+        cell.train(1)
+    assert control.moment().changes == ()
+
+
+def test_wishes_add_up(control: Control, workload: Workload) -> None:
+    control.stage = Later()
+    with Cell(control, workload) as cell:
+        cell.train(1)
+        control.ask("accumulation", "2")
+        control.ask("checkpointing", "full")
+        assert control.moment().pending == Plan.parse("--accumulate 2 --checkpoint")
+        cell.train(1)
+        assert cell.session.plan == Plan.parse("--accumulate 2 --checkpoint")
+
+
+def test_settings_that_exclude_each_other_are_refused_at_once(control: Control) -> None:
+    control.ask("optimizer", "sgd")
+    control.ask("offload", "optimizer")
+    refused = toggle(control.moment(), "offload")
+    assert refused.asked is Asked.REFUSED
+    assert "exclude each other" in refused.reason
+    assert refused.value == "none"
+    assert session_of_control(control).plan == Plan.parse("--optim sgd")
+
+
+def test_a_technique_that_refuses_says_why_in_a_running_cell(control: Control, workload: Workload) -> None:
+    control.stage = Later()
+    with Cell(control, workload) as cell:
+        cell.train(1)
+        control.ask("loss", "chunked")
+        cell.train(1)
+    refused = toggle(control.moment(), "loss")
+    assert refused.asked is Asked.REFUSED
+    assert "no linear layer onto 2048 or more classes" in refused.reason
+    assert control.moment().pending is None
+    assert any(event.startswith("refused --chunk-loss") for event in control.moment().events)
+
+
+def test_a_refusal_stays_until_the_setting_is_asked_for_again(control: Control) -> None:
+    control.ask("loss", "chunked")
+    control.ask("accumulation", "2")
+    assert toggle(control.moment(), "loss").asked is Asked.REFUSED
+    control.ask("loss", "keep")
+    assert toggle(control.moment(), "loss").asked is Asked.IDLE
+
+
+def test_cancelling_ends_the_loop_between_two_steps(control: Control, workload: Workload) -> None:
+    with Cell(control, workload) as cell:
+        cell.train(2)
+        before = Snapshot(workload)
+        control.cancel()
+        with pytest.raises(Cancelled, match="cancelled from the panel after step 2"):
+            cell.train(1)
+        assert before.differences(Snapshot(workload)) == []
+        assert isinstance(Cancelled(), KeyboardInterrupt)
+    with Cell(control, workload) as cell:
+        assert len(cell.train(2)) == 2
+    assert control.moment().step == 4
+
+
+def test_a_paused_loop_stands_still_and_the_pause_is_no_step_time(control: Control, workload: Workload) -> None:
+    states: list[Activity] = []
+    control.watch(states_into := lambda moment: states.append(moment.activity))
+    assert states_into is not None
+    with Cell(control, workload) as cell:
+        cell.train(3)
+        control.pause()
+        assert Can.RESUME in control.can()
+        timer = threading.Timer(0.6, control.resume)
+        timer.start()
+        cell.train(1)
+        timer.join()
+        assert Activity.PAUSED in states
+        seconds = cell.meter.steps[-1].seconds
+    assert seconds < 0.5
+
+
+def test_ctrl_c_ends_a_pause(control: Control, workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Cell(control, workload) as cell:
+        cell.train(1)
+        control.pause()
+
+        def interrupted(_seconds: float) -> bool:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(control._go, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cell.train(1)
+    assert control.moment().activity is Activity.IDLE
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_run_of_its_own_leaves_nothing_behind_unless_it_is_kept(
+    control: Control, workload: Workload, keep: bool
+) -> None:
+    stage = control.stage = Later()
+    step(workload)
+    before = Snapshot(workload)
+    control.run(keep=keep)
+    stage.idle()
+    (played,) = stage.played
+    for _ in range(3):
+        assert played.advance()
+    assert control.moment().activity is Activity.MEASURING
+    control.ask("checkpointing", "full")
+    assert played.advance()
+    assert toggle(control.moment(), "checkpointing").asked is Asked.APPLIED
+    control.cancel()
+    stage.idle()
+    assert control.moment().activity is Activity.IDLE
+    assert session_of_control(control).plan == Plan.parse("--checkpoint")
+    assert bool(before.differences(Snapshot(workload))) is keep
+    assert [each.plan for each in control.moment().measurements] == ["as written", "--checkpoint"]
+    assert all(not isinstance(observer, Meter) for observer in session_of_control(control).observers)
+    assert session_of_control(control).rescuer is None
+
+
+def test_a_dry_run_under_converted_moments_is_put_back_bit_for_bit(control: Control, workload: Workload) -> None:
+    stage = control.stage = Later()
+    step(workload)
+    control.ask("optimizer", "adam8bit")
+    stage.idle()
+    before = Snapshot(workload)
+    control.run(keep=False)
+    stage.idle()
+    played = stage.played[-1]
+    assert played.advance()
+    control.ask("optimizer", "keep")
+    assert played.advance()
+    control.ask("optimizer", "adam8bit")
+    assert played.advance()
+    control.cancel()
+    stage.idle()
+    assert before.differences(Snapshot(workload)) == []
+
+
+def test_a_run_without_a_batch_says_what_is_missing(workload: Workload) -> None:
+    control = Control(workload.model)
+    control.begin(Workload(workload.model, workload.optimizers))
+    control.run(keep=False)
+    assert "no batch is known yet" in control.moment().errors[0]
+    session_of_control(control).undo()
+
+
+def test_a_run_whose_model_gives_no_loss_says_so(workload: Workload) -> None:
+    control = Control(workload.model, stage := Later())
+    control.begin(Workload(workload.model, workload.optimizers, (workload.batch[0],)))
+    control.run(keep=False)
+    stage.idle()
+    stage.played[0].advance()
+    assert "returned no loss" in control.moment().errors[0]
+    assert control.moment().activity is Activity.IDLE
+    session_of_control(control).undo()
+
+
+def test_foretelling_fills_in_what_settings_give(control: Control) -> None:
+    stage = control.stage = Later()
+    control.predict()
+    stage.idle()
+    stage.play_out()
+    moment = control.moment()
+    assert moment.predicted("--accumulate 4") is not None
+    assert moment.predicted("--checkpoint") is not None
+    assert not moment.errors
+
+
+def test_the_fastest_plan_that_fits_is_asked_for(control: Control) -> None:
+    stage = control.stage = Later()
+    control.find()
+    stage.idle()
+    stage.play_out()
+    assert "set a budget first" in control.moment().errors[0]
+    sizes = [each.needed_bytes for each in control.moment().predictions if not each.refused]
+    as_written = control.moment().predicted("as written")
+    assert as_written is not None
+    control.set_budget((min(sizes) + as_written.needed_bytes) // 2)
+    control.find()
+    stage.idle()
+    stage.play_out()
+    stage.idle()
+    plan = session_of_control(control).plan
+    assert plan != Plan()
+    found = control.moment().predicted(plan.label)
+    assert found is not None
+    assert found.needed_bytes <= control.moment().budget_bytes
+
+
+def test_undoing_gives_the_model_back_and_a_later_wish_begins_again(control: Control, workload: Workload) -> None:
+    control.ask("accumulation", "2")
+    session = session_of_control(control)
+    control.undo()
+    assert not session.attached
+    assert control.moment().plan == Plan()
+    assert "forward" not in vars(workload.model)
+    control.ask("accumulation", "4")
+    assert session_of_control(control).plan == Plan.parse("--accumulate 4")
+    assert session_of_control(control).workload.optimizers == workload.optimizers
+
+
+def test_undoing_while_a_cell_trains_takes_the_settings_off_at_the_next_step(
+    control: Control, workload: Workload
+) -> None:
+    control.ask("accumulation", "2")
+    with Cell(control, workload) as cell:
+        cell.train(1)
+        control.undo()
+        cell.train(1)
+        assert cell.session.plan == Plan()
+        assert cell.session.attached
+
+
+def test_two_views_show_one_state_and_a_failing_one_is_told(control: Control) -> None:
+    first: list[Moment] = []
+    second: list[Moment] = []
+
+    def broken(_moment: Moment) -> None:
+        raise ZeroDivisionError("no picture")
+
+    for view in (first.append, broken, second.append):
+        control.watch(view)
+    control.ask("accumulation", "2")
+    assert toggle(first[-1], "accumulation").value == toggle(second[-1], "accumulation").value == "2"
+    control.draw()
+    assert first[-1].errors == ("ZeroDivisionError: no picture",)
+
+
+def test_a_dropped_view_is_drawn_no_more(control: Control) -> None:
+    class View:
+        def draw(self, _moment: Moment) -> None:
+            pass
+
+    view = View()
+    control.watch(view.draw)
+    assert control.is_watched
+    del view
+    gc.collect()
+    assert not control.is_watched
+
+
+def test_neither_model_nor_session_is_kept_alive() -> None:
+    model = Blocks()
+    gone = weakref.ref(model)
+    control = control_of(model)
+    assert control_of(model) is control
+    moments: list[Moment] = []
+    control.watch(moments.append)
+    control.begin(
+        Workload(model, torch.optim.AdamW(model.parameters()), (torch.ones(2, 16), torch.ones(2, 1)), mse_loss)
+    )
+    control.ask("accumulation", "2")
+    del model
+    gc.collect()
+    assert gone() is None
+    assert moments[-1].activity is Activity.GONE
+    assert moments[-1].status == "Blocks is deleted: this panel is over"
+    assert control.can() is Can.NOTHING
+    control.ask("accumulation", "4")
+    assert "deleted" in control.moment().errors[0]
+
+
+def test_hours_of_steps_stay_bounded(control: Control, workload: Workload) -> None:
+    with Cell(control, workload) as cell:
+        cell.train(400)
+        for number in range(60):
+            control.ask("accumulation", str(1 + number % 2))
+            cell.train(2)
+    moment = control.moment()
+    assert len(moment.points) <= 300
+    assert len(moment.changes) <= 100
+    assert len(moment.events) <= 20
+    assert moment.step == 520
+
+
+def test_a_rescue_is_seen(workload: Workload) -> None:
+    workload.batch = (torch.randn(2048, 16), torch.randn(2048, 1))
+    capacity_bytes = measure(workload, steps=1).peak_allocated_bytes * 3 // 4
+    with fit(workload, rescue=True):
+        control = Control(workload.model)
+        control.begin(workload)
+        with Cell(control, workload, capacity_bytes) as cell:
+            cell.train(2)
+        assert control.moment().rescues
+        assert any("→" in event for event in control.moment().events)
