@@ -9,7 +9,7 @@ from typing import Any
 from memlab.extras import require
 from memlab.live.effects import default_text, effect_of
 from memlab.live.source import Can, Source
-from memlab.moment import Asked, Moment
+from memlab.moment import Activity, Asked, Moment
 from memlab.plan import FIELDS, PlanField
 from memlab.report.segments import scale
 
@@ -67,7 +67,9 @@ class SettingRow:
         if is_on and shown not in self._on_texts:
             self._on_texts = (*self._on_texts, shown)  # a value of a magic that no choice stands for
             self.choice.options = self._options()
-        _put(self.box, value=is_on)
+        is_over = moment.activity is Activity.GONE
+        _put(self.box, value=is_on, disabled=is_over)
+        _put(self.choice, disabled=is_over)
         if is_on:
             _put(self.choice, value=shown)
         effect = effect_of(moment, self._spec.name, self.choice.value)

@@ -89,15 +89,28 @@ class LiveFigure:
 
 def _update(widget: Any, old: Drawing, new: Drawing) -> None:
     """Send what differs, as the one update that `batch_update` would end with; it checks and copies much on the way."""
-    from plotly.basedatatypes import Undefined  # the mark of "as it was" in an update of several traces
-
     edits = [dict(_differences(was, now)) for was, now in zip(old.traces, new.traces, strict=True)]
     touched = [index for index, edit in enumerate(edits) if edit]
     names = dict.fromkeys(name for edit in edits for name in edit)
-    styles = {name: [edits[index].get(name, Undefined) for index in touched] for name in names}
+    styles = {name: [_edited(edits[index], new.traces[index], name) for index in touched] for name in names}
     layout = dict(_differences(old.layout, new.layout))
     if styles or layout:
         widget.plotly_update(styles, layout, touched)
+
+
+def _edited(edit: Mapping[str, Any], trace: Mapping[str, Any], path: str) -> Any:
+    """What a property of one trace is to be, in an update of several traces.
+
+    plotly has a mark for "as it was". The page takes it as that for lists, and for single values as "the default".
+    """
+    from plotly.basedatatypes import Undefined
+
+    if path in edit:
+        return edit[path]
+    value: Any = trace
+    for name in path.split("."):
+        value = value.get(name, Undefined) if isinstance(value, dict) else Undefined
+    return Undefined if isinstance(value, (list, tuple)) else value
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

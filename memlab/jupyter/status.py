@@ -7,22 +7,27 @@ from importlib.resources import files
 from typing import Any
 
 from memlab.extras import require
+from memlab.report.figure import NEUTRAL_INK
 
+_INK = ", ".join(str(int(NEUTRAL_INK[at : at + 2], 16)) for at in (1, 3, 5))
 _FAREWELL = (
     "This panel has lost its kernel, which was restarted or has closed the panel: nothing here acts any more. Run the "
     "cell again, or %memfit panel, for a new one."
 )
-_STYLE = """
-.memlab-status { font-size: 13px; font-variant-numeric: tabular-nums; line-height: 1.5; position: relative; }
-.memlab-status .memlab-world { opacity: .75; }
-.memlab-status .memlab-errors { white-space: pre-line; }
-.memlab-status .memlab-errors, .memlab-panel .memlab-stale { border-left: 3px solid #D55E00; padding: 2px 8px; margin: 4px 0; font-size: 13px; }
-.memlab-status .memlab-spoken { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
-.memlab-panel .widget-checkbox label { display: flex; align-items: center; }
-.memlab-panel .widget-checkbox input[type=checkbox] { margin-top: 0; margin-bottom: 0; }
-.memlab-panel .memlab-controls + .widget-box > * { flex: 1 1 auto; min-width: 0; }
-.memlab-panel.memlab-gone .memlab-controls { opacity: .4; pointer-events: none; }
-.memlab-panel.memlab-gone .jupyter-widgets-disconnected::before { content: none; }
+# no grey reads well on a white and on a dark page: where the page's own colour is known, figures take that
+_STYLE = f"""
+.memlab-panel .js-plotly-plot [style*="fill: rgb({_INK})"] {{ fill: var(--jp-ui-font-color1, var(--vscode-foreground, rgb({_INK}))) !important; }}
+.memlab-status {{ font-size: 13px; font-variant-numeric: tabular-nums; line-height: 1.5; position: relative; }}
+.memlab-status .memlab-world {{ opacity: .75; }}
+.memlab-status .memlab-errors {{ white-space: pre-line; }}
+.memlab-status .memlab-errors, .memlab-panel .memlab-stale {{ border-left: 3px solid #D55E00; padding: 2px 8px; margin: 4px 0; font-size: 13px; }}
+.memlab-status .memlab-spoken {{ position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }}
+.memlab-panel .widget-checkbox label {{ display: flex; align-items: center; }}
+.memlab-panel .widget-checkbox input[type=checkbox] {{ margin-top: 0; margin-bottom: 0; }}
+.memlab-panel .memlab-controls + .widget-box > * {{ flex: 1 1 auto; min-width: 0; }}
+.memlab-panel :is(select, input, button):focus-visible, .memlab-panel [role=slider]:focus-visible {{ outline: 2px solid #1F83C4 !important; outline-offset: 1px; }}
+.memlab-panel.memlab-gone .memlab-controls {{ opacity: .4; pointer-events: none; }}
+.memlab-panel.memlab-gone .jupyter-widgets-disconnected::before {{ content: none; }}
 """
 
 

@@ -128,6 +128,7 @@ class Control(Observer):
         self._is_cancelled = False
         self._playing: Playing | None = None
         self._predicting: Playing | None = None
+        self._has_more_to_foretell = False
         self._meter: Meter | None = None
         self._lock = threading.RLock()
 
@@ -546,6 +547,8 @@ class Control(Observer):
             self.report(error)
         self.draw()
         self._request_waiting()
+        if self.is_watched:
+            self.predict()
         if self.run_ended is not None and self.feed.step:
             self.run_ended(self.moment())
 
@@ -570,9 +573,11 @@ class Control(Observer):
         if Can.PREDICT not in self.can():
             return
         self._stop_predicting()
+        self._has_more_to_foretell = True
         self._predicting = self.stage.play(self._foretold(then_choose=then_choose), self._predictions_ended)
 
     def _stop_predicting(self) -> None:
+        self._has_more_to_foretell = False
         if self._predicting is not None:
             self._predicting.cancel()
 
@@ -590,6 +595,7 @@ class Control(Observer):
             if self._pace.is_due():
                 self.draw(figures=False)
             yield
+        self._has_more_to_foretell = False
         if then_choose:
             self._choose()
 
@@ -622,6 +628,9 @@ class Control(Observer):
         self._doing = ""
         if error is not None:
             self.report(error)
+        elif self._has_more_to_foretell:
+            # a cell came in between: the rest is foretold when it has ended
+            self.predict()
         self.draw()
 
     # -- words ---------------------------------------------------------------------------------

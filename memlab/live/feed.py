@@ -71,8 +71,8 @@ class Feed:
             self._seen = record.step
             self.step = self._before + record.step
             self._fresh.add(record.plan)
-            if record.plan not in self.measurements:
-                # what its bytes are for is known from its first step on
+            if self._is_higher(record):
+                # what its bytes are for is known from this step on
                 self.measure()
             self._track.add(self._point(record))
 
@@ -94,6 +94,11 @@ class Feed:
         while len(self.measurements) > _MOST_SETTINGS:
             # the first row is what others are compared with
             del self.measurements[list(self.measurements)[1]]
+
+    def _is_higher(self, record: StepRecord) -> bool:
+        """Whether a step needed more than what its plan is known to need, as the first ones do."""
+        known = self.measurements.get(record.plan)
+        return known is None or (record.peak_allocated_bytes or 0) > sum(known.breakdown.values())
 
     def _point(self, record: StepRecord) -> LivePoint:
         known = self.measurements.get(record.plan)

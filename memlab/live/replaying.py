@@ -318,10 +318,10 @@ class Replay:
         return self._points[self._shown - 1].plan
 
     def _is_known(self, plan: str) -> bool:
-        """Whether the first stretch under a plan is over; what was measured apart comes last."""
+        """Whether a step under a plan has been shown; what was measured apart comes last."""
         if self._is_complete:
             return True
-        return any(each.plan == plan and each.stop <= self._shown for each in self._stretches)
+        return any(each.plan == plan and each.start < self._shown for each in self._stretches)
 
     def _events(self, step: int) -> tuple[str, ...]:
         events = self._record.events or self._record.comparison.events

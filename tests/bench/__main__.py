@@ -22,6 +22,7 @@ from memlab.report import text
 from memlab.run_record import RunRecord
 from tests.bench import figures
 from tests.bench.figures import Figure
+from tests.bench.live import live
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -53,6 +54,7 @@ def measure(pairs: int) -> dict:
         ("rescuing", lambda: figures.rescuing(device, pairs)),
         ("accumulation", lambda: figures.accumulation(device, pairs)),
         ("arithmetic", lambda: figures.arithmetic(device)),
+        ("live panel", live),
     ):
         print(f"measuring {name} …", flush=True)
         found += run()

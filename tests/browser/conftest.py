@@ -104,7 +104,8 @@ class OpenNotebook:
 
     def cell(self, number: int) -> Locator:
         """A cell, counted from 0."""
-        return self.page.locator(".jp-Notebook .jp-Cell").nth(number)
+        # a page that is loaded again opens what other pages of this JupyterLab have opened as well
+        return self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell").nth(number)
 
     def run(self, number: int) -> None:
         """Run a cell, without waiting for its end."""

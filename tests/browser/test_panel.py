@@ -12,7 +12,7 @@ import pytest
 expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright's Python package").expect
 
 from tests.browser.conftest import OpenNotebook, choose_theme, opened_notebook, show_notebook, without_subshells  # noqa: E402
-from tests.browser.test_receipt import contrast  # noqa: E402
+from tests.browser.test_receipt import contrast, save_by_keyboard  # noqa: E402
 
 pytestmark = pytest.mark.browser
 
@@ -85,11 +85,12 @@ _INKS = """panel => {
         if (!text || isDisabled || !element.checkVisibility()) continue;
         const style = getComputedStyle(element);
         const ink = numbers(element instanceof SVGElement ? style.fill : style.color);
-        let share = ink[3] ?? 1, page = element, back = null;
-        for (; page; page = page.parentElement) {
+        const mark = /^\\d+$/.test(text) && element.closest(".trace")?.querySelector("path.point");
+        let share = ink[3] ?? 1, page = element, back = mark ? numbers(getComputedStyle(mark).fill) : null;
+        for (; page && !back; page = page.parentElement) {
             const behind = numbers(getComputedStyle(page).backgroundColor);
-            if (behind[3] !== 0) { back = behind; break; }
-            share *= Number(getComputedStyle(page).opacity);
+            if (behind[3] !== 0) back = behind;
+            else share *= Number(getComputedStyle(page).opacity);
         }
         found.push([text, [0, 1, 2].map(i => share * ink[i] + (1 - share) * back[i]), back]);
     }
@@ -349,6 +350,7 @@ def test_error_of_a_callback_is_shown(trained: OpenNotebook) -> None:
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
 def test_readable_and_named(trained: OpenNotebook, lab_folder: Path, theme: str) -> None:
     choose_theme(lab_folder, theme)
+    save_by_keyboard(trained.page)
     try:
         show_notebook(trained.page)
     finally:
@@ -378,7 +380,7 @@ def test_page_loaded_again_and_kernel_restarted(browser: Any, lab: str, lab_fold
         opened.run(0)
         opened.run(1)
         opened.panel(1)
-        opened.page.keyboard.press("Control+s")
+        save_by_keyboard(opened.page)
         show_notebook(opened.page)
         panel = opened.panel(1)
         box(panel, "Checkpointing").click()

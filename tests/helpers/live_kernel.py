@@ -28,6 +28,7 @@ class LiveKernel:
         self._manager = manager
         self._client = client
         self.messages: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        self._came: list[dict[str, Any]] = []
 
     def send(self, code: str) -> str:
         """Send a cell, without waiting; returns its id."""
@@ -46,7 +47,11 @@ class LiveKernel:
 
     def until_over(self, cell: str) -> None:
         """Wait for the end of a cell."""
-        self._until(lambda: any(self._says(message, "idle") for message in self.messages[cell]))
+        self._until(lambda: self.is_over(cell))
+
+    def is_over(self, cell: str) -> bool:
+        """Whether a cell has ended, as far as messages have been read."""
+        return any(self._says(message, "idle") for message in self.messages[cell])
 
     def until_printed(self, cell: str, text: str) -> None:
         """Wait until a cell, running or not, has printed something."""
@@ -83,6 +88,27 @@ class LiveKernel:
         self._client.shell_channel.send(message)
         return str(message["header"]["msg_id"])
 
+    def until_said(self, comm_id: str, text: str) -> tuple[float, str]:
+        """Wait until the kernel sets a widget to something with a text in it; returns when (`perf_counter`) and to what."""
+        said: list[tuple[float, str]] = []
+
+        def is_said() -> bool:
+            for message in self._fresh():
+                content = message["content"]
+                if message["msg_type"] == "comm_msg" and content.get("comm_id") == comm_id:
+                    value = str(content["data"].get("state", {}).get("value", ""))
+                    if text in value:
+                        said.append((time.perf_counter(), value))
+            return bool(said)
+
+        self._until(is_said)
+        return said[0]
+
+    def _fresh(self) -> list[dict[str, Any]]:
+        """Messages that have come since this was last asked."""
+        fresh, self._came = self._came, []
+        return fresh
+
     def interrupt(self) -> None:
         """Press the interrupt button."""
         self._manager.interrupt_kernel()
@@ -115,6 +141,7 @@ class LiveKernel:
             except queue.Empty:
                 continue
             self.messages[message["parent_header"].get("msg_id", "")].append(message)
+            self._came.append(message)
 
     @staticmethod
     def _says(message: dict[str, Any], state: str) -> bool:

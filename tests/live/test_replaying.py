@@ -108,12 +108,13 @@ def test_it_plays_faster_than_the_run_from_the_first_step() -> None:
     assert replay.playing_seconds == pytest.approx(12.5)  # 25 s in half the time
     replay.run(keep=False)
     first = replay.moment()
-    assert (first.activity, first.step, len(first.points), first.measurements) == (Activity.REPLAYING, 1, 1, ())
+    assert (first.activity, first.step, len(first.points)) == (Activity.REPLAYING, 1, 1)
+    assert [each.plan for each in first.measurements] == ["as written"]
     assert (first.changes, first.events, first.rescues) == (recorded().changes[:1], ("begun",), ())
     assert replay.advance(3.0)
     middle = replay.moment()
     assert (middle.step, middle.plan) == (12, Plan.parse("--accumulate 4"))
-    assert [each.plan for each in middle.measurements] == ["as written"]
+    assert [each.plan for each in middle.measurements] == ["as written", "--accumulate 4"]
     assert middle.events[-1] == "step 11: as written → --accumulate 4"
     assert middle.status == "replaying, step 12 of 50 · --accumulate 4"
     assert replay.can() == Can.SWITCH | Can.PAUSE | Can.CANCEL

@@ -1,0 +1,73 @@
+"""A panel in a real kernel, flipped by messages as a front end sends them, with the times they take."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from tests.helpers.live_kernel import LiveKernel
+
+MAKE = """
+%load_ext memlab
+import logging, time, torch
+logging.disable(logging.WARNING)
+from transformers import GPT2Config, GPT2LMHeadModel
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(n_layer={layers}, n_embd={width}, n_head=4, vocab_size=2048, n_positions=128))
+model.config.loss_type = "ForCausalLM"
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+batch = torch.randint(0, 2048, ({rows}, {tokens}))
+batch = dict(input_ids=batch, labels=batch, use_cache=False)
+stop = False
+"""
+OPEN = "%memfit panel"
+TRAIN = """
+%%memfit {flags}
+deadline = time.monotonic() + {seconds}
+while time.monotonic() < deadline and not stop:
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+_FIND = """
+from memlab.jupyter.panels import panels
+panel = list(panels()._open.values())[-1]
+rows = {row._spec.name: row for row in panel._settings}
+"""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One flip of a check box.
+
+    Args:
+        pending_seconds: until the panel said that it is pending.
+        applied_seconds: until it said at which step it was applied.
+        said: what it said.
+    """
+
+    pending_seconds: float
+    applied_seconds: float
+    said: str
+
+
+def opened(kernel: LiveKernel, *, layers: int = 2, width: int = 64, rows: int = 4, tokens: int = 64) -> None:
+    """Make a model and a panel on it."""
+    kernel.run(MAKE.format(layers=layers, width=width, rows=rows, tokens=tokens))
+    kernel.run(OPEN)
+    kernel.run(_FIND)
+
+
+def ids(kernel: LiveKernel, field: str) -> tuple[str, str]:
+    """Ids of a setting's check box and of the words beside it."""
+    box, state = kernel.value(f"[rows[{field!r}].box.comm.comm_id, rows[{field!r}].state.comm.comm_id]")
+    return str(box), str(state)
+
+
+def flip(kernel: LiveKernel, box: str, state: str, value: bool, subshell: str | None) -> Flip:
+    """Click on a check box, and wait until the panel has said what has become of it."""
+    began = time.perf_counter()
+    kernel.click(box, {"value": value}, subshell)
+    pending = kernel.until_said(state, "pending")
+    applied = kernel.until_said(state, "applied at step")
+    return Flip(pending[0] - began, applied[0] - began, applied[1])

@@ -1,0 +1,65 @@
+"""The panel in a real kernel: flips that arrive while a cell trains, and flips that have to wait for its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+for package in ("ipykernel", "ipywidgets", "plotly", "anywidget", "transformers"):
+    pytest.importorskip(package, reason=f"needs {package}")
+
+from tests.helpers.live_kernel import LiveKernel, live_kernel  # noqa: E402
+from tests.helpers.panel_kernel import TRAIN, flip, ids, opened  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[LiveKernel]:
+    with live_kernel() as made:
+        opened(made)
+        yield made
+
+
+def has_subshells(kernel: LiveKernel) -> bool:
+    return bool(kernel.value("getattr(get_ipython().kernel, '_supports_kernel_subshells', False)"))
+
+
+def test_a_flip_on_a_subshell_is_pending_and_then_applied_while_the_cell_trains(kernel: LiveKernel) -> None:
+    if not has_subshells(kernel):
+        pytest.skip("this ipykernel has no subshells")
+    box, state = ids(kernel, "checkpointing")
+    subshell = kernel.subshell()
+    cell = kernel.send(TRAIN.format(flags="", seconds=40))
+    on, off = (flip(kernel, box, state, value, subshell) for value in (True, False))
+    assert "applied at step" in on.said
+    assert "applied at step" in off.said
+    assert not kernel.is_over(cell)
+    kernel.interrupt()
+    kernel.until_over(cell)
+    kernel.delete_subshell(subshell)
+    log = kernel.value("[str(entry) for entry in panel._source.session.log]")
+    assert [entry.partition(": ")[2] for entry in log[-2:]] == [
+        "as written → --checkpoint",
+        "--checkpoint → as written",
+    ]
+
+
+def test_a_flip_without_a_subshell_is_applied_when_the_cell_has_ended(kernel: LiveKernel) -> None:
+    box, state = ids(kernel, "accumulation")
+    cell = kernel.send(TRAIN.format(flags="", seconds=3))
+    kernel.click(box, {"value": True})
+    _, said = kernel.until_said(state, "applied at step")
+    assert kernel.is_over(cell)
+    assert kernel.value("panel._source.session.plan.label") == "--accumulate 4"
+    assert "applied at step" in said
+
+
+def test_a_flip_reaches_a_background_cell_without_a_subshell(kernel: LiveKernel) -> None:
+    box, state = ids(kernel, "accumulation")
+    kernel.run(TRAIN.format(flags="--background", seconds=60))
+    flipped = flip(kernel, box, state, False, None)
+    assert "applied at step" in flipped.said
+    assert kernel.value("panel._status.world").startswith("the cell trains in the background")
+    kernel.run("stop = True")
+    kernel.run("%memfit wait")
+    assert kernel.value("panel._source.session.plan.label") == "as written"
