@@ -54,6 +54,9 @@ def strip(notebook: nbformat.NotebookNode) -> None:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
+            for output in cell.outputs:
+                # needs a kernel; what the same output says in text stays
+                output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
             cell.outputs = [output for output in cell.outputs if not _is_blank(output)]
 
 

@@ -82,6 +82,10 @@ def workload_of(
             "(a variable of this notebook)"
         )
     loss_fn = _variable(namespace, "--loss-fn", options.loss_fn) if options.loss_fn else found.loss_fn
+    if options.loss_fn and not callable(loss_fn):
+        raise WorkloadError(
+            f"--loss-fn {options.loss_fn}: a {type(loss_fn).__name__} cannot be called; name what is called with output and target"
+        )
     if options.loss_fn and len(options.batch) != 2:
         raise WorkloadError("--loss-fn needs the batch as inputs and target: --batch inputs,target")
     return Workload(found.model, found.optimizers, batch, loss_fn, found.scheduler, found.name)

@@ -1,5 +1,5 @@
-// What widgets of the kernel cannot do by themselves: speak to screen readers, copy, keep figures as wide as their
-// place, and notice that the kernel is gone.
+// What widgets of the kernel cannot do by themselves: speak to screen readers, copy, have keys of their own, keep
+// figures as wide as their place, and notice that the kernel is gone.
 
 const QUIET_MILLISECONDS = 4000;
 const NOTE_MILLISECONDS = 6000;
@@ -36,6 +36,14 @@ function fitting() {
     },
     end: () => observer.disconnect(),
   };
+}
+
+// a notebook takes arrows, Enter and letters for itself, even where a drop-down has the focus: d d deletes the cell.
+// Its shortcuts that are no plain keys stay.
+function ownKeys({ target, ctrlKey, metaKey, altKey }) {
+  if (target instanceof Element && target.closest(".memlab-panel")) {
+    target.toggleAttribute("data-lm-suppress-shortcuts", !(ctrlKey || metaKey || altKey));
+  }
 }
 
 function render({ model, el }) {
@@ -132,10 +140,13 @@ function render({ model, el }) {
   // fields are drawn after this, in their own time
   const ticking = setInterval(label, 1000);
   label();
+  // before the document, which is where the notebook listens
+  window.addEventListener("keydown", ownKeys, true);
   model.send({ kind: "hello" });
   later("hello", SECOND_HELLO_MILLISECONDS, () => model.send({ kind: "hello" }));
   return () => {
     clearInterval(ticking);
+    window.removeEventListener("keydown", ownKeys, true);
     Object.values(timers).forEach(clearTimeout);
     fitted.end();
     stale.remove();

@@ -89,7 +89,8 @@ def lab(lab_folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
-        server.wait(timeout=30)
+        # it waits for each kernel that still trains, which is where a test has failed
+        server.wait(timeout=_PATIENCE_SECONDS)
 
 
 class OpenNotebook:

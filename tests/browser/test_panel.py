@@ -82,7 +82,7 @@ _INKS = """panel => {
     for (const element of panel.querySelectorAll("*")) {
         const text = Array.from(element.childNodes).filter(n => n.nodeType === 3).map(n => n.textContent).join("").trim();
         const isDisabled = element.closest(":disabled") || element.closest(".memlab-spoken");
-        if (!text || isDisabled || !element.checkVisibility()) continue;
+        if (!/[\\p{L}\\p{N}]/u.test(text) || isDisabled || !element.checkVisibility()) continue;
         const style = getComputedStyle(element);
         const ink = numbers(element instanceof SVGElement ? style.fill : style.color);
         const mark = /^\\d+$/.test(text) && element.closest(".trace")?.querySelector("path.point");

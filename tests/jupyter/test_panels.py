@@ -1,0 +1,156 @@
+"""Opening panels from cells: as widgets, as text, and closed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+for package in ("ipywidgets", "plotly", "anywidget"):
+    pytest.importorskip(package, reason=f"needs {package}")
+
+import memlab  # noqa: E402
+from memlab.errors import MissingExtraError, SessionError  # noqa: E402
+from memlab.jupyter import panels as opening  # noqa: E402
+from memlab.jupyter.panel import Panel  # noqa: E402
+from memlab.jupyter.panels import Panels  # noqa: E402
+from memlab.live.control import Control, control_of  # noqa: E402
+from memlab.plan import Plan  # noqa: E402
+from memlab.session import session_of  # noqa: E402
+from memlab.workload import Workload  # noqa: E402
+from tests.helpers.stages import Playing  # noqa: E402
+from tests.jupyter.conftest import TRAIN, Cell  # noqa: E402
+from tests.jupyter.test_refusals import one_line  # noqa: E402
+
+
+class Rich:
+    """A shell with a page behind it, in which a cell runs."""
+
+    kernel: Any = None
+
+    def __init__(self) -> None:
+        self.cell = "a"
+
+    def get_parent(self) -> dict[str, Any]:
+        return {"metadata": {"cellId": self.cell}}
+
+
+@pytest.fixture
+def rich(monkeypatch: pytest.MonkeyPatch) -> Rich:
+    monkeypatch.setattr(opening, "is_rich", lambda shell: isinstance(shell, Rich))
+    return Rich()
+
+
+@pytest.fixture
+def control(made: Cell, shell: Any) -> Control:
+    names = shell.user_ns
+    control = control_of(names["model"])
+    control.begin(Workload(names["model"], names["optimizer"]))
+    control.stage = Playing()
+    return control
+
+
+def test_in_a_terminal_the_panel_is_text_with_the_magic_for_each_setting(made: Cell, shell: Any) -> None:
+    ran = made("%memfit panel")
+    assert ran.error is None
+    lines = ran.out.splitlines()
+    assert lines[0] == "memfit · Sequential 1.73k · AdamW · cpu"
+    assert lines[2].startswith("Gradient accumulation 1               2               not foretold")
+    assert lines[2].endswith("%memfit --accumulate 2")
+    assert session_of(shell.user_ns["model"]) is not None
+
+
+def test_a_budget_and_a_batch_can_be_given(made: Cell, shell: Any) -> None:
+    made("loss_fn = torch.nn.functional.cross_entropy")
+    assert made("%memfit panel --budget 1MiB --batch inputs,target --loss-fn loss_fn").error is None
+    control = control_of(shell.user_ns["model"])
+    assert control.moment().budget_bytes == 2**20
+    assert control.batch is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--accumulate 4", "%memfit panel --accumulate 4: unknown; see %memfit help"),
+        ("wide", "%memfit panel wide: unknown; see %memfit help"),
+        ("--budget much", "size 'much': expected a number with B, KiB, MiB, GiB or TiB"),
+        ("--batch nothing", "--batch nothing: no variable of that name"),
+        ("--model nothing", "nothing"),
+        (
+            "--batch inputs,target --loss-fn torch",
+            "--loss-fn torch: a module cannot be called; name what is called with output and target",
+        ),
+    ],
+)
+def test_what_is_refused_is_one_line(made: Cell, line: str, said: str) -> None:
+    assert said in one_line(made(f"%memfit panel {line}"))
+
+
+def test_without_a_model_it_says_so(cell: Cell) -> None:
+    assert one_line(cell("%memfit panel")) == (
+        "%memfit panel needs a model: no variable of this notebook is a trainable torch.nn.Module; make it first"
+    )
+
+
+def test_what_cells_have_measured_is_there_at_once(made: Cell, shell: Any) -> None:
+    made(f"%%memfit\n{TRAIN}")
+    made(f"%%memfit --accumulate 4\n{TRAIN}")
+    made("%memfit panel")
+    moment = control_of(shell.user_ns["model"]).moment()
+    assert [each.plan for each in moment.measurements] == ["as written", "--accumulate 4"]
+    assert moment.plan == Plan.parse("--accumulate 4")
+    assert moment.step == 8
+
+
+def test_from_python_a_panel_needs_a_notebook(made: Cell, shell: Any) -> None:
+    workload = Workload(shell.user_ns["model"], shell.user_ns["optimizer"])
+    with pytest.raises(SessionError, match=r"a panel needs a notebook; in a script, use memlab.fit"):
+        memlab.panel(workload)
+
+
+def test_run_again_a_cell_closes_its_panel_and_another_cell_does_not(rich: Rich, control: Control) -> None:
+    panels = Panels()
+    first = panels.open(rich, control)
+    rich.cell = "b"
+    second = panels.open(rich, control)
+    rich.cell = "a"
+    third = panels.open(rich, control)
+    assert isinstance(first, Panel)
+    assert isinstance(second, Panel)
+    assert isinstance(third, Panel)
+    assert [panel._is_closed for panel in (first, second, third)] == [True, False, False]
+    panels.close()
+    assert not panels.any_open()
+    assert not control.is_watched
+
+
+def test_without_widgets_the_panel_is_text_that_says_why(
+    rich: Rich, control: Control, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(_package: str) -> None:
+        raise MissingExtraError(
+            "the widget panel needs ipywidgets, which is not installed: pip install 'memlab[lab]' (or pip install ipywidgets)"
+        )
+
+    monkeypatch.setattr("memlab.jupyter.panel.require", missing)
+    assert Panels().open(rich, control) is None
+    out = capsys.readouterr().out
+    assert "%memfit --checkpoint" in out
+    assert out.splitlines()[-1] == (
+        "memfit: as text, because the widget panel needs ipywidgets, which is not installed: pip install 'memlab[lab]' "
+        "(or pip install ipywidgets)"
+    )
+
+
+def test_a_run_of_the_panel_leaves_its_receipt(made: Cell, shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made("loss_fn = torch.nn.functional.cross_entropy")
+    made("%memfit panel --batch inputs,target --loss-fn loss_fn")
+    control = control_of(shell.user_ns["model"])
+    stage = control.stage = Playing()
+    control.run(keep=False)
+    for _ in range(3):
+        assert stage.played[-1].advance()
+    control.cancel()
+    ran = made("c = %memfit report")
+    assert ran.error is None
+    assert [each.plan for each in shell.user_ns["c"].measurements] == ["as written"]
