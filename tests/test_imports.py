@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "run_record",
         "search",
         "session",
+        "shortage",
         "snapshot",
         "units",
         "workload",

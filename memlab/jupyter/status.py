@@ -27,7 +27,7 @@ _STYLE = f"""
 .memlab-panel .memlab-controls + .widget-box > * {{ flex: 1 1 auto; min-width: 0; }}
 .memlab-panel :is(select, input, button):focus-visible, .memlab-panel [role=slider]:focus-visible {{ outline: 2px solid #1F83C4 !important; outline-offset: 1px; }}
 .memlab-panel.memlab-gone .memlab-controls {{ opacity: .4; pointer-events: none; }}
-.memlab-panel.memlab-gone .jupyter-widgets-disconnected::before {{ content: none; }}
+.memlab-panel.memlab-gone::before, .memlab-panel.memlab-gone .jupyter-widgets-disconnected::before {{ content: none; }}
 """
 
 

@@ -16,39 +16,36 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
-from inspect import ismethod
+from contextlib import ExitStack, closing, suppress
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
-from memlab.errors import MemlabError, PlanError, WorkloadError
-from memlab.live.effects import settings_beside
+from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.live.feed import Feed
+from memlab.live.foretelling import Foretelling
 from memlab.live.pace import Pace
 from memlab.live.rehearsing import steps_of
 from memlab.live.source import Can
 from memlab.live.stage import AtOnce, Playing, Stage
-from memlab.measuring.steps import Meter, device_for, shapes_of
-from memlab.moment import Activity, Asked, Moment, Toggle
+from memlab.live.views import Drawn, Views
+from memlab.live.wishes import Wishes
+from memlab.measuring.steps import Meter, device_for
+from memlab.moment import Activity, Asked, Moment
 from memlab.observer import Observer
 from memlab.plan import FIELDS, Plan
-from memlab.predicting import predict_each
-from memlab.records import Fit, Measurement, Prediction
+from memlab.records import Measurement, Prediction
 from memlab.rescue.rescuer import Rescuer
-from memlab.search.finding import considered
 from memlab.session import Session, fit, session_of
+from memlab.shortage import is_out_of_memory
 from memlab.units import format_bytes, format_seconds
 from memlab.workload import Workload
 
 _MOST_EVENTS = 20
-_MOST_ERRORS = 5
 _LOOK_SECONDS = 0.1
 _RUNNING = (Activity.TRAINING, Activity.MEASURING)
-
-Drawn = Callable[[Moment], None]
 
 
 class Cancelled(KeyboardInterrupt):
@@ -110,17 +107,12 @@ class Control(Observer):
         self._name = type(model).__name__
         self._session: weakref.ref[Session] | None = None
         self._title = f"memfit · {self._name}"
-        self._plan = Plan()
-        self._target: Plan | None = None
-        self._toggles: dict[str, Toggle] = {}
+        self._wishes = Wishes()
+        self._foretelling = Foretelling()
+        self._views = Views()
         self._budget_bytes: int | None = None
-        self._predictions: dict[str, Prediction] = {}
-        self._foretold_for: tuple[Any, ...] | None = None
         self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
-        self._errors: deque[str] = deque(maxlen=_MOST_ERRORS)
-        self._views: list[Callable[[], Drawn | None]] = []
         self._pace = Pace()
-        self._frame = 0
         self._activity = Activity.IDLE
         self._doing = ""
         self._go = threading.Event()
@@ -128,7 +120,7 @@ class Control(Observer):
         self._is_cancelled = False
         self._playing: Playing | None = None
         self._predicting: Playing | None = None
-        self._has_more_to_foretell = False
+        self._is_foretellable = True
         self._meter: Meter | None = None
         self._lock = threading.RLock()
 
@@ -148,7 +140,7 @@ class Control(Observer):
         self._optimizers = [weakref.ref(optimizer) for optimizer in session.workload.optimizers]
         self.loss_fn = self.loss_fn or session.workload.loss_fn
         self.batch = self.batch if self.batch is not None else session.workload.batch
-        self._plan = session.plan
+        self._wishes.plan = session.plan
         self._name = session.workload.name
         self._title = f"memfit · {session.workload.describe()}"
 
@@ -179,7 +171,8 @@ class Control(Observer):
 
     def stepped(self) -> None:
         """A step has ended; on the training thread, after the meter has been told."""
-        self.feed.take_in()
+        with self._lock:
+            self.feed.take_in()
         if self._pace.is_due():
             began = perf_counter()
             self.draw()
@@ -189,7 +182,7 @@ class Control(Observer):
         """Take in what was measured and foretold elsewhere."""
         with self._lock:
             self.feed.know(measurements)
-            self._predictions |= {each.plan: each for each in predictions}
+            self._foretelling.know(predictions)
 
     def _watch(self, session: Session, meter: Meter, activity: Activity) -> None:
         self._meter = meter
@@ -200,22 +193,21 @@ class Control(Observer):
         self._is_cancelled = False
         self._go.set()
         self._activity = activity
-        self.feed.begin(meter, session.steps)
+        with self._lock:
+            self.feed.begin(meter, session.steps)
         self._pace = Pace()
         self.draw()
 
     def _rest(self) -> None:
-        self.feed.end()
+        with self._lock:
+            self.feed.end()
         self._meter = None
         self.world = ""
         self._is_cancelled = False
         self._go.set()
         self._activity = Activity.IDLE
         self.draw()
-        session = self.session
-        if session is not None and session.pending is not None:
-            # asked for after the last step
-            self.stage.when_idle(self._apply_waiting)
+        self._request_waiting()
 
     # -- observer: on the training thread ------------------------------------------------------
 
@@ -246,25 +238,16 @@ class Control(Observer):
     def plan_changed(self, plan: Plan) -> None:
         """Tell which settings have come into force."""
         with self._lock:
-            before, self._plan = self._plan, plan
-            session = self.session
+            session, before = self.session, self._wishes.plan
             step = (session.steps if session is not None else self.feed.step) + 1
+            self._wishes.came_true(plan, step)
             self.feed.plan_changed(plan, step)
-            for spec in FIELDS:
-                value = spec.text(getattr(plan, spec.name))
-                toggle = self._toggles.get(spec.name)
-                was_asked = toggle is not None and toggle.asked is Asked.PENDING and toggle.wanted == value
-                if was_asked or getattr(plan, spec.name) != getattr(before, spec.name):
-                    self._toggles[spec.name] = Toggle(spec.name, value, value, Asked.APPLIED, step)
-            if self._target == plan:
-                self._target = None
-            self._event(f"step {step}: {before.label} → {plan.label}")
-            self._pace.hurry()
+            self._events.append(f"step {step}: {before.label} → {plan.label}")
+        self._pace.hurry()
 
     def plan_refused(self, plan: Plan, refusal: MemlabError) -> None:
         """Tell which settings were refused, and why."""
-        with self._lock:
-            self._refuse(plan, str(refusal))
+        self._refuse(plan, str(refusal))
 
     # -- what views see ------------------------------------------------------------------------
 
@@ -278,21 +261,21 @@ class Control(Observer):
                 title=self._title,
                 activity=activity,
                 step=self.feed.step,
-                plan=self._plan,
-                pending=self._target,
-                toggles=tuple(self._toggle(spec.name) for spec in FIELDS),
+                plan=self._wishes.plan,
+                pending=self._wishes.target,
+                toggles=self._wishes.toggles,
                 points=self.feed.points,
                 changes=tuple(self.feed.changes),
                 measurements=tuple(self.feed.measurements.values()),
-                predictions=tuple(self._predictions.values()),
+                predictions=self._foretelling.predictions,
                 budget_bytes=self._budget_bytes,
                 capacity_bytes=self.capacity_bytes,
                 events=tuple(self._events),
                 rescues=tuple(session.rescuer.rescues) if session is not None and session.rescuer is not None else (),
                 status=self._status(activity),
                 world=self.world,
-                errors=tuple(self._errors),
-                frame=self._frame,
+                errors=tuple(self._views.errors),
+                frame=self._views.frame,
             )
 
     def can(self) -> Can:
@@ -306,15 +289,12 @@ class Control(Observer):
 
     def watch(self, drawn: Drawn) -> Callable[[], None]:
         """Have a view drawn when something has changed; returns what ends that."""
-        view: Callable[[], Drawn | None]
-        view = weakref.WeakMethod(drawn) if ismethod(drawn) else lambda: drawn
-        self._views.append(view)
-        return lambda: self._views.remove(view) if view in self._views else None
+        return self._views.watch(drawn)
 
     @property
     def is_watched(self) -> bool:
         """Whether a view is open."""
-        return any(view() is not None for view in self._views)
+        return self._views.any_open
 
     def draw(self, *, figures: bool = True) -> None:
         """Draw every view.
@@ -322,57 +302,28 @@ class Control(Observer):
         Args:
             figures: with new figures; without, what is cheap: settings and the status.
         """
-        if not self._views:
-            return
-        if figures:
-            self._frame += 1
-        moment = self.moment()
-        for view in tuple(self._views):
-            drawn = view()
-            if drawn is None:
-                self._views.remove(view)
-                continue
-            try:
-                drawn(moment)
-            except Exception as error:  # noqa: BLE001 - training must not fail for the sake of a picture
-                self.report(error)
+        self._views.draw(self.moment, figures=figures)
 
     def report(self, error: BaseException) -> None:
         """Tell an error of a callback or of a view; views show it."""
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        if text not in self._errors:
-            self._errors.append(text)
+        self._views.report(error)
 
     # -- what views ask ------------------------------------------------------------------------
 
     def ask(self, field: str, text: str) -> None:
         """Ask for one setting."""
+        self._views.errors.clear()
         with self._lock:
-            beside = self._target or self._plan
-            if self._toggle(field).asked is Asked.REFUSED:
-                del self._toggles[field]  # what was refused is past: this is another wish
-            try:
-                plan = beside.with_setting(field, text)
-            except PlanError as error:
-                value = self._toggle(field).value
-                self._toggles[field] = Toggle(field, value, text, Asked.REFUSED, reason=str(error))
-                plan = None
+            plan = self._wishes.ask(field, text)
         if plan is not None:
-            self.ask_plan(plan)
-        else:
-            self._changed()
+            self._request(plan)
+        self._changed()
 
     def ask_plan(self, plan: Plan) -> None:
         """Ask for a whole plan."""
+        self._views.errors.clear()
         with self._lock:
-            self._target = plan if plan != self._plan else None
-            for spec in FIELDS:
-                value, wanted = (spec.text(getattr(each, spec.name)) for each in (self._plan, plan))
-                known = self._toggle(spec.name)
-                if wanted != value:
-                    self._toggles[spec.name] = Toggle(spec.name, value, wanted, Asked.PENDING)
-                elif known.asked is Asked.PENDING:
-                    self._toggles[spec.name] = Toggle(spec.name, value, value)
+            self._wishes.ask_plan(plan)
         self._request(plan)
         self._changed()
 
@@ -384,6 +335,7 @@ class Control(Observer):
 
     def run(self, *, keep: bool) -> None:
         """Train on the batch at hand until cancelled; steps that are not kept leave nothing behind."""
+        self._views.errors.clear()
         self.stage.when_idle(lambda: self._told(lambda: self._run(keep=keep)))
 
     def pause(self) -> None:
@@ -421,6 +373,7 @@ class Control(Observer):
 
     def find(self) -> None:
         """Ask for the fastest plan that is predicted to fit the budget; what is not foretold yet is foretold first."""
+        self._views.errors.clear()
         self.stage.when_idle(lambda: self._told(lambda: self._predict(then_choose=True)))
 
     def undo(self) -> None:
@@ -448,7 +401,7 @@ class Control(Observer):
 
     def _begin(self, plan: Plan) -> None:
         """Apply a plan to a model that has no session."""
-        if self._target != plan:
+        if self._wishes.target != plan:
             return
         session = self.session or self._attached()
         session.ask(plan)
@@ -462,16 +415,13 @@ class Control(Observer):
         plan = session.pending
         try:
             session.switch(plan, now=True)
-        except MemlabError as refusal:
-            with self._lock:
-                session.ask(None)
-                self._refuse(plan, str(refusal))
-        except torch.OutOfMemoryError as error:
-            with self._lock:
-                session.ask(None)
-                self._refuse(plan, str(error).splitlines()[0])
+        except Exception as error:
+            if not isinstance(error, MemlabError) and not is_out_of_memory(error):
+                raise
+            session.ask(None)
+            self._refuse(plan, str(error).splitlines()[0])
         self.draw()
-        self.predict()
+        self._predict_on()
 
     def _model_gone(self, _model: object) -> None:
         self.batch, self.loss_fn = None, None
@@ -480,12 +430,9 @@ class Control(Observer):
             self.stage.when_idle(self.draw)
 
     def _refuse(self, plan: Plan, reason: str) -> None:
-        for spec in FIELDS:
-            value, wanted = (spec.text(getattr(each, spec.name)) for each in (self._plan, plan))
-            if value != wanted:
-                self._toggles[spec.name] = Toggle(spec.name, value, wanted, Asked.REFUSED, reason=reason)
-        self._target = None
-        self._event(f"refused {plan.label}: {reason}")
+        with self._lock:
+            self._wishes.came_to_nothing(plan, reason)
+            self._events.append(f"refused {plan.label}: {reason}")
         self._pace.hurry()
 
     def _attached(self) -> Session:
@@ -536,7 +483,8 @@ class Control(Observer):
                 undo.callback(session.dismiss)
             self._watch(session, meter, Activity.MEASURING)
             undo.callback(self._rest)
-            for loss in steps_of(workload, session, keep=keep):
+            # last in, first out: what the steps changed is put back while everything else still stands
+            for loss in undo.enter_context(closing(steps_of(workload, session, keep=keep))):
                 self.stepped()
                 yield loss
 
@@ -547,8 +495,7 @@ class Control(Observer):
             self.report(error)
         self.draw()
         self._request_waiting()
-        if self.is_watched:
-            self.predict()
+        self._predict_on()
         if self.run_ended is not None and self.feed.step:
             self.run_ended(self.moment())
 
@@ -562,73 +509,45 @@ class Control(Observer):
         if session is not None:
             session.undo()
         with self._lock:
-            self._target, self._plan = None, Plan()
-            self._toggles.clear()
-            self._event("everything is as it was")
+            self._wishes.forget(Plan())
+            self._events.append("everything is as it was")
         self.draw()
 
     # -- foretelling ---------------------------------------------------------------------------
+
+    def _predict_on(self) -> None:
+        """Foretell what is not foretold yet, where somebody looks and it can be done."""
+        if self.is_watched and self.batch is not None and self._is_foretellable:
+            self.predict()
 
     def _predict(self, *, then_choose: bool = False) -> None:
         if Can.PREDICT not in self.can():
             return
         self._stop_predicting()
-        self._has_more_to_foretell = True
         self._predicting = self.stage.play(self._foretold(then_choose=then_choose), self._predictions_ended)
 
     def _stop_predicting(self) -> None:
-        self._has_more_to_foretell = False
-        if self._predicting is not None:
-            self._predicting.cancel()
+        predicting, self._predicting = self._predicting, None
+        if predicting is not None:
+            predicting.cancel()
 
     def _foretold(self, *, then_choose: bool) -> Iterator[None]:
-        workload = self._workload()
-        self._forget_other_batches(workload)
-        wanted = [*settings_beside(self._plan), *settings_beside(Plan())]
-        if then_choose:
-            wanted += considered(workload, None)
-        missing = [plan for plan in dict.fromkeys(wanted) if plan.label not in self._predictions]
-        for number, prediction in enumerate(predict_each(workload, plans=missing), 1):
-            with self._lock:
-                self._predictions[prediction.plan] = prediction
-            self._doing = f"predicting, {number} of {len(missing)}"
+        for doing in self._foretelling.plan_by_plan(self._workload(), self._wishes.plan, every=then_choose):
+            self._doing = doing
             if self._pace.is_due():
                 self.draw(figures=False)
             yield
-        self._has_more_to_foretell = False
-        if then_choose:
-            self._choose()
-
-    def _forget_other_batches(self, workload: Workload) -> None:
-        """What was foretold for a batch of another size is wrong for this one."""
-        shapes = shapes_of(workload.batch)
-        if self._foretold_for not in (None, shapes):
-            self._predictions.clear()
-        self._foretold_for = shapes
-
-    def _choose(self) -> None:
-        budget_bytes = self._budget_bytes
-        if budget_bytes is None:
+        if then_choose and self._budget_bytes is None:
             raise MemlabError("find a plan: set a budget first")
-        fitting = [each for each in self._predictions.values() if each.verdict(budget_bytes).fit is Fit.YES]
-        if not fitting:
-            smallest = min(
-                (each for each in self._predictions.values() if not each.refused),
-                key=lambda each: each.needed_bytes,
-            )
-            raise MemlabError(
-                f"no plan is predicted to fit {format_bytes(budget_bytes)}; the smallest, {smallest.plan}, needs "
-                f"{format_bytes(smallest.needed_bytes)}"
-            )
-        best = max(fitting, key=lambda each: (each.samples_per_second, -each.needed_bytes))
-        self.ask_plan(Plan.parse("" if best.plan == Plan().label else best.plan))
+        if then_choose and self._budget_bytes is not None:
+            self.ask_plan(self._foretelling.fastest_within(self._budget_bytes))
 
     def _predictions_ended(self, error: BaseException | None) -> None:
-        self._predicting = None
-        self._doing = ""
+        was_stopped, self._predicting, self._doing = self._predicting is None, None, ""
         if error is not None:
+            self._is_foretellable = not isinstance(error, TraceError)
             self.report(error)
-        elif self._has_more_to_foretell:
+        elif not was_stopped and not self._foretelling.is_complete:
             # a cell came in between: the rest is foretold when it has ended
             self.predict()
         self.draw()
@@ -638,32 +557,17 @@ class Control(Observer):
     def _status(self, activity: Activity) -> str:
         if activity is Activity.GONE:
             return f"{self._name} is deleted: this panel is over"
-        parts = [_ACTIVITY_WORDS[activity]]
-        newest = self.feed.newest
+        parts = [str(activity)]
+        newest, plan = self.feed.newest, self._wishes.plan
         if newest is not None:
-            parts[0] += f", step {self.feed.step}"
-            parts.append(self._plan.label)
-            parts.append(f"{format_seconds(newest.seconds)} a step")
-        measured = self.feed.measurements.get(self._plan.label)
+            parts = [f"{activity}, step {self.feed.step}", plan.label, f"{format_seconds(newest.seconds)} a step"]
+        measured = self.feed.measurements.get(plan.label)
         if measured is not None and measured.peak_allocated_bytes:
             parts.append(f"peak {format_bytes(measured.peak_allocated_bytes)}")
-        parts += [
-            f"{spec.title.lower()} {self._toggle(spec.name).text}" for spec in FIELDS if self._is_under_way(spec.name)
-        ]
-        if self._doing:
-            parts.append(self._doing)
-        return " · ".join(parts)
-
-    def _is_under_way(self, field: str) -> bool:
-        return self._toggle(field).asked is Asked.PENDING
-
-    def _toggle(self, field: str) -> Toggle:
-        spec = next(each for each in FIELDS if each.name == field)
-        value = spec.text(getattr(self._plan, field))
-        return self._toggles.get(field) or Toggle(field, value, value)
-
-    def _event(self, text: str) -> None:
-        self._events.append(text)
+        titles = {spec.name: spec.title.lower() for spec in FIELDS}
+        waiting = (each for each in self._wishes.toggles if each.asked is Asked.PENDING)
+        parts += [f"{titles[each.field]} {each.text}" for each in waiting]
+        return " · ".join([*parts, *filter(None, [self._doing])])
 
     def _changed(self) -> None:
         """Show what was asked: figures as well where no steps come to draw them."""
@@ -677,18 +581,9 @@ class Control(Observer):
         try:
             work()
         except MemlabError as error:
-            self._target = None
+            self._wishes.target = None
             self.report(error)
             self.draw()
-
-
-_ACTIVITY_WORDS = {
-    Activity.IDLE: "idle",
-    Activity.TRAINING: "training",
-    Activity.MEASURING: "measuring",
-    Activity.PAUSED: "paused",
-    Activity.REPLAYING: "replaying",
-}
 
 
 def _leave(session: Session, observer: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from memlab.measuring.runs import require_complete, training_step
 from memlab.plan import Plan
@@ -11,7 +11,7 @@ from memlab.snapshot import Snapshot
 from memlab.workload import Workload
 
 
-def steps_of(workload: Workload, session: Session, *, keep: bool) -> Iterator[float]:
+def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[float]:
     """Train a workload on its batch, one step per `next`, until this is closed.
 
     Plans may be switched between steps; the one in force in the end stays.
@@ -55,7 +55,7 @@ def steps_of(workload: Workload, session: Session, *, keep: bool) -> Iterator[fl
         _put_back(session, before, start)
 
 
-def _steps(workload: Workload) -> Iterator[float]:
+def _steps(workload: Workload) -> Generator[float]:
     modes = {module: module.training for module in workload.model.modules()}
     workload.model.train()
     try:

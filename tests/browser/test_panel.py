@@ -16,7 +16,7 @@ from tests.browser.test_receipt import contrast, save_by_keyboard  # noqa: E402
 
 pytestmark = pytest.mark.browser
 
-_MILLISECONDS = 30_000
+_MILLISECONDS = 90_000
 _LEAST_CONTRAST = 4.5
 
 MAKE = """

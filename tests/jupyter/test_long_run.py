@@ -80,9 +80,9 @@ def test_two_hours_before_a_panel_stay_bounded(control: Control) -> None:
         if step % 150 == 0:
             meter.plan = PLANS[step // 150 % len(PLANS)]
             control.plan_changed(Plan.parse(meter.plan if meter.plan != PLANS[0] else ""))
-        frame = control._frame
+        frame = control._views.frame
         control.stepped()
-        if control._frame > frame:
+        if control._views.frame > frame:
             frames.append(clock.now)
         if step % 600 == 0:
             gc.collect()

@@ -1,0 +1,97 @@
+"""`Foretelling`: what is predicted for the settings of a live run, a plan at a time, for a batch of one size."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from memlab.errors import MemlabError
+from memlab.live.effects import settings_beside
+from memlab.measuring.steps import shapes_of
+from memlab.plan import Plan
+from memlab.predicting import predict_each
+from memlab.records import Fit, Prediction
+from memlab.search.finding import considered
+from memlab.units import format_bytes
+from memlab.workload import Workload
+
+
+class Foretelling:
+    """Predictions of one model's settings, by plan.
+
+    Attributes:
+        is_complete: whether everything that was asked for last is foretold.
+    """
+
+    def __init__(self) -> None:
+        self.is_complete = True
+        self._predictions: dict[str, Prediction] = {}
+        self._shapes: tuple[Any, ...] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def predictions(self) -> tuple[Prediction, ...]:
+        """All of them, refused ones included."""
+        with self._lock:
+            return tuple(self._predictions.values())
+
+    def know(self, predictions: Iterable[Prediction]) -> None:
+        """Take in what was foretold elsewhere."""
+        with self._lock:
+            self._predictions |= {each.plan: each for each in predictions}
+
+    def plan_by_plan(self, workload: Workload, plan: Plan, *, every: bool = False) -> Iterator[str]:
+        """Foretell what each setting would change beside a plan, and beside the loop as written.
+
+        Args:
+            workload: with its batch; another batch than before makes earlier predictions worthless.
+            plan: in force.
+            every: every plan worth considering as well.
+
+        Yields:
+            How far it has come, in words, after each prediction.
+
+        Raises:
+            TraceError: what the model computes depends on values.
+            WorkloadError: no batch or no optimizer.
+        """
+        self.is_complete = False
+        self._begin(workload)
+        wanted = [*settings_beside(plan), *settings_beside(Plan()), *(considered(workload, None) if every else ())]
+        missing = [each for each in dict.fromkeys(wanted) if each.label not in self._predictions]
+        for number, prediction in enumerate(predict_each(workload, plans=missing), 1):
+            self.know([prediction])
+            yield f"predicting, {number} of {len(missing)}"
+        self.is_complete = True
+
+    def fastest_within(self, budget_bytes: int) -> Plan:
+        """The fastest plan that is predicted to fit a budget for certain.
+
+        Raises:
+            MemlabError: none is.
+        """
+        known = [each for each in self.predictions if not each.refused]
+        fitting = [each for each in known if each.verdict(budget_bytes).fit is Fit.YES]
+        if not fitting:
+            smallest = min(known, key=lambda each: each.needed_bytes)
+            raise MemlabError(
+                f"no plan is predicted to fit {format_bytes(budget_bytes)}; the smallest, {smallest.plan}, needs "
+                f"{format_bytes(smallest.needed_bytes)}"
+            )
+        best = max(fitting, key=_merit)
+        return Plan.parse("" if best.plan == Plan().label else best.plan)
+
+    def _begin(self, workload: Workload) -> None:
+        shapes = shapes_of(workload.batch)
+        with self._lock:
+            if self._shapes not in (None, shapes):
+                self._predictions.clear()
+            self._shapes = shapes
+
+
+def _merit(prediction: Prediction) -> tuple[float, int]:
+    """Faster is better, then smaller; where no time is foretold, smaller."""
+    speed = prediction.samples_per_second
+    return (speed if math.isfinite(speed) else 0.0, -prediction.needed_bytes)

@@ -1,0 +1,73 @@
+"""`Views`: who is drawn when something has changed, and what went wrong on the way."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from inspect import ismethod
+
+from memlab.moment import Moment
+
+_MOST_ERRORS = 5
+
+Drawn = Callable[[Moment], None]
+
+
+class Views:
+    """Views of one run. Methods are held weakly: a view that is dropped is drawn no more.
+
+    Attributes:
+        frame: grows with every drawing that has new figures.
+        errors: of views and callbacks, newest last, in words.
+
+    Example:
+        >>> views = Views()
+        >>> leave = views.watch(lambda moment: print(1 / 0))
+        >>> views.report(KeyError("batch"))
+        >>> list(views.errors)
+        ["KeyError: 'batch'"]
+    """
+
+    def __init__(self) -> None:
+        self.frame = 0
+        self.errors: deque[str] = deque(maxlen=_MOST_ERRORS)
+        self._views: list[Callable[[], Drawn | None]] = []
+
+    def watch(self, drawn: Drawn) -> Callable[[], None]:
+        """Have a view drawn from now on; returns what ends that."""
+        view: Callable[[], Drawn | None] = weakref.WeakMethod(drawn) if ismethod(drawn) else lambda: drawn
+        self._views.append(view)
+        return lambda: self._views.remove(view) if view in self._views else None
+
+    @property
+    def any_open(self) -> bool:
+        """Whether there is a view."""
+        return any(view() is not None for view in self._views)
+
+    def draw(self, moment: Callable[[], Moment], *, figures: bool) -> None:
+        """Draw every view.
+
+        Args:
+            moment: makes what is drawn; not called when nobody looks.
+            figures: with new figures; without, what is cheap: settings and the status.
+        """
+        if not self.any_open:
+            return
+        self.frame += figures
+        shown = moment()
+        for view in tuple(self._views):
+            drawn = view()
+            if drawn is None:
+                self._views.remove(view)
+                continue
+            try:
+                drawn(shown)
+            except Exception as error:  # noqa: BLE001 - training must not fail for the sake of a picture
+                self.report(error)
+
+    def report(self, error: BaseException) -> None:
+        """Take note of an error of a callback or of a view, once; the next drawing shows it."""
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        if text not in self.errors:
+            self.errors.append(text)

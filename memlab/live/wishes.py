@@ -1,0 +1,103 @@
+"""`Wishes`: which settings were asked for, and what has become of each."""
+
+from __future__ import annotations
+
+from memlab.errors import PlanError
+from memlab.moment import Asked, Toggle
+from memlab.plan import FIELDS, Plan, PlanField
+
+
+class Wishes:
+    """The plan in force, the plan that is wanted, and the state of every setting between the two.
+
+    Attributes:
+        plan: in force.
+        target: asked for and not yet in force, or None.
+
+    Example:
+        >>> wishes = Wishes()
+        >>> wishes.ask("accumulation", "4").label, wishes.toggle("accumulation").text
+        ('--accumulate 4', 'pending')
+        >>> wishes.came_true(wishes.target, step=12)
+        >>> wishes.toggle("accumulation").text
+        'applied at step 12'
+    """
+
+    def __init__(self) -> None:
+        self.plan = Plan()
+        self.target: Plan | None = None
+        self._toggles: dict[str, Toggle] = {}
+
+    @property
+    def toggles(self) -> tuple[Toggle, ...]:
+        """One per field of a plan."""
+        return tuple(self.toggle(spec.name) for spec in FIELDS)
+
+    def toggle(self, field: str) -> Toggle:
+        """The state of one setting."""
+        value = _value(self.plan, _spec(field))
+        return self._toggles.get(field) or Toggle(field, value, value)
+
+    def ask(self, field: str, text: str) -> Plan | None:
+        """Wish for one setting beside the others.
+
+        Returns:
+            The plan that is wanted now; None when the setting is refused at once.
+        """
+        if self.toggle(field).asked is Asked.REFUSED:
+            del self._toggles[field]  # what was refused is past: this is another wish
+        try:
+            plan = (self.target or self.plan).with_setting(field, text)
+        except PlanError as error:
+            self._toggles[field] = Toggle(field, self.toggle(field).value, text, Asked.REFUSED, reason=str(error))
+            return None
+        self.ask_plan(plan)
+        return plan
+
+    def ask_plan(self, plan: Plan) -> None:
+        """Wish for a whole plan."""
+        self.target = plan if plan != self.plan else None
+        for spec in FIELDS:
+            value, wanted = _value(self.plan, spec), _value(plan, spec)
+            if wanted != value:
+                self._toggles[spec.name] = Toggle(spec.name, value, wanted, Asked.PENDING)
+            elif self.toggle(spec.name).asked is Asked.PENDING:
+                del self._toggles[spec.name]
+
+    def came_true(self, plan: Plan, step: int) -> None:
+        """A plan has come into force, asked for or not.
+
+        Args:
+            plan: in force from now on.
+            step: the first step under it.
+        """
+        before, self.plan = self.plan, plan
+        for spec in FIELDS:
+            value = _value(plan, spec)
+            known = self._toggles.get(spec.name)
+            was_asked = known is not None and known.asked is Asked.PENDING and known.wanted == value
+            if was_asked or value != _value(before, spec):
+                self._toggles[spec.name] = Toggle(spec.name, value, value, Asked.APPLIED, step)
+        if self.target == plan:
+            self.target = None
+
+    def came_to_nothing(self, plan: Plan, reason: str) -> None:
+        """A plan that was asked for does not apply."""
+        for spec in FIELDS:
+            value, wanted = _value(self.plan, spec), _value(plan, spec)
+            if value != wanted:
+                self._toggles[spec.name] = Toggle(spec.name, value, wanted, Asked.REFUSED, reason=reason)
+        self.target = None
+
+    def forget(self, plan: Plan) -> None:
+        """Begin again with a plan in force and nothing asked for."""
+        self.plan, self.target = plan, None
+        self._toggles.clear()
+
+
+def _spec(field: str) -> PlanField:
+    return next(each for each in FIELDS if each.name == field)
+
+
+def _value(plan: Plan, spec: PlanField) -> str:
+    return spec.text(getattr(plan, spec.name))
