@@ -88,9 +88,7 @@ def lab(lab_folder: Path) -> Iterator[str]:
         _wait_for(f"http://127.0.0.1:{port}/api/status", server, log)
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.terminate()
-        # it waits for each kernel that still trains, which is where a test has failed
-        server.wait(timeout=_PATIENCE_SECONDS)
+        _stop(server)
 
 
 class OpenNotebook:
@@ -189,6 +187,16 @@ def _set(folder: Path, name: str, values: dict[str, Any]) -> None:
     file = folder / ".settings" / "@jupyterlab" / "apputils-extension" / f"{name}.jupyterlab-settings"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(values))
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(timeout=_PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        # a failed test has left a kernel that trains; kernels end with their server
+        server.kill()
+        server.wait()
 
 
 def _free_port() -> int:
