@@ -61,6 +61,25 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def format_difference(change_bytes: int, of_bytes: int) -> str:
+    """Print a difference of sizes with its sign, in the unit of what it is a part of, so that differences can be compared.
+
+    Example:
+        >>> format_difference(-1_000_000, 3 * 2**30), format_difference(0, 2**30)
+        ('±0.00 GiB', '±0.00 GiB')
+        >>> format_difference(-2 * 2**30, 8 * 2**30), format_difference(2**20, 80 * 2**20)
+        ('−2.00 GiB', '+1.0 MiB')
+    """
+    unit, name, digits = next(
+        each
+        for each in ((GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1), (1, "B", 0))
+        if of_bytes >= each[0] or each[0] == 1
+    )
+    size = f"{abs(change_bytes) / unit:.{digits}f}"
+    sign = "±" if float(size) == 0 else "−" if change_bytes < 0 else "+"
+    return f"{sign}{size} {name}"
+
+
 def format_change(ratio: float) -> str:
     """Print a ratio to the first row as a signed percentage.
 

@@ -24,7 +24,7 @@ from memlab.live.control import Cancelled
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
 from memlab.session import Session
-from memlab.shortage import is_out_of_memory
+from memlab.shortage import is_out_of_memory, release
 from memlab.workload import Workload
 
 _NO_MODEL = (
@@ -90,6 +90,21 @@ class CellMagic:
             self._rescue(options, line) if options.rescue and self._notebook.config.rescue else None,
             self._notebook.control_of,
         )
+        try:
+            self._run_watched(watch, options, source, place, budget_bytes, line)
+        finally:
+            # IPython keeps the error that ends a cell, and with it the variables of this function
+            watch.let_go()
+
+    def _run_watched(
+        self,
+        watch: CellWatch,
+        options: CellOptions,
+        source: cells.Source,
+        place: Place,
+        budget_bytes: int | None,
+        line: Line | None,
+    ) -> None:
         with watch:
             with one_line():
                 self._find(watch, options, source)
@@ -185,7 +200,13 @@ class CellMagic:
     def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: Place) -> None:
         error = outcome.error
         if error is not None and (was_raised_by_memlab(error) or isinstance(error, Cancelled)):
-            raise UsageError(str(error))
+            said = str(error)
+            if isinstance(error, Cancelled):
+                # nobody debugs what they cancelled: what the loop held goes with it
+                release(error)
+                error.__traceback__ = None
+                outcome.error = error = None
+            raise UsageError(said)
         advice = ""
         if error is not None and is_out_of_memory(error):
             advice = out_of_memory_advice(watch.session.plan if watch.session is not None else Plan())

@@ -16,7 +16,7 @@ from memlab.report.segments import scale
 Widget = Any
 Guard = Callable[[Callable[[Any], None]], Callable[[Any], None]]
 
-_MARKS = {Asked.IDLE: "", Asked.PENDING: "⏳", Asked.APPLIED: "✓", Asked.REFUSED: "✕"}
+_MARKS = {Asked.IDLE: "", Asked.PENDING: "…", Asked.APPLIED: "✓", Asked.REFUSED: "✕"}
 _BUDGET_STEPS = 200
 
 
@@ -42,7 +42,7 @@ class SettingRow:
         self._has_choice = len(self._on_texts) > 1
         self.choice.layout.visibility = "visible" if self._has_choice else "hidden"
         self.effect = widgets.HTML(layout={"margin": "0 0 0 8px", "width": "auto"})
-        self.state = widgets.HTML(layout={"margin": "-6px 0 0 24px", "width": "auto", "max_width": "420px"})
+        self.state = widgets.HTML(layout={"margin": "-2px 0 0 24px", "width": "auto", "max_width": "420px"})
         self.widget = widgets.VBox(
             [widgets.HBox([self.box, self.choice, self.effect], layout={"align_items": "center"}), self.state]
         )
@@ -124,7 +124,8 @@ class BudgetRow:
             _put(self.slider, value=self.slider.max)
         if moment.budget_bytes is not None:
             _put(self.slider, value=round(moment.budget_bytes / unit, 4))
-        _put(self._said, value=_faint(name if moment.budget_bytes is not None else f"{name} (no budget)"))
+        _put(self.slider, readout=moment.budget_bytes is not None)
+        _put(self._said, value=_faint(name if moment.budget_bytes is not None else "none"))
 
     def _stretch(self, most: float) -> None:
         with self.slider.hold_trait_notifications():

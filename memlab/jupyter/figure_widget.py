@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,12 @@ class LiveFigure:
             self._key, self._map = key, foretold(moment)
         return self._map
 
+    def send_again(self) -> None:
+        """Send everything, for a page that has only now finished drawing and may have missed what came before."""
+        with self._lock:
+            if not self._closed:
+                _send(self.widget, [dict(_leaves(trace)) for trace in self._drawn.traces], self._drawn)
+
     def close(self) -> None:
         """Take the figure off the page; a second time does nothing."""
         with self._lock:
@@ -90,10 +96,17 @@ class LiveFigure:
 def _update(widget: Any, old: Drawing, new: Drawing) -> None:
     """Send what differs, as the one update that `batch_update` would end with; it checks and copies much on the way."""
     edits = [dict(_differences(was, now)) for was, now in zip(old.traces, new.traces, strict=True)]
+    _send(widget, edits, new, dict(_differences(old.layout, new.layout)))
+
+
+def _send(
+    widget: Any, edits: Sequence[Mapping[str, Any]], new: Drawing, layout: Mapping[str, Any] | None = None
+) -> None:
+    """Send edits of traces, and of the layout: all of it unless given."""
+    layout = dict(_leaves(new.layout)) if layout is None else layout
     touched = [index for index, edit in enumerate(edits) if edit]
     names = dict.fromkeys(name for edit in edits for name in edit)
     styles = {name: [_edited(edits[index], new.traces[index], name) for index in touched] for name in names}
-    layout = dict(_differences(old.layout, new.layout))
     if styles or layout:
         widget.plotly_update(styles, layout, touched)
 
@@ -120,6 +133,15 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any], path: str = "")
         if isinstance(value, dict):
             yield from _differences(before, value, f"{path}{name}.")
         elif value != before:
+            yield f"{path}{name}", _packed(name, value)
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every property by its path, but what a trace is, which cannot be changed."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{name}.")
+        elif name != "type":
             yield f"{path}{name}", _packed(name, value)
 
 

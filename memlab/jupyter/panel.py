@@ -142,7 +142,13 @@ class Panel:
 
     def _arranged(self, widgets: Any) -> Any:
         controls = widgets.VBox(
-            [*(row.widget for row in self._settings), self._budget.widget, *self._buttons.rows],
+            [
+                *(row.widget for row in self._settings),
+                self._budget.widget,
+                *self._buttons.rows,
+                self._status,
+                self._code,
+            ],
             layout={"flex": "0 0 auto", "width": "520px", "max_width": "100%"},
         )
         controls.add_class("memlab-controls")
@@ -150,8 +156,6 @@ class Panel:
         panel = widgets.VBox([
             self._title,
             widgets.Box([controls, figure], layout={"display": "flex", "flex_flow": "row wrap", "align_items": "flex-start"}),
-            self._status,
-            self._code,
             self._table,
         ])  # fmt: skip
         panel.add_class("memlab-panel")
@@ -180,6 +184,9 @@ class Panel:
 
     def _heard(self, _widget: Any, message: dict[str, Any], _buffers: Any) -> None:
         self._hearing.heard()
+        if message.get("kind") == "drawn":
+            self._figure.send_again()
+            return
         if message.get("kind") == "not copied":
             self._tell("the browser did not let the code be copied: it stands below")
         self.draw(self._source.moment())
@@ -203,7 +210,7 @@ def as_text(source: Source) -> str:
     lines = [moment.title, f"{'setting':<22}{'now':<16}{'instead':<16}{'gives':<36}by"]
     for spec, toggle in zip(FIELDS, moment.toggles, strict=True):
         is_off = toggle.value == default_text(spec)
-        instead = spec.choices[1] if is_off else default_text(spec)
+        instead = spec.offer if is_off else default_text(spec)
         effect = effect_of(moment, spec.name, instead if is_off else toggle.value)
         gives = "not foretold" if effect is None else effect.text if is_off else f"no more {effect.text}"
         flags = str(moment.plan.with_setting(spec.name, instead))
@@ -216,7 +223,7 @@ def _table(moment: Moment) -> str:
     parts = []
     if moment.measurements:
         comparison = Comparison(
-            moment.title, moment.measurements, tuple(moment.events[-_MOST_EVENTS:]), moment.predictions
+            "settings tried", moment.measurements, tuple(moment.events[-_MOST_EVENTS:]), moment.predictions
         )
         parts.append(html.table(comparison))
     return "".join(parts)

@@ -62,6 +62,15 @@ function render({ model, el }) {
     timers[name] ??= setTimeout(() => { delete timers[name]; act(); }, milliseconds);
   }
 
+  // updates that come while plotly is still drawing for the first time are lost: the kernel is told when it has
+  let isDrawn = false;
+  function drawn() {
+    const plot = panel()?.querySelector(".js-plotly-plot");
+    if (isDrawn || !plot?._fullLayout || !plot.data) return;
+    isDrawn = true;
+    model.send({ kind: "drawn" });
+  }
+
   const panel = () => el.closest(".memlab-panel");
 
   // a reader that is interrupted four times a second says nothing at all
@@ -138,7 +147,7 @@ function render({ model, el }) {
   write(stale, "");
   write(note, "");
   // fields are drawn after this, in their own time
-  const ticking = setInterval(label, 1000);
+  const ticking = setInterval(() => { label(); drawn(); }, 1000);
   label();
   // before the document, which is where the notebook listens
   window.addEventListener("keydown", ownKeys, true);

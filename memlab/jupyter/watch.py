@@ -84,6 +84,11 @@ class CellWatch:
         if self._progress is not None:
             self._progress.end()
 
+    def let_go(self) -> None:
+        """Keep nothing of the user's any more."""
+        self.session = self._meter = self._control = None
+        self._notes = _Notes(self._step_ended)
+
     def wait_for_model(self) -> None:
         """Attach to the first model that the cell trains."""
         self._undo.enter_context(FirstTrainingCall(self._found, self._thread))

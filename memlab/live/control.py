@@ -32,7 +32,8 @@ from memlab.live.source import Can
 from memlab.live.stage import AtOnce, Playing, Stage
 from memlab.live.views import Drawn, Views
 from memlab.live.wishes import Wishes
-from memlab.measuring.steps import Meter, device_for
+from memlab.measuring.runs import call_of
+from memlab.measuring.steps import Meter, device_for, samples_of
 from memlab.moment import Activity, Asked, Moment
 from memlab.observer import Observer
 from memlab.plan import FIELDS, Plan
@@ -45,6 +46,7 @@ from memlab.workload import Workload
 
 _MOST_EVENTS = 20
 _LOOK_SECONDS = 0.1
+_STATUS_SHARE = 0.003
 _RUNNING = (Activity.TRAINING, Activity.MEASURING)
 
 
@@ -113,6 +115,8 @@ class Control(Observer):
         self._budget_bytes: int | None = None
         self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
         self._pace = Pace()
+        # settings and status are cheap: they follow sooner than figures can
+        self._status_pace = Pace(share=_STATUS_SHARE)
         self._activity = Activity.IDLE
         self._doing = ""
         self._go = threading.Event()
@@ -142,7 +146,8 @@ class Control(Observer):
         self.batch = self.batch if self.batch is not None else session.workload.batch
         self._wishes.plan = session.plan
         self._name = session.workload.name
-        self._title = f"memfit · {session.workload.describe()}"
+        if self._meter is None and self.feed.step == 0:
+            self._title = f"memfit · {session.workload.describe()}"
 
     def begin(self, workload: Workload, capacity_bytes: int | None = None, budget_bytes: int | None = None) -> None:
         """Take a workload under control: a session that only watches, unless it has one.
@@ -173,10 +178,11 @@ class Control(Observer):
         """A step has ended; on the training thread, after the meter has been told."""
         with self._lock:
             self.feed.take_in()
-        if self._pace.is_due():
-            began = perf_counter()
-            self.draw()
-            self._pace.spent(perf_counter() - began)
+        for pace, figures in ((self._pace, True), (self._status_pace, False)):
+            if pace.is_due():
+                began = perf_counter()
+                self.draw(figures=figures)
+                pace.spent(perf_counter() - began)
 
     def know(self, measurements: Iterable[Measurement] = (), predictions: Iterable[Prediction] = ()) -> None:
         """Take in what was measured and foretold elsewhere."""
@@ -195,7 +201,7 @@ class Control(Observer):
         self._activity = activity
         with self._lock:
             self.feed.begin(meter, session.steps)
-        self._pace = Pace()
+        self._pace, self._status_pace = Pace(), Pace(share=_STATUS_SHARE)
         self.draw()
 
     def _rest(self) -> None:
@@ -442,8 +448,7 @@ class Control(Observer):
             raise MemlabError(f"{self._name} is deleted")
         session = session_of(model)
         if session is None:
-            optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
-            session = fit(Workload(model, optimizers, name=self._name))
+            session = fit(Workload(model, self._live_optimizers(), name=self._name))
         self.follow(session)
         return session
 
@@ -453,13 +458,19 @@ class Control(Observer):
         Raises:
             WorkloadError: there is none yet.
         """
-        live = self._attached().workload
+        model, session = self._model(), self.session
+        if model is None:
+            raise MemlabError(f"{self._name} is deleted")
         if self.batch is None:
             raise WorkloadError(
                 "no batch is known yet: run the cell that trains with %%memfit first, or name one, as in "
                 "%memfit panel --batch NAME"
             )
-        return Workload(live.model, live.optimizers, self.batch, self.loss_fn, live.scheduler, live.name)
+        live = session.workload if session is not None else Workload(model, self._live_optimizers(), name=self._name)
+        return Workload(model, live.optimizers, self.batch, self.loss_fn, live.scheduler, live.name)
+
+    def _live_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def _run(self, *, keep: bool) -> None:
         if self._playing is not None or Can.RUN not in self.can():
@@ -532,7 +543,9 @@ class Control(Observer):
             predicting.cancel()
 
     def _foretold(self, *, then_choose: bool) -> Iterator[None]:
-        for doing in self._foretelling.plan_by_plan(self._workload(), self._wishes.plan, every=then_choose):
+        workload = self._workload()
+        measured = self._measured_on(workload)
+        for doing in self._foretelling.plan_by_plan(workload, self._wishes.plan, measured, every=then_choose):
             self._doing = doing
             if self._pace.is_due():
                 self.draw(figures=False)
@@ -541,6 +554,12 @@ class Control(Observer):
             raise MemlabError("find a plan: set a budget first")
         if then_choose and self._budget_bytes is not None:
             self.ask_plan(self._foretelling.fastest_within(self._budget_bytes))
+
+    def _measured_on(self, workload: Workload) -> Measurement | None:
+        """What was measured on batches of the size at hand."""
+        rows = samples_of(call_of(workload))
+        known = self.feed.measurements.values()
+        return next((each for each in known if each.step_seconds and each.samples_per_step == rows), None)
 
     def _predictions_ended(self, error: BaseException | None) -> None:
         was_stopped, self._predicting, self._doing = self._predicting is None, None, ""
@@ -560,7 +579,9 @@ class Control(Observer):
         parts = [str(activity)]
         newest, plan = self.feed.newest, self._wishes.plan
         if newest is not None:
-            parts = [f"{activity}, step {self.feed.step}", plan.label, f"{format_seconds(newest.seconds)} a step"]
+            parts = [f"{activity}, step {self.feed.step}", plan.label]
+        if newest is not None and newest.plan == plan.label:
+            parts.append(f"{format_seconds(newest.seconds)} a step")
         measured = self.feed.measurements.get(plan.label)
         if measured is not None and measured.peak_allocated_bytes:
             parts.append(f"peak {format_bytes(measured.peak_allocated_bytes)}")

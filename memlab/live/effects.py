@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memlab.errors import PlanError
 from memlab.moment import Moment
 from memlab.plan import FIELDS, Plan, PlanField
 from memlab.records import Fit, Prediction, Verdict
-from memlab.units import format_bytes, format_change
+from memlab.units import format_change, format_difference
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Effect:
 
     Args:
         plan: the plan with the setting.
+        of_bytes: what the plan needs without it.
         change_bytes: what the plan needs with it, less what it needs without.
         speed_ratio: samples per second with it, as a share of those without; NaN where no time is foretold.
         verdict: whether the plan with it fits the budget; None without a budget.
@@ -27,6 +28,7 @@ class Effect:
 
     plan: Plan
     change_bytes: int = 0
+    of_bytes: int = 0
     speed_ratio: float = math.nan
     verdict: Verdict | None = None
     refused: str = ""
@@ -37,13 +39,12 @@ class Effect:
         """The effect in a few words.
 
         Example:
-            >>> Effect(Plan.parse("--checkpoint"), -2 * 2**30, 0.75).text
+            >>> Effect(Plan.parse("--checkpoint"), -2 * 2**30, 8 * 2**30, 0.75).text
             '−2.00 GiB · −25 % speed'
         """
         if self.refused:
             return "does not apply"
-        sign = "−" if self.change_bytes < 0 else "+"
-        parts = [f"{'≈ ' if self.is_near else ''}{sign}{format_bytes(abs(self.change_bytes))}"]
+        parts = [f"{'≈ ' if self.is_near else ''}{format_difference(self.change_bytes, self.of_bytes)}"]
         if not math.isnan(self.speed_ratio):
             parts.append(f"{format_change(self.speed_ratio)} speed")
         if self.verdict is not None and self.verdict.fit is Fit.NO:
@@ -107,6 +108,7 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Effect | 
     return Effect(
         plan=there,
         change_bytes=foretold.needed_bytes - before.needed_bytes,
+        of_bytes=before.needed_bytes,
         speed_ratio=foretold.samples_per_second / before.samples_per_second if before.samples_per_second else math.nan,
         verdict=foretold.verdict(moment.budget_bytes) if moment.budget_bytes is not None else None,
     )
@@ -114,7 +116,7 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Effect | 
 
 def _near(effect: Effect) -> Effect:
     # whether it fits is not known: the plan it was foretold for is another one
-    return Effect(effect.plan, effect.change_bytes, effect.speed_ratio, None, effect.refused, is_near=True)
+    return replace(effect, verdict=None, is_near=True)
 
 
 def _known(moment: Moment, plan: Plan) -> Prediction | None:

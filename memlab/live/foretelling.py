@@ -12,7 +12,7 @@ from memlab.live.effects import settings_beside
 from memlab.measuring.steps import shapes_of
 from memlab.plan import Plan
 from memlab.predicting import predict_each
-from memlab.records import Fit, Prediction
+from memlab.records import Fit, Measurement, Prediction
 from memlab.search.finding import considered
 from memlab.units import format_bytes
 from memlab.workload import Workload
@@ -28,7 +28,7 @@ class Foretelling:
     def __init__(self) -> None:
         self.is_complete = True
         self._predictions: dict[str, Prediction] = {}
-        self._shapes: tuple[Any, ...] | None = None
+        self._made_for: tuple[Any, ...] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -42,12 +42,16 @@ class Foretelling:
         with self._lock:
             self._predictions |= {each.plan: each for each in predictions}
 
-    def plan_by_plan(self, workload: Workload, plan: Plan, *, every: bool = False) -> Iterator[str]:
+    def plan_by_plan(
+        self, workload: Workload, plan: Plan, measured: Measurement | None = None, *, every: bool = False
+    ) -> Iterator[str]:
         """Foretell what each setting would change beside a plan, and beside the loop as written.
 
         Args:
             workload: with its batch; another batch than before makes earlier predictions worthless.
             plan: in force.
+            measured: a measurement on such a batch, by which times are calibrated; the first one there is makes
+                predictions without it worthless.
             every: every plan worth considering as well.
 
         Yields:
@@ -58,10 +62,10 @@ class Foretelling:
             WorkloadError: no batch or no optimizer.
         """
         self.is_complete = False
-        self._begin(workload)
+        self._begin(workload, is_calibrated=measured is not None)
         wanted = [*settings_beside(plan), *settings_beside(Plan()), *(considered(workload, None) if every else ())]
         missing = [each for each in dict.fromkeys(wanted) if each.label not in self._predictions]
-        for number, prediction in enumerate(predict_each(workload, plans=missing), 1):
+        for number, prediction in enumerate(predict_each(workload, missing, measured=measured), 1):
             self.know([prediction])
             yield f"predicting, {number} of {len(missing)}"
         self.is_complete = True
@@ -83,12 +87,12 @@ class Foretelling:
         best = max(fitting, key=_merit)
         return Plan.parse("" if best.plan == Plan().label else best.plan)
 
-    def _begin(self, workload: Workload) -> None:
-        shapes = shapes_of(workload.batch)
+    def _begin(self, workload: Workload, *, is_calibrated: bool) -> None:
+        made_for = (shapes_of(workload.batch), is_calibrated)
         with self._lock:
-            if self._shapes not in (None, shapes):
+            if self._made_for not in (None, made_for):
                 self._predictions.clear()
-            self._shapes = shapes
+            self._made_for = made_for
 
 
 def _merit(prediction: Prediction) -> tuple[float, int]:

@@ -19,6 +19,7 @@ class Pace:
     Args:
         clock: tells the time, in seconds.
         first_after_seconds: how long to wait with the first drawing.
+        share: of the time that drawing may take.
 
     Example:
         >>> now = 0.0
@@ -40,8 +41,14 @@ class Pace:
         True
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, first_after_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        first_after_seconds: float = 0.0,
+        share: float = _DRAWING_SHARE,
+    ) -> None:
         self._clock = clock
+        self._share = share
         self._due_seconds = clock() + first_after_seconds
         self._last_seconds: float | None = None
 
@@ -57,7 +64,7 @@ class Pace:
         """
         counted = 0.0 if self._last_seconds is None else seconds
         self._last_seconds = self._clock()
-        self._due_seconds = self._last_seconds + max(_LEAST_SECONDS_BETWEEN, counted / _DRAWING_SHARE)
+        self._due_seconds = self._last_seconds + max(_LEAST_SECONDS_BETWEEN, counted / self._share)
 
     def hurry(self) -> None:
         """Draw what someone waits for as soon as a quarter of a second has passed since the last drawing."""

@@ -355,7 +355,11 @@ class Meter(Observer):
             newest = list(
                 islice((step for step in reversed(self._timed) if step.period == period.number), _MOST_SO_FAR)
             )
-        return _measurement(period, self.device, newest[::-1]) if newest else None
+        if not newest:
+            return None
+        measured = _measurement(period, self.device, newest[::-1])
+        # the newest steps may be ones that nobody looked at
+        return replace(measured, peak_allocated_bytes=max(measured.peak_allocated_bytes, period.peaks[0] or 0))
 
     def pause(self) -> None:
         """The loop stands still between two steps: the next step is timed from its first forward."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -254,8 +254,19 @@ def _digits(unit: int) -> str:
     return ":.2f" if unit >= 2**30 else ":.1f"
 
 
+def _held_peaks(moment: Moment) -> Iterator[tuple[int, int]]:
+    """Step and peak; between two measured steps of one plan the earlier one's, as long as the plan stays."""
+    plan, peak_bytes = "", None
+    for point in moment.points:
+        if point.plan != plan:
+            plan, peak_bytes = point.plan, None
+        peak_bytes = point.peak_bytes if point.peak_bytes is not None else peak_bytes
+        if peak_bytes is not None:
+            yield point.step, peak_bytes
+
+
 def _peaks(moment: Moment, sheet: _Sheet, ink: str) -> dict[str, Any]:
-    measured = [(point.step, point.peak_bytes) for point in moment.points if point.peak_bytes is not None]
+    measured = list(_held_peaks(moment))
     sizes = [round(size / sheet.unit, 4) for _, size in measured]
     return {
         "type": "scatter", "name": "measured peak", "mode": "lines", "xaxis": "x", "yaxis": "y",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import textwrap
+import weakref
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from memlab.plan import Plan  # noqa: E402
 from memlab.session import session_of  # noqa: E402
 from memlab.workload import Workload  # noqa: E402
 from tests.helpers.stages import Playing  # noqa: E402
-from tests.jupyter.conftest import TRAIN, Cell  # noqa: E402
+from tests.jupyter.conftest import STEP, TRAIN, Cell  # noqa: E402
 from tests.jupyter.test_refusals import one_line  # noqa: E402
 
 
@@ -55,8 +58,8 @@ def test_in_a_terminal_the_panel_is_text_with_the_magic_for_each_setting(made: C
     assert ran.error is None
     lines = ran.out.splitlines()
     assert lines[0] == "memfit · Sequential 1.73k · AdamW · cpu"
-    assert lines[2].startswith("Gradient accumulation 1               2               not foretold")
-    assert lines[2].endswith("%memfit --accumulate 2")
+    assert lines[2].startswith("Gradient accumulation 1               4               not foretold")
+    assert lines[2].endswith("%memfit --accumulate 4")
     assert session_of(shell.user_ns["model"]) is not None
 
 
@@ -140,6 +143,25 @@ def test_without_widgets_the_panel_is_text_that_says_why(
         "memfit: as text, because the widget panel needs ipywidgets, which is not installed: pip install 'memlab[lab]' "
         "(or pip install ipywidgets)"
     )
+
+
+def test_a_cancelled_cell_ends_in_one_line_and_keeps_nothing_alive(made: Cell, shell: Any) -> None:
+    gone = weakref.ref(shell.user_ns["model"])
+    loop = f"""
+from memlab.live.control import control_of
+for number in range(9):
+    if number == 2:
+        control_of(model).cancel()
+{textwrap.indent(STEP, "    ")}
+"""
+    ran = made(f"%%memfit\n{loop}")
+    assert ran.err == "UsageError: cancelled from the panel after step 2\n"
+    assert "2 steps" in ran.out
+    assert made("print(len(optimizer.state))").out == "6\n"
+    assert made("del model, optimizer, loss").error is None
+    made("1")  # a later cell: what IPython keeps of the last error is past
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_run_of_the_panel_leaves_its_receipt(made: Cell, shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
