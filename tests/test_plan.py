@@ -27,7 +27,8 @@ _offload = st.dictionaries(st.sampled_from(Offloaded), st.sampled_from(Tier)).ma
 
 def _conflicts(settings: dict[str, object]) -> bool:
     is_offloaded = any(what == "optimizer" for what, _ in settings["offload"])  # type: ignore[attr-defined]
-    return is_offloaded and settings["optimizer"] in ("paged-adam8bit", "sgd")
+    has_no_state_to_offload = is_offloaded and settings["optimizer"] in ("paged-adam8bit", "sgd")
+    return has_no_state_to_offload or (settings["gradients"], settings["precision"]) == ("release", "fp16")
 
 
 _settings = st.fixed_dictionaries(
