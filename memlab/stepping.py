@@ -191,7 +191,8 @@ def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Se
     _close_all(optimizer, parameters, _layers_to_open(techniques))
     if foreign is not None:
         # kernels that torch does not know write past its counters, and autograd must see that weights are others now
-        torch.autograd.graph.increment_version(parameters)
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)
 
 
 def _protection(*, everything: bool) -> Protection:
