@@ -88,6 +88,7 @@ class InForce:
 
     Args:
         workload: the live objects.
+        gradients_complete: called in the middle of a backward pass, when gradients are complete and about to go.
 
     Attributes:
         plan: the plan in force.
@@ -103,8 +104,9 @@ class InForce:
         >>> in_force.change(Plan())
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, gradients_complete: Callable[[], None] = lambda: None) -> None:
         self.plan = Plan()
+        self.gradients_complete = gradients_complete
         self.techniques: list[Technique] = []
         self.optimizers: list[Optimizer] = []
         self._workload = workload
@@ -208,6 +210,8 @@ class InForce:
         return entry is not None and (not kind.wanted(plan) or kind.setting(plan) != kind.setting(entry.technique.plan))
 
     def _put_in(self, technique: Technique) -> None:
+        technique.in_force = lambda: self.techniques
+        technique.gradients_complete = self.gradients_complete
         entry = self._entries[type(technique)] = _Entry(technique)
         self._refresh()
         undo = self._undo_of(entry)

@@ -22,6 +22,8 @@ Left out of both, and kept where the user has set them:
   that have no bf16 (`half_format`).
 - fp32 and tf32: neither holds fewer bytes.
 - checkpointing every N blocks: between off and full in both memory and time.
+- gradient release: it serves loops that do nothing between backward and step, which only the loop itself can show,
+  and each plan with it has to be traced whole.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _OFFLOADS = (
 )
 _FIRST_WITH_BF16 = (8, 0)
 # fields whose settings give the gradient and the update of the loop as written
-EXACT_FIELDS = frozenset({"accumulation", "checkpointing", "offload", "loss"})
+EXACT_FIELDS = frozenset({"accumulation", "checkpointing", "offload", "loss", "gradients"})
 
 
 def lattice(

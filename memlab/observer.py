@@ -30,6 +30,9 @@ class Observer:
     def forward_ended(self, loss: torch.Tensor | None) -> None:
         """It has run, and returned this loss."""
 
+    def gradients_complete(self) -> None:
+        """In the middle of a backward pass, gradients are complete; their parameters are updated next, and they go."""
+
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
 

@@ -47,6 +47,13 @@ class Loss(StrEnum):
     CHUNKED = "chunked"
 
 
+class Gradients(StrEnum):
+    """How long gradients live."""
+
+    KEEP = "keep"
+    RELEASE = "release"
+
+
 class Offloaded(StrEnum):
     """What can leave the device between uses."""
 
@@ -220,6 +227,14 @@ FIELDS: tuple[PlanField, ...] = (
         _choice("--loss", Loss), lambda loss: "--chunk-loss" if loss is Loss.CHUNKED else "",
         shorthands={"--chunk-loss": "chunked"}, choices=tuple(Loss), offer="chunked", title="Chunked loss",
     ),
+    PlanField(
+        "gradients", "--gradients", "keep|release",
+        "update each parameter inside the backward pass, as soon as its gradient is complete, and free the gradient",
+        _choice("--gradients", Gradients),
+        lambda gradients: "--release-grads" if gradients is Gradients.RELEASE else "",
+        shorthands={"--release-grads": "release"}, choices=tuple(Gradients), offer="release",
+        title="Gradient release", names={"release": "as soon as used"},
+    ),
 )  # fmt: skip
 _BY_NAME = {spec.name: spec for spec in FIELDS}
 _BY_FLAG = {flag: spec for spec in FIELDS for flag in (spec.flag, *spec.shorthands)}
@@ -246,6 +261,7 @@ class Plan:
         optimizer: an `OptimizerChoice`, or its text.
         offload: pairs of what and where, or the text of the flag ("optimizer:disk,activations").
         loss: a `Loss`, or its text.
+        gradients: a `Gradients`, or its text.
 
     Raises:
         PlanError: a value that is not allowed, or parts that exclude each other.
@@ -264,6 +280,7 @@ class Plan:
     optimizer: OptimizerChoice = OptimizerChoice.KEEP
     offload: Offload = ()
     loss: Loss = Loss.KEEP
+    gradients: Gradients = Gradients.KEEP
 
     def __post_init__(self) -> None:
         for spec in FIELDS:
@@ -397,4 +414,15 @@ def _sgd_has_no_state(plan: Plan) -> None:
         )
 
 
-_CONFLICTS: tuple[Callable[[Plan], None], ...] = (_paged_state_is_offloaded_already, _sgd_has_no_state)
+def _overflow_shows_at_the_end(plan: Plan) -> None:
+    if plan.gradients is Gradients.RELEASE and plan.precision is Precision.FP16:
+        raise PlanError(
+            "--release-grads and --fp16 exclude each other: fp16 updates only when no gradient overflowed, and the last one is known at the end of the backward pass; use --bf16 with --release-grads"
+        )
+
+
+_CONFLICTS: tuple[Callable[[Plan], None], ...] = (
+    _paged_state_is_offloaded_already,
+    _sgd_has_no_state,
+    _overflow_shows_at_the_end,
+)

@@ -85,7 +85,7 @@ class Session:
         self.observers: list[Observer] = list(observers)
         self.rescuer = rescuer
         self._pending: Plan | None = None
-        self._in_force = InForce(workload)
+        self._in_force = InForce(workload, lambda: self._gradients_complete())
         self._seams = ExitStack()
         self._steps = 0
         self._window_open = False
@@ -345,18 +345,24 @@ class Session:
             for observer in self.observers:
                 observer.plan_refused(pending, refusal)
 
+    def _gradients_complete(self) -> None:
+        for observer in self.observers:
+            observer.gradients_complete()
+
     # -- the optimizer step --------------------------------------------------------------------
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
+        has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))  # Accelerate passes None
+        for technique in self.techniques:
+            technique.step_begins(optimizer, has_closure=has_closure)
         for observer in self.observers:
             observer.step_begins(optimizer)
         # a closure runs the backward pass, so what it leaves behind is looked at after it
         is_rescued = self.rescuer is not None and self.rescuer.step_begins(optimizer)
-        has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))  # Accelerate passes None
         self._skipped = not has_closure and self._must_skip(optimizer)
-        takes_over = any(_takes_the_step(technique, optimizer) for technique in self.techniques)
+        takes_over = any(t.takes_step or _changes_the_step(t, optimizer) for t in self.techniques)
         may_skip = has_closure and any(technique.may_skip for technique in self.techniques)
         if not (self._skipped or takes_over or may_skip or is_rescued):
             return None
@@ -379,9 +385,12 @@ class Session:
             self.note("gradients were not finite: update skipped, as the loop's own scaler asks")
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self.rescuer is None:
+        if self.rescuer is not None:
+            return self.rescuer.update(optimizer)
+        if any(_changes_the_step(technique, optimizer) for technique in self.techniques):
             return stepping.run_step(optimizer, self.techniques)
-        return self.rescuer.update(optimizer)
+        # an update that is the loop's own in all but its order has no copies, as in the loop
+        return stepping.run_step(optimizer, self.techniques, stepping.share_of(optimizer), backup=False)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.rescuer is not None:
@@ -477,7 +486,7 @@ def _wrapped(wrapper: Callable[..., Any], inner: Callable[..., Any], *args: Any,
     return wrapper(inner, args, kwargs)
 
 
-def _takes_the_step(technique: Technique, optimizer: torch.optim.Optimizer) -> bool:
+def _changes_the_step(technique: Technique, optimizer: torch.optim.Optimizer) -> bool:
     return technique.changes_state or technique.stepper(optimizer) is not None
 
 

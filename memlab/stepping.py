@@ -33,6 +33,7 @@ Copy = Callable[[torch.Tensor], torch.Tensor]
 Protection = Callable[[Sequence[Parameter]], Copy | None]
 
 BUCKET_BYTES = 64 * 2**20
+_SHARES = 32
 _ADAM_BYTES_PER_ELEMENT = 8  # two fp32 moments
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _SEPARABLE_PACKAGES = ("torch.optim.", "bitsandbytes.optim.", "transformers.optimization")
@@ -165,7 +166,33 @@ def run_step(
             _update_bucket(optimizer, waiting, techniques, stepper, protection(waiting))
             finished.update(waiting)
             _close_all(optimizer, waiting, layers)
+            for technique in techniques:
+                technique.bucket_updated(optimizer, waiting)
     return True
+
+
+def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Sequence[Technique]) -> None:
+    """Update some parameters now, as one bucket without copies, and leave the others to the step.
+
+    Args:
+        optimizer: the user's; its update treats parameters one by one (`is_separable`).
+        parameters: of it, each with its whole gradient.
+        techniques: those in force, in the order in which state was packed.
+
+    Example:
+        >>> one, other = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+        >>> one.grad = other.grad = torch.ones(1)
+        >>> update(torch.optim.SGD([one, other], lr=0.5), [one], [])
+        >>> one.item(), other.item()
+        (0.5, 1.0)
+    """
+    foreign = _foreign_stepper(optimizer, techniques)
+    _update_bucket(optimizer, parameters, techniques, foreign or plain_stepper(optimizer), None)
+    _close_all(optimizer, parameters, _layers_to_open(techniques))
+    if foreign is not None:
+        # kernels that torch does not know write past its counters, and autograd must see that weights are others now
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)
 
 
 def _protection(*, everything: bool) -> Protection:
@@ -209,7 +236,7 @@ def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]
     filled = 0
     separable = is_separable(optimizer)
     for parameter in _with_gradient(optimizer):
-        size_bytes = _ADAM_BYTES_PER_ELEMENT * parameter.numel()
+        size_bytes = size_of(parameter)
         if bucket and separable and filled + size_bytes > bucket_bytes:
             yield bucket
             bucket, filled = [], 0
@@ -217,6 +244,26 @@ def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]
         filled += size_bytes
     if bucket:
         yield bucket
+
+
+def share_of(optimizer: Optimizer) -> int:
+    """A size for buckets by which gradients are freed as they are used: small beside the model, and enough to do.
+
+    Returns:
+        Bytes, counted as those of a bucket: a thirty-second of all parameters', at most `BUCKET_BYTES`.
+
+    Example:
+        >>> share_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(64))], lr=0.5))
+        16
+    """
+    elements: int = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    return min(BUCKET_BYTES, _ADAM_BYTES_PER_ELEMENT * elements // _SHARES)
+
+
+def size_of(parameter: Parameter) -> int:
+    """Bytes of a parameter as buckets count them: two fp32 moments."""
+    elements: int = parameter.numel()
+    return _ADAM_BYTES_PER_ELEMENT * elements
 
 
 def is_separable(optimizer: Optimizer) -> bool:

@@ -38,6 +38,10 @@ EXACT = [
     "--offload activations",
     "--offload activations:disk",
     "--chunk-loss",
+    "--release-grads",
+    "--release-grads --accumulate 4",
+    "--release-grads --checkpoint --offload optimizer",
+    "--release-grads --offload optimizer:disk",
     "--accumulate 2 --checkpoint --offload optimizer:disk,activations:disk --chunk-loss",
     "--accumulate 4 --checkpoint selective --offload optimizer,activations",
 ]
@@ -299,6 +303,13 @@ def test_trainer_says_what_it_has_no_argument_for() -> None:
     text = export(Plan.parse("--offload optimizer,activations:disk --chunk-loss --precision pure-bf16"), "trainer")
     for word in ("cannot offload optimizer state", "cannot chunk the loss", "nothing for files", "def to_bf16"):
         assert word in text
+
+
+@pytest.mark.parametrize("target", ["trainer", "accelerate", "deepspeed"])
+def test_what_cannot_release_gradients_says_so(target: str) -> None:
+    assert "gradient" not in export(Plan(), target).replace("gradient_", "")
+    text = export(Plan.parse("--release-grads"), target)
+    assert "update_in_backward" in text or "keeps gradients until then" in text
 
 
 def test_trainer_trains_with_checkpointing_and_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

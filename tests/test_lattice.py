@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memlab.lattice import EXACT_FIELDS, half_format, lattice
-from memlab.plan import FIELDS, Loss, Offloaded, OptimizerChoice, Plan, Precision
+from memlab.plan import FIELDS, Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision
 
 FLAGS = ["", "--accumulate 3", "--checkpoint every:2", "--precision tf32", "--optim adafactor", "--optim sgd",
          "--optim paged-adam8bit", "--offload optimizer:disk", "--chunk-loss",
@@ -58,6 +58,13 @@ def test_what_is_fixed_does_not_count_as_unusual() -> None:
     ways = {on_the_model(plan)[:2] for plan in lattice(Plan.parse("--chunk-loss"))}
     assert len(ways) == 6
     assert any(plan.tier_of(Offloaded.ACTIVATIONS) for plan in lattice(Plan.parse("--checkpoint --bf16")))
+
+
+def test_gradient_release_is_for_those_who_ask() -> None:
+    assert not any(plan.gradients is Gradients.RELEASE for plan in lattice(wide=True))
+    fixed = lattice(Plan.parse("--release-grads"))
+    assert len(fixed) == len(lattice())
+    assert all(plan.gradients is Gradients.RELEASE for plan in fixed)
 
 
 @pytest.mark.parametrize("flags", FLAGS)

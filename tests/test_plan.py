@@ -14,7 +14,10 @@ from memlab import plan as plan_module
 from memlab.errors import MemlabError, PlanError
 from memlab.plan import FIELDS, Offloaded, OptimizerChoice, Plan, Precision, Tier, plan_flags
 
-FLAGS = "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss"
+FLAGS = (
+    "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
+    "--gradients, --release-grads"
+)
 
 _checkpointing = st.one_of(
     st.sampled_from(("off", "full", "selective")), st.integers(1, 99).map(lambda n: f"every:{n}")
@@ -24,7 +27,8 @@ _offload = st.dictionaries(st.sampled_from(Offloaded), st.sampled_from(Tier)).ma
 
 def _conflicts(settings: dict[str, object]) -> bool:
     is_offloaded = any(what == "optimizer" for what, _ in settings["offload"])  # type: ignore[attr-defined]
-    return is_offloaded and settings["optimizer"] in ("paged-adam8bit", "sgd")
+    has_no_state_to_offload = is_offloaded and settings["optimizer"] in ("paged-adam8bit", "sgd")
+    return has_no_state_to_offload or (settings["gradients"], settings["precision"]) == ("release", "fp16")
 
 
 _settings = st.fixed_dictionaries(
@@ -35,6 +39,7 @@ _settings = st.fixed_dictionaries(
         "optimizer": st.sampled_from(OptimizerChoice),
         "offload": _offload,
         "loss": st.sampled_from(plan_module.Loss),
+        "gradients": st.sampled_from(plan_module.Gradients),
     }
 )
 _plans = _settings.filter(lambda settings: not _conflicts(settings)).map(lambda settings: Plan(**settings))
@@ -107,8 +112,12 @@ def test_the_default_changes_nothing() -> None:
         ("--precision fp16", "--fp16"),
         ("--optim adam8bit", "--adam8bit"),
         ("--loss chunked", "--chunk-loss"),
+        ("--gradients release --adam8bit", "--adam8bit --release-grads"),
         ("--offload optimizer:auto,activations:disk", "--offload activations:disk,optimizer"),
-        ("--offload none --accumulate 1 --checkpoint off --precision keep --optim keep --loss keep", ""),
+        (
+            "--offload none --accumulate 1 --checkpoint off --precision keep --optim keep --loss keep --gradients keep",
+            "",
+        ),
         ("--checkpoint every:02", "--checkpoint every:2"),
     ],
 )
@@ -143,6 +152,7 @@ def test_flags_are_listed() -> None:
         ("--optim", "--optim needs a value: --optim keep|adamw|adam8bit|paged-adam8bit|adafactor|sgd"),
         ("--offload", "--offload needs a value: --offload WHAT[:host|:disk][,WHAT…]"),
         ("--loss", "--loss needs a value: --loss keep|chunked"),
+        ("--gradients", "--gradients needs a value: --gradients keep|release"),
         *(
             (
                 f"--accumulate {value}",
@@ -180,6 +190,12 @@ def test_flags_are_listed() -> None:
             "as in 'optimizer:disk,activations'"),
         ),
         ("--loss tiled", "--loss tiled: allowed are keep, chunked"),
+        ("--gradients free", "--gradients free: allowed are keep, release"),
+        (
+            "--fp16 --release-grads",
+            ("--release-grads and --fp16 exclude each other: fp16 updates only when no gradient overflowed, and the "
+            "last one is known at the end of the backward pass; use --bf16 with --release-grads"),
+        ),
         ("--fp16=yes", "--fp16 takes no value; it stands for '--precision fp16'"),
         ("--fp16 --bf16", "--fp16 and --bf16 both set the precision; give one of them"),
         ("--accumulate 2 --accumulate 4", "--accumulate and --accumulate both set the accumulation; give one of them"),
@@ -217,12 +233,12 @@ def test_unknown_field_of_a_panel() -> None:
     with pytest.raises(PlanError) as caught:
         Plan().with_setting("colour", "red")
     assert str(caught.value) == (
-        "no field 'colour' in a plan; there are accumulation, checkpointing, precision, optimizer, offload, loss"
+        "no field 'colour' in a plan; there are accumulation, checkpointing, precision, optimizer, offload, loss, gradients"
     )
 
 
 def test_json_that_is_no_plan() -> None:
-    fields = "accumulation, checkpointing, precision, optimizer, offload, loss"
+    fields = "accumulation, checkpointing, precision, optimizer, offload, loss, gradients"
     for text, expected in (
         ("[1]", f"plan '[1]': expected a JSON object with some of {fields}"),
         ('{"speed": 1}', f"plan '{{\"speed\": 1}}': expected a JSON object with some of {fields}; got ['speed']"),
@@ -241,5 +257,5 @@ def test_errors_are_one_tree() -> None:
 def test_json_is_an_object_of_fields() -> None:
     assert json.loads(Plan.parse("--fp16 --offload activations").to_json()) == {
         "accumulation": 1, "checkpointing": "off", "precision": "fp16", "optimizer": "keep",
-        "offload": [["activations", "auto"]], "loss": "keep",
+        "offload": [["activations", "auto"]], "loss": "keep", "gradients": "keep",
     }  # fmt: skip

@@ -579,7 +579,8 @@ class TestSwitching:
         optimizer = torch.optim.AdamW(model.parameters())
         workload = Workload(model, optimizer)
         plan = (
-            "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer --chunk-loss"
+            "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer --chunk-loss "
+            "--release-grads"
         )
         original = kind.attach_model
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memlab.exporting._parts import block_stride, header, indent, one_line_optimizer, zero_stage
-from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 
 _MIXED_PRECISION = {Precision.FP16: "fp16", Precision.BF16: "bf16"}
 
@@ -66,5 +66,7 @@ def _script_notes(plan: Plan) -> list[str]:
         ("activations on disk: Accelerate has nothing for files, the line above keeps them in host memory",
          activations is Tier.DISK),
         ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
+        ("gradient release: Accelerate has nothing for it; update_in_backward in memlab.export(plan, to='torch')",
+         plan.gradients is Gradients.RELEASE),
     )  # fmt: skip
     return [text for text, wanted in notes if wanted]

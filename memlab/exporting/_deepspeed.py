@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from memlab.exporting._parts import one_line_optimizer, zero_stage
-from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 
 
 def to_deepspeed(plan: Plan) -> str:
@@ -88,5 +88,7 @@ def _deepspeed_notes(plan: Plan) -> list[str]:
          activations is not None and not is_checkpointed),
         ("activations on disk: DeepSpeed keeps them in host memory", activations is Tier.DISK),
         ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
+        ("gradient release: DeepSpeed updates after the backward pass and keeps gradients until then",
+         plan.gradients is Gradients.RELEASE),
     )  # fmt: skip
     return [text for text, wanted in notes if wanted and str(plan)]

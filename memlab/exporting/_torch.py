@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memlab.exporting._parts import SELECTIVE_CONTEXT, TORCH_OPTIMIZERS, block_stride, header, indent
-from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 
 
 def to_torch(plan: Plan) -> str:
@@ -46,6 +46,7 @@ def _torch_helpers(plan: Plan) -> list[str]:
         (_ACTIVATIONS_ON_DISK, activations_tier is Tier.DISK),
         (_STATE_ON_HOST, optimizer_tier in (Tier.HOST, Tier.AUTO)),
         (_STATE_ON_DISK, optimizer_tier is Tier.DISK),
+        (_torch_release(plan), _releases(plan) and plan.accumulation == 1),
     )
     return [code.strip("\n") for code, wanted in helpers if wanted]
 
@@ -167,6 +168,33 @@ def read_state(optimizer, file):
 '''
 
 
+_RELEASE = '''
+def update_in_backward(optimizers{device}):
+    """Step each parameter's own optimizer as soon as its gradient is complete, and free the gradient."""
+
+    def hook_of(optimizer):
+        def update(_parameter):
+{update}
+
+        return update
+
+    for optimizer in optimizers:
+        (parameter,) = optimizer.param_groups[0]["params"]
+        parameter.register_post_accumulate_grad_hook(hook_of(optimizer))
+'''
+
+
+def _torch_release(plan: Plan) -> str:
+    update = indent([*_torch_update(plan), "optimizer.zero_grad()"], 12)
+    device = "" if plan.tier_of(Offloaded.OPTIMIZER) is None else ", device"
+    return _RELEASE.format(device=device, update="\n".join(update))
+
+
+def _releases(plan: Plan) -> bool:
+    """Whether gradients go as they are used. State in one file is read and written whole."""
+    return plan.gradients is Gradients.RELEASE and plan.tier_of(Offloaded.OPTIMIZER) is not Tier.DISK
+
+
 def _torch_loop(plan: Plan) -> str:
     body = [*_torch_setup(plan), "losses = []", *_torch_steps(plan), "return losses"]
     words = '    """Train on dicts of tensors; `model(**batch)` returns a `.loss`. Returns the loss of each batch."""'
@@ -191,13 +219,23 @@ def _torch_setup(plan: Plan) -> list[str]:
     lines = ["device = next(model.parameters()).device", *_TORCH_PRECISION_SETUP[plan.precision]]
     if plan.checkpointing != "off":
         lines.append("checkpoint_blocks(model)")
-    return [*lines, "optimizer = make_optimizer(model, lr)", "model.train()"]
+    if not _releases(plan):
+        return [*lines, "optimizer = make_optimizer(model, lr)", "model.train()"]
+    trained = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
+    lines += [
+        f"trained = {trained}",
+        "optimizers = [make_optimizer(torch.nn.ParameterList([parameter]), lr) for parameter in trained]",
+    ]
+    if plan.accumulation == 1:
+        device = "" if plan.tier_of(Offloaded.OPTIMIZER) is None else ", device"
+        lines.append(f"update_in_backward(optimizers{device})")
+    return [*lines, "model.train()"]
 
 
 def _torch_steps(plan: Plan) -> list[str]:
     """The loop over batches, inside the temporary files that the plan needs."""
     step = ["batch = {name: value.to(device) for name, value in batch.items()}", *_torch_gradients(plan)]
-    step += [*_torch_update(plan), "optimizer.zero_grad()", "losses.append(total)"]
+    step += [*_torch_updates(plan), "losses.append(total)"]
     if plan.precision is Precision.PURE_BF16:
         cast = "value.bfloat16() if value.is_floating_point() else value"
         step.insert(1, f"batch = {{name: {cast} for name, value in batch.items()}}")
@@ -260,6 +298,18 @@ def _torch_saved(plan: Plan) -> str:
 def _torch_backward(plan: Plan, loss: str) -> list[str]:
     scaled = f"scaler.scale({loss.strip('()')})" if plan.precision is Precision.FP16 else loss
     return [f"{scaled}.backward()"]
+
+
+def _torch_updates(plan: Plan) -> list[str]:
+    """What follows the backward pass of a batch."""
+    update = [*_torch_update(plan), "optimizer.zero_grad()"]
+    if not _releases(plan):
+        whole = plan.gradients is Gradients.RELEASE
+        return [*(["# gradients are kept: state in a file is read and written whole"] if whole else []), *update]
+    if plan.accumulation == 1:
+        return []
+    why = "# complete only after the last micro-batch; each gradient goes as it is used"
+    return [why, "for optimizer in optimizers:", *indent(update, 4)]
 
 
 def _torch_update(plan: Plan) -> list[str]:

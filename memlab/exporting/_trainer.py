@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memlab.exporting._parts import SELECTIVE_CONTEXT, block_stride, header, indent
-from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 
 _TRAINER_OPTIMIZERS = {
     OptimizerChoice.ADAMW: "adamw_torch",
@@ -70,6 +70,7 @@ def _trainer_notes(plan: Plan) -> list[str]:
         (_trainer_activations(plan), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
         (_TRAINER_STATE, plan.tier_of(Offloaded.OPTIMIZER) is not None),
         (_TRAINER_LOSS, plan.loss is Loss.CHUNKED),
+        (_TRAINER_GRADIENTS, plan.gradients is Gradients.RELEASE),
     )
     return [text.strip("\n") for text, wanted in notes if wanted]
 
@@ -109,6 +110,11 @@ _TRAINER_STATE = """
 _TRAINER_LOSS = """
 # TrainingArguments cannot chunk the loss by itself. use_liger_kernel=True does it for the models Liger knows
 # (CUDA, pip install liger-kernel); for others see chunked_loss in memlab.export(plan, to="torch")"""
+
+
+_TRAINER_GRADIENTS = """
+# TrainingArguments cannot free gradients in the backward pass: see update_in_backward in
+# memlab.export(plan, to="torch"). Trainer clips gradients, which needs all of them: it would take max_grad_norm=0"""
 
 
 def _trainer_activations(plan: Plan) -> str:

@@ -20,6 +20,7 @@ from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
 from memlab.session import Session, fit, session_of
 from memlab.snapshot import Snapshot
+from memlab.techniques.gradient_release import loop_is_known
 from memlab.workload import Batch, Workload
 
 # steps that are observed in detail and so not timed; see `Meter`
@@ -90,7 +91,7 @@ def rehearsal(workload: Workload, plan: Plan, *, keep: bool = False) -> Iterator
     require_complete(workload)
     before = None if keep else Snapshot(workload)
     try:
-        with _session_for(workload) as session:
+        with loop_is_known(), _session_for(workload) as session:
             workload.model.train()
             for optimizer in workload.optimizers:
                 optimizer.zero_grad(set_to_none=True)

@@ -292,6 +292,11 @@ class Meter(Observer):
         if self._step is not None and _is_readable(loss):
             self._step.loss = loss.detach()
 
+    def gradients_complete(self) -> None:
+        """Gradients have found their place, and will leave it before the step."""
+        if self._step is not None and self._step.observed:
+            self._ledger.know(self._gradients())
+
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.step()` begins: gradients have found their place."""
         self._in_step = True

@@ -5,7 +5,8 @@
 2. An *update* for each combination of settings that work on the optimizers.
 3. Accumulation repeats the pass with fewer rows: the first makes the gradients, the others add to them.
 
-Where the loop has its own loss, micro-batches are replayed, and the whole step is traced as it would run.
+Where the loop has its own loss, micro-batches are replayed, and where gradients are released, updates are a part of the
+backward pass: there the whole step is traced as it would run.
 `tests/predicting` holds all of it to the CPU ledger.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from memlab.devices import Gpu
 from memlab.errors import RefusalError, WorkloadError
-from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision
+from memlab.plan import Gradients, Offloaded, OptimizerChoice, Plan, Precision
 from memlab.predicting.passes import Passes
 from memlab.predicting.segments import NOTHING, Levels, Segment, added, levels, segment_of, without_state
 from memlab.predicting.targets import Target, target_for
@@ -147,7 +148,8 @@ class Foreteller:
         """
         if (refusal := self.refusal(plan)) is not None:
             raise refusal
-        return self._traced(plan) if plan.accumulation > 1 and self._is_replayed else self._composed(plan)
+        is_woven = plan.gradients is Gradients.RELEASE or (plan.accumulation > 1 and self._is_replayed)
+        return self._traced(plan) if is_woven else self._composed(plan)
 
     @property
     def _is_replayed(self) -> bool:

@@ -336,6 +336,9 @@ class _LedgerWatch(_Watch):
         super().forward_begins(batch)
         self._ledger.know(inputs_of(batch))
 
+    def gradients_complete(self) -> None:
+        self._ledger.know(gradients_of(self._workload.model))
+
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         super().step_begins(optimizer)
         self._ledger.know(gradients_of(self._workload.model))

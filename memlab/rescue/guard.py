@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from memlab.rescue.outputs import Path, at, differentiable, replaced
 from memlab.techniques._aliases import Aliases, RandomState
@@ -115,7 +115,7 @@ class GuardedCall:
     @property
     def rows(self) -> int:
         """Rows of the batch: the first dimension of the first tensor."""
-        return next((leaf.size(0) for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+        return rows_of(self._leaves)
 
     def outputs(self) -> Any:
         """Run the call and return what the model returns, attached to the loop's graph by one node.
@@ -305,6 +305,11 @@ class Start:
             sys.modules["numpy"].random.set_state(self._numpy)
         for buffer, copy in self._buffers:
             buffer.detach().copy_(copy)
+
+
+def rows_of(arguments: Any) -> int:
+    """Rows of a batch: the first dimension of the first tensor among the arguments of a call."""
+    return next((leaf.size(0) for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
 
 
 def _changing_buffers(model: nn.Module) -> Iterable[torch.Tensor]:

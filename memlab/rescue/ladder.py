@@ -19,7 +19,8 @@ Rules of the ladder:
    the training lasts.
 7. With predictions, every predicted plan that rules 1 and 4 allow is a rung, the fastest first, unless it does not fit
    for certain. Rungs of rules 3 to 5 whose speed is not foretold come after.
-8. A plan that was refused takes with it all plans that contain it.
+8. Gradient release is on no rung. It serves loops of one kind only, and takes the rescue of backward passes away.
+9. A plan that was refused takes with it all plans that contain it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from enum import StrEnum
 from typing import Any
 
 from memlab.errors import PlanError
-from memlab.plan import FIELDS, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan import FIELDS, Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.records import Fit, Prediction
 from memlab.units import format_bytes
 
@@ -143,6 +144,7 @@ def contains(larger: Plan, smaller: Plan) -> bool:
         and (smaller.optimizer in (larger.optimizer, OptimizerChoice.KEEP) or paged)
         and set(smaller.offload) <= set(larger.offload)
         and smaller.loss in (larger.loss, Loss.KEEP)
+        and smaller.gradients in (larger.gradients, Gradients.KEEP)
     )
 
 
@@ -190,6 +192,7 @@ class _Limits:
             and candidate.accumulation <= max(self.rows, self.plan.accumulation)
             and candidate.precision in (self.plan.precision, self.half)
             and candidate.optimizer in (self.plan.optimizer, *_8BIT)
+            and candidate.gradients is self.plan.gradients
         )
 
     def is_lossy(self, candidate: Plan) -> bool:

@@ -12,8 +12,7 @@ Numbered rules of the mechanism:
 3. Where the loop's own part goes on after the model's has begun, because it sends gradients to parameters past the
    model (a penalty on weights) or stands between two model calls, everything is kept until the end, and gradients
    that were there before are set aside until then.
-4. The mode stands at the bottom of the stack of function modes, so that modes of the loop's may be entered and left
-   while it is there: leaving one takes whatever is on top. Only torch's own for a default device is below.
+4. Where the mode stands among those of the loop's: `memlab.loop_mode`.
 
 Known limitations: functions compiled by torch.compile are one call each. A backward pass with ``create_graph``, one
 into ``inputs=``, and one over more than 2000 functions of the loop's own are not run again, nor is what the loop
@@ -31,9 +30,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_iter
 
+from memlab.loop_mode import LoopMode
 from memlab.techniques._lazy import LazyTensor
 
 _MOST_NODES = 2000  # of a loop's own graph; a larger one is not walked
@@ -78,7 +77,7 @@ class _Held:
         return self.tensor
 
 
-class OwnCode(TorchFunctionMode):
+class OwnCode(LoopMode):
     """Watches the functions of torch that the loop calls itself.
 
     Args:
@@ -94,20 +93,7 @@ class OwnCode(TorchFunctionMode):
         self._keeps_all = False  # what was saved is needed until the end of it
         self._can_repeat = False  # as long as the model's part has not begun, or all is kept
 
-    # -- where it stands -----------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Watch this thread's code from now on."""
-        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if self not in stack:
-            base = 1 if stack and stack[0] is _default_device() else 0
-            _restack([*stack[:base], self, *stack[base:]])
-
-    def end(self) -> None:
-        """Stop watching; what is held stays."""
-        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if self in stack:
-            _restack([mode for mode in stack if mode is not self])
+    # -- what is held ---------------------------------------------------------------------------
 
     def forget(self, since: int = 0) -> None:
         """Let go of what functions have saved since a moment, as counted by `moment`."""
@@ -369,16 +355,3 @@ def _unpack(saved: Any) -> torch.Tensor:
 
 def _versions(value: Any) -> list[int]:
     return [t._version for t in tree_iter(value) if isinstance(t, torch.Tensor) and not t.is_inference()]
-
-
-def _default_device() -> Any:
-    """The mode of `torch.set_default_device`, which torch keeps at the bottom; ``with torch.device(...)`` is on top."""
-    return getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
-
-
-def _restack(modes: list[TorchFunctionMode]) -> None:
-    """Rebuild this thread's stack of function modes, bottom first."""
-    for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-        _pop_mode()  # type: ignore[no-untyped-call]
-    for mode in modes:
-        _push_mode(mode)  # type: ignore[no-untyped-call]

@@ -7,6 +7,8 @@ What it does, by the place where memory ran out:
 2. *In its backward*: the same, and the call is run again for the gradients the loop has sent (`guard`).
 3. *In the loop's own code*: graphs of the model that wait for their backward pass are dropped (they are made again),
    then optimizer state leaves the device; the function is called again (`own_code`).
+   A plan that updates inside the backward pass (gradient release) leaves nothing to run again from: there the graph is
+   the loop's, and only its forward is rescued (rule 1).
 4. *In the optimizer's update*: the bucket that failed is as it was, buckets before it are done; the next plan comes
    into force and the others follow (`stepping.run_step`).
 
@@ -27,7 +29,7 @@ from memlab import stepping
 from memlab.errors import MemlabError, RefusalError
 from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
-from memlab.rescue.guard import GuardedCall, _Guarded
+from memlab.rescue.guard import GuardedCall, Start, _Guarded, rows_of
 from memlab.rescue.ladder import Place, Rung, next_plans
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.own_code import OwnCode
@@ -80,6 +82,7 @@ class Rescuer:
         self.rescues: list[Rescue] = []
         self._is_in_step = False  # an optimizer is running a step of its own, closure and all
         self._not_served: set[str] = set()
+        self._is_open = False  # a backward pass updates parameters
         self._predictions = dict(predictions or {})
         self._capacity_bytes = capacity_bytes
         self._say = say
@@ -120,6 +123,8 @@ class Rescuer:
         self._work_began = perf_counter()
         if not _can_be_guarded(self._model):
             return run(*args, **kwargs)
+        if any(technique.updates_in_backward for technique in self._live_session.techniques):
+            return self._call_openly(run, args, kwargs)
         guarded: GuardedCall | None = None
         while True:
             shortage: BaseException | None = None
@@ -137,6 +142,27 @@ class Rescuer:
         self._work_began = perf_counter()
         self._own_code.begin()
         return output
+
+    def _call_openly(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a forward whose backward pass changes parameters, and so cannot be repeated: its graph is the loop's."""
+        session = self._live_session
+        if not self._is_open:
+            self._is_open = True
+            session.note("memory that runs out in a backward pass is not rescued while it updates parameters")
+        self._rows = rows_of((args, kwargs))
+        start = Start(self._model, session.workload.device)
+        while True:
+            shortage: BaseException | None = None
+            try:
+                output = run(*args, **kwargs)
+            except BaseException as error:
+                if not self.can_rescue(error):
+                    raise
+                shortage = error
+            if shortage is None:
+                self._settle()
+                return output
+            self._make_room(shortage, Place.FORWARD, start.restore)
 
     def _guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GuardedCall:
         guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)

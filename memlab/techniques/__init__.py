@@ -11,6 +11,7 @@ from memlab.techniques.accumulation import Accumulation
 from memlab.techniques.base import Technique
 from memlab.techniques.checkpointing import Checkpointing
 from memlab.techniques.chunked_loss import ChunkedLoss
+from memlab.techniques.gradient_release import GradientRelease
 from memlab.techniques.offload_activations import OffloadActivations
 from memlab.techniques.offload_optimizer import OffloadOptimizer
 from memlab.techniques.optimizer import OptimizerConversion
@@ -24,6 +25,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     OffloadOptimizer,
     OffloadActivations,
     Accumulation,
+    GradientRelease,
 )
 
 __all__ = ["TECHNIQUES", "Technique"]

@@ -51,7 +51,11 @@ class Technique:
         state_per_step: whether packed state must be unpacked for an update.
         may_skip: whether `skips_step` can say so; a step with a closure is then taken over, and the closure
             evaluated once.
+        takes_step: whether the optimizer step is to be taken over although nothing above says so.
+        updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
         predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
+        in_force: all techniques that are on the workload, in the order of their list.
+        gradients_complete: to be called when gradients are complete in the middle of a backward pass, before they go.
         notes: lines for the log and the receipt, in words.
     """
 
@@ -59,7 +63,11 @@ class Technique:
     changes_state: bool = False
     state_per_step: bool = False
     may_skip: bool = False
+    takes_step: bool = False
+    updates_in_backward: bool = False
     predecessor: Technique | None = None
+    in_force: Callable[[], Sequence[Technique]] = staticmethod(lambda: ())
+    gradients_complete: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -120,6 +128,12 @@ class Technique:
     def stepper(self, optimizer: torch.optim.Optimizer) -> Stepper | None:
         """What updates parameters in place of the user's optimizer; None to leave it to that one."""
         return None
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """The loop calls ``optimizer.step()``; nobody has looked at gradients yet."""
+
+    def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Some parameters have been updated, within a step."""
 
     def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this step's update must not happen (gradients that are not finite)."""

@@ -32,6 +32,7 @@ from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._modules import accepts_use_cache, without_cache
 from memlab.techniques._probe import Probe
 from memlab.techniques._split import Call, Layout, row_ranges
+from memlab.techniques.gradient_release import loop_is_known
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
 from memlab.trace.twin import Twin, live_tensors
@@ -296,6 +297,7 @@ class Tracer:
                 _undisturbed(),
                 self._choices.entered(),
                 _watched_model(model, recorder),
+                loop_is_known(),
                 fit(self.twin.workload, plan) as session,
             ):
                 model.train()
@@ -360,6 +362,9 @@ class _Seen(Observer):
 
     def forward_ended(self, loss: torch.Tensor | None) -> None:
         self.recorder.phase = Phase.OTHER
+
+    def gradients_complete(self) -> None:
+        self.recorder.know(gradients_of(self.workload.model))
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self.recorder.phase = Phase.STEP

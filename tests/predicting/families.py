@@ -114,6 +114,8 @@ PLANS = (
     "--offload optimizer",
     "--offload activations",
     "--chunk-loss",
+    "--release-grads",
+    "--checkpoint --adam8bit --release-grads",
     "--accumulate 3 --bf16 --adam8bit",
     "--accumulate 2 --checkpoint --bf16 --adam8bit --offload optimizer --chunk-loss",
     "--accumulate 4 --offload activations,optimizer",

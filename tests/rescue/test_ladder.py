@@ -116,6 +116,16 @@ def test_a_precision_or_an_optimizer_that_was_chosen_is_not_changed() -> None:
     )
 
 
+def test_gradient_release_stays_where_it_is() -> None:
+    assert not any("--release-grads" in rung for rung in flags(""))
+    rungs = flags("--release-grads")
+    assert all("--release-grads" in rung for rung in rungs)
+    assert len(rungs) == len(flags(""))
+    assert not any("--fp16" in rung for rung in flags("--release-grads", half=Precision.FP16))
+    predictions = dict([foretold("--release-grads", 1), foretold("--release-grads --checkpoint", 1)])
+    assert not any("--release-grads" in rung for rung in flags("", predictions=predictions))
+
+
 def test_settings_that_exclude_each_other_are_left_out() -> None:
     assert flags("--optim sgd", Place.STEP) == []
     assert flags("--optim paged-adam8bit", Place.STEP) == []
@@ -298,7 +308,7 @@ def test_in_the_update_predictions_of_passes_do_not_count() -> None:
 
 
 def test_names_of_fields_and_of_flags() -> None:
-    names = ["accumulate", "--checkpoint", "precision", "bf16", "optim", "offload ", "chunk-loss"]
+    names = ["accumulate", "--checkpoint", "precision", "bf16", "optim", "offload ", "chunk-loss", "--release-grads"]
 
     assert pinned(names) == set(NAMES)
     assert pinned([]) == frozenset()
@@ -308,7 +318,7 @@ def test_an_unknown_name() -> None:
     with pytest.raises(PlanError) as raised:
         pinned(["presicion"])
     assert str(raised.value) == (
-        "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, and the flags that "
+        "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, and the flags that "
         "set them; did you mean precision?"
     )
 

@@ -1,0 +1,55 @@
+"""`LoopMode`: a function mode over code of the loop's own, which begins and ends where no block does.
+
+It stands at the bottom of the stack of function modes, so that modes of the loop's may be entered and left while
+it is there: leaving one takes whatever is on top. Only torch's own for a default device is below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+
+class LoopMode(TorchFunctionMode):
+    """A mode that is entered by `begin` and left by `end`, wherever the loop is by then.
+
+    Example:
+        >>> import torch
+        >>> class Names(LoopMode):
+        ...     def __torch_function__(self, func, types, args=(), kwargs=None):
+        ...         print(func.__name__)
+        ...         return func(*args, **kwargs or {})
+        >>> mode, one = Names(), torch.ones(1)
+        >>> mode.begin()
+        >>> two = one + one
+        add
+        >>> mode.end()
+    """
+
+    def begin(self) -> None:
+        """Watch this thread's code from now on; harmless when that is so already."""
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if self not in stack:
+            base = 1 if stack and stack[0] is _default_device() else 0
+            _restack([*stack[:base], self, *stack[base:]])
+
+    def end(self) -> None:
+        """Stop watching; harmless when done."""
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if self in stack:
+            _restack([mode for mode in stack if mode is not self])
+
+
+def _default_device() -> Any:
+    """The mode of `torch.set_default_device`, which torch keeps at the bottom; ``with torch.device(...)`` is on top."""
+    return getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+
+
+def _restack(modes: list[TorchFunctionMode]) -> None:
+    """Rebuild this thread's stack of function modes, bottom first."""
+    for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for mode in modes:
+        _push_mode(mode)  # type: ignore[no-untyped-call]

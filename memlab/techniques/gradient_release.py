@@ -1,0 +1,385 @@
+"""Gradient release: parameters are updated inside the backward pass, and each gradient is freed once it is used.
+
+Numbered rules of the mechanism:
+
+1. A hook on each parameter says when its gradient is complete for this backward pass. Complete gradients wait until
+   they are a thirty-second of the model's, so that kernels have something to do; then these parameters are updated,
+   by the same code as in a step, and their gradients are gone. The loop's `step()` updates the few that still wait.
+2. The update is the loop's own, with learning rates as they are in the backward pass. It is the right one for loops
+   that make one backward pass per step and do nothing with gradients in between. Whether a loop is one is not to be
+   seen from outside, so the *first step of each optimizer is watched*: it keeps its gradients to the end, as without
+   this technique, and a loop that is none gets a `RefusalError` before anything is different from the loop as written.
+   The step itself frees them as it goes, so that fresh moments take the place of gradients.
+3. Refused are: a second backward pass before the step (accumulation in the loop); gradients that are read or written
+   between backward and step (clipping by the norm of all of them, a `GradScaler`); learning rates that are changed
+   there; steps with a closure; loops that never zero their gradients. A loop that begins with any of it later is told
+   so by the same error, which then says that parameters were updated already.
+4. memlab's own loops (measurements, predictions) are known, and not watched.
+5. With accumulation of the plan's own, gradients are complete when the last micro-batch is through.
+
+An update that a backward pass has made cannot be made undone. A rescue therefore repeats forward passes only; and when
+an update breaks off in its middle, the next gradient is answered by an error instead of being counted twice.
+
+Known limitations: after `step()` gradients read as None. What reads them from compiled code or from another thread is
+not seen.
+
+The mechanism of torch: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab import stepping
+from memlab.errors import RefusalError, SessionError
+from memlab.loop_mode import LoopMode
+from memlab.plan import Plan
+from memlab.techniques.base import ModelCall, Technique
+from memlab.workload import Workload
+
+Optimizer = torch.optim.Optimizer
+Settings = list[dict[str, Any]]
+
+_loop_is_known: ContextVar[bool] = ContextVar("_loop_is_known", default=False)
+
+_WATCHED = "the first step of the loop is watched and keeps its gradients; from the second on they are freed in the backward pass"
+_SPLIT = "with --accumulate gradients are complete after the last micro-batch, and held until then"
+_USE_ACCUMULATE = "hand over the whole batch and use --accumulate N, or leave --release-grads out"
+_LEAVE_OUT = "leave --release-grads out"
+
+
+@dataclass
+class _Step:
+    """One step of an optimizer, since its first gradient.
+
+    Args:
+        settings: of its groups, as the backward pass found them.
+        share_bytes: how much waits before it is updated, as buckets are counted.
+        waiting: parameters with complete gradients.
+        waiting_bytes: their size, likewise.
+        has_released: whether parameters have been updated already.
+    """
+
+    settings: Settings
+    share_bytes: int
+    waiting: list[nn.Parameter] = field(default_factory=list)
+    waiting_bytes: int = 0
+    has_released: bool = False
+
+    def add(self, parameter: nn.Parameter) -> None:
+        self.waiting.append(parameter)
+        self.waiting_bytes += stepping.size_of(parameter)
+
+    def take(self) -> list[nn.Parameter]:
+        parameters, self.waiting, self.waiting_bytes = self.waiting, [], 0
+        self.has_released = True
+        return parameters
+
+
+@contextmanager
+def loop_is_known() -> Iterator[None]:
+    """Steps within are memlab's own: one forward, one backward, one update, and gradients dropped.
+
+    Example:
+        >>> with loop_is_known():
+        ...     pass
+    """
+    token = _loop_is_known.set(True)
+    try:
+        yield
+    finally:
+        _loop_is_known.reset(token)
+
+
+class GradientRelease(Technique):
+    """Update inside the backward pass; see the module for the rules.
+
+    Known limitations: see the module.
+    """
+
+    field = "gradients"
+    takes_step = True
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._owners: dict[int, Optimizer | None] = {}  # by id of the parameter; None for one that two update
+        self._complete: set[int] = set()  # parameters whose gradient of this step is complete
+        self._steps: dict[Optimizer, _Step] = {}  # under way: from the first gradient to the end of `step()`
+        self._seen: set[Optimizer] = set()  # a whole step of theirs was watched
+        self._is_known = False
+        self._is_broken = False
+        self._has_zeroed = False  # the loop has asked for gradients before it made new ones
+        self._lock = threading.RLock()  # hooks run on one thread for each device
+        self._watch = _Watch(self._touched)
+
+    @property
+    def updates_in_backward(self) -> bool:  # type: ignore[override]
+        return bool(self._seen) or _loop_is_known.get()
+
+    # -- whether it applies --------------------------------------------------------------------
+
+    def check(self, workload: Workload) -> None:
+        if _process_count() > 1:
+            raise RefusalError(
+                self.field,
+                "several processes train together, and a gradient is complete here before the others have added theirs",
+                "use the engine's own sharding of gradients (ZeRO-2, FSDP2)",
+            )
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        if not stepping.is_separable(optimizer):
+            raise RefusalError(
+                self.field,
+                f"{name} is not known to update each parameter independently of all others",
+                "use an optimizer of torch.optim other than LBFGS",
+            )
+        if any(not _is_own(hook) for hook in optimizer._optimizer_step_pre_hooks.values()):
+            raise RefusalError(
+                self.field,
+                f"{name} has a step pre-hook, which comes when gradients are gone",
+                f"remove the hook, or {_LEAVE_OUT}",
+            )
+
+    # -- in and out ----------------------------------------------------------------------------
+
+    def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        undo.callback(self._forget)
+        method = weakref.WeakMethod(self._completed)  # hooks are no reason to keep a session
+        for parameter in workload.model.parameters():
+            if parameter.requires_grad:
+                undo.callback(parameter.register_post_accumulate_grad_hook(_calling(method)).remove)  # type: ignore[no-untyped-call]
+        self.notes.append(_WATCHED)
+        if self.plan.accumulation > 1:
+            self.notes.append(_SPLIT)
+
+    def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
+        undo.callback(self._forget_optimizer, optimizer)
+        for parameter in _parameters_of(optimizer):
+            is_shared = id(parameter) in self._owners
+            self._owners[id(parameter)] = None if is_shared else optimizer
+
+    def _forget_optimizer(self, optimizer: Optimizer) -> None:
+        for parameter in _parameters_of(optimizer):
+            self._owners.pop(id(parameter), None)
+        self._close(optimizer)
+        self._seen.discard(optimizer)
+
+    def _forget(self) -> None:
+        self._watch.end()
+        self._complete.clear()
+        self._steps.clear()
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if torch._C._current_graph_task_id() != -1:  # recomputed in a backward pass
+            return call(*args, **kwargs)
+        self._watch.end()
+        self._is_known = _loop_is_known.get()
+        self._has_zeroed |= self._is_known  # nobody has watched what was before these steps
+        output = call(*args, **kwargs)
+        if not self._is_known:
+            self._watch.begin()
+        return output
+
+    def _completed(self, parameter: nn.Parameter) -> None:
+        """The gradient of a parameter is complete."""
+        with self._lock:
+            optimizer = self._owners.get(id(parameter))
+            if optimizer is None:
+                return
+            if self._is_broken:
+                raise SessionError(
+                    "an update inside the backward pass broke off before, and some weights and moments are partly "
+                    "updated: go back to a checkpoint, undo() the session and attach memlab anew"
+                )
+            if id(parameter) in self._complete:
+                raise self._refusal(
+                    "the loop calls backward() a second time before optimizer.step() (or one was broken off), and "
+                    "gradients add up over both",
+                    _USE_ACCUMULATE,
+                )
+            step = self._steps.get(optimizer) or self._begin_step(optimizer)
+            self._complete.add(id(parameter))
+            if optimizer in self._seen or self._is_known:
+                step.add(parameter)
+                if step.waiting_bytes >= step.share_bytes:
+                    self._release(optimizer, step)
+
+    def _begin_step(self, optimizer: Optimizer) -> _Step:
+        """The first gradient for an optimizer since its step."""
+        if optimizer in self._seen and not (self._has_zeroed or self._is_known):
+            raise self._refusal("the loop never drops its gradients, so that they add up over its steps", _LEAVE_OUT)
+        step = self._steps[optimizer] = _Step(_settings_of(optimizer), stepping.share_of(optimizer))
+        return step
+
+    def _release(self, optimizer: Optimizer, step: _Step) -> None:
+        """Update the parameters that wait, and free their gradients."""
+        parameters = step.take()
+        try:
+            with self._watch.paused():
+                self.gradients_complete()
+                stepping.update(optimizer, parameters, self.in_force())
+        except BaseException:
+            self._is_broken = True
+            raise
+        for parameter in parameters:
+            parameter.grad = None
+
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        self._watch.end()
+        if has_closure:
+            raise self._refusal("the loop hands optimizer.step() a closure, which may run several times", _LEAVE_OUT)
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+            raise self._refusal(*_SCALED)
+        step = self._steps.get(optimizer)
+        if step is not None and step.settings != _settings_of(optimizer):
+            raise self._refusal(
+                "the loop changes the optimizer's settings (its learning rate?) between backward() and step()",
+                "change them before backward() or after step()",
+            )
+
+    def bucket_updated(self, optimizer: Optimizer, parameters: Any) -> None:
+        for parameter in parameters:
+            if id(parameter) in self._complete:
+                parameter.grad = None
+
+    def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        if optimizer in self._steps and not self._is_known and optimizer not in self._seen:
+            self._seen.add(optimizer)
+            self._has_zeroed = False
+        self._close(optimizer)
+        if self._seen and not self._is_known and (self._complete or not self._has_zeroed):
+            self._watch.begin()
+
+    def _close(self, optimizer: Optimizer) -> None:
+        """The step of an optimizer is over."""
+        self._complete.difference_update(map(id, _parameters_of(optimizer)))
+        self._steps.pop(optimizer, None)
+
+    # -- what the loop does with gradients -----------------------------------------------------
+
+    def _touched(self, tensor: torch.Tensor) -> None:
+        """The loop reads or writes a gradient."""
+        if id(tensor) in self._complete:
+            raise self._refusal(*_what_is_done())
+        if id(tensor) in self._owners:
+            self._has_zeroed = True
+
+    def _refusal(self, reason: str, nearest: str) -> RefusalError:
+        if any(step.has_released for step in self._steps.values()):
+            reason += "; parameters have been updated with the gradients so far"
+        return RefusalError(self.field, reason, nearest)
+
+
+class _Watch(LoopMode):
+    """Tells when code that is not memlab's own reads or writes a gradient.
+
+    Args:
+        touched: called with the tensor whose gradient it is.
+    """
+
+    def __init__(self, touched: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._touched = weakref.WeakMethod(touched)
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the optimizer read gradients."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # of a backward pass nothing is seen in here: torch takes the mode away while it calls this method
+        if getattr(func, "__self__", None) is _GRADIENT and not self._is_paused and not _is_memlab(sys._getframe(1)):
+            touched = self._touched()
+            if touched is not None:
+                touched(args[0])
+        return func(*args, **kwargs or {})
+
+
+_GRADIENT = torch.Tensor.grad
+_CLIPPED = (
+    "the loop clips gradients by the norm of all of them, which is not known before the backward pass is over",
+    f"leave the clipping out (Trainer: max_grad_norm=0), or {_LEAVE_OUT}",
+)
+_SCALED = (
+    "the loop uses a GradScaler, which must see all gradients before any parameter is updated",
+    "use bf16 without a scaler",
+)
+
+
+def _what_is_done() -> tuple[str, str]:
+    """Reason and nearest for whoever touches a gradient now, from the names of the functions on the stack."""
+    names = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not _is_memlab(frame):
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment] # None at the end
+    if any("clip_grad" in name or "grad_norm" in name or "total_norm" in name for name in names):
+        return _CLIPPED
+    if any("unscale" in name for name in names):
+        return _SCALED
+    if "zero_grad" in names:
+        return "the loop drops gradients after backward() without a step", _LEAVE_OUT
+    where = f" (in {names[0]})" if names and names[0] != "<module>" else ""
+    return f"the loop uses gradients between backward() and optimizer.step(){where}, when they are gone", _LEAVE_OUT
+
+
+def _is_memlab(frame: Any) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("memlab.")
+
+
+def _is_own(hook: Any) -> bool:
+    return type(getattr(hook, "__self__", None)).__module__.startswith("memlab.")
+
+
+def _calling(method: weakref.WeakMethod[Any]) -> Callable[[nn.Parameter], None]:
+    def hook(parameter: nn.Parameter) -> None:
+        alive = method()
+        if alive is not None:
+            alive(parameter)
+
+    return hook
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _settings_of(optimizer: Optimizer) -> Settings:
+    """Settings of each group; tensors among them by what they are and how often they were written."""
+    return [
+        {name: _told(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    return tuple(map(_told, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _process_count() -> int:
+    distributed = torch.distributed
+    is_on = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_on else 1

@@ -1,0 +1,627 @@
+"""Updates inside the backward pass: the same training, gradients gone, and every loop that cannot have it told so."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from memlab import Workload, fit, measure, predict
+from memlab.errors import PlanError, RefusalError, SessionError
+from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.steps import Meter
+from memlab.observer import Observer
+from memlab.plan import Plan
+from memlab.rescue.rescuer import Rescuer
+from memlab.snapshot import Snapshot
+from memlab.techniques.gradient_release import GradientRelease
+from tests.driving import FailingAt, loss_of, mlp, tiny_gpt2
+from tests.helpers.needs import needs
+from tests.loops.cases import CASES
+from tests.loops.running import fitted, plain_loop
+from tests.techniques.models import gpt2, ragged_batch, workload
+
+Optimizer = torch.optim.Optimizer
+Make = Callable[[Any], Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, amsgrad=True),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_on_the_stack() -> Iterator[None]:
+    yield
+    assert _get_current_function_mode_stack() == []
+
+
+def step_of(model: nn.Module, optimizer: Optimizer, step: int) -> float:
+    optimizer.zero_grad()
+    loss = loss_of(model, step)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+class Seen(Observer):
+    """How many gradients there are when a step begins, and how often some were complete before it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.left: list[int] = []
+        self.completed = 0
+
+    def gradients_complete(self) -> None:
+        self.completed += 1
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        self.left.append(sum(p.grad is not None for p in self.model.parameters()))
+
+
+# -- the same training -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hundred_steps_are_the_same_bit_by_bit(name: str) -> None:
+    case = CASES[name]
+    runs = []
+    for flags in ("", "--release-grads"):
+        model = case.model()
+        optimizer = case.optimizer(model)
+        with fitted(Workload(model, optimizer), flags) as session:
+            seen = Seen(model)
+            session.observers.append(seen)
+            losses = plain_loop(model, optimizer, case, 100)
+        assert (seen.completed > 0) == bool(flags)
+        runs.append((losses, [p.detach().clone() for p in model.parameters()]))
+    assert runs[0][0] == runs[1][0]
+    assert all(map(torch.equal, runs[0][1], runs[1][1]))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_updates_as_ever(name: str) -> None:
+    runs = []
+    for flags in ("", "--release-grads"):
+        model = mlp()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        load = Workload(model, optimizer, scheduler=scheduler)
+        losses = []
+        with fit(load, flags):
+            for step in range(20):
+                losses.append(step_of(model, optimizer, step))
+                scheduler.step()
+        runs.append((losses, [p.detach().clone() for p in model.parameters()], optimizer.state_dict()))
+    assert runs[0][0] == runs[1][0]
+    assert all(map(torch.equal, runs[0][1], runs[1][1]))
+    torch.testing.assert_close(runs[0][2], runs[1][2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--accumulate 4",
+        "--checkpoint",
+        "--checkpoint selective",
+        "--offload optimizer",
+        "--offload activations",
+        "--chunk-loss",
+        "--precision bf16",
+        "--precision pure-bf16",
+        "--optim adafactor",
+        pytest.param("--adam8bit", marks=needs(extra="bitsandbytes")),
+        pytest.param("--adam8bit --offload optimizer --checkpoint", marks=needs(extra="bitsandbytes")),
+    ],
+)
+def test_other_techniques_do_the_same_with_it(flags: str) -> None:
+    runs = []
+    for more in ("", " --release-grads"):
+        model = gpt2()
+        load = workload(model)
+        losses = []
+        with fit(load, flags + more) as session:
+            seen = Seen(model)
+            session.observers.append(seen)
+            for _ in range(6):
+                loss = model(**ragged_batch()).loss
+                loss.backward()
+                load.optimizers[0].step()
+                load.optimizers[0].zero_grad()
+                losses.append(loss.item())
+        assert (seen.completed > 0) == bool(more)
+        runs.append((losses, [p.detach().clone() for p in model.parameters()], load.optimizers[0].state_dict()))
+    if "pure" in flags:  # moments are rounded by random numbers, which are drawn in another order
+        assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-3)
+        return
+    assert runs[0][0] == runs[1][0]
+    assert all(map(torch.equal, runs[0][1], runs[1][1]))
+    torch.testing.assert_close(runs[0][2], runs[1][2], rtol=0, atol=0)
+
+
+def test_switching_on_and_off_in_training_keeps_moments_and_counts() -> None:
+    runs = []
+    for plans in (("", "", ""), ("--release-grads", "", "--release-grads --checkpoint")):
+        model = tiny_gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = [step_of(model, optimizer, step) for step in range(3)]
+        with fit(Workload(model, optimizer)) as session:
+            for number, flags in enumerate(plans):
+                session.switch(flags)
+                losses += [step_of(model, optimizer, 3 + 4 * number + step) for step in range(4)]
+        losses += [step_of(model, optimizer, 20 + step) for step in range(3)]
+        assert session.steps == 12
+        runs.append((losses, optimizer.state_dict()))
+    assert runs[0][0] == runs[1][0]
+    torch.testing.assert_close(runs[0][1], runs[1][1], rtol=0, atol=0)
+
+
+def test_most_gradients_are_gone_when_the_step_begins_and_all_when_it_is_over() -> None:
+    model = tiny_gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fit(Workload(model, optimizer), "--release-grads", [seen := Seen(model)]):
+        for step in range(3):
+            step_of(model, optimizer, step)
+            assert all(p.grad is None for p in model.parameters())
+    first, *others = seen.left
+    assert first == len(list(model.parameters()))
+    assert all(left < first / 4 for left in others)
+
+
+def test_two_optimizers_of_one_model_step_each_their_own() -> None:
+    runs = []
+    for flags in ("", "--release-grads"):
+        model = mlp()
+        body, head = list(model[:3].parameters()), list(model[3:].parameters())
+        optimizers = [torch.optim.AdamW(body, lr=1e-3), torch.optim.SGD(head, lr=1e-2, momentum=0.9)]
+        losses = []
+        with fit(Workload(model, optimizers), flags, [seen := Seen(model)]):
+            for step in range(8):
+                model.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                losses.append(loss.item())
+        assert (seen.completed > 0) == bool(flags)
+        runs.append((losses, [p.detach().clone() for p in model.parameters()]))
+    assert runs[0][0] == runs[1][0]
+    assert all(map(torch.equal, runs[0][1], runs[1][1]))
+
+
+def test_parameters_of_no_optimizer_keep_their_gradients() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-2)
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+    assert model[0].weight.grad is None
+    assert model[2].weight.grad is not None
+
+
+def test_an_optimizer_made_later_is_watched_from_its_second_step() -> None:
+    model = mlp()
+    with fit(Workload(model), "--release-grads", [seen := Seen(model)]):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        counts = []
+        for step in range(4):
+            step_of(model, optimizer, step)
+            counts.append(seen.completed)
+    assert counts[:2] == [0, 0]
+    assert counts[2] > 0
+
+
+def test_the_step_returns_what_it_always_returns() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model, step).backward()
+            assert optimizer.step() is None
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _small_batch_load(make: Make = OPTIMIZERS["adamw"]) -> Workload:
+    model = gpt2(vocabulary=512, layers=6, width=96)
+    return Workload(model, make(model.parameters()), batch=ragged_batch(512, rows=2, length=16))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--checkpoint",
+        "--accumulate 2",
+        "--offload optimizer",
+        "--precision pure-bf16",
+        pytest.param("--adam8bit", marks=needs(extra="bitsandbytes")),
+    ],
+)
+def test_what_is_predicted_is_measured(flags: str) -> None:
+    load = _small_batch_load()
+    plan = f"{flags} --release-grads"
+    predicted, measured = predict(load, plan), measure(load, plan, steps=1)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=1e-3)
+    assert predicted.breakdown.keys() == measured.breakdown.keys()
+
+
+def test_the_peak_falls_by_nearly_all_gradients() -> None:
+    load = _small_batch_load()
+    gradients_bytes = 4 * sum(p.numel() for p in load.model.parameters())
+    before, after = (measure(load, flags, steps=1) for flags in ("--checkpoint", "--checkpoint --release-grads"))
+    # measured: 0.77 of them; the rest is what waits, and what the update takes for the largest parameter
+    assert before.peak_allocated_bytes - after.peak_allocated_bytes >= 0.75 * gradients_bytes
+
+
+@pytest.mark.parametrize("name", ["adamw", "nesterov"])
+@pytest.mark.parametrize("flags", ["--release-grads", "--checkpoint --release-grads"])
+def test_the_watched_step_needs_no_more_than_those_that_follow(name: str, flags: str) -> None:
+    load = _small_batch_load(OPTIMIZERS[name])
+    device = CpuDevice()
+    meter = Meter(load.model, load.optimizers, device)
+    with fit(load, flags, [meter]):
+        for _ in range(3):
+            load.model(**load.batch).loss.backward()
+            load.optimizers[0].step()
+            load.optimizers[0].zero_grad()
+    meter.close()
+    watched, usual = (step.peak_allocated_bytes for step in meter.steps[:2])
+    device.close()
+    assert watched is not None
+    assert usual is not None
+    assert watched <= 1.05 * usual
+
+
+# -- undo ------------------------------------------------------------------------------------------
+
+
+def test_undo_is_exact_and_the_loop_goes_on() -> None:
+    model = tiny_gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    load = Workload(model, optimizer)
+    for step in range(2):
+        step_of(model, optimizer, step)
+    with fitted(load, "--release-grads"):
+        for step in range(2, 5):
+            step_of(model, optimizer, step)
+    step_of(model, optimizer, 5)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_undo_between_backward_and_step_leaves_the_rest_to_the_step() -> None:
+    runs = []
+    for flags in ("", "--release-grads"):
+        model = tiny_gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        session = fit(Workload(model, optimizer), flags)
+        for step in range(3):
+            step_of(model, optimizer, step)
+        optimizer.zero_grad()
+        loss_of(model, 3).backward()
+        session.undo()
+        optimizer.step()
+        runs.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, runs[0], runs[1]))
+
+
+def test_a_model_that_is_dropped_is_freed() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    fit(Workload(model, optimizer), "--release-grads")
+    for step in range(3):
+        step_of(model, optimizer, step)
+    optimizer.zero_grad()  # the first one after the first watched step ends the watch of this thread
+    model(torch.zeros(1, 16))
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+    _end_watches()
+
+
+def _end_watches() -> None:
+    for mode in _get_current_function_mode_stack():
+        mode.end()
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def clipped(model: nn.Module, optimizer: Optimizer, _step: int) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clipped_by_value(model: nn.Module, optimizer: Optimizer, _step: int) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def looked_at(model: nn.Module, optimizer: Optimizer, _step: int) -> None:
+    max(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
+
+
+def written_to(model: nn.Module, optimizer: Optimizer, _step: int) -> None:
+    next(model.parameters()).grad = None
+
+
+def skipped(model: nn.Module, optimizer: Optimizer, _step: int) -> None:
+    optimizer.zero_grad()
+
+
+def rescheduled(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = 1e-3 / (step + 2)
+
+
+def accumulated(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    loss_of(model, step).backward()
+
+
+CLIPS = (
+    "gradients: the loop clips gradients by the norm of all of them, which is not known before the backward pass is "
+    "over{}; leave the clipping out (Trainer: max_grad_norm=0), or leave --release-grads out"
+)
+USES = (
+    "gradients: the loop uses gradients between backward() and optimizer.step(){where}, when they are gone{{}}; "
+    "leave --release-grads out"
+)
+REFUSED: dict[Any, str] = {
+    clipped: CLIPS,
+    clipped_by_value: CLIPS,
+    looked_at: USES.format(where=" (in <genexpr>)"),
+    written_to: USES.format(where=" (in written_to)"),
+    skipped: "gradients: the loop drops gradients after backward() without a step{}; leave --release-grads out",
+    rescheduled: (
+        "gradients: the loop changes the optimizer's settings (its learning rate?) between backward() and step(){}; "
+        "change them before backward() or after step()"
+    ),
+    accumulated: (
+        "gradients: the loop calls backward() a second time before optimizer.step() (or one was broken off), and "
+        "gradients add up over both{}; hand over the whole batch and use --accumulate N, or leave --release-grads out"
+    ),
+}
+
+
+@pytest.mark.parametrize("between", REFUSED, ids=lambda between: between.__name__)
+def test_a_loop_that_needs_its_gradients_is_refused_before_anything_changed(between: Any) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    with fit(Workload(model, optimizer), "--release-grads") as session:
+        optimizer.zero_grad()
+        loss_of(model, 0).backward()
+        with pytest.raises(RefusalError) as refusal:
+            between(model, optimizer, 0)
+            optimizer.step()
+        assert str(refusal.value) == REFUSED[between].format("")
+        assert all(map(torch.equal, before, model.parameters()))
+        session.switch("", now=True)
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("between", REFUSED, ids=lambda between: between.__name__)
+def test_a_loop_that_begins_to_need_them_is_told_that_it_is_too_late(between: Any) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for step in range(3):
+            step_of(model, optimizer, step)
+        optimizer.zero_grad()
+        loss_of(model, 3).backward()
+        with pytest.raises(RefusalError) as refusal:
+            between(model, optimizer, 3)
+            optimizer.step()
+    assert str(refusal.value) == REFUSED[between].format("; parameters have been updated with the gradients so far")
+
+
+def test_a_loop_that_never_zeroes_its_gradients_is_refused() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fit(Workload(model, optimizer), "--release-grads"):
+        loss_of(model, 0).backward()
+        optimizer.step()
+        after_one = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(RefusalError, match="never drops its gradients, so that they add up over its steps"):
+            loss_of(model, 1).backward()
+        assert all(map(torch.equal, after_one, model.parameters()))
+
+
+@pytest.mark.parametrize("order", ["before the forward", "after the forward", "after the step", "by hand"])
+def test_gradients_may_be_zeroed_wherever_loops_do_it(order: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fit(Workload(model, optimizer), "--release-grads", [seen := Seen(model)]):
+        for step in range(4):
+            if order == "before the forward":
+                model.zero_grad()
+            loss = loss_of(model, step)
+            if order == "after the forward":
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if order == "after the step":
+                optimizer.zero_grad(set_to_none=False)
+            if order == "by hand":
+                for parameter in model.parameters():
+                    parameter.grad = None
+    assert seen.completed > 0
+
+
+def test_a_closure_is_refused() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    with (
+        fit(Workload(model, optimizer), "--release-grads"),
+        pytest.raises(RefusalError, match=r"hands optimizer.step\(\) a closure, which may run several times"),
+    ):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_is_refused(fused: bool) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    with fit(Workload(model, optimizer), "--release-grads"):
+        scaler.scale(loss_of(model, 0)).backward()
+        with pytest.raises(RefusalError, match="uses a GradScaler, which must see all gradients before"):
+            scaler.step(optimizer)
+
+
+def test_fp16_is_refused_by_the_plan() -> None:
+    with pytest.raises(PlanError, match="--release-grads and --fp16 exclude each other"):
+        Plan.parse("--fp16 --release-grads")
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "Own"])
+def test_an_optimizer_that_looks_at_all_parameters_is_refused(kind: str) -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    model = mlp()
+    optimizer = {"LBFGS": torch.optim.LBFGS, "Own": Own}[kind](model.parameters(), lr=1e-2)  # type: ignore[operator]
+    text = f"gradients: {kind} is not known to update each parameter independently of all others; use an optimizer of"
+    with pytest.raises(RefusalError, match=text):
+        fit(Workload(model, optimizer), "--release-grads")
+
+
+def test_a_step_hook_of_the_users_is_refused() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(RefusalError, match="SGD has a step pre-hook, which comes when gradients are gone"):
+        fit(Workload(model, optimizer), "--release-grads")
+    handle.remove()
+    fit(Workload(model, optimizer), "--release-grads").undo()
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(RefusalError, match="several processes train together"):
+        GradientRelease(Plan.parse("--release-grads")).check(Workload(mlp()))
+
+
+def test_a_weight_shared_by_reentrant_checkpoints_is_refused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.shared = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(hidden)
+            for _ in range(2):
+                hidden = checkpoint(self.shared, hidden, use_reentrant=True)
+            return hidden
+
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with fit(Workload(model, optimizer), "--release-grads"), pytest.raises(RefusalError, match="a second time"):
+        model(torch.randn(4, 16)).square().mean().backward()
+
+
+def test_memlab_s_own_loops_do_not_count_as_the_loop() -> None:
+    load = _small_batch_load()
+    with fit(load, "--release-grads"):
+        before = Snapshot(load)
+        measure(load, "--release-grads", steps=1)
+        assert before.differences(Snapshot(load)) == []
+        load.model(**load.batch).loss.backward()
+        with pytest.raises(RefusalError, match="clips gradients"):
+            torch.nn.utils.clip_grad_norm_(load.model.parameters(), 1.0)
+
+
+# -- what breaks off -------------------------------------------------------------------------------
+
+
+def test_an_update_that_broke_off_is_not_repeated() -> None:
+    model = tiny_gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for step in range(3):
+            step_of(model, optimizer, step)
+        optimizer.zero_grad()
+        loss = loss_of(model, 3)
+        with pytest.raises(torch.OutOfMemoryError), _FailingInUpdates():
+            loss.backward()
+        with pytest.raises(SessionError, match="an update inside the backward pass broke off before"):
+            loss_of(model, 3).backward()
+
+
+class _FailingInUpdates(FailingAt):
+    """Raises at the first operator that only an update calls."""
+
+    def __init__(self) -> None:
+        super().__init__(10**9)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "addcdiv" in str(func):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return func(*args, **kwargs or {})
+
+
+def test_a_rescue_repeats_the_forward_and_passes_an_error_of_the_backward_on() -> None:
+    model = gpt2()
+    load = workload(model)
+    optimizer = load.optimizers[0]
+    with fit(load, "--release-grads", rescue=Rescuer()) as session:
+        assert session.rescuer is not None
+
+        def step(forward: int = 10**9, backward: int = 10**9) -> None:
+            batch = ragged_batch()
+            with FailingAt(forward):
+                loss = model(**batch).loss
+            with FailingAt(backward):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        assert not session.rescuer.rescues
+        step(forward=20)
+        assert [rescue.place for rescue in session.rescuer.rescues] == ["the forward pass"]
+        assert "--release-grads" in session.plan.label
+        assert any("in a backward pass is not rescued" in entry.text for entry in session.log)
+        with pytest.raises(torch.OutOfMemoryError):
+            step(backward=20)
+
+
+def test_the_watched_step_is_rescued_wholly() -> None:
+    runs = []
+    for fails in (False, True):
+        model = tiny_gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        rescuer = Rescuer()
+        with fit(Workload(model, optimizer), "--release-grads", rescue=rescuer):
+            loss = loss_of(model, 0)
+            with FailingAt(20 if fails else 10**9):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(rescuer.rescues) == int(fails)
+        runs.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
