@@ -238,7 +238,7 @@ def added(plan: Plan, lever: Plan) -> Plan:
 
     Example:
         >>> str(added(Plan.parse("--accumulate 2 --offload optimizer"), Plan.parse("--offload activations")))
-        '--accumulate 2 --offload optimizer,activations'
+        '--accumulate 2 --offload activations,optimizer'
         >>> str(added(Plan.parse("--checkpoint selective"), Plan.parse("--checkpoint")))
         '--checkpoint'
     """

@@ -106,6 +106,7 @@ ALLOWED: dict[str, set[str]] = {
         "session",
         "snapshot",
         "techniques",
+        "uninterrupted",
         "units",
         "workload",
     },

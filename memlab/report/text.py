@@ -22,7 +22,9 @@ _LEAST_PLAN_CHARACTERS = 23
 _GAP = "   "
 _NARROW_GAP = "  "
 _NOTE_INDENT = "    ↳ "
-_LEVER = Column[Step]("lever", rungs.lever, is_number=False)
+_LEVER = Column[Step](
+    "lever", lambda step: rungs.lever(step) + (" ✓ fits" if step.is_first_to_fit else ""), is_number=False
+)
 
 
 def table(comparison: Comparison) -> str:

@@ -267,13 +267,13 @@ class _Climb:
             return f"interrupted; not tried: {left}" if left else "interrupted"
         if left:
             return f"ended at the first row that fits; not tried: {left}"
-        ran = [rung.ran for rung in self._rungs if rung.ran is not None]
-        if self._budget_bytes is None or not ran or self._fits:
+        if self._budget_bytes is None or self._fits:
             return ""
-        least = min(each.needed_bytes for each in ran)
+        needed = [rung.ran.needed_bytes for rung in self._rungs if rung.ran is not None]
+        least = f"the lowest needs {format_bytes(min(needed))}" if needed else "memory ran out on all of them"
         return (
-            f"no row fits {format_bytes(self._budget_bytes)}: the lowest needs {format_bytes(least)}; more micro-batches "
-            f"(--accumulate 8) or a smaller batch lower it further, and %memfit find searches all plans"
+            f"no row fits {format_bytes(self._budget_bytes)}: {least}; more micro-batches (--accumulate 8) or a smaller "
+            "batch lower it further, and %memfit find searches all plans"
         )
 
 
