@@ -35,7 +35,8 @@ from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
 from memlab.records import Measurement, Prediction
 from memlab.run_record import RunRecord
-from memlab.search import find_plan
+from memlab.rungs import Ladder
+from memlab.search import find_plan, ladder
 from memlab.session import Session, fit
 from memlab.workload import Workload
 
@@ -45,6 +46,7 @@ __all__ = [
     "BudgetError",
     "Comparison",
     "FoundPlan",
+    "Ladder",
     "Measurement",
     "MemlabError",
     "MissingExtraError",
@@ -62,6 +64,7 @@ __all__ = [
     "export",
     "find_plan",
     "fit",
+    "ladder",
     "measure",
     "panel",
     "predict",

@@ -106,7 +106,7 @@ def _verdict(measurement: Measurement, first: Measurement, memory_ratio: float) 
     other = _other_batches(measurement, first)
     if other or measurement is first or not measurement.fits or memory_ratio <= 1 - _NO_GAIN:
         return "; ".join((other, *measurement.notes) if other else measurement.notes)
-    where = _where_the_peak_is(measurement)
+    where = where_the_peak_is(measurement)
     return "; ".join((f"no gain: {where}" if where else "no gain", *measurement.notes))
 
 
@@ -121,7 +121,8 @@ def _other_batches(measurement: Measurement, first: Measurement) -> str:
     return ""
 
 
-def _where_the_peak_is(measurement: Measurement) -> str:
+def where_the_peak_is(measurement: Measurement) -> str:
+    """In which part of the step memory peaks, and what most of it is then; empty without a breakdown."""
     if not measurement.breakdown:
         return ""
     largest = max(measurement.breakdown, key=lambda category: measurement.breakdown[category])

@@ -167,6 +167,11 @@ class Measurement:
     fits: bool = True
 
     @property
+    def needed_bytes(self) -> int:
+        """What a budget must hold: the reserved peak where there is one, else the allocated peak."""
+        return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
+
+    @property
     def median_step_seconds(self) -> float:
         return statistics.median(self.step_seconds) if self.step_seconds else float("nan")
 

@@ -19,6 +19,7 @@ STANDARD_LIBRARY_ONLY = {
     "plan",
     "records",
     "comparison",
+    "rungs",
     "run_record",
     "moment",
     "devices",
@@ -33,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"errors"},
     "records": {"errors", "plan"},
     "comparison": {"errors", "plan", "records"},
+    "rungs": {"comparison", "errors", "lattice", "plan", "records", "units"},
     "run_record": {"comparison", "errors", "moment", "records"},
     "shortage": {"units"},
     "dispatch": set(),
@@ -107,6 +109,7 @@ ALLOWED: dict[str, set[str]] = {
         "session",
         "snapshot",
         "techniques",
+        "uninterrupted",
         "units",
         "workload",
     },
@@ -151,11 +154,12 @@ ALLOWED: dict[str, set[str]] = {
         "plan",
         "predicting",
         "records",
+        "rungs",
         "techniques",
         "units",
         "workload",
     },
-    "report": {"comparison", "errors", "extras", "moment", "plan", "records", "units"},
+    "report": {"comparison", "errors", "extras", "moment", "plan", "records", "rungs", "units"},
 }
 
 

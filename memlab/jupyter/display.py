@@ -1,6 +1,6 @@
 """Receipts in every format a front end may want.
 
-A `Comparison`, a `Forecast` and a `FoundPlan` are taught to the shell's formatters, so they show as tables and
+A `Comparison`, a `Forecast`, a `FoundPlan` and a `Ladder` are taught to the shell's formatters, so they show as tables and
 pictures wherever a notebook shows values: HTML for live pages, PNG for pages that drop HTML, plain text for terminals and GitHub's diff.
 All three are static: a saved notebook needs no kernel, no widget and no script to show them.
 """
@@ -18,7 +18,8 @@ from memlab.comparison import Comparison, FoundPlan
 from memlab.extras import available
 from memlab.jupyter.config import MemLab
 from memlab.jupyter.forecast import Forecast
-from memlab.report import figure, html, image, listing, pareto, pareto_figure, pareto_image, text
+from memlab.report import figure, html, image, ladder, ladder_image, listing, pareto, pareto_figure, pareto_image, text
+from memlab.rungs import Ladder
 
 
 def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:
@@ -39,6 +40,7 @@ _FORMATS: dict[type, tuple[Callable[[Any], str], Callable[[Any], str], Callable[
     Comparison: (text.table, html.table, image.png),
     Forecast: (lambda forecast: forecast.text, lambda forecast: forecast.html, lambda forecast: forecast.png),
     FoundPlan: (text.found_table, html.found_table, lambda found: pareto_image.png(pareto.found_chart(found))),
+    Ladder: (text.ladder_table, html.ladder_table, ladder_image.png),
 }
 
 
@@ -65,12 +67,14 @@ def replace_shown(data: Any, **options: Any) -> None:
     update_display(data, **options)  # type: ignore[no-untyped-call] # unannotated in IPython
 
 
-def show_figure(shell: Any, shown: Comparison | Forecast | FoundPlan) -> None:
+def show_figure(shell: Any, shown: Comparison | Forecast | FoundPlan | Ladder) -> None:
     """Show the plotly figure, where there is a front end and plotly to show it."""
     if not is_rich(shell) or not available("plotly"):
         return
     if isinstance(shown, Comparison):
         drawn, said = figure.comparison(shown), text.summary(shown)
+    elif isinstance(shown, Ladder):
+        drawn, said = figure.comparison(shown.comparison), ladder.sentence(shown)
     elif isinstance(shown, FoundPlan):
         drawn, said = pareto_figure.figure(pareto.found_chart(shown)), listing.found_sentence(shown)
     elif shown.closely is not None:

@@ -25,6 +25,7 @@ from memlab.measuring.steps import Device, shapes_of, tokens_of
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction
 from memlab.report.ranking import verdict_words
+from memlab.rungs import Ladder
 from memlab.session import Session
 from memlab.units import format_bytes, parse_bytes
 from memlab.workload import Batch, Workload
@@ -97,7 +98,7 @@ def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
     return namespace[name]
 
 
-# -- %memfit predict, find, snapshot ---------------------------------------------------------------
+# -- %memfit predict, find, ladder, snapshot ---------------------------------------------------------------
 
 
 def forecast(workload: Workload, options: ForesightOptions, budget: str, history: History, say: Say) -> Forecast:
@@ -178,6 +179,27 @@ def found(workload: Workload, options: ForesightOptions, budget: str, history: H
         raise _with_advice(error, _COMPARE) from None
     history.lattice = answer.predictions
     return answer
+
+
+def climbed(workload: Workload, options: ForesightOptions, budget: str, device: Device, say: Say) -> Ladder:
+    """Add lever after lever, running steps that leave nothing behind."""
+    from memlab.search import ladder
+
+    if options.words:
+        raise PlanError(f"%memfit ladder {options.words[0]}: unknown; see %memfit help")
+    say("climbing the ladder")
+    answer = ladder(
+        workload,
+        options.plans or None,
+        order=options.order,  # type: ignore[arg-type] # checked there, in words
+        budget=budget,
+        fixed=options.plan or Plan(),
+        lossless=options.lossless,
+        steps=options.steps,
+        device=device,
+        progress=lambda line: say(f"ladder, {line}"),
+    )
+    return replace(answer, title=f"memfit ladder · {answer.title}")
 
 
 def measured_instead(workload: Workload, device: Device, say: Say) -> Comparison:

@@ -40,6 +40,8 @@ Examples:
     %memfit predict --accumulate 4 --device T4   # one plan, on another GPU
     p = %memfit predict --plans "--fp16" "--bf16 --checkpoint"
     found = %memfit find --budget 8GiB           # the fastest plan that fits, run and measured
+    l = %memfit ladder --budget 8GiB             # what each technique gives, added one after another until it fits
+    %memfit ladder --levers "--bf16" "--checkpoint" "--adam8bit"
     c = %memfit compare "--accumulate 4" "--checkpoint"
     %memfit snapshot step.pickle --predicted --accumulate 4
     %memfit export trainer
@@ -82,8 +84,8 @@ def line_help() -> str:
             "",
             *_table((word.usage, word.help) for word in WORDS),
             "",
-            "Flags are those of %%memfit (see %%memfit?); %config MemLab holds defaults. predict, find and snapshot",
-            "change nothing, and also know these flags:",
+            "Flags are those of %%memfit (see %%memfit?); %config MemLab holds defaults. predict, find, ladder and",
+            "snapshot change nothing, and also know these flags:",
             "",
             *_table((flag.usage, flag.help) for flag in _foresight_flags()),
             "",

@@ -23,11 +23,12 @@ from memlab.measuring.runs import compare
 from memlab.measuring.steps import device_for
 from memlab.plan import Plan
 from memlab.run_record import RunRecord
+from memlab.rungs import Ladder
 from memlab.session import session_of
 from memlab.units import parse_bytes
 from memlab.workload import Workload
 
-Shown = Comparison | Forecast | FoundPlan
+Shown = Comparison | Forecast | FoundPlan | Ladder
 
 
 class LineMagic:
@@ -63,6 +64,7 @@ class LineMagic:
             "panel": self._panel,
             "predict": self._predict,
             "find": self._find_plan,
+            "ladder": self._ladder,
             "snapshot": self._snapshot,
             "report": self._report,
             "compare": self._compare,
@@ -144,6 +146,21 @@ class LineMagic:
         show_figure(self._notebook.shell, found)
         print(f"memfit: to apply it: %memfit {str(found.plan) or '--accumulate 1'}")  # noqa: T201
         return found
+
+    def _ladder(self, words: list[str]) -> Ladder:
+        options = foresight_options("ladder", words)
+        workload, _ = self._notebook.subject("ladder", options)
+        device = device_for(workload.device, self._notebook.config.capacity_bytes)
+        with self._notebook.saying() as say:
+            try:
+                climbed = foresight.climbed(
+                    workload, options, options.budget or self._notebook.config.budget, device, say
+                )
+            finally:
+                device.close()
+        show_figure(self._notebook.shell, climbed)
+        print(f"memfit: to apply it: %memfit {climbed.plan if climbed.plan != Plan().label else '--accumulate 1'}")  # noqa: T201
+        return climbed
 
     def _snapshot(self, words: list[str]) -> None:
         options = foresight_options("snapshot", words)
@@ -241,7 +258,7 @@ class LineMagic:
 
 
 # they change the model, or need it to stand still
-_NOT_WHILE_TRAINING = frozenset({"predict", "find", "compare", "snapshot", "undo"})
+_NOT_WHILE_TRAINING = frozenset({"predict", "find", "ladder", "compare", "snapshot", "undo"})
 
 
 def _no_more(words: list[str], command: str) -> None:

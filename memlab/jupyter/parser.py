@@ -105,6 +105,19 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
         *_WORKLOAD_FLAGS,
     ),
     "find": (_BUDGET, _LOSSLESS, *_WORKLOAD_FLAGS),
+    "ladder": (
+        _BUDGET,
+        Flag(
+            "order",
+            "--order",
+            "documented|gain",
+            "what comes next: exact and cheap levers, or what is foretold to gain most",
+        ),
+        Flag("steps", "--steps", "N", "steps to time on each rung; by default 5"),
+        Flag("levers", "--levers", '"FLAGS" …', "these levers, in this order; the last flag of the line"),
+        _LOSSLESS,
+        *_WORKLOAD_FLAGS,
+    ),
     "panel": (_BUDGET, *_WORKLOAD_FLAGS),
     "snapshot": (
         Flag(
@@ -117,6 +130,8 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
         *_WORKLOAD_FLAGS,
     ),
 }
+# flags that take the rest of the line
+_LAST_FLAG = {"predict": "--plans", "ladder": "--levers"}
 
 WORDS = (
     Word("panel", "[--budget SIZE] [--batch NAME]", "switch settings with the mouse, and watch memory and throughput"),
@@ -127,6 +142,11 @@ WORDS = (
         "find",
         "--budget SIZE [FLAGS]",
         "search the fastest plan that fits, and prove it by running it; returns the FoundPlan",
+    ),
+    Word(
+        "ladder",
+        "[--budget SIZE] [FLAGS]",
+        "add one lever after another and measure what each gives, then put everything back; returns the Ladder",
     ),
     Word("report", "", "the settings measured so far, as a table and as figures; returns the Comparison"),
     Word(
@@ -180,12 +200,12 @@ class CellOptions:
 
 @dataclass(frozen=True)
 class ForesightOptions:
-    """What the line of `%memfit predict`, `find`, `panel` or `snapshot` says.
+    """What the line of `%memfit predict`, `find`, `ladder`, `panel` or `snapshot` says.
 
     Args:
         words: what is no flag.
         plan: the plan its flags make, or None when it gives none.
-        plans: plans to predict, as given after `--plans`.
+        plans: plans to predict, as given after `--plans`, or levers to add, after `--levers`.
         budget: what the plans are to fit into, as it was typed; empty when not given.
         device: name of a GPU to predict for, or None for the model's own device.
         batch: names of the variables that make a batch.
@@ -196,6 +216,8 @@ class ForesightOptions:
         every: show every row.
         wide: consider every combination of techniques.
         predicted: foretell instead of recording.
+        order: which lever is added next.
+        steps: steps to time.
     """
 
     words: tuple[str, ...] = ()
@@ -211,10 +233,12 @@ class ForesightOptions:
     every: bool = False
     wide: bool = False
     predicted: bool = False
+    order: str = "documented"
+    steps: int = 5
 
 
 def foresight_options(command: str, words: list[str]) -> ForesightOptions:
-    """Read the words after `%memfit predict`, `find`, `panel` or `snapshot`.
+    """Read the words after `%memfit predict`, `find`, `ladder`, `panel` or `snapshot`.
 
     Raises:
         PlanError: as for `cell_options`.
@@ -227,10 +251,11 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
         ['--fp16', '--accumulate 4']
     """
     flags = FORESIGHT_FLAGS[command]
-    at = words.index("--plans") if "--plans" in words and command == "predict" else len(words)
+    last = _LAST_FLAG.get(command, "")
+    at = words.index(last) if last in words else len(words)
     quoted = words[at + 1 :]
     if at < len(words) and not quoted:
-        raise PlanError('--plans needs plans, each in quotes, as in --plans "--accumulate 4" "--checkpoint"')
+        raise PlanError(f'{last} needs plans, each in quotes, as in {last} "--accumulate 4" "--checkpoint"')
     plan, rest = Plan.parse_known(words[:at])
     given, loose = _read_flags(rest, flags)
     if given.get("budget"):
@@ -249,7 +274,15 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
         every="all" in given,
         wide="wide" in given,
         predicted="predicted" in given,
+        order=given.get("order", "documented"),
+        steps=_whole(given.get("steps", "5")),
     )
+
+
+def _whole(steps: str) -> int:
+    if not steps.isdecimal() or int(steps) < 1:
+        raise PlanError(f"--steps {steps}: expected a whole number of steps, 1 or more, as in '--steps 3'")
+    return int(steps)
 
 
 def plans_in(words: list[str]) -> list[str]:

@@ -246,7 +246,7 @@ class Replay:
             self._draw()
             return
         known = [each for each in self._record.comparison.measurements if each.fits and not plan_of(each.plan)[1]]
-        fitting = [each for each in known if _needed_bytes(each) <= budget_bytes]
+        fitting = [each for each in known if each.needed_bytes <= budget_bytes]
         if fitting:
             best = max(fitting, key=lambda each: each.samples_per_second if each.step_seconds else 0.0)
             self.ask_plan(plan_of(best.plan)[0])
@@ -499,12 +499,6 @@ def plan_of(label: str) -> tuple[Plan, str]:
 def _is(label: str, plan: Plan) -> bool:
     """Whether a label says exactly this plan."""
     return plan_of(label) == (plan, "")
-
-
-def _needed_bytes(measured: Measurement) -> int:
-    """What a budget must hold."""
-    reserved_bytes = measured.peak_reserved_bytes
-    return measured.peak_allocated_bytes if reserved_bytes is None else reserved_bytes
 
 
 def _first_of_each_plan(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:

@@ -21,6 +21,7 @@ from memlab.records import Measurement, out_of_memory
 from memlab.session import Session, fit, session_of
 from memlab.snapshot import Snapshot
 from memlab.techniques.gradient_release import loop_is_known
+from memlab.uninterrupted import uninterrupted
 from memlab.workload import Batch, Workload
 
 # steps that are observed in detail and so not timed; see `Meter`
@@ -103,7 +104,8 @@ def rehearsal(workload: Workload, plan: Plan, *, keep: bool = False) -> Iterator
                 session.observers = watching
     finally:
         if before is not None:
-            before.restore()
+            with uninterrupted():
+                before.restore()
 
 
 def compare(

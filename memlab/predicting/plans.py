@@ -107,7 +107,18 @@ def predict_each(
     foreteller: Foreteller | None = None
     for plan in plans:
         foreteller = foreteller or Foreteller(workload)
-        yield _calibrated([_prediction_or_refusal(foreteller, plan)], measured, foreteller)[0]
+        yield foretold_by(foreteller, plan, measured)
+
+
+def foretold_by(foreteller: Foreteller, plan: Plan, measured: Measurement | None = None) -> Prediction:
+    """Foretell one plan, keeping what was traced for the next one; a plan that does not apply says why in `refused`.
+
+    Args:
+        foreteller: of the workload.
+        plan: to foretell.
+        measured: as for `predict`.
+    """
+    return _calibrated([_prediction_or_refusal(foreteller, plan)], measured, foreteller)[0]
 
 
 def _plans(foreteller: Foreteller, plans: Iterable[Plan | str] | None, rows: int) -> list[Plan]:

@@ -5,6 +5,7 @@
 - `image`: static PNG pictures of a receipt and of a step, by matplotlib
 - `figure`: the live twins of the pictures, by plotly
 - `pareto`: memory against throughput, drawn by `pareto_image` and `pareto_figure`
+- `ladder`: what its table says; drawn by `ladder_image`
 - `ranking`, `listing`: which predictions are shown, in which order and words
 
 matplotlib and plotly are imported when a picture is asked for, never before.
@@ -12,6 +13,30 @@ matplotlib and plotly are imported when a picture is asked for, never before.
 
 from __future__ import annotations
 
-from memlab.report import figure, html, image, listing, pareto, pareto_figure, pareto_image, ranking, text
+from memlab.report import (
+    figure,
+    html,
+    image,
+    ladder,
+    ladder_image,
+    listing,
+    pareto,
+    pareto_figure,
+    pareto_image,
+    ranking,
+    text,
+)
 
-__all__ = ["figure", "html", "image", "listing", "pareto", "pareto_figure", "pareto_image", "ranking", "text"]
+__all__ = [
+    "figure",
+    "html",
+    "image",
+    "ladder",
+    "ladder_image",
+    "listing",
+    "pareto",
+    "pareto_figure",
+    "pareto_image",
+    "ranking",
+    "text",
+]

@@ -14,9 +14,11 @@ from typing import Any
 
 from memlab.comparison import Comparison, FoundPlan, Row
 from memlab.records import Measurement, Prediction
+from memlab.report import ladder as rungs
 from memlab.report.columns import MEMORY, NOTE, PLAN, Column, cells, columns
 from memlab.report.listing import Listing, found_listing, predictions_listing
 from memlab.report.segments import categories_of, segments, swatch
+from memlab.rungs import Ladder, Step
 from memlab.units import format_bytes
 
 _FLAG = re.compile(r"--[a-z][^ ]*( [^- ][^ ]*(?= --|$))?")
@@ -31,6 +33,11 @@ _CODE = "font-family:ui-monospace,Menlo,Consolas,monospace;background:transparen
 _BAR = "display:flex;height:8px;margin-top:4px;width:170px"
 # what is foretold is paler and dashed, in every picture
 _FORETOLD = "opacity:.65;border-bottom:1px dashed currentColor"
+_GREY = "#9AA5B1"
+# the green of a plan that was found, translucent so that it reads on either theme
+_FITS = "rgba(0,158,115,.14)"
+_BADGE = "color:inherit;border:1px solid #009E73;border-radius:9px;padding:0 7px;font-size:11px;white-space:nowrap"
+_OVER = "padding:0 14px 2px 0;text-align:left;font-weight:400;opacity:.75;background:transparent;border:0"
 _KEY = "display:inline-block;width:10px;height:10px;margin-right:5px"
 
 
@@ -87,6 +94,102 @@ def predictions_table(
 def found_table(found: FoundPlan) -> str:
     """Write the evidence for a found plan as one HTML table."""
     return listing(found_listing(found))
+
+
+def ladder_table(ladder: Ladder) -> str:
+    """Write a ladder as one HTML table: bars that descend like stairs, and the throughput beside them.
+
+    Args:
+        ladder: its rungs, from top to bottom.
+
+    Returns:
+        A `<div>` as that of `table`. Rungs that were left out are set back; the first that fits is marked.
+
+    Example:
+        >>> from memlab.rungs import Rung
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
+        >>> "the loop as it is" in ladder_table(Ladder("gpt2 <124M>", (Rung("", "as written", "the loop as it is", m),)))
+        True
+    """
+    groups = rungs.groups(ladder)
+    parts = [segments(each.ran) if each.ran is not None else {} for each in ladder.rungs]
+    most_bytes = max(1, *(each.measurement.peak_allocated_bytes for each in ladder.rungs if each.measurement))
+    fastest = max((ladder.speed(each.ran) for each in ladder.rungs if each.ran is not None), default=0.0)
+    rows = "".join(
+        _rung(ladder, step, groups, part, most_bytes, fastest) for step, part in zip(ladder.steps, parts, strict=True)
+    )
+    foot = "".join(f'<div style="margin-top:4px">{_unbroken(line)}</div>' for line in rungs.foot(ladder))
+    return (
+        f'<div class="memlab-receipt" style="{_WRAPPER}"><table style="{_TABLE}">'
+        f'<caption style="{_CAPTION}">{escape(rungs.heading(ladder))}</caption>'
+        f"<thead>{_ladder_heads(groups)}</thead><tbody>{rows}</tbody></table>{_keys(categories_of(parts))}{foot}</div>"
+    )
+
+
+def _ladder_heads(groups: Mapping[str, tuple[Column[Step], ...]]) -> str:
+    over = "".join(
+        f'<th scope="colgroup" colspan="{len(columns)}" style="{_OVER}">{name}</th>' for name, columns in groups.items()
+    )
+    heads = "".join(
+        f'<th scope="col" style="{_HEAD};{_left_if(index == 0)}">{column.title}</th>'
+        for columns in groups.values()
+        for index, column in enumerate(columns)
+    )
+    lever, verdict = (f'<th scope="col" style="{_HEAD};text-align:left">{name}</th>' for name in ("lever", "verdict"))
+    return (
+        f'<tr style="background:transparent"><td style="{_OVER}"></td>{over}<td style="{_OVER}"></td></tr>'
+        f'<tr style="background:transparent">{lever}{heads}{verdict}</tr>'
+    )
+
+
+def _left_if(is_first: bool) -> str:
+    """The first column of a group has the bar below its figure, and so starts at the left."""
+    return "text-align:left" if is_first else "text-align:right"
+
+
+def _rung(
+    ladder: Ladder,
+    step: Step,
+    groups: Mapping[str, tuple[Column[Step], ...]],
+    part: Mapping[str, int],
+    most_bytes: int,
+    fastest: float,
+) -> str:
+    speed = ladder.speed(step.rung.ran) / fastest if step.rung.ran is not None and fastest else 0.0
+    memory = _ran_out_bar(step, most_bytes) if step.rung.ran_out else _bar(part, most_bytes) if part else ""
+    bars = {rungs.MEMORY: memory, rungs.THROUGHPUT: _speed_bar(speed)}
+    figures = "".join(
+        f'<td style="{_CELL};{_left_if(index == 0)};white-space:nowrap">{escape(column.cell(step))}'
+        f"{bars[name] if index == 0 else ''}</td>"
+        for name, columns in groups.items()
+        for index, column in enumerate(columns)
+    )
+    set_back = "" if step.rung.kept else ";opacity:.65"
+    return (
+        f'<tr style="background:{_FITS if step.is_first_to_fit else "transparent"}{set_back}">{_lever_cell(step)}{figures}'
+        f'<td style="{_CELL};text-align:left;min-width:18em;max-width:30em">{_unbroken(step.verdict)}</td></tr>'
+    )
+
+
+def _lever_cell(step: Step) -> str:
+    mark = f' <span style="{_BADGE}">✓ fits</span>' if step.is_first_to_fit else ""
+    style = f"{_CELL};text-align:left;font-weight:400;min-width:19em"
+    return (
+        f'<th scope="row" style="{style}"><code style="{_CODE}">{_unbroken(rungs.lever(step))}</code>{mark}'
+        f'<div style="{"opacity:.75;" if step.rung.kept else ""}font-size:12px">{escape(step.rung.what)}</div></th>'
+    )
+
+
+def _ran_out_bar(step: Step, most_bytes: int) -> str:
+    """An empty outline as long as the device is large."""
+    size_bytes = step.rung.measurement.peak_allocated_bytes if step.rung.measurement is not None else 0
+    width = f"width:{100 * size_bytes / most_bytes:.2f}%"
+    return f'<div aria-hidden="true" style="{_BAR}"><span style="{width};border:1px dashed #D9534F"></span></div>'
+
+
+def _speed_bar(share: float) -> str:
+    width = f"width:{100 * share:.2f}%"
+    return f'<div aria-hidden="true" style="{_BAR};width:90px"><span style="{width};background-color:{_GREY}"></span></div>'
 
 
 def listing(content: Listing) -> str:

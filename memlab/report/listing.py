@@ -110,7 +110,7 @@ def found_listing(found: FoundPlan) -> Listing:
 def found_sentence(found: FoundPlan) -> str:
     """The answer in one sentence."""
     measured = found.measurement
-    spare = format_bytes(max(0, found.budget_bytes - _needed_bytes(measured)))
+    spare = format_bytes(max(0, found.budget_bytes - measured.needed_bytes))
     runs = len(found.trials)
     return (
         f"found {found.plan.label}: {_needed(measured)} of {format_bytes(found.budget_bytes)}, {spare} to spare, "
@@ -236,13 +236,8 @@ def _prediction_of(found: FoundPlan, plan: str) -> Prediction | None:
     return next((each for each in found.predictions if each.plan == plan and not each.refused), None)
 
 
-def _needed_bytes(measurement: Measurement) -> int:
-    reserved = measurement.peak_reserved_bytes
-    return measurement.peak_allocated_bytes if reserved is None else reserved
-
-
 def _needed(measurement: Measurement) -> str:
-    return peak(measurement) if _ran_out(measurement) else format_bytes(_needed_bytes(measurement))
+    return peak(measurement) if _ran_out(measurement) else format_bytes(measurement.needed_bytes)
 
 
 def _ran_out(measurement: Measurement) -> bool:
@@ -254,14 +249,14 @@ def _off_by(measurement: Measurement, prediction: Prediction | None) -> str:
     """How far the measured peak is from the predicted one; nothing where memory ran out."""
     if prediction is None or _ran_out(measurement) or not prediction.needed_bytes:
         return NOTHING
-    share = _needed_bytes(measurement) / prediction.needed_bytes - 1
+    share = measurement.needed_bytes / prediction.needed_bytes - 1
     return "0.0 %" if abs(share) < 0.0005 else f"{'+' if share > 0 else '−'}{abs(share) * 100:.1f} %"
 
 
 def _outcome(found: FoundPlan, measurement: Measurement) -> str:
     if _ran_out(measurement):
         return "; ".join(measurement.notes) or "ran out of memory"
-    spare = found.budget_bytes - _needed_bytes(measurement)
+    spare = found.budget_bytes - measurement.needed_bytes
     by = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
     words = f"fits, {by}" if spare >= 0 else f"does not fit, {by}"
     return f"{words}; found" if measurement.plan == found.plan.label else words

@@ -9,9 +9,11 @@ from typing import Any
 
 from memlab.comparison import Comparison, FoundPlan, Row
 from memlab.records import Measurement, Prediction
+from memlab.report import ladder as rungs
 from memlab.report.columns import NOTE, PLAN, Column, cells, columns, flag_lines
 from memlab.report.listing import Listing, found_listing, predictions_listing
 from memlab.report.segments import Profile, heading, segments
+from memlab.rungs import Ladder, Step
 from memlab.units import format_bytes, format_change
 
 _MOST_CHARACTERS = 148
@@ -20,6 +22,9 @@ _LEAST_PLAN_CHARACTERS = 23
 _GAP = "   "
 _NARROW_GAP = "  "
 _NOTE_INDENT = "    ↳ "
+_LEVER = Column[Step](
+    "lever", lambda step: rungs.lever(step) + (" ✓ fits" if step.is_first_to_fit else ""), is_number=False
+)
 
 
 def table(comparison: Comparison) -> str:
@@ -89,6 +94,33 @@ def predictions_table(
 def found_table(found: FoundPlan) -> str:
     """Print the evidence for a found plan: its trials in order, foretold beside measured, and what was considered."""
     return listing(found_listing(found))
+
+
+def ladder_table(ladder: Ladder) -> str:
+    """Print a ladder as an aligned table: one row per lever, its words below it.
+
+    Example:
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
+        >>> from memlab.rungs import Rung
+        >>> print(ladder_table(Ladder("gpt2", (Rung("", "as written", "the loop as it is", m),))))
+        gpt2 · batch 8
+        lever        peak allocated   vs before   vs first   samples/s   vs before   vs first
+        ─────────────────────────────────────────────────────────────────────────────────────
+        as written         1.00 GiB           –          –        16.0           –          –
+            ↳ the loop as it is
+        as written: 1.00 GiB at 16.0 samples/s
+    """
+    figures = (_LEVER, *(column for group in rungs.groups(ladder).values() for column in group))
+    rows = [tuple(column.cell(step) for column in figures) for step in ladder.steps]
+    widths = _widths(figures, rows)
+    gap = _GAP if sum(widths) + len(_GAP) * (len(widths) - 1) <= _MOST_CHARACTERS else _NARROW_GAP
+    head = _line(figures, widths, [column.title for column in figures], gap)
+    lines = [*_wrapped(rungs.heading(ladder)), head, "─" * len(head)]
+    for step, texts in zip(ladder.steps, rows, strict=True):
+        lines += [_line(figures, widths, list(texts), gap), *_note_lines(rungs.words(step))]
+    return "\n".join(
+        line.rstrip() for line in (*lines, *(part for line in rungs.foot(ladder) for part in _wrapped(line)))
+    )
 
 
 def listing(content: Listing) -> str:
@@ -191,11 +223,11 @@ def _row_lines(
     plan, *more = flag_lines(texts[0], widths[0] - 2) if len(texts[0]) > widths[0] else texts[:1]
     first = _line(figures, widths, [plan, *texts[1:]])
     lines = [first + _GAP + row.verdict if beside else first, *(f"  {rest}" for rest in more)]
-    if row.verdict and not beside:
-        lines += textwrap.wrap(
-            row.verdict, _MOST_CHARACTERS, initial_indent=_NOTE_INDENT, subsequent_indent=" " * len(_NOTE_INDENT)
-        )
-    return lines
+    return lines if beside else [*lines, *_note_lines(row.verdict)]
+
+
+def _note_lines(note: str) -> list[str]:
+    return textwrap.wrap(note, _MOST_CHARACTERS, initial_indent=_NOTE_INDENT, subsequent_indent=" " * len(_NOTE_INDENT))
 
 
 def _longest_note(comparison: Comparison) -> int:

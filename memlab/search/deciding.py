@@ -146,11 +146,11 @@ class Search:
         if measurement.fits:
             noise = max(_LEAST_TIME_NOISE, measurement.spread / math.sqrt(len(measurement.step_seconds)))
             self._time.learn(plan, math.log(measurement.median_step_seconds) - candidate.log_seconds, noise)
-            self._memory.learn(plan, math.log(max(1, needed_bytes(measurement))) - predicted, _MEMORY_NOISE)
+            self._memory.learn(plan, math.log(max(1, measurement.needed_bytes)) - predicted, _MEMORY_NOISE)
         else:
             expected, _ = self._memory.expected(plan)
             beyond = math.log(self._budget_bytes) + _BEYOND_BUDGET
-            seen = math.log(max(1, needed_bytes(measurement)))
+            seen = math.log(max(1, measurement.needed_bytes))
             self._memory.learn(plan, max(expected, max(beyond, seen) - predicted), _MEMORY_NOISE)
         candidate.measurement = measurement
         self._trials.append((plan, measurement))
@@ -261,11 +261,6 @@ class Search:
         if outlook.likelihood == 0:
             return 2, outlook.log_bytes[1]
         return (0 if outlook.likelihood == 1 else 1), outlook.log_seconds
-
-
-def needed_bytes(measured: Measurement) -> int:
-    """What a budget must hold, as `Prediction.needed_bytes` says it."""
-    return measured.peak_allocated_bytes if measured.peak_reserved_bytes is None else measured.peak_reserved_bytes
 
 
 def _log_seconds(known: Sequence[tuple[Plan, Prediction]]) -> list[float]:

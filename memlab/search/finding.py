@@ -164,11 +164,11 @@ def considered(
     Raises:
         MemlabError: no such GPU in the catalogue.
     """
-    half = half_format(_compute_capability(workload.device, device))
-    return lattice(fixed, rows=_rows(workload), lossless=lossless, wide=wide, half=half)
+    half = half_format(compute_capability_of(workload.device, device))
+    return lattice(fixed, rows=rows_of(workload), lossless=lossless, wide=wide, half=half)
 
 
-def _compute_capability(own: torch.device, named: str | Gpu | None) -> tuple[int, int] | None:
+def compute_capability_of(own: torch.device, named: str | Gpu | None) -> tuple[int, int] | None:
     """That of the GPU named, or of the device a model is on; None for a CPU."""
     if isinstance(named, Gpu):
         return named.compute_capability
@@ -177,7 +177,7 @@ def _compute_capability(own: torch.device, named: str | Gpu | None) -> tuple[int
     return torch.cuda.get_device_capability(own) if named is None and own.type == "cuda" else None
 
 
-def _rows(workload: Workload) -> int | None:
+def rows_of(workload: Workload) -> int | None:
     """Rows of the batch; None when it cannot be told."""
     batch = workload.batch
     if batch is not None and workload.loss_fn is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from memlab.measuring.runs import measure, row_of_failure
 from memlab.measuring.steps import Device
 from memlab.plan import Plan
 from memlab.records import Measurement
-from memlab.search.deciding import Search, needed_bytes
+from memlab.search.deciding import Search
 from memlab.workload import Workload
 
 # a measurement whose steps differ by more than this (half range over median) is taken once more
@@ -43,7 +44,9 @@ def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan
     return search.result()
 
 
-def run_trial(workload: Workload, plan: Plan, steps: int, device: Device, budget_bytes: int) -> Measurement:
+def run_trial(
+    workload: Workload, plan: Plan, steps: int, device: Device, budget_bytes: float = math.inf
+) -> Measurement:
     """The measurement of a plan; the row that says so when it does not fit.
 
     Args:
@@ -51,7 +54,7 @@ def run_trial(workload: Workload, plan: Plan, steps: int, device: Device, budget
         plan: to run.
         steps: to time.
         device: what to count memory on.
-        budget_bytes: what it must fit into.
+        budget_bytes: what it must fit into; by default whatever the device holds.
 
     Raises:
         RefusalError: a technique of the plan does not apply.
@@ -66,7 +69,7 @@ def run_trial(workload: Workload, plan: Plan, steps: int, device: Device, budget
         # out of the handler: until here the traceback held the failed step's tensors
         gc.collect()
         return row_of_failure(plan, device, words)
-    if needed_bytes(measured) > budget_bytes:
+    if measured.needed_bytes > budget_bytes:
         return replace(measured, fits=False)
     if not device.observes_every_step:
         return _steadied(measured, lambda: measure(workload, plan, steps, device=device))

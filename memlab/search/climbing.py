@@ -1,0 +1,339 @@
+"""`ladder`: levers added one after another to the live model, each measured, everything put back.
+
+Rules of the climb, beside those of the record (`memlab.rungs`):
+
+1. *Documented order*: levers that leave the gradient as it is come first, the cheapest in time first; then those that
+   change numerics. So one can stop at the first rung that fits, having paid as little as possible in both.
+2. *Order by gain*: the next lever is the one that is foretold to free the most bytes for each second it adds to a
+   step, judged anew after each rung, since levers overlap. Levers foretold to cost no time come first, by bytes;
+   those foretold to give nothing come last, and are run all the same: a prediction is no measurement.
+3. With a budget the climb ends at the first rung that fits.
+4. A lever that does not apply, or that runs out of memory, becomes a row that says so, and the climb goes on. After
+   Ctrl-C the rows so far are returned.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal, get_args
+
+from memlab.errors import MemlabError, MissingExtraError, PlanError, RefusalError, TraceError, WorkloadError
+from memlab.lattice import EXACT_FIELDS, half_format
+from memlab.measuring.runs import require_complete, say_when_long
+from memlab.measuring.steps import Device, device_for
+from memlab.plan import Plan, Precision
+from memlab.predicting.foreteller import Foreteller
+from memlab.predicting.plans import foretold_by
+from memlab.records import Measurement, Prediction
+from memlab.rungs import NO_GAIN, Ladder, Rung, added, helps, lever_words
+from memlab.search.finding import compute_capability_of, rows_of
+from memlab.search.trials import Run, Say, run_trial
+from memlab.units import format_bytes, parse_bytes
+from memlab.workload import Workload
+
+Order = Literal["documented", "gain"]
+# by usual cost in time, exact ones first; half precision gains time on a GPU and changes more than 8-bit moments do
+LEVERS: tuple[str, ...] = (
+    "--chunk-loss",
+    "--accumulate 4",
+    "--checkpoint selective",
+    "--checkpoint",
+    "--offload optimizer",
+    "--offload activations",
+    "--adam8bit",
+    "--bf16",
+)
+_USUAL_MICRO_BATCHES = 4
+
+
+def ladder(
+    workload: Workload,
+    levers: Iterable[Plan | str] | None = None,
+    *,
+    order: Order = "documented",
+    budget: str = "",
+    fixed: Plan | str = "",
+    lossless: bool = False,
+    steps: int = 5,
+    device: Device | None = None,
+    progress: Say | None = None,
+) -> Ladder:
+    """Add one memory-saving lever after another and measure what each gives, in memory and throughput.
+
+    Weights, moments, gradients, scheduler, random state and the plan in force are afterwards as they were.
+
+    Args:
+        workload: as for `measure`.
+        levers: plans or their flags, each a lever; by default those that memlab has, see `default_levers`.
+        order: "documented" runs levers in the order given (by default: exact ones first, the cheapest in time
+            first); "gain" runs the one next that is foretold to free the most bytes for the time it costs.
+        budget: size to fit into, such as "8GiB"; the ladder ends at the first rung that fits.
+        fixed: a plan, or its flags: settings that all rungs have.
+        lossless: of the default levers those only that leave the gradient as it is.
+        steps: steps to time on each rung.
+        device: what to count memory on, with its capacity; by default that of the model.
+        progress: called with a line before each rung; by default lines go to standard error once the work takes
+            longer than two seconds.
+
+    Returns:
+        The ladder; print it with `memlab.report.ladder.table`. After Ctrl-C, the rungs so far.
+
+    Raises:
+        PlanError: an unknown order; a lever, the budget or the flags cannot be read.
+        RefusalError: the model is refused, whatever the plan (compiled, sharded), or a setting in `fixed` is.
+        TraceError: order="gain", and nothing can be foretold since what the model computes depends on values.
+        WorkloadError: no batch or no optimizer, or the model gives no loss.
+        KeyboardInterrupt: before the first rung was measured.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(64, 64)
+        >>> workload = Workload(model, torch.optim.AdamW(model.parameters()), loss_fn=torch.nn.functional.mse_loss,
+        ...                     batch=(torch.zeros(256, 64), torch.zeros(256, 64)))
+        >>> climbed = ladder(workload, ["--accumulate 4"], steps=1)
+        >>> [rung.label for rung in climbed.rungs]
+        ['as written', '+ --accumulate 4']
+    """
+    start = _plan(fixed)
+    wanted = default_levers(workload, start, lossless=lossless) if levers is None else [_plan(each) for each in levers]
+    budget_bytes = _checked(order, budget, steps)
+    require_complete(workload)
+    counted_on = device or device_for(workload.device)
+    try:
+        climb = _Climb(
+            workload, start, wanted, order, budget_bytes, lambda plan: run_trial(workload, plan, steps, counted_on)
+        )
+        climbed = climb.climb(progress or say_when_long("ladder:"))
+        return replace(climbed, title=f"{workload.describe().rpartition(' · ')[0]} · {counted_on.name}")
+    finally:
+        if device is None:
+            counted_on.close()
+
+
+def default_levers(
+    workload: Workload,
+    fixed: Plan = Plan(),  # noqa: B008 - frozen
+    *,
+    lossless: bool = False,
+) -> list[Plan]:
+    """The levers of `LEVERS` as they suit a batch and a device, less the fields that are fixed.
+
+    Args:
+        workload: a batch of fewer than four rows is split into as many micro-batches as it has rows; a GPU without
+            bf16 gets fp16.
+        fixed: settings that all rungs have.
+        lossless: those only that leave the gradient as it is.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.zeros(2, 4),))
+        >>> [str(lever) for lever in default_levers(workload, Plan.parse("--checkpoint"), lossless=True)]
+        ['--chunk-loss', '--accumulate 2', '--offload optimizer', '--offload activations']
+    """
+    rows = rows_of(workload)
+    half = half_format(compute_capability_of(workload.device, None))
+    suited = (_suited(Plan.parse(flags), rows, half) for flags in LEVERS)
+    free = [lever for lever in suited if not set(lever.changes()) & set(fixed.changes())]
+    return [lever for lever in free if not lossless or set(lever.changes()) <= EXACT_FIELDS]
+
+
+def _suited(lever: Plan, rows: int | None, half: Precision) -> Plan:
+    if lever.accumulation == _USUAL_MICRO_BATCHES and rows is not None:
+        # a batch of one row keeps the lever, which is then refused with its reason
+        return replace(lever, accumulation=max(2, min(lever.accumulation, rows)))
+    return replace(lever, precision=half) if lever.precision is Precision.BF16 else lever
+
+
+def _plan(given: Plan | str) -> Plan:
+    return given if isinstance(given, Plan) else Plan.parse(given)
+
+
+def _checked(order: str, budget: str, steps: int) -> int | None:
+    if order not in get_args(Order):
+        raise PlanError(f"order={order!r}: allowed are 'documented' and 'gain'")
+    if steps < 1:
+        raise WorkloadError(f"steps={steps}: at least one step must be timed")
+    if not isinstance(budget, str):
+        raise PlanError(f"budget: expected a size as text, as in '8GiB', got {type(budget).__name__} {budget!r}")
+    return parse_bytes(budget) if budget else None
+
+
+class _Climb:
+    """One climb: what was measured by now, and what is left to add."""
+
+    def __init__(
+        self, workload: Workload, start: Plan, levers: Sequence[Plan], order: Order, budget_bytes: int | None, run: Run
+    ) -> None:
+        self._workload, self._order, self._budget_bytes, self._run = workload, order, budget_bytes, run
+        self._plan = start
+        self._left = list(levers)
+        self._rungs: list[Rung] = []
+        self._foresight = _Foresight(workload, is_needed=order == "gain")
+
+    def climb(self, say: Say) -> Ladder:
+        """Climb until the levers or the budget end it, or a Ctrl-C does."""
+        is_interrupted = False
+        try:
+            self._begin(say)
+            while not self._fits and (lever := self._next()) is not None:
+                self._add(lever, say)
+        except KeyboardInterrupt:
+            if not self._rungs:
+                raise
+            is_interrupted = True
+        events = (self._ending(is_interrupted=is_interrupted), self._foresight.problem)
+        return Ladder(
+            self._workload.describe(), tuple(self._rungs), self._budget_bytes, self._order, tuple(filter(None, events))
+        )
+
+    def _begin(self, say: Say) -> None:
+        start = self._plan
+        say(f"1 of {len(self._left) + 1}: {start.label}")
+        prediction = self._foresight.of_first(start)
+        measurement = self._run(start)
+        self._foresight.calibrate(measurement)
+        what = "the loop as it is" if start == Plan() else "in every row"
+        self._rungs.append(Rung("", start.label, what, measurement, prediction))
+
+    def _next(self) -> Plan | None:
+        """The lever to add now; None when none is left, nor worth another try."""
+        if not self._left:
+            return self._second_chance()
+        # of equal ones the first
+        return self._left[0] if self._order == "documented" else max(self._left, key=self._worth)
+
+    def _second_chance(self) -> Plan | None:
+        """Of the levers that gave nothing, the one that is foretold to help most by now; each gets one more try."""
+        tried = [rung.lever for rung in self._rungs if not rung.kept and not rung.refused]
+        once = [Plan.parse(lever) for lever in tried if tried.count(lever) == 1]
+        best = max(once, key=self._worth, default=None)
+        return best if best is not None and self._worth(best)[0] else None
+
+    def _worth(self, lever: Plan) -> tuple[int, float]:
+        """Levers that cost no time before those that do, and those before the ones that give nothing."""
+        before, after = self._foresight.of(self._plan), self._foresight.of(_with(self._plan, lever))
+        if before is None or after is None:
+            return 0, 0.0
+        freed_bytes = before.needed_bytes - after.needed_bytes
+        added_seconds = after.step_seconds - before.step_seconds
+        if freed_bytes < NO_GAIN * before.needed_bytes:
+            return 0, 0.0
+        # where no rate of the device is known there are no seconds either, and bytes alone decide
+        return (1, freed_bytes / added_seconds) if added_seconds > 0 else (2, float(freed_bytes))
+
+    def _add(self, lever: Plan, say: Say) -> None:
+        """Measure one more lever on top of those that were kept."""
+        before = next(rung for rung in reversed(self._rungs) if rung.kept)
+        again = lever not in self._left
+        say(f"{len(self._rungs) + 1} of {len(self._rungs) + len(self._left) + again}: + {lever}{_so_far(before)}")
+        rung = replace(self._tried(lever), again=again)
+        kept = helps(before, rung)
+        self._rungs.append(replace(rung, kept=kept))
+        if not again:
+            self._left.remove(lever)
+        if kept:
+            self._plan = added(self._plan, lever)
+        if before.ran is None and rung.ran is not None:
+            self._foresight.calibrate(rung.ran)
+
+    def _tried(self, lever: Plan) -> Rung:
+        """The rung of a lever; what does not apply here, or fails, says so."""
+        rung = Rung(str(lever), self._plan.label, lever_words(Plan(), lever))
+        try:
+            plan = added(self._plan, lever)
+            rung = replace(rung, plan=plan.label, what=lever_words(self._plan, plan))
+            prediction = self._foresight.of(plan)
+            return replace(rung, measurement=self._run(plan), prediction=prediction)
+        except (PlanError, RefusalError, MissingExtraError) as error:
+            why = str(error)
+        except Exception as error:  # noqa: BLE001 - one lever must not cost the rows of the others
+            why = f"failed with {type(error).__name__}: {error}".splitlines()[0]
+        # out of the handler: until here the traceback held the failed step's tensors
+        gc.collect()
+        return replace(rung, refused=why)
+
+    @property
+    def _fits(self) -> bool:
+        last = self._rungs[-1].ran
+        return self._budget_bytes is not None and last is not None and last.needed_bytes <= self._budget_bytes
+
+    def _ending(self, *, is_interrupted: bool) -> str:
+        """Why the ladder is not longer, or that nothing on it fits; empty where there is nothing to say."""
+        left = ", ".join(map(str, self._left))
+        if is_interrupted:
+            return f"interrupted; not tried: {left}" if left else "interrupted"
+        if left:
+            return f"ended at the first row that fits; not tried: {left}"
+        if self._budget_bytes is None or self._fits:
+            return ""
+        needed = [rung.ran.needed_bytes for rung in self._rungs if rung.ran is not None]
+        least = f"the lowest needs {format_bytes(min(needed))}" if needed else "memory ran out on all of them"
+        return (
+            f"no row fits {format_bytes(self._budget_bytes)}: {least}; more micro-batches (--accumulate 8) or a smaller "
+            "batch lower it further, and %memfit find searches all plans"
+        )
+
+
+class _Foresight:
+    """What rungs are foretold to come to, as long as they can be foretold.
+
+    Attributes:
+        problem: why they cannot, in words; empty while they can.
+    """
+
+    def __init__(self, workload: Workload, *, is_needed: bool) -> None:
+        self._workload, self._is_needed = workload, is_needed
+        self._foreteller: Foreteller | None = None
+        self._measured: Measurement | None = None
+        self._known: dict[Plan, Prediction] = {}
+        self.problem = ""
+
+    def of_first(self, plan: Plan) -> Prediction | None:
+        """What is foretold for the first rung; where that is nothing, nothing is foretold for any.
+
+        Raises:
+            TraceError: it cannot be foretold, and the order depends on it.
+        """
+        prediction = self._foretold(plan)
+        if prediction is not None and prediction.refused:
+            self.problem, prediction = f"no prediction: {prediction.refused}", None
+        if self.problem and self._is_needed:
+            raise TraceError(f"order='gain' needs predictions; {self.problem}; order='documented' needs none")
+        return prediction
+
+    def of(self, plan: Plan | None) -> Prediction | None:
+        """What is foretold for a plan; None where it is refused or cannot be foretold."""
+        prediction = self._foretold(plan) if plan is not None else None
+        return prediction if prediction is not None and not prediction.refused else None
+
+    def calibrate(self, measured: Measurement) -> None:
+        """Put predicted times right by a rung that ran."""
+        if measured.fits:
+            self._measured = measured
+            self._known.clear()
+
+    def _foretold(self, plan: Plan) -> Prediction | None:
+        if not self.problem and plan not in self._known:
+            try:
+                self._foreteller = self._foreteller or Foreteller(self._workload)
+                self._known[plan] = foretold_by(self._foreteller, plan, self._measured)
+            except MemlabError as error:
+                self.problem = f"no prediction: {error}"
+            except Exception as error:  # noqa: BLE001 - what was measured must not be lost for the sake of a column
+                self.problem = f"no prediction: {type(error).__name__}: {error}".splitlines()[0]
+        return self._known.get(plan)
+
+
+def _with(plan: Plan, lever: Plan) -> Plan | None:
+    """A plan with one more lever; None when they exclude each other."""
+    try:
+        return added(plan, lever)
+    except PlanError:
+        return None
+
+
+def _so_far(rung: Rung) -> str:
+    return f", after {format_bytes(rung.ran.peak_allocated_bytes)}" if rung.ran is not None else ""

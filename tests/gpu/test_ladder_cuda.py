@@ -1,0 +1,48 @@
+"""A ladder on a real GPU: reserved memory beside allocated, predictions beside both, everything put back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memlab import Workload, ladder
+from memlab.measuring.steps import device_for
+from memlab.report import text
+from memlab.snapshot import Snapshot
+from memlab.units import MIB
+from tests.techniques.models import gpt2, ragged_batch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def load() -> Workload:
+    model = gpt2(vocabulary=16384, layers=4, width=256).cuda()
+    batch = {name: tensor.cuda() for name, tensor in ragged_batch(16384, rows=16, length=64).items()}
+    return Workload(model, torch.optim.AdamW(model.parameters()), batch=batch)
+
+
+def test_a_whole_ladder(load: Workload) -> None:
+    before = Snapshot(load)
+    climbed = ladder(load, steps=3, progress=lambda line: None)
+    assert before.differences(Snapshot(load)) == []
+    ran = [rung for rung in climbed.rungs if rung.ran is not None]
+    assert len(ran) >= 7, [rung.refused for rung in climbed.rungs]
+    assert all(rung.ran.peak_reserved_bytes >= rung.ran.peak_allocated_bytes for rung in ran)
+    assert climbed.last.ran.peak_allocated_bytes < 0.7 * ran[0].ran.peak_allocated_bytes
+    for rung in ran:
+        if rung.prediction is not None:
+            assert rung.prediction.peak_allocated_bytes == pytest.approx(rung.ran.peak_allocated_bytes, rel=0.05)
+    assert "peak reserved" in text.ladder_table(climbed)
+
+
+def test_what_runs_out_is_a_row(load: Workload) -> None:
+    whole = ladder(load, [], steps=1, progress=lambda line: None).rungs[0].ran
+    torch.cuda.empty_cache()
+    small = device_for(load.device, torch.cuda.memory_reserved() + whole.peak_allocated_bytes // 2)
+    try:
+        climbed = ladder(load, ["--chunk-loss", "--accumulate 8"], steps=1, device=small, progress=lambda line: None)
+    finally:
+        small.close()
+    assert climbed.rungs[0].ran_out
+    assert whole.peak_allocated_bytes > 64 * MIB

@@ -1,0 +1,181 @@
+"""The table, the HTML and the picture of a ladder."""
+
+from __future__ import annotations
+
+import doctest
+import io
+from dataclasses import replace
+from html.parser import HTMLParser
+from types import ModuleType
+
+import pytest
+import samples
+
+from memlab.plan import Plan
+from memlab.records import Measurement, out_of_memory
+from memlab.report import figure, html, ladder, ladder_image, text
+from memlab.rungs import Ladder, Rung
+from memlab.units import GIB
+
+REASON = "accumulation: GPT2 has BatchNorm (1); replace it by GroupNorm"
+
+
+def row(lever: str, what: str, measurement: Measurement | None, **more: object) -> Rung:
+    plan = measurement.plan if measurement is not None else lever
+    foretold = (
+        samples.prediction(plan, measurement.peak_allocated_bytes / GIB, 1.2) if measurement is not None else None
+    )
+    return replace(Rung(lever, plan, what, measurement, foretold), **more)  # type: ignore[arg-type]
+
+
+def climbed(budget_bytes: int | None = None) -> Ladder:
+    """Rows of every kind."""
+    first = samples.measurement("as written", 9.1, 1.31)
+    chunked = samples.measurement("--chunk-loss", 7.0, 1.30)
+    checkpointed = samples.measurement("--checkpoint --chunk-loss", 1.1, 0.98)
+    useless = samples.measurement("--checkpoint --offload activations --chunk-loss", 1.1, 0.4)
+    return Ladder("memfit ladder · gpt2 124M · AdamW · cuda:0", (
+        row("", "the loop as it is", first),
+        row("--chunk-loss", "Chunked loss; same gradient", chunked),
+        row("--accumulate 4", "Gradient accumulation: 4 micro-batches; same gradient", None, refused=REASON, kept=False),
+        row("--checkpoint", "Checkpointing: every block; same gradient", checkpointed),
+        row("--offload activations", "Offload: activations; same gradient", useless, kept=False),
+    ), budget_bytes)  # fmt: skip
+
+
+def ran_out() -> Ladder:
+    """The first row ran out of memory."""
+    first = out_of_memory(Plan(), samples.DEVICE, 10 * GIB, "Tried to allocate 1.20 GiB")
+    return replace(climbed(6 * GIB), rungs=(row("", "the loop as it is", first), *climbed().rungs[1:]),
+                   events=("ended at the first row that fits; not tried: --bf16",))  # fmt: skip
+
+
+@pytest.mark.parametrize("module", [ladder, ladder_image])
+def test_examples_in_the_docstrings(module: ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+def test_table_in_full() -> None:
+    assert text.ladder_table(climbed(4 * GIB)) == (
+        """\
+memfit ladder · gpt2 124M · AdamW · cuda:0 · batch 8 × 512 · budget 4.00 GiB
+lever                       peak allocated   predicted   vs before   vs first    tokens/s   predicted   vs before   vs first
+────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+as written                       10.89 GiB   10.89 GiB           –          –   671 ± 3 %         614           –          –
+    ↳ the loop as it is; the peak is in the forward pass, mostly activations
++ --chunk-loss                    8.79 GiB    8.79 GiB       −19 %      −19 %   666 ± 3 %         614        −1 %       −1 %
+    ↳ Chunked loss; same gradient; the peak is in the forward pass, mostly activations
+(+ --accumulate 4)                 refused           –           –          –           –           –           –          –
+    ↳ Gradient accumulation: 4 micro-batches; same gradient; refused: accumulation: GPT2 has BatchNorm (1); replace it by GroupNorm
++ --checkpoint ✓ fits             2.89 GiB    2.89 GiB       −67 %      −73 %   502 ± 2 %         614       −25 %      −25 %
+    ↳ Checkpointing: every block; same gradient; fits 4.00 GiB, 1.11 GiB to spare; the peak is in the forward pass, mostly activations
+(+ --offload activations)         2.89 GiB    2.89 GiB        ±0 %      −73 %   205 ± 2 %         614       −59 %      −69 %
+    ↳ Offload: activations; same gradient; no gain; the peak is in the forward pass, mostly activations; left out below
+2 of 4 levers kept: 10.89 GiB at 671 tokens/s → 2.89 GiB at 502 tokens/s (−73 % memory, −25 % tokens/s) with --checkpoint --chunk-loss
+( ) left out of the rows below; before: the last row that was kept; predicted speeds are scaled by the first row that ran"""
+    )
+
+
+def test_where_the_first_ran_out_the_table_says_what_first_means() -> None:
+    lines = text.ladder_table(ran_out()).splitlines()
+    assert "> 10.00 GiB" in lines[3]
+    assert lines[4].endswith("out of memory: Tried to allocate 1.20 GiB")
+    assert "ended at the first row that fits; not tried: --bf16" in lines
+    assert "first: + --chunk-loss, the first row that ran" in text.ladder_table(ran_out()).replace("\n  ", " ")
+
+
+def test_samples_where_there_are_no_tokens() -> None:
+    without = replace(climbed().rungs[0].measurement, tokens_per_step=0)  # type: ignore[type-var]
+    assert "samples/s" in text.ladder_table(Ladder("m", (row("", "the loop as it is", without),)))
+
+
+def test_reserved_and_host_bytes_have_columns_where_there_are_any() -> None:
+    assert "peak reserved" not in text.ladder_table(climbed())
+    rungs = tuple(
+        replace(each, measurement=each.measurement and replace(each.measurement, peak_reserved_bytes=11 * GIB, host_bytes=GIB))
+        for each in climbed().rungs
+    )  # fmt: skip
+    shown = text.ladder_table(replace(climbed(), rungs=rungs))
+    assert "peak reserved" in shown
+    assert "on host" in shown
+    assert max(map(len, shown.splitlines())) <= 148
+
+
+class Rows(HTMLParser):
+    """Texts of the cells, row by row, and whether tags are balanced."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "tr" in self.open:
+            self.rows[-1][-1] += data
+
+
+def test_html_has_every_row_and_balanced_tags() -> None:
+    read = Rows(html.ladder_table(climbed(4 * GIB)))
+    assert read.open == []
+    assert len({len(cells) for cells in read.rows[1:]}) == 1
+    assert [cells[0] for cells in read.rows[2:]] == [
+        "as writtenthe loop as it is",
+        "+ --chunk-lossChunked loss; same gradient",
+        "(+ --accumulate 4)Gradient accumulation: 4 micro-batches; same gradient",
+        "+ --checkpoint ✓ fitsCheckpointing: every block; same gradient",
+        "(+ --offload activations)Offload: activations; same gradient",
+    ]
+    assert read.rows[4][-1] == f"refused: {REASON}"
+
+
+def test_html_escapes_and_sets_back() -> None:
+    shown = replace(
+        climbed(), title="<script>", rungs=(replace(climbed().rungs[0], what="a < b"), *climbed().rungs[1:])
+    )
+    page = html.ladder_table(shown)
+    assert "<script" not in page
+    assert "a &lt; b" in page
+    assert page.count('opacity:.65">') == 2
+    assert "dashed #D9534F" in html.ladder_table(ran_out())
+
+
+@pytest.mark.parametrize("shown", [climbed(4 * GIB), ran_out(), Ladder("m", climbed().rungs[:1])])
+def test_the_picture(shown: Ladder) -> None:
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(ladder_image.png(shown)))
+    assert picture.width == 1584
+    assert picture.height > 100 + 75 * len(shown.rungs)
+    assert picture.info["Description"].startswith(("1 of", "2 of", "as written"))
+    red = (0xB3, 0x26, 0x1E)
+    pixels = picture.convert("RGB").getcolors(2**20)
+    near = sum(
+        count for count, colour in pixels or () if max(abs(a - b) for a, b in zip(colour, red, strict=True)) < 40
+    )
+    assert (near > 100) is (shown.budget_bytes is not None)
+
+
+def test_the_live_twin() -> None:
+    pytest.importorskip("plotly")
+    shown = figure.comparison(climbed().comparison)
+    assert "+ --checkpoint" in shown.data[0].y
+
+
+def test_the_sentence() -> None:
+    assert ladder.sentence(climbed()) == (
+        "2 of 4 levers kept: 10.89 GiB at 671 tokens/s → 2.89 GiB at 502 tokens/s (−73 % memory, −25 % tokens/s) with "
+        "--checkpoint --chunk-loss"
+    )
+    assert ladder.sentence(Ladder("m", ran_out().rungs[:1])) == "as written: ran out of memory"

@@ -1,0 +1,315 @@
+"""`ladder` on real models and the CPU device: every row, and everything as it was afterwards."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memlab import Ladder, Workload, ladder, snapshot
+from memlab.errors import PlanError, TraceError, WorkloadError
+from memlab.measuring.steps import device_for
+from memlab.plan import Plan
+from memlab.records import Prediction
+from memlab.search import climbing
+from memlab.search.climbing import LEVERS, default_levers
+from memlab.session import fit, sessions
+from memlab.snapshot import Snapshot
+from memlab.units import MIB
+from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
+from tests.techniques.models import gpt2, ragged_batch, workload
+
+CPU = torch.device("cpu")
+
+
+def quiet(line: str) -> None:
+    """No progress."""
+
+
+@pytest.fixture
+def load() -> Workload:
+    load = workload(gpt2(), **ragged_batch())
+    load.scheduler = torch.optim.lr_scheduler.LambdaLR(load.optimizers[0], lambda step: 0.9**step)
+    return load
+
+
+@pytest.fixture
+def plain() -> Workload:
+    """A network to which most techniques do not apply."""
+    layers = (torch.nn.Linear(64, 96), torch.nn.BatchNorm1d(96), torch.nn.ReLU(), torch.nn.Linear(96, 4))
+    model = torch.nn.Sequential(*layers)
+    batch = (torch.randn(64, 64), torch.randint(0, 4, (64,)))
+    return Workload(model, torch.optim.AdamW(model.parameters()), batch, torch.nn.functional.cross_entropy)
+
+
+def labels(climbed: Ladder) -> list[str]:
+    return [rung.label for rung in climbed.rungs]
+
+
+def test_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(climbing).failed == 0
+
+
+def test_a_whole_ladder_leaves_no_difference(load: Workload) -> None:
+    load.model(**load.batch).loss.backward()
+    load.model.eval()
+    before = Snapshot(load)
+    lines: list[str] = []
+    with fit(load, "--checkpoint") as session:
+        climbed = ladder(load, steps=1, progress=lines.append)
+        assert (str(session.plan), session.observers) == ("--checkpoint", [])
+    assert before.differences(Snapshot(load)) == []
+    assert labels(climbed)[: len(LEVERS) + 1] == ["as written", *(f"+ {lever}" for lever in LEVERS)]
+    assert lines[:2] == ["1 of 9: as written", lines[1]]
+    assert lines[1].startswith("2 of 9: + --chunk-loss, after ")
+    assert climbed.counts_tokens
+    assert climbed.last.ran is not None
+    assert climbed.first.ran is not None
+    assert climbed.last.ran.peak_allocated_bytes < 0.5 * climbed.first.ran.peak_allocated_bytes
+    # predictions on the CPU ledger are exact to a few bytes
+    pairs = [(rung.ran, rung.prediction) for rung in climbed.rungs if rung.ran and rung.prediction]
+    assert len(pairs) == len(climbed.rungs)
+    assert all(p.peak_allocated_bytes == pytest.approx(m.peak_allocated_bytes, rel=0.005) for m, p in pairs)
+
+
+def test_rows_stand_on_the_levers_that_were_kept(load: Workload) -> None:
+    climbed = ladder(load, ["--accumulate 4", "--checkpoint", "--adam8bit"], steps=1, progress=quiet)
+    assert [(rung.lever, rung.kept) for rung in climbed.rungs[:4]] == [
+        ("", True), ("--accumulate 4", True), ("--checkpoint", False), ("--adam8bit", True)
+    ]  # fmt: skip
+    assert [rung.plan for rung in climbed.rungs[:4]] == [
+        "as written", "--accumulate 4", "--accumulate 4 --checkpoint", "--accumulate 4 --adam8bit"
+    ]  # fmt: skip
+    assert "no gain; the peak is in the " in climbed.steps[2].verdict
+
+
+def test_what_gave_nothing_is_tried_again_when_it_is_foretold_to_help(load: Workload) -> None:
+    climbed = ladder(
+        load, ["--chunk-loss", "--accumulate 4", "--offload optimizer", "--adam8bit"], steps=1, progress=quiet
+    )
+    tried = [rung for rung in climbed.rungs if rung.lever == "--offload optimizer"]
+    assert [(rung.kept, rung.again) for rung in tried] == [(False, False), (True, True)]
+    assert climbed.rungs[-1] is tried[1]
+
+
+def test_refusals_are_rows(plain: Workload) -> None:
+    before = Snapshot(plain)
+    climbed = ladder(plain, steps=1, progress=quiet)
+    assert before.differences(Snapshot(plain)) == []
+    refused = {rung.lever: rung.refused for rung in climbed.rungs if rung.refused}
+    assert list(refused) == ["--chunk-loss", "--accumulate 4", "--checkpoint selective", "--checkpoint"]
+    assert "BatchNorm" in refused["--accumulate 4"]
+    assert not climbed.counts_tokens
+    assert [rung.measurement for rung in climbed.rungs if rung.refused] == [None] * 4
+    assert climbed.rungs[5].ran is not None
+
+
+def test_settings_that_exclude_each_other_are_a_row(plain: Workload) -> None:
+    climbed = ladder(plain, ["--offload optimizer", "--bf16"], fixed="--optim sgd", steps=1, progress=quiet)
+    assert "exclude each other" in climbed.rungs[1].refused
+    assert climbed.rungs[2].ran is not None
+
+
+def test_a_lever_under_which_the_model_fails_is_a_row(plain: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if fit_plan() == "--bf16":
+            raise ValueError("this loss knows no\nbf16")
+        return torch.nn.functional.cross_entropy(output, target)
+
+    def fit_plan() -> str:
+        return str(sessions()[0].plan) if sessions() else ""
+
+    plain.loss_fn = broken
+    before = Snapshot(plain)
+    climbed = ladder(plain, ["--bf16", "--offload optimizer"], steps=1, progress=quiet)
+    assert before.differences(Snapshot(plain)) == []
+    assert climbed.rungs[1].refused == "failed with ValueError: this loss knows no"
+    assert climbed.rungs[2].ran is not None
+
+
+def test_a_budget_ends_the_ladder_at_the_first_row_that_fits(load: Workload) -> None:
+    climbed = ladder(load, ["--chunk-loss", "--accumulate 4", "--adam8bit"], budget="14MiB", steps=1, progress=quiet)
+    assert labels(climbed) == ["as written", "+ --chunk-loss"]
+    assert [step.is_first_to_fit for step in climbed.steps] == [False, True]
+    assert climbed.events == ("ended at the first row that fits; not tried: --accumulate 4, --adam8bit",)
+
+
+def test_a_budget_that_nothing_fits_is_said(load: Workload) -> None:
+    climbed = ladder(load, ["--chunk-loss"], budget="1MiB", steps=1, progress=quiet)
+    assert climbed.fitting is None
+    assert climbed.events[0].startswith("no row fits 1.0 MiB: the lowest needs 13.2 MiB; ")
+
+
+def test_what_runs_out_of_memory_is_a_row_and_the_ladder_goes_on(load: Workload) -> None:
+    before = Snapshot(load)
+    small = device_for(CPU, 12 * MIB)
+    climbed = ladder(load, ["--chunk-loss", "--accumulate 4", "--adam8bit"], steps=1, device=small, progress=quiet)
+    assert before.differences(Snapshot(load)) == []
+    assert [rung.ran_out for rung in climbed.rungs] == [True, True, False, False]
+    assert climbed.steps[0].verdict.startswith("out of memory: Tried to allocate ")
+    assert climbed.first.lever == "--accumulate 4"
+    assert climbed.plan == "--accumulate 4 --adam8bit --chunk-loss"
+    assert "capacity 12.0 MiB" in climbed.title
+
+
+@pytest.mark.parametrize("at_call", [6, 8, 11])
+@pytest.mark.usefixtures("pythons_own_handler")
+def test_ctrl_c_ends_it_with_the_rows_so_far(plain: Workload, at_call: int) -> None:
+    calls = 0
+
+    def counted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += not isinstance(output, torch._subclasses.FakeTensor) and type(output) is torch.Tensor
+        if calls == at_call:
+            calls += 1
+            interrupt()
+        return torch.nn.functional.cross_entropy(output, target)
+
+    plain.loss_fn = counted
+    before = Snapshot(plain)
+    climbed = _without_foresight(lambda: ladder(plain, ["--bf16", "--offload optimizer", "--adam8bit"], steps=1))
+    assert before.differences(Snapshot(plain)) == []
+    assert sessions() == ()
+    assert 1 <= len(climbed.rungs) < 4
+    assert climbed.events[0].startswith("interrupted; not tried: ")
+    assert climbed.events[0].endswith("--adam8bit")
+
+
+@pytest.mark.usefixtures("pythons_own_handler")
+def test_ctrl_c_before_the_first_row_is_raised(plain: Workload) -> None:
+    def at_once(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        interrupt()
+        return torch.nn.functional.cross_entropy(output, target)
+
+    plain.loss_fn = at_once
+    before = Snapshot(plain)
+    with pytest.raises(KeyboardInterrupt):
+        _without_foresight(lambda: ladder(plain, ["--bf16"], steps=1))
+    assert before.differences(Snapshot(plain)) == []
+
+
+@pytest.mark.usefixtures("pythons_own_handler")
+def test_ctrl_c_while_everything_is_put_back_waits(plain: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, calls = snapshot._restore_optimizer, []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            interrupt()
+        honest(*args)
+
+    monkeypatch.setattr(snapshot, "_restore_optimizer", interrupted)
+    before = Snapshot(plain)
+    climbed = ladder(plain, ["--bf16", "--adam8bit"], steps=1, progress=quiet)
+    assert before.differences(Snapshot(plain)) == []
+    assert labels(climbed) == ["as written"]
+
+
+# bytes and seconds of a step that each lever is said to take away or add
+SAID = {
+    "--offload optimizer": (20, 0.5),
+    "--offload activations": (30, 0.1),
+    "--adam8bit": (10, 0.0),
+    "--bf16": (0, -0.5),
+}
+
+
+def made_up(foreteller: object, plan: Plan, measured: object) -> Prediction:
+    """A prediction that follows `SAID`."""
+    said = [SAID[f"--offload {what}"] for what, _ in plan.offload]
+    said += [SAID[flag] for flag in ("--adam8bit", "--bf16") if flag in str(plan)]
+    size_bytes, seconds = 100 - sum(freed for freed, _ in said), 1 + sum(added for _, added in said)
+    return Prediction(
+        plan.label, "cpu", size_bytes, None, 0, {}, (), seconds, 64, 0, (size_bytes, size_bytes), (seconds, seconds)
+    )
+
+
+def test_by_gain_free_levers_come_first_then_most_bytes_for_a_second(
+    plain: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(climbing, "foretold_by", made_up)
+    climbed = ladder(plain, list(SAID), order="gain", steps=1, progress=quiet)
+    assert [rung.lever for rung in climbed.rungs[1:5]] == [
+        "--adam8bit", "--offload activations", "--offload optimizer", "--bf16"
+    ]  # fmt: skip
+    assert climbed.order == "gain"
+
+
+def test_by_gain_with_real_predictions(load: Workload) -> None:
+    climbed = ladder(
+        load, ["--checkpoint selective", "--chunk-loss"], order="gain", budget="14MiB", steps=1, progress=quiet
+    )
+    assert labels(climbed) == ["as written", "+ --chunk-loss"]
+
+
+class Deciding(torch.nn.Module):
+    """What it computes depends on values, so that nothing can be foretold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return (y[y > 0].sum() if float(y.sum().item()) > 0 else y.sum()) + y.pow(2).sum()
+
+
+def test_without_predictions() -> None:
+    model = Deciding()
+    load = Workload(model, torch.optim.AdamW(model.parameters()), batch=(torch.randn(4, 8),))
+    climbed = ladder(load, ["--offload optimizer"], steps=1, progress=quiet)
+    assert [rung.prediction for rung in climbed.rungs] == [None, None]
+    assert climbed.events[0].startswith("no prediction: ")
+    with pytest.raises(TraceError, match=r"order='gain' needs predictions; .*order='documented' needs none"):
+        ladder(load, ["--offload optimizer"], order="gain", steps=1, progress=quiet)
+
+
+def test_default_levers_suit_the_batch_and_what_is_fixed(load: Workload) -> None:
+    load.batch = {name: tensor[:3] for name, tensor in load.batch.items()}
+    assert [str(lever) for lever in default_levers(load, Plan.parse("--bf16"))] == [
+        "--chunk-loss", "--accumulate 3", "--checkpoint selective", "--checkpoint", "--offload optimizer",
+        "--offload activations", "--adam8bit",
+    ]  # fmt: skip
+    assert all("bit" not in str(lever) for lever in default_levers(load, lossless=True))
+
+
+def test_fixed_settings_are_in_every_row(load: Workload) -> None:
+    climbed = ladder(load, ["--accumulate 2"], fixed="--chunk-loss", steps=1, progress=quiet)
+    assert [rung.plan for rung in climbed.rungs] == ["--chunk-loss", "--accumulate 2 --chunk-loss"]
+    assert climbed.rungs[0].label == "--chunk-loss"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"order": "best"}, PlanError, "order='best': allowed are 'documented' and 'gain'"),
+        ({"steps": 0}, WorkloadError, "steps=0: at least one step must be timed"),
+        ({"budget": "8GB"}, PlanError, "size '8GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
+        ({"budget": 8}, PlanError, "budget: expected a size as text, as in '8GiB', got int 8"),
+        ({"levers": ["--nothing"]}, PlanError, "unknown flag --nothing"),
+    ],
+)
+def test_what_is_wrong_is_said(load: Workload, change: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        ladder(load, **change)
+    assert str(caught.value).startswith(text)
+
+
+def test_what_is_missing_is_said(load: Workload) -> None:
+    load.batch = None
+    with pytest.raises(WorkloadError, match="needs a batch"):
+        ladder(load, ["--bf16"])
+
+
+def _without_foresight(climb: Callable[[], Ladder]) -> Ladder:
+    """Calls of the loss are then those of real steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(climbing, "foretold_by", _nothing_foretold)
+        return climb()
+
+
+def _nothing_foretold(*_: object) -> None:
+    raise WorkloadError("not now")
