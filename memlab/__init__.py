@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from memlab.building import build
 from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import (
     BudgetError,
+    BuildError,
     MemlabError,
     MissingExtraError,
     PlanError,
@@ -43,6 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "BuildError",
     "Comparison",
     "FoundPlan",
     "Measurement",
@@ -58,6 +61,7 @@ __all__ = [
     "TraceError",
     "Workload",
     "WorkloadError",
+    "build",
     "compare",
     "export",
     "find_plan",

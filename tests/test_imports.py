@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "dispatch": set(),
     "devices": {"errors", "units"},
     "allocator": {"errors", "units"},
+    "building": {"errors", "extras", "units"},
     "workload": {"errors"},
     "layers": set(),
     "moment": {"plan", "records"},
@@ -207,7 +208,7 @@ before = state()
 import memlab
 {spoil}
 assert state() == before
-for name in ("IPython", "ipywidgets", "plotly", "matplotlib", "bitsandbytes", "transformers"):
+for name in ("IPython", "ipywidgets", "plotly", "matplotlib", "bitsandbytes", "transformers", "safetensors"):
     assert name not in sys.modules, name
 """
 
