@@ -37,8 +37,8 @@ def build(
 ) -> nn.Module:
     """Make a model on its device in its target format, one tensor at a time.
 
-    In place of `factory().to(device, dtype)`, which holds the whole model on the host in full precision. What stays
-    there at any time is 32 MiB, or the largest tensor if that is more.
+    In place of `factory().to(device, dtype)`, which holds the whole model on the host in full precision. What is held there so
+    at any time is 32 MiB or the two newest tensors, and the buffers.
 
     *Fresh weights* are the ones of `factory().to(device, dtype)` under the same seed, bit for bit and on every device: they are
     drawn on the CPU in full precision, then rounded and moved. There are two differences. Tensors that the factory makes with a
@@ -69,11 +69,12 @@ def build(
         MissingExtraError: transformers, accelerate (from a folder to a GPU) or safetensors is needed and not installed.
 
     Known limitations:
-        Weights are loaded by name, without a module's own `_load_from_state_dict`. Scripted modules are not watched
+        A dtype that is copied from another tensor (`dtype=weight.dtype`) counts as one of the factory's own. Weights are loaded by name, without a module's own `_load_from_state_dict`. Scripted modules are not watched
         while they are made.
 
     Example:
-        >>> model = build(lambda: nn.Linear(8, 2), dtype="bf16")
+        >>> import memlab
+        >>> model = memlab.build(lambda: nn.Linear(8, 2), dtype="bf16")
         >>> model.weight.dtype
         torch.bfloat16
     """

@@ -1,9 +1,9 @@
 """A model made as its factory makes it, but moved to its device and format one tensor at a time.
 
-The usual way, `factory().to(device, dtype)`, holds the whole model on the host in full precision. Making tensors in
-the target format to begin with (`torch.set_default_dtype`) holds less, and gives other and worse weights: random
-numbers of a CPU have 8 bits in bf16, and `arange` skips numbers above 256. So here the factory computes in full
-precision, as ever, and finished parameters leave one by one:
+The usual way, `factory().to(device, dtype)`, holds the whole model on the host in full precision. Making tensors where they
+belong to begin with (`with torch.device(...)`, `torch.set_default_dtype`) holds less and gives other weights: a GPU draws other
+numbers, what is computed is rounded at every step, and a uniform number that rounds up to its upper bound becomes the lower one.
+So here the factory computes on the CPU in full precision, as ever, and finished parameters leave one by one:
 
 1.  A parameter is *wide* when it is made: on the CPU, in full precision.
 2.  When wide parameters take more than `WIDE_BYTES`, the oldest become *narrow* (the newest two excepted): `parameter.data` is replaced by its
@@ -118,7 +118,7 @@ class Gradual(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = list(_tensors((args, kwargs)))
+        given = [tensor for tensor in _tensors((args, kwargs)) if not is_lazy(tensor)]
         name = getattr(func, "__name__", "")
         narrow = [tensor for tensor in given if tensor in self._narrow]
         if narrow and func in _AS_BEFORE:
@@ -213,7 +213,7 @@ class Gradual(TorchFunctionMode):
         named = func is _CASTS.get(self._wide_dtype) or any(value is self._wide_dtype for value in _values(arguments))
         # as in type promotion, tensors without dimensions have no say beside others
         voices = [tensor for tensor in given if tensor.dim()] or given
-        if not named and not any(tensor in self._chosen for tensor in voices if not is_lazy(tensor)):
+        if not named and not any(tensor in self._chosen for tensor in voices):
             return
         for made in _tensors(result):
             fresh = not is_lazy(made) and all(made is not tensor for tensor in given)
@@ -223,7 +223,7 @@ class Gradual(TorchFunctionMode):
     @staticmethod
     def _shares(made: torch.Tensor, given: list[torch.Tensor]) -> bool:
         """Whether a result is a view of an argument, and so has that one's dtype."""
-        return any(not is_lazy(tensor) and _storage(tensor) == _storage(made) for tensor in given)
+        return any(_storage(tensor) == _storage(made) for tensor in given)
 
 
 class _Storages:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memlab.building.files import disagreement
+from memlab.building.names import listed
 from memlab.building.target import Target
 from memlab.errors import BuildError
 from memlab.extras import available, require
@@ -94,11 +95,15 @@ def from_folder(model_class: Any, folder: Path, target: Target, *, strict: bool)
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named below, which Transformers does in its log only
         )
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise BuildError(f"the model in {str(folder)!r} cannot be built: {error}") from error
+    other = [f"{name} is {tuple(stored)}, not {tuple(own)}" for name, stored, own in sorted(report["mismatched_keys"])]
+    if other:
+        raise BuildError(f"shapes in {str(folder)!r} are not those of the model: {listed(other)}")
     if strict and (report["missing_keys"] or report["unexpected_keys"]):
         raise BuildError(disagreement(folder, report["missing_keys"], report["unexpected_keys"]))
     built: nn.Module = model

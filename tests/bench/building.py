@@ -8,8 +8,9 @@ from dataclasses import asdict
 from tests.bench.figures import Figure
 from tests.helpers.host_peak import HostPeak, can_measure, host_peak
 
-# half of the full-precision model, and its largest tensor twice: of an ideal of 0.5
-_BOUND = 0.8
+# of an ideal of 0.5 (0.33 from a file, where the usual way holds both model and file); Transformers' own reading of folders is
+# what `build` uses, so there it is only not to be worse
+_BOUNDS = {"from a configuration": 0.75, "from a Transformers folder": 1.02, "from safetensors into a module": 0.5}
 _PREPARE = """
 import copy, memlab, transformers
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -68,4 +69,6 @@ def building(width: int = 1024, layers: int = 6, vocabulary: int = 16_000) -> li
 
 def _figure(name: str, usual: HostPeak, built: HostPeak) -> Figure:
     details = {"usual": asdict(usual), "build": asdict(built), "own memory": built.own / max(1, usual.own)}
-    return Figure(f"build in bf16 {name} against the usual way (host peak)", built.peak / usual.peak, _BOUND, details)
+    return Figure(
+        f"build in bf16 {name} against the usual way (host peak)", built.peak / usual.peak, _BOUNDS[name], details
+    )

@@ -78,7 +78,7 @@ class LooksAtValues(nn.Module):
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
         assert self.first.weight.dtype == torch.float32
         assert self.first.weight.device == torch.device("cpu")
-        like_first = torch.zeros(6, dtype=self.first.weight.dtype, device=self.first.weight.device)
+        like_first = torch.zeros(6, device=self.first.weight.device)
         self.sign = 1 if float(self.first.weight.detach().sum()) > 0 else -1
         self.register_buffer("largest", (self.second.weight.detach().abs().max() + like_first).clone())
         for parameter in self.parameters():

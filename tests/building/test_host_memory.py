@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -39,6 +38,5 @@ def test_weights_from_a_file_take_half_and_a_little(tmp_path):
 
 
 def test_the_measuring_sees_a_short_peak():
-    found = host_peak("torch.ones(50 * 2**20, dtype=torch.uint8).sum()")
+    found = host_peak("torch.ones(50 * 2**20, dtype=torch.uint8)")
     assert 50 * 2**20 <= found.peak < 80 * 2**20
-    assert torch.ones(1).item() == 1

@@ -24,7 +24,7 @@ def saved(model: nn.Module, folder: Path, **extra: torch.Tensor) -> Path:
 
 def sharded(model: nn.Module, folder: Path) -> Path:
     names = {}
-    for index, (name, tensor) in enumerate(model.state_dict().items()):
+    for index, name in enumerate(model.state_dict()):
         names[name] = f"part-{index % 3}.safetensors"
     for file in set(names.values()):
         save_file({name: model.state_dict()[name] for name in names if names[name] == file}, folder / file)
@@ -147,7 +147,7 @@ def pickled(folder: Path) -> Path:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_files_that_will_not_do(path, message, tmp_path):
-    state = torch.get_rng_state()
+    given, state = path(tmp_path), torch.get_rng_state()
     with pytest.raises(BuildError, match=message):
-        memlab.build(plain, weights=path(tmp_path))
+        memlab.build(plain, weights=given)
     assert torch.equal(torch.get_rng_state(), state)
