@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from memlab.building import build
 from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import (
     BudgetError,
+    BuildError,
     MemlabError,
     MissingExtraError,
     PlanError,
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "BuildError",
     "Comparison",
     "FoundPlan",
     "Ladder",
@@ -60,6 +63,7 @@ __all__ = [
     "TraceError",
     "Workload",
     "WorkloadError",
+    "build",
     "compare",
     "export",
     "find_plan",

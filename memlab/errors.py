@@ -2,6 +2,7 @@
 
 MemlabError
 ├── PlanError          a flag, a value or a combination of flags (also a ValueError)
+├── BuildError         a model that cannot be built from what was given (also a ValueError)
 ├── WorkloadError      no model, several models, an optimizer that fits none of them
 ├── RefusalError       a technique that cannot be applied to this model, with the nearest thing that works
 ├── MissingExtraError  an optional package that is not installed (also an ImportError)
@@ -23,6 +24,10 @@ class MemlabError(Exception):
 
 class PlanError(MemlabError, ValueError):
     """A plan that cannot be parsed, or whose parts exclude each other."""
+
+
+class BuildError(MemlabError, ValueError):
+    """A model that cannot be built as asked."""
 
 
 class WorkloadError(MemlabError):

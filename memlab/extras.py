@@ -15,6 +15,8 @@ from memlab.errors import MissingExtraError
 _EXTRAS = {
     "bitsandbytes": ("8-bit Adam", "lab"),
     "transformers": ("Adafactor", "lab"),
+    "safetensors": ("weights from files", "lab"),
+    "accelerate": ("a Transformers folder built on a GPU", "lab"),
     "matplotlib": ("the picture of a receipt", "lab"),
     "plotly": ("live figures", "lab"),
     "anywidget": ("the live figure of the panel", "lab"),

@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "loop_mode": set(),
     "devices": {"errors", "units"},
     "allocator": {"errors", "units"},
+    "building": {"errors", "extras", "units"},
     "workload": {"errors"},
     "layers": set(),
     "moment": {"plan", "records"},
@@ -214,7 +215,7 @@ before = state()
 import memlab
 {spoil}
 assert state() == before
-for name in ("IPython", "ipywidgets", "plotly", "matplotlib", "bitsandbytes", "transformers"):
+for name in ("IPython", "ipywidgets", "plotly", "matplotlib", "bitsandbytes", "transformers", "safetensors"):
     assert name not in sys.modules, name
 """
 

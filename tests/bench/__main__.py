@@ -21,6 +21,7 @@ from memlab.comparison import Comparison
 from memlab.report import text
 from memlab.run_record import RunRecord
 from tests.bench import figures
+from tests.bench.building import building
 from tests.bench.figures import Figure
 from tests.bench.live import live
 
@@ -55,6 +56,7 @@ def measure(pairs: int) -> dict:
         ("accumulation", lambda: figures.accumulation(device, pairs)),
         ("arithmetic", lambda: figures.arithmetic(device)),
         ("live panel", live),
+        ("building", building),
     ):
         print(f"measuring {name} …", flush=True)
         found += run()

@@ -1,0 +1,64 @@
+"""Where a model shall be, and in which number format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from memlab.errors import BuildError
+
+_SHORT_NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_BY_NAME = _SHORT_NAMES | {str(dtype).removeprefix("torch."): dtype for dtype in _SHORT_NAMES.values()}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Device and number format of a model to be built.
+
+    Args:
+        device: where its tensors shall be.
+        dtype: format of its floating-point tensors; None leaves the choice to the factory.
+    """
+
+    device: torch.device
+    dtype: torch.dtype | None
+
+    @classmethod
+    def parse(cls, device: torch.device | str, dtype: torch.dtype | str | None) -> Target:
+        """Read and check what the user gave.
+
+        Raises:
+            BuildError: a device that is not there, or a format that models are not kept in.
+        """
+        return cls(_device(device), _dtype(dtype))
+
+
+def _device(given: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(given)
+        if device.type != "meta":
+            # an index, so that "cuda" stays the device that is current now
+            return torch.empty(0, device=device).device
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise BuildError(f"device {given!r} cannot be used here ({_first_line(error)}); {_devices_here()}") from error
+    raise BuildError(f"device 'meta' holds no values, so nothing can be built there; {_devices_here()}")
+
+
+def _devices_here() -> str:
+    found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    return f"devices here: {', '.join(found)}"
+
+
+def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    dtype = _BY_NAME.get(given) if isinstance(given, str) else given
+    if given is None or dtype in _SHORT_NAMES.values():
+        return dtype
+    raise BuildError(
+        f"dtype {given!r}: a model is built in one of {', '.join(_SHORT_NAMES)} "
+        f"(or torch.float16, torch.bfloat16, torch.float32, torch.float64)"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
