@@ -30,6 +30,8 @@ from memlab.errors import (
     WorkloadError,
 )
 from memlab.exporting import export
+from memlab.inference_record import BatchAdvice, InferenceRecord
+from memlab.inferring.inference import Inference, inference
 from memlab.measuring.runs import compare, measure
 from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
@@ -42,9 +44,12 @@ from memlab.workload import Workload
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchAdvice",
     "BudgetError",
     "Comparison",
     "FoundPlan",
+    "Inference",
+    "InferenceRecord",
     "Measurement",
     "MemlabError",
     "MissingExtraError",
@@ -62,6 +67,7 @@ __all__ = [
     "export",
     "find_plan",
     "fit",
+    "inference",
     "measure",
     "panel",
     "predict",

@@ -213,21 +213,38 @@ class InferenceRecord:
         for call in known:
             if call.shape == highest.shape:
                 peaks[call.rows] = max(peaks.get(call.rows, 0), _peak_of(call))
-        least, most = min(peaks), max(peaks)
-        if least < most:
-            row_bytes = -((peaks[least] - peaks[most]) // (most - least))
-            fixed_bytes = peaks[most] - most * row_bytes
-        else:
-            fixed_bytes = highest.fixed_bytes or 0
-            row_bytes = -((fixed_bytes - peaks[most]) // most)
-        if row_bytes <= 0:
-            return None
-        rows = max(0, (budget_bytes - fixed_bytes) // row_bytes)
-        return BatchAdvice(rows, budget_bytes, fixed_bytes, row_bytes, tuple(sorted({least, most})))
+        return advice_from(peaks, highest.fixed_bytes or 0, budget_bytes)
 
     @property
     def _generated(self) -> bool:
         return self.kind is CallKind.GENERATE
+
+
+def advice_from(peaks: Mapping[int, int], fixed_bytes: int, budget_bytes: int) -> BatchAdvice | None:
+    """How many rows fit, from the peaks of some numbers of rows.
+
+    Args:
+        peaks: measured peak by number of rows; of more than two the outermost count.
+        fixed_bytes: what does not grow with the rows, as far as known; two sizes tell it themselves.
+        budget_bytes: what is to be fitted into.
+
+    Returns:
+        None when nothing grows with the rows.
+
+    Example:
+        >>> advice_from({2: 300, 4: 500}, 0, 1000).rows, advice_from({2: 300}, 100, 1000).rows
+        (9, 9)
+    """
+    least, most = min(peaks), max(peaks)
+    if least < most:
+        row_bytes = -((peaks[least] - peaks[most]) // (most - least))
+        fixed_bytes = peaks[most] - most * row_bytes
+    else:
+        row_bytes = -((fixed_bytes - peaks[most]) // most)
+    if row_bytes <= 0:
+        return None
+    rows = max(0, (budget_bytes - fixed_bytes) // row_bytes)
+    return BatchAdvice(rows, budget_bytes, fixed_bytes, row_bytes, tuple(sorted({least, most})))
 
 
 def _peak_of(call: CallRecord) -> int:

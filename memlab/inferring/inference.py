@@ -23,9 +23,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from memlab.errors import PlanError, RefusalError, SessionError, WorkloadError
-from memlab.inference_record import InferenceRecord
-from memlab.inferring.cache import shape_of
+from memlab.errors import PlanError, RefusalError, SessionError, TraceError, WorkloadError
+from memlab.inference_record import BatchAdvice, CallKind, InferenceRecord
+from memlab.inferring.batches import Call, proven
+from memlab.inferring.cache import caches_in, shape_of
 from memlab.inferring.calls import CallMeter
 from memlab.inferring.weights import HalfWeights
 from memlab.measuring.holdings import gradients_of, parameters_of, state_of
@@ -36,8 +37,10 @@ from memlab.records import Category
 from memlab.seams import ForwardSeam, on_first_step
 from memlab.session import session_of
 from memlab.shortage import is_out_of_memory, release
+from memlab.trace.tracer import Tracer
 from memlab.uninterrupted import uninterrupted
-from memlab.workload import Batch, steps_some_of, unwrap_model
+from memlab.units import parse_bytes
+from memlab.workload import Batch, Workload, steps_some_of, unwrap_model
 
 _NO_GRADIENT = ("does not require grad", "does not have a grad_fn")
 _TRAINS = "train it without --inference (from Python: outside of memlab.inference)"
@@ -84,6 +87,8 @@ class Inference:
         self._meter = CallMeter(device, self._held, shape_of(self.model))
         self._records: tuple[InferenceRecord, ...] | None = None
         self._switched: list[nn.Module] = []  # in eval mode while a call runs
+        self._largest: dict[CallKind, Call] = {}
+        self._with_graph: Batch | None = None  # of a forward for which gradients were on
         self._depth = 0  # calls of the cell's own that are running, on several threads perhaps
         self._thread: int | None = None  # whose call is measured
         self._idle = threading.Condition()
@@ -113,6 +118,52 @@ class Inference:
             )
         return max(records, key=lambda record: record.peak_allocated_bytes)
 
+    def graph_bytes(self) -> int | None:
+        """Bytes that the graph of the largest forward would have kept, had gradients been on; foretold on a twin.
+
+        Returns:
+            None when the cell had switched gradients off itself, no parameter could get one, there was no forward
+            outside of a generation, or the model cannot be foretold.
+        """
+        batch = self._with_graph
+        if batch is None or not any(parameter.requires_grad for parameter in self.model.parameters()):
+            return None
+        try:
+            return Tracer(Workload(self.model, batch=batch)).one_graph()
+        except TraceError:
+            return None
+
+    def largest_batch(self, budget: str | int | None = None) -> BatchAdvice:
+        """The most rows of the largest call that fit, proven by running it with other numbers of rows.
+
+        Rows are repeated to make the batches; random state is put back. What is run is not part of `records`.
+
+        Args:
+            budget: what they are to fit into, as in "8GiB"; by default what the device holds.
+
+        Raises:
+            WorkloadError: no call to repeat, or nothing it needs grows with its rows.
+            BudgetError: not one row fits.
+            SessionError: the model has been given back.
+        """
+        if not self.attached:
+            raise SessionError("this inference is over: ask within the block")
+        budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget or self.capacity_bytes
+        if budget_bytes is None:
+            raise WorkloadError("largest_batch: this device has no size of its own; give a budget, as in '8GiB'")
+        record = self.record
+        call, first = self._largest.get(record.kind), record.advise(budget_bytes)
+        if call is None or first is None or call.rows not in first.sizes:
+            raise WorkloadError(
+                "largest_batch: there is no call to repeat; make one of model(…) or model.generate(…) with a batch first"
+            )
+        return proven(first, record, lambda rows: self._peak_of(call, rows))
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What the device holds for calls; None where it has no size."""
+        return self._meter.capacity_bytes
+
     @property
     def attached(self) -> bool:
         """Whether the model's calls are taken over; False after `undo`."""
@@ -133,6 +184,7 @@ class Inference:
             if self._records is None:
                 self._records = self.records
             self._meter.close()
+            self._largest, self._with_graph = {}, None
             if self._half is not None:
                 _with_room(self._half.restore)
             self._undo.close()
@@ -196,10 +248,12 @@ class Inference:
                 output = self._run(original, args, kwargs)
                 seen.append(output)
             return output
+        batch, was_on = Batch(args, kwargs), torch.is_grad_enabled()
         with self._quiet():
-            with self._measured_pass(Batch(args, kwargs)) as seen:
+            with self._measured_pass(batch) as seen:
                 output = self._run(original, args, kwargs)
                 seen.append(output)
+            self._remember(CallKind.FORWARD, batch, was_on=was_on)
             return self._widened(output)
 
     def _on_generate(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -213,13 +267,45 @@ class Inference:
             try:
                 output = self._run(original, args, kwargs)
                 self._meter.generation_ended(self._new_tokens(output, batch))
+                self._remember(CallKind.GENERATE, batch, was_on=False)
             except BaseException:
                 self._meter.interrupted()
                 raise
             return self._widened(output)
 
+    def _remember(self, kind: CallKind, batch: Batch, *, was_on: bool) -> None:
+        """Keep the largest calls, by reference: they may be asked for."""
+        if caches_in(batch.kwargs) or not self._is_mine():
+            return
+        call = Call(kind.value, batch)
+        if kind not in self._largest or call.elements >= self._largest[kind].elements:
+            self._largest[kind] = call
+        if was_on and (self._with_graph is None or call.elements >= Call(call.method, self._with_graph).elements):
+            self._with_graph = batch
+
     def _widened(self, output: Any) -> Any:
         return output if self._half is None else self._half.widened(output)
+
+    def _peak_of(self, call: Call, rows: int) -> int | None:
+        """Peak of a call with so many rows; None when memory ran out."""
+        before = self._meter, dict(self._largest), self._with_graph
+        self._meter = CallMeter(self._meter.device, self._held, None)
+        method = self.model if call.method == CallKind.FORWARD else getattr(self.model, call.method)
+        try:
+            with call.undisturbed():
+                batch = call.with_rows(rows)
+                output = method(*batch.args, **batch.kwargs)
+                del output, batch
+            return max(each.peak_allocated_bytes or 0 for each in self._meter.calls)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release(error)
+        finally:
+            self._meter.close()
+            self._meter, self._largest, self._with_graph = before
+        gc.collect()
+        return None
 
     def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return original(*args, **kwargs) if self._half is None else self._half.called(original, args, kwargs)

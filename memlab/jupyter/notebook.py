@@ -36,6 +36,8 @@ class Notebook:
         self._shell = weakref.ref(shell)
         self.config = MemLab(parent=shell)
         self.histories: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()
+        # cells that only run forward are compared among themselves
+        self.inferences: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()
         self.background = Background()
         self.panels = panels()
         self._last_model: weakref.ref[nn.Module] | None = None

@@ -5,6 +5,7 @@
 - `image`: static PNG pictures of a receipt and of a step, by matplotlib
 - `figure`: the live twins of the pictures, by plotly
 - `pareto`: memory against throughput, drawn by `pareto_image` and `pareto_figure`
+- `inference`: calls that only run forward, in words and as a receipt
 - `ranking`, `listing`: which predictions are shown, in which order and words
 
 matplotlib and plotly are imported when a picture is asked for, never before.
@@ -12,6 +13,17 @@ matplotlib and plotly are imported when a picture is asked for, never before.
 
 from __future__ import annotations
 
-from memlab.report import figure, html, image, listing, pareto, pareto_figure, pareto_image, ranking, text
+from memlab.report import figure, html, image, inference, listing, pareto, pareto_figure, pareto_image, ranking, text
 
-__all__ = ["figure", "html", "image", "listing", "pareto", "pareto_figure", "pareto_image", "ranking", "text"]
+__all__ = [
+    "figure",
+    "html",
+    "image",
+    "inference",
+    "listing",
+    "pareto",
+    "pareto_figure",
+    "pareto_image",
+    "ranking",
+    "text",
+]
