@@ -38,11 +38,12 @@ class ForwardSeam:
     """
 
     def __init__(self, model: nn.Module, handler: ForwardHandler, name: str = "forward") -> None:
+        # first: it takes over the attributes of what it stands in for, which may be another seam
+        functools.update_wrapper(self, getattr(model, name))
         self._original = getattr(model, name)
         self._name = name
         self._model = model
         self._handler: ForwardHandler | None = handler
-        functools.update_wrapper(self, self._original)
         self.__signature__ = inspect.signature(self._original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

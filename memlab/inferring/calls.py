@@ -221,17 +221,6 @@ class CallMeter:
         """
         return tuple(self._record(kind, precision, host_bytes, notes) for kind in self._settled())
 
-    @property
-    def capacity_bytes(self) -> int | None:
-        """What the device holds for calls: the capacity it was given, or on CUDA what is not in others' use."""
-        if self.device.capacity_bytes is not None:
-            return self.device.capacity_bytes
-        used_bytes, reserved_bytes = self.device.driver_bytes(), self.device.peaks(None)[1]
-        if used_bytes is None or reserved_bytes is None:
-            return None
-        total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        return total_bytes - max(0, used_bytes - reserved_bytes)
-
     def close(self) -> None:
         """Let go of everything; the device stays open."""
         self._close()

@@ -133,13 +133,14 @@ class Inference:
         except TraceError:
             return None
 
-    def largest_batch(self, budget: str | int | None = None) -> BatchAdvice:
+    def largest_batch(self, budget: str | int | None = None, kind: CallKind | None = None) -> BatchAdvice:
         """The most rows of the largest call that fit, proven by running it with other numbers of rows.
 
         Rows are repeated to make the batches; random state is put back. What is run is not part of `records`.
 
         Args:
             budget: what they are to fit into, as in "8GiB"; by default what the device holds.
+            kind: of calls; by default the one that needs most memory.
 
         Raises:
             WorkloadError: no call to repeat, or nothing it needs grows with its rows.
@@ -151,7 +152,7 @@ class Inference:
         budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget or self.capacity_bytes
         if budget_bytes is None:
             raise WorkloadError("largest_batch: this device has no size of its own; give a budget, as in '8GiB'")
-        record = self.record
+        record = next((each for each in self.records if each.kind is kind), None) or self.record
         call, first = self._largest.get(record.kind), record.advise(budget_bytes)
         if call is None or first is None or call.rows not in first.sizes:
             raise WorkloadError(
@@ -161,8 +162,13 @@ class Inference:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """What the device holds for calls; None where it has no size."""
-        return self._meter.capacity_bytes
+        """What the device holds: the size it was given, or on CUDA what others do not use; None where it has no size."""
+        device, where = self._meter.device, next(self.model.parameters()).device
+        if device.capacity_bytes is not None or where.type != "cuda":
+            return device.capacity_bytes
+        ours = torch.cuda.memory_reserved(where)
+        total_bytes = torch.cuda.get_device_properties(where).total_memory
+        return total_bytes - max(0, (device.driver_bytes() or 0) - ours)
 
     @property
     def attached(self) -> bool:
@@ -434,7 +440,17 @@ def inference(
         )
     if id(inner) in _attached:
         raise SessionError(f"{type(inner).__name__} is under inference already: leave that block, or call its undo()")
-    return Inference(inner, precision, device or device_for(parameter.device), optimizers)
+    counted_on = device or device_for(parameter.device)
+    made = None
+    try:
+        with uninterrupted():
+            made = Inference(inner, precision, counted_on, optimizers)
+    except BaseException:
+        # whoever does not get it could not undo it
+        if made is not None:
+            made.undo()
+        raise
+    return made
 
 
 def inference_of(model: nn.Module) -> Inference | None:

@@ -2,6 +2,8 @@
 
 1. Every fp32 parameter and saved buffer is replaced by its rounded copy, one at a time; its own data goes to host
    memory beside a GPU, to a file beside the CPU. So the device holds half of the weights, and going back is exact.
+   Batch normalisation stays in fp32: its kernels take 16-bit inputs beside fp32 weights and statistics, and not all of
+   them take weights and statistics of different formats.
 2. Tensors stay the same objects, gradients are set aside (theirs must have the dtype of their parameter).
 3. Inputs in fp32 are rounded on the way in, outputs widened on the way out; caches stay as the model makes them.
 
@@ -105,8 +107,10 @@ class HalfWeights:
         return _converted(value, lambda tensor: tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor)
 
     def _convertible(self) -> list[torch.Tensor]:
+        norms = [m for m in self._model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        kept = {id(parameter) for norm in norms for parameter in norm.parameters()}
         tensors = [*self._model.parameters(), *convertible_buffers(self._model)]
-        return [tensor for tensor in tensors if tensor.dtype is torch.float32]
+        return [tensor for tensor in tensors if tensor.dtype is torch.float32 and id(tensor) not in kept]
 
     def _check(self, precision: Precision) -> None:
         recurrent = any(isinstance(module, nn.RNNBase) for module in self._model.modules())

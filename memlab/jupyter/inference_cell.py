@@ -11,7 +11,7 @@ from IPython.core.error import UsageError
 from torch import nn
 
 from memlab.errors import BudgetError, WorkloadError
-from memlab.inference_record import InferenceRecord
+from memlab.inference_record import CallKind, InferenceRecord
 from memlab.inferring.inference import Inference, explained, inference, inference_of
 from memlab.jupyter import cells
 from memlab.jupyter.display import show
@@ -20,7 +20,7 @@ from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions
 from memlab.jupyter.watch import optimizers_of, was_raised_by_memlab
 from memlab.measuring.steps import device_for
-from memlab.report.inference import batch_line, graph_line, lines, rows
+from memlab.report.inference import batch_line, graph_line, lines
 from memlab.seams import FirstCall
 from memlab.shortage import is_out_of_memory
 from memlab.units import format_bytes
@@ -96,30 +96,31 @@ class InferenceCell:
         if run is None or not run.records:
             print(f"memfit: {_NO_MODEL if run is None else _NO_CALL}")  # noqa: T201 - the cell itself was fine
             return
-        said = [line for record in run.records for line in lines(record)]
-        if is_whole:
-            said += [*self._graph(run), *self._batch(run, options)]
-        history = self._notebook.inferences.setdefault(run.model, History())
-        title = " · ".join(["inference", describe_model(run.model), run.record.device])
-        history.add(title, list(rows(run.records)), tuple(dict.fromkeys(said)))
-        show(history.require())
+        for record in run.records:
+            said = lines(record)
+            if is_whole:
+                said += (*self._graph(run, record), *self._batch(run, record, options))
+            history = self._notebook.inferences.setdefault(run.model, {}).setdefault(record.kind, History())
+            title = " · ".join([f"inference ({record.kind})", describe_model(run.model), record.device])
+            history.add(title, [record.measurement], said)
+            show(history.require())
 
-    def _graph(self, run: Inference) -> list[str]:
-        graph_bytes = run.graph_bytes() if self._notebook.config.predict else None
-        return [graph_line(graph_bytes)] if graph_bytes else []
+    def _graph(self, run: Inference, record: InferenceRecord) -> tuple[str, ...]:
+        wanted = record.kind is CallKind.FORWARD and self._notebook.config.predict
+        graph_bytes = run.graph_bytes() if wanted else None
+        return (graph_line(graph_bytes),) if graph_bytes else ()
 
-    def _batch(self, run: Inference, options: CellOptions) -> list[str]:
+    def _batch(self, run: Inference, record: InferenceRecord, options: CellOptions) -> tuple[str, ...]:
         budget_bytes = options.budget_bytes or self._notebook.config.budget_bytes or run.capacity_bytes
         if budget_bytes is None:
-            return ["--prove needs a size to fit into: --budget or --capacity"] if options.prove else []
-        record = run.record
+            return ("batch: --prove needs a size to fit into: --budget or --capacity",) if options.prove else ()
         if not options.prove:
             advice = record.advise(budget_bytes)
-            return [batch_line(advice, record)] if advice is not None else []
+            return (batch_line(advice, record),) if advice is not None else ()
         try:
-            return [batch_line(run.largest_batch(budget_bytes), record)]
+            return (batch_line(run.largest_batch(budget_bytes, record.kind), record),)
         except (BudgetError, WorkloadError) as error:
-            return [f"batch: {error}"]
+            return (f"batch: {error}",)
 
     def _raise(self, outcome: cells.Outcome, error: BaseException, options: CellOptions) -> None:
         if was_raised_by_memlab(error):

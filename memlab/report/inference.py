@@ -1,13 +1,9 @@
-"""Calls that only run forward, in words: the lines below their receipt, and the receipt itself."""
+"""Calls that only run forward, in words: their receipt, and the lines below it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from memlab.comparison import Comparison
 from memlab.inference_record import BatchAdvice, CacheUse, CallKind, InferenceRecord
-from memlab.records import Measurement
 from memlab.report.columns import rate
 from memlab.units import format_bytes
 
@@ -16,26 +12,14 @@ _WATCHED = (
 )
 
 
-def receipt(title: str, records: Sequence[InferenceRecord]) -> Comparison:
-    """What was measured as a table with lines below it.
+def receipt(title: str, record: InferenceRecord) -> Comparison:
+    """What was measured as a table with lines below it; several are set side by side by `Comparison.add`.
 
     Args:
         title: which model, on what.
-        records: at least one.
-
-    Raises:
-        MemlabError: no record.
+        record: of one kind of calls.
     """
-    return Comparison(title, rows(records), tuple(line for record in records for line in lines(record)))
-
-
-def rows(records: Sequence[InferenceRecord]) -> tuple[Measurement, ...]:
-    """A row for each record; where there are several kinds of calls, it says which."""
-    kinds = {record.kind for record in records}
-    measured = ((record, record.measurement) for record in records)
-    return tuple(
-        replace(row, plan=f"{row.plan} ({record.kind})") if len(kinds) > 1 else row for record, row in measured
-    )
+    return Comparison(title, (record.measurement,), lines(record))
 
 
 def lines(record: InferenceRecord) -> tuple[str, ...]:
