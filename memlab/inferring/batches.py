@@ -22,20 +22,34 @@ _MOST_RUNS = 5
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a model, kept by reference.
+    """What a call of a model was like, to make it again.
 
     Args:
         method: "forward" or "generate".
-        batch: its arguments.
+        batch: its arguments; tensors of floats may be on the meta device, since their values decide nothing.
+        device: where it ran.
 
     Example:
-        >>> call = Call("forward", Batch((torch.arange(6).view(2, 3),), {"scale": torch.ones(3)}))
-        >>> call.with_rows(5).args[0].shape, call.with_rows(5).kwargs["scale"].shape
-        (torch.Size([5, 3]), torch.Size([3]))
+        >>> inputs = Batch((torch.ones(2, 3),), {"ids": torch.arange(2)})
+        >>> call = Call.like("forward", inputs, torch.device("cpu"))
+        >>> call.batch.args[0].device.type, call.with_rows(5).args[0].shape, call.with_rows(3).kwargs["ids"]
+        ('meta', torch.Size([5, 3]), tensor([0, 1, 0]))
     """
 
     method: str
     batch: Batch
+    device: torch.device
+
+    @classmethod
+    def like(cls, method: str, batch: Batch, device: torch.device) -> Call:
+        """Note a call; the memory of its inputs is not held, but that of integers (tokens, masks)."""
+
+        def noted(leaf: Any) -> Any:
+            is_floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return torch.empty_like(leaf, device="meta") if is_floats else leaf
+
+        args, kwargs = tree_map(noted, (batch.args, dict(batch.kwargs)))
+        return cls(method, Batch(args, kwargs), device)
 
     @property
     def rows(self) -> int:
@@ -45,15 +59,19 @@ class Call:
     @property
     def elements(self) -> int:
         """Elements of all tensors."""
-        return sum(tensor.numel() for tensor in tensors_in((self.batch.args, self.batch.kwargs)))
+        return elements_of(self.batch)
 
     def with_rows(self, rows: int) -> Batch:
         """The same arguments with so many rows, made by repeating rows of every tensor that has as many as the batch."""
         own = self.rows
 
         def taken(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != own:
+            if not isinstance(leaf, torch.Tensor):
                 return leaf
+            if not leaf.dim() or leaf.shape[0] != own:
+                return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device) if leaf.is_meta else leaf
+            if leaf.is_meta:
+                return torch.zeros((rows, *leaf.shape[1:]), dtype=leaf.dtype, device=self.device)
             return leaf.index_select(0, torch.arange(rows, device=leaf.device) % own)
 
         args, kwargs = tree_map(taken, (self.batch.args, dict(self.batch.kwargs)))
@@ -62,9 +80,13 @@ class Call:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Random state as it was, afterwards."""
-        devices = {t.device for t in tensors_in((self.batch.args, self.batch.kwargs)) if t.is_cuda}
-        with torch.random.fork_rng(devices=list(devices)):
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             yield
+
+
+def elements_of(batch: Batch) -> int:
+    """Elements of all tensors of a batch."""
+    return sum(tensor.numel() for tensor in tensors_in((batch.args, batch.kwargs)))
 
 
 def proven(first: BatchAdvice, record: InferenceRecord, peak_of: Callable[[int], int | None]) -> BatchAdvice:

@@ -25,7 +25,7 @@ from torch import nn
 
 from memlab.errors import PlanError, RefusalError, SessionError, TraceError, WorkloadError
 from memlab.inference_record import BatchAdvice, CallKind, InferenceRecord
-from memlab.inferring.batches import Call, proven
+from memlab.inferring.batches import Call, elements_of, proven
 from memlab.inferring.cache import caches_in, shape_of
 from memlab.inferring.calls import CallMeter
 from memlab.inferring.weights import HalfWeights
@@ -88,7 +88,7 @@ class Inference:
         self._records: tuple[InferenceRecord, ...] | None = None
         self._switched: list[nn.Module] = []  # in eval mode while a call runs
         self._largest: dict[CallKind, Call] = {}
-        self._with_graph: Batch | None = None  # of a forward for which gradients were on
+        self._with_graph: Call | None = None  # of a forward for which gradients were on
         self._depth = 0  # calls of the cell's own that are running, on several threads perhaps
         self._thread: int | None = None  # whose call is measured
         self._idle = threading.Condition()
@@ -125,11 +125,11 @@ class Inference:
             None when the cell had switched gradients off itself, no parameter could get one, there was no forward
             outside of a generation, or the model cannot be foretold.
         """
-        batch = self._with_graph
-        if batch is None or not any(parameter.requires_grad for parameter in self.model.parameters()):
+        call = self._with_graph
+        if call is None or not any(parameter.requires_grad for parameter in self.model.parameters()):
             return None
         try:
-            return Tracer(Workload(self.model, batch=batch)).one_graph()
+            return Tracer(Workload(self.model, batch=call.batch)).one_graph()
         except TraceError:
             return None
 
@@ -152,6 +152,8 @@ class Inference:
         budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget or self.capacity_bytes
         if budget_bytes is None:
             raise WorkloadError("largest_batch: this device has no size of its own; give a budget, as in '8GiB'")
+        if self.capacity_bytes is not None:
+            budget_bytes = min(budget_bytes, self.capacity_bytes)
         record = next((each for each in self.records if each.kind is kind), None) or self.record
         call, first = self._largest.get(record.kind), record.advise(budget_bytes)
         if call is None or first is None or call.rows not in first.sizes:
@@ -280,14 +282,16 @@ class Inference:
             return self._widened(output)
 
     def _remember(self, kind: CallKind, batch: Batch, *, was_on: bool) -> None:
-        """Keep the largest calls, by reference: they may be asked for."""
+        """Note the largest calls: they may be made again."""
         if caches_in(batch.kwargs) or not self._is_mine():
             return
-        call = Call(kind.value, batch)
-        if kind not in self._largest or call.elements >= self._largest[kind].elements:
-            self._largest[kind] = call
-        if was_on and (self._with_graph is None or call.elements >= Call(call.method, self._with_graph).elements):
-            self._with_graph = batch
+        elements = elements_of(batch)
+        is_larger = kind not in self._largest or elements > self._largest[kind].elements
+        is_larger_graph = was_on and (self._with_graph is None or elements > self._with_graph.elements)
+        if is_larger or is_larger_graph:
+            call = Call.like(kind.value, batch, next(self.model.parameters()).device)
+            self._largest[kind] = call if is_larger else self._largest[kind]
+            self._with_graph = call if is_larger_graph else self._with_graph
 
     def _widened(self, output: Any) -> Any:
         return output if self._half is None else self._half.widened(output)

@@ -59,6 +59,4 @@ def plain() -> torch.nn.Module:
 
 
 def generate(model: torch.nn.Module, prompt: torch.Tensor = PROMPT, new: int = 10) -> torch.Tensor:
-    return model.generate(
-        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False
-    )
+    return model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)

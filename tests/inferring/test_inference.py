@@ -295,7 +295,7 @@ def test_settings_that_mean_nothing_are_refused(flags: str, reason: str) -> None
 
 
 def test_what_cannot_be_taken_over_is_refused() -> None:
-    with pytest.raises(WorkloadError, match="expected a torch.nn.Module with parameters, got ReLU"):
+    with pytest.raises(WorkloadError, match=r"expected a torch\.nn\.Module with parameters, got ReLU"):
         inference(torch.nn.ReLU())
     with pytest.raises(RefusalError, match="the CPU has no fp16 kernels for recurrent layers"):
         inference(torch.nn.LSTM(4, 4), "--fp16")
