@@ -182,6 +182,40 @@ def test_sampling_between_passes_is_within_the_peak_of_generate() -> None:
     assert run.record.peak_allocated_bytes > parameters + run.record.cache.size_bytes
 
 
+class Counting(CpuDevice):
+    """Counts by itself, as CUDA's allocator does: two readings of a counter for each call of a plain model."""
+
+    def __init__(self, readings: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self._readings = iter(readings)
+
+    def peaks(self, observed_bytes: int | None) -> tuple[int | None, int | None]:
+        assert observed_bytes is None
+        return next(self._readings)
+
+
+def test_a_device_that_counts_by_itself_needs_no_ledger() -> None:
+    model = plain()
+    size = sum(4 * p.numel() for p in model.parameters())
+    inputs = torch.randn(4, 16)
+    readings = [(0, 0)]  # asked once, whether it counts
+    for peak in (6000, 9000, 7000):
+        readings += [(size + inputs.nbytes, 10_000), (peak, 10_000)]
+    with inference(model, device=Counting(readings)) as run:
+        for _ in range(3):
+            model(inputs)
+    assert [(c.peak_allocated_bytes, c.observed, c.fixed_bytes) for c in run.record.calls] == [
+        (6000, False, size), (9000, False, size), (7000, False, size),
+    ]  # fmt: skip
+    assert run.record.breakdown == {
+        "parameters": size,
+        "temporaries": 9000 - size,
+        "unused but reserved": 1000,
+    }
+    assert run.record.timeline == ()
+    assert run.record.calls[0].peak_reserved_bytes == 10_000
+
+
 def test_a_call_that_raises_is_forgotten_and_the_next_one_measured() -> None:
     model = gpt2()
     with inference(model) as run:
