@@ -32,6 +32,8 @@ from memlab.errors import (
     WorkloadError,
 )
 from memlab.exporting import export
+from memlab.inference_record import BatchAdvice, InferenceRecord
+from memlab.inferring.inference import Inference, inference
 from memlab.measuring.runs import compare, measure
 from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
@@ -45,10 +47,13 @@ from memlab.workload import Workload
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchAdvice",
     "BudgetError",
     "BuildError",
     "Comparison",
     "FoundPlan",
+    "Inference",
+    "InferenceRecord",
     "Ladder",
     "Measurement",
     "MemlabError",
@@ -68,6 +73,7 @@ __all__ = [
     "export",
     "find_plan",
     "fit",
+    "inference",
     "ladder",
     "measure",
     "panel",

@@ -27,6 +27,7 @@ class Category(StrEnum):
     GRADIENTS = "gradients"
     OPTIMIZER_STATE = "optimizer state"
     ACTIVATIONS = "activations"
+    CACHE = "KV cache"
     TEMPORARIES = "temporaries"
     WORKSPACES = "workspaces"
     UNUSED = "unused but reserved"

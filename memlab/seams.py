@@ -34,13 +34,16 @@ class ForwardSeam:
     Args:
         model: the model whose call is taken over.
         handler: called with the original forward, its positional and its keyword arguments.
+        name: of the method, where it is another one (``generate``).
     """
 
-    def __init__(self, model: nn.Module, handler: ForwardHandler) -> None:
-        self._original = model.forward
+    def __init__(self, model: nn.Module, handler: ForwardHandler, name: str = "forward") -> None:
+        # first: it takes over the attributes of what it stands in for, which may be another seam
+        functools.update_wrapper(self, getattr(model, name))
+        self._original = getattr(model, name)
+        self._name = name
         self._model = model
         self._handler: ForwardHandler | None = handler
-        functools.update_wrapper(self, self._original)
         self.__signature__ = inspect.signature(self._original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,32 +53,32 @@ class ForwardSeam:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._model))
-        return self._original if copied is None else class_forward(copied)
+        return self._original if copied is None else class_forward(copied, self._name)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
-        return class_forward, (self._model,)
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module, str]]:
+        return class_forward, (self._model, self._name)
 
     def install(self, undo: ExitStack) -> None:
         """Put the seam in place; `undo` takes it out again."""
         instance = self._model.__dict__
-        before = instance.get("forward")
+        before = instance.get(self._name)
         undo.callback(self._remove, before)
-        instance["forward"] = self
+        instance[self._name] = self
 
     def _remove(self, before: Any) -> None:
         self._handler = None
         instance = self._model.__dict__
         # somebody may have wrapped the seam since; then it stays inside as a pass-through
-        if instance.get("forward") is self:
+        if instance.get(self._name) is self:
             if before is None:
-                del instance["forward"]
+                del instance[self._name]
             else:
-                instance["forward"] = before
+                instance[self._name] = before
 
 
-def class_forward(model: nn.Module) -> Any:
+def class_forward(model: nn.Module, name: str = "forward") -> Any:
     """The forward a module has by its class; what copies of a patched module get."""
-    return functools.partial(type(model).forward, model)
+    return functools.partial(getattr(type(model), name), model)
 
 
 StepHandler = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
@@ -165,7 +168,17 @@ class FirstTrainingCall:
             self._original = None
 
     def _look_at(self, module: nn.Module) -> None:
-        is_training_call = self._depth == 0 and module.training and torch.is_grad_enabled()
-        if is_training_call and self._original is not None and any(p.requires_grad for p in module.parameters()):
+        if self._depth == 0 and self._original is not None and self._counts(module):
             self.stop()
             self._found(module)
+
+    def _counts(self, module: nn.Module) -> bool:
+        is_training = module.training and torch.is_grad_enabled()
+        return is_training and any(p.requires_grad for p in module.parameters())
+
+
+class FirstCall(FirstTrainingCall):
+    """The same for the first call of any model, trained or not."""
+
+    def _counts(self, module: nn.Module) -> bool:
+        return next(module.parameters(), None) is not None

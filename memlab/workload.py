@@ -103,7 +103,7 @@ class Workload:
     def describe(self) -> str:
         """Model, size, optimizer and device in one line."""
         optimizers = " + ".join(type(o).__name__ for o in self.optimizers) or "optimizer made later"
-        return f"{self.name} {_count(sum(p.numel() for p in self.model.parameters()))} · {optimizers} · {self.device}"
+        return f"{self.name} {_size(self.model)} · {optimizers} · {self.device}"
 
     @classmethod
     def find(
@@ -169,6 +169,48 @@ class Workload:
             )
         optimizer = getattr(trainer, "optimizer", None)
         return cls(model, optimizer, scheduler=getattr(trainer, "lr_scheduler", None))
+
+
+def find_model(namespace: Mapping[str, Any], cell: str, name: str | None = None) -> nn.Module | None:
+    """Find the model whose calls a cell makes, trainable or not.
+
+    Args:
+        namespace: the notebook's variables.
+        cell: source of the cell, as Python.
+        name: of the variable to use, where the cell names several.
+
+    Returns:
+        The model that the cell names, itself or through what holds one as `model` (a pipeline, a Trainer); None when
+        it names none, and its first call must tell.
+
+    Raises:
+        WorkloadError: a named variable is missing or holds no model, or the cell names several.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> find_model({"model": model, "x": 1}, "y = model(x)") is model
+        True
+    """
+    live = {key: value for key, value in namespace.items() if not key.startswith("_")}
+    if name:
+        held = _held_model(live.get(name))
+        return unwrap_model(held if held is not None else _chosen(live, name, "--model", nn.Module))
+    used, assigned = names_in(cell)
+    models = {key: held for key in used if key not in assigned and (held := _held_model(live.get(key))) is not None}
+    named = _outermost({key: unwrap_model(model) for key, model in models.items()})
+    if len(named) > 1:
+        listed = ", ".join(f"{key} ({type(m).__name__})" for key, m in named.items())
+        raise WorkloadError(f"several models found: {listed}; name the one to use with --model {next(iter(named))}")
+    return next(iter(named.values()), None)
+
+
+def _held_model(value: Any) -> nn.Module | None:
+    """A module with parameters, or that of something which calls or trains one."""
+    if not isinstance(value, nn.Module):
+        acts = callable(value) or callable(getattr(type(value), "train", None))
+        value = getattr(value, "model", None) if acts and not isinstance(value, type) else None
+    has_parameters = isinstance(value, nn.Module) and next(value.parameters(), None) is not None
+    return value if has_parameters else None
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -279,6 +321,20 @@ def _optimizers_for(model: nn.Module, live: Mapping[str, Any], assigned: set[str
     ]
     distinct = {id(o): o for o in map(unwrap_optimizer, optimizers)}
     return [o for o in distinct.values() if steps_some_of(o, model)]
+
+
+def describe_model(model: nn.Module) -> str:
+    """Model, size and device in one line.
+
+    Example:
+        >>> describe_model(nn.Linear(4, 2))
+        'Linear 10 · cpu'
+    """
+    return f"{_model_name(model)} {_size(model)} · {next(model.parameters()).device}"
+
+
+def _size(model: nn.Module) -> str:
+    return _count(sum(p.numel() for p in model.parameters()))
 
 
 def _model_name(model: nn.Module) -> str:

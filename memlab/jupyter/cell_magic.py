@@ -14,6 +14,7 @@ from memlab.jupyter.display import show
 from memlab.jupyter.freeing import calls_for_freeing, free, sentence
 from memlab.jupyter.help import cell_help
 from memlab.jupyter.history import History
+from memlab.jupyter.inference_cell import InferenceCell
 from memlab.jupyter.live import Line, Progress, Saying
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.panels import bring_up_to_date
@@ -60,7 +61,9 @@ class CellMagic:
         broken = cells.syntax_error(self._notebook.shell, source)
         if broken is not None:
             cells.raise_shown(self._notebook.shell, broken)
-        if options.background:
+        if options.inference:
+            InferenceCell(self._notebook).run(options, source)
+        elif options.background:
             self._run_in_background(options, source)
         else:
             self._run(options, source, Place())

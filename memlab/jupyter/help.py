@@ -28,6 +28,9 @@ Examples:
     %%memfit --background                        # other cells can run meanwhile: %memfit wait, %memfit cancel
     train()
 
+    %%memfit --inference --bf16 --budget 8GiB    # a cell that only generates: speed, KV cache, rows that fit
+    output = model.generate(**prompts)
+
     %%memfit --budget 8GiB --bf16 --lossless     # bf16 for certain; the rest is chosen, gradients stay exact
     train()
 """

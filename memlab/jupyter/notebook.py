@@ -11,6 +11,7 @@ from IPython.core.error import UsageError
 from torch import nn
 
 from memlab.errors import MemlabError, WorkloadError
+from memlab.inference_record import CallKind
 from memlab.jupyter import foresight
 from memlab.jupyter.background import Background
 from memlab.jupyter.config import MemLab
@@ -36,6 +37,8 @@ class Notebook:
         self._shell = weakref.ref(shell)
         self.config = MemLab(parent=shell)
         self.histories: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()
+        # forwards are compared with forwards, generations with generations, and neither with training
+        self.inferences: weakref.WeakKeyDictionary[nn.Module, dict[CallKind, History]] = weakref.WeakKeyDictionary()
         self.background = Background()
         self.panels = panels()
         self._last_model: weakref.ref[nn.Module] | None = None

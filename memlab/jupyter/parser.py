@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 
 from memlab.errors import PlanError
+from memlab.inferring.inference import precision_of
 from memlab.plan import Plan, unknown_flag
 from memlab.rescue.ladder import pinned
 from memlab.units import parse_bytes
@@ -72,6 +73,18 @@ CELL_FLAGS = (
         "--background",
         "",
         "run the cell on a thread of its own, so that clicks and other cells come through",
+    ),
+    Flag(
+        "inference",
+        "--inference",
+        "",
+        "for a cell that only runs forward or generate: gradients off, eval mode; with --fp16 or --bf16 weights in that format",
+    ),
+    Flag(
+        "prove",
+        "--prove",
+        "",
+        "with --inference: find the largest batch that fits --budget, or the device, by running it",
     ),
     Flag("quiet", "--quiet", "", "show no progress while the cell runs"),
     Flag("help", "--help", "", "show this and run nothing", also="-h"),
@@ -181,6 +194,8 @@ class CellOptions:
         keep: fields of the plan that must not change when memory runs out.
         rescue: change the plan and go on when memory runs out.
         background: run the cell on a thread of its own.
+        inference: the cell only runs forward.
+        prove: run the largest batch that fits.
         quiet: show no progress.
         help: show help and run nothing.
     """
@@ -194,6 +209,8 @@ class CellOptions:
     keep: frozenset[str] = frozenset()
     rescue: bool = True
     background: bool = False
+    inference: bool = False
+    prove: bool = False
     quiet: bool = False
     help: bool = False
 
@@ -305,6 +322,8 @@ def cell_options(line: str) -> CellOptions:
         ['checkpointing', 'optimizer', 'precision']
         >>> cell_options("").plan is None
         True
+        >>> cell_options("--inference --bf16 --budget 8GiB").inference
+        True
     """
     words = split_words(line)
     plan, rest = Plan.parse_known(words)
@@ -312,6 +331,10 @@ def cell_options(line: str) -> CellOptions:
     if loose:
         raise unknown_flag(loose[0], tuple(flag.flag for flag in CELL_FLAGS))
     capacity, budget = given.get("capacity"), given.get("budget")
+    if "inference" in given:
+        _check_inference(plan, given)
+    elif "prove" in given:
+        raise PlanError("--prove runs the largest batch of an inference cell; give it with --inference")
     if "lossless" in given and budget is None:
         raise PlanError("--lossless says what --budget may choose; give a budget, as in --budget 8GiB --lossless")
     if "keep" in given and "no_rescue" in given:
@@ -328,9 +351,28 @@ def cell_options(line: str) -> CellOptions:
         keep=pinned(given["keep"].split(",")) if "keep" in given else frozenset(),
         rescue="no_rescue" not in given,
         background="background" in given,
+        inference="inference" in given,
+        prove="prove" in given,
         quiet="quiet" in given,
         help="help" in given,
     )
+
+
+# why a flag of the cell means nothing where nothing is trained
+_ONLY_FOR_TRAINING = {
+    "optimizer": "no optimizer runs",
+    "lossless": "--budget chooses no plan there, it is what the batch is to fit into",
+    "keep": "an inference cell is not rescued",
+    "no_rescue": "an inference cell is not rescued",
+    "background": "an inference cell runs in the foreground",
+}
+
+
+def _check_inference(plan: Plan, given: dict[str, str]) -> None:
+    precision_of(plan)
+    for flag in CELL_FLAGS:
+        if flag.name in given and flag.name in _ONLY_FOR_TRAINING:
+            raise PlanError(f"{flag.flag} with --inference: {_ONLY_FOR_TRAINING[flag.name]}; leave it out")
 
 
 def split_words(line: str) -> list[str]:

@@ -6,6 +6,7 @@
 - `figure`: the live twins of the pictures, by plotly
 - `pareto`: memory against throughput, drawn by `pareto_image` and `pareto_figure`
 - `ladder`: what its table says; drawn by `ladder_image`
+- `inference`: calls that only run forward, in words and as a receipt
 - `ranking`, `listing`: which predictions are shown, in which order and words
 
 matplotlib and plotly are imported when a picture is asked for, never before.
@@ -17,6 +18,7 @@ from memlab.report import (
     figure,
     html,
     image,
+    inference,
     ladder,
     ladder_image,
     listing,
@@ -31,6 +33,7 @@ __all__ = [
     "figure",
     "html",
     "image",
+    "inference",
     "ladder",
     "ladder_image",
     "listing",

@@ -35,6 +35,7 @@ _SWATCHES: dict[str, Swatch] = {
     Category.GRADIENTS: Swatch("#E69F00", "//", "/"),
     Category.OPTIMIZER_STATE: Swatch("#009E73", "..", "."),
     Category.ACTIVATIONS: Swatch("#CC79A7", "\\\\", "\\"),
+    Category.CACHE: Swatch("#F0E442", "++", "+"),
     Category.TEMPORARIES: Swatch("#56B4E9", "xx", "x"),
     Category.WORKSPACES: Swatch("#D55E00", "--", "-"),
     Category.UNUSED: Swatch("#BDBDBD", "", ""),

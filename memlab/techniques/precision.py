@@ -150,7 +150,7 @@ class PrecisionChoice(Technique):
         return self._is(Precision.FP16) and self._scaler.found_bad_gradients()
 
     def _split_parameters(self, model: nn.Module, undo: ExitStack) -> None:
-        for tensor in [*model.parameters(), *_convertible_buffers(model)]:
+        for tensor in [*model.parameters(), *convertible_buffers(model)]:
             if tensor.dtype is not torch.float32:
                 continue
             undo.callback(self._join, tensor)
@@ -309,7 +309,7 @@ def _set_matmul_precision(precision: str, undo: ExitStack) -> None:
     torch.set_float32_matmul_precision(precision)
 
 
-def _convertible_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
+def convertible_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
     """Floating-point buffers that are saved with the model.
 
     Tables computed on the fly (rotary frequencies) and running statistics keep their precision, as in

@@ -166,6 +166,26 @@ class Tracer:
             del loss
             return trace
 
+    def one_graph(self) -> int:
+        """Bytes that one forward keeps for a backward pass, in eval mode: what gradients cost when nobody asks for them.
+
+        Raises:
+            TraceError: what the model computes depends on values.
+        """
+        with self._session(Plan()) as (_, seen):
+            seen.workload.model.eval()
+            return self._kept(seen, with_graph=True) - self._kept(seen, with_graph=False)
+
+    def _kept(self, seen: _Seen, *, with_graph: bool) -> int:
+        """Live bytes after a forward whose output is held."""
+        recorder, workload = seen.recorder, seen.workload
+        recorder.begin([*parameters_of(workload.model), *inputs_of(call_of(workload))])
+        with recorder, torch.set_grad_enabled(with_graph):
+            output = output_of(workload)
+        live_bytes = recorder.live_bytes
+        del output
+        return live_bytes
+
     def one_update(self, plan: Plan, trained: Iterable[int]) -> Trace:
         """Trace an update like all that follow the first.
 

@@ -1,0 +1,510 @@
+"""`Inference`: a model whose calls run forward only, for as long as a cell or a ``with`` block.
+
+What a call gets, and why:
+
+1. *Gradients off* by `torch.no_grad`, in the model's calls and nowhere else, so that other things may be trained on
+   what they return. `torch.inference_mode` saves no memory beyond that, and its tensors could not be: "Inference
+   tensors cannot be saved for backward".
+2. *Eval mode* while a call runs: a model left in train mode generates with dropout. Modes are put back after each
+   call, so the cell sees, and may set, its own.
+3. *Weights in half precision* where asked for (`weights.py`), for all of the time.
+4. *A place in the record* (`calls.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from memlab.errors import PlanError, RefusalError, SessionError, TraceError, WorkloadError
+from memlab.inference_record import BatchAdvice, CallKind, InferenceRecord
+from memlab.inferring.batches import Call, elements_of, proven
+from memlab.inferring.cache import caches_in, shape_of
+from memlab.inferring.calls import CallMeter
+from memlab.inferring.weights import HalfWeights
+from memlab.measuring.holdings import gradients_of, parameters_of, state_of
+from memlab.measuring.ledger import Holding
+from memlab.measuring.steps import Device, device_for
+from memlab.plan import FIELDS, Plan, Precision
+from memlab.records import Category
+from memlab.seams import ForwardSeam, on_first_step
+from memlab.session import session_of
+from memlab.shortage import is_out_of_memory, release
+from memlab.trace.tracer import Tracer
+from memlab.uninterrupted import uninterrupted
+from memlab.units import parse_bytes
+from memlab.workload import Batch, Workload, steps_some_of, unwrap_model
+
+_NO_GRADIENT = ("does not require grad", "does not have a grad_fn")
+_TRAINS = "train it without --inference (from Python: outside of memlab.inference)"
+# why a setting of a plan means nothing where nothing is trained
+_MEANINGLESS = {
+    "accumulation": "rows do not wait for each other without an update: feed fewer rows at a time",
+    "checkpointing": "nothing is kept for a backward pass that could be recomputed",
+    "optimizer": "no optimizer runs",
+    "offload": "no optimizer runs, and no activations are kept",
+    "loss": "the tiles save what a backward pass needs",
+}
+
+# one per model: a second one would round its weights again
+_attached: dict[int, Inference] = {}
+
+
+class Inference:
+    """A model whose calls run forward only. Use `memlab.inference` to make one.
+
+    Args:
+        model: the model; wrappers of Accelerate, Fabric and DDP are looked through.
+        precision: KEEP, FP16 or BF16.
+        device: what memory is counted on.
+        optimizers: of the model, whose state takes memory too.
+
+    Attributes:
+        model: without wrappers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        device: Device,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
+        self.model = unwrap_model(model)
+        self._precision = precision
+        self._optimizers = optimizers
+        self._modules = tuple(self.model.modules())
+        self._half = HalfWeights(self.model, precision) if precision is not Precision.KEEP else None
+        self._host_bytes = 0
+        self._notes: list[str] = []
+        self._meter = CallMeter(device, self._held, shape_of(self.model))
+        self._records: tuple[InferenceRecord, ...] | None = None
+        self._switched: list[nn.Module] = []  # in eval mode while a call runs
+        self._largest: dict[CallKind, Call] = {}
+        self._with_graph: Call | None = None  # of a forward for which gradients were on
+        self._depth = 0  # calls of the cell's own that are running, on several threads perhaps
+        self._thread: int | None = None  # whose call is measured
+        self._idle = threading.Condition()
+        self._undo = ExitStack()
+        self._attach()
+
+    # -- for people ----------------------------------------------------------------------------
+
+    @property
+    def records(self) -> tuple[InferenceRecord, ...]:
+        """What was measured so far, one record for each kind of call: forwards, generations."""
+        if self._records is not None:
+            return self._records
+        return self._meter.records(str(self._precision), self._host_bytes, tuple(self._notes))
+
+    @property
+    def record(self) -> InferenceRecord:
+        """That of the calls that need most memory.
+
+        Raises:
+            WorkloadError: there was no call.
+        """
+        records = self.records
+        if not records:
+            raise WorkloadError(
+                f"no call of {type(self.model).__name__} was seen: forward (model(…)) and generate are; other methods are not"
+            )
+        return max(records, key=lambda record: record.peak_allocated_bytes)
+
+    def graph_bytes(self) -> int | None:
+        """Bytes that the graph of the largest forward would have kept, had gradients been on; foretold on a twin.
+
+        Returns:
+            None when the cell had switched gradients off itself, no parameter could get one, there was no forward
+            outside of a generation, or the model cannot be foretold.
+        """
+        call = self._with_graph
+        if call is None or not any(parameter.requires_grad for parameter in self.model.parameters()):
+            return None
+        try:
+            return Tracer(Workload(self.model, batch=call.batch)).one_graph()
+        except TraceError:
+            return None
+
+    def largest_batch(self, budget: str | int | None = None, kind: CallKind | None = None) -> BatchAdvice:
+        """The most rows of the largest call that fit, proven by running it with other numbers of rows.
+
+        Rows are repeated to make the batches; random state is put back. What is run is not part of `records`.
+
+        Args:
+            budget: what they are to fit into, as in "8GiB"; by default what the device holds.
+            kind: of calls; by default the one that needs most memory.
+
+        Raises:
+            WorkloadError: no call to repeat, or nothing it needs grows with its rows.
+            BudgetError: not one row fits.
+            SessionError: the model has been given back.
+        """
+        if not self.attached:
+            raise SessionError("this inference is over: ask within the block")
+        budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget or self.capacity_bytes
+        if budget_bytes is None:
+            raise WorkloadError("largest_batch: this device has no size of its own; give a budget, as in '8GiB'")
+        if self.capacity_bytes is not None:
+            budget_bytes = min(budget_bytes, self.capacity_bytes)
+        record = next((each for each in self.records if each.kind is kind), None) or self.record
+        call, first = self._largest.get(record.kind), record.advise(budget_bytes)
+        if call is None or first is None or call.rows not in first.sizes:
+            raise WorkloadError(
+                "largest_batch: there is no call to repeat; make one of model(…) or model.generate(…) with a batch first"
+            )
+        return proven(first, record, lambda rows: self._peak_of(call, rows))
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What the device holds: the size it was given, or on CUDA what others do not use; None where it has no size."""
+        device, where = self._meter.device, next(self.model.parameters()).device
+        if device.capacity_bytes is not None or where.type != "cuda":
+            return device.capacity_bytes
+        ours = torch.cuda.memory_reserved(where)
+        total_bytes = torch.cuda.get_device_properties(where).total_memory
+        return total_bytes - max(0, (device.driver_bytes() or 0) - ours)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model's calls are taken over; False after `undo`."""
+        return _attached.get(id(self.model)) is self
+
+    def undo(self) -> None:
+        """Give the model back as it was. Harmless when done; waits for a call on another thread.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for the weights as they were. It can be called again once
+                memory is free; until then nothing is lost.
+        """
+        if not self.attached:
+            return
+        with self._idle:
+            self._idle.wait_for(lambda: not self._depth or self._thread == threading.get_ident())
+        with uninterrupted():
+            if self._records is None:
+                self._records = self.records
+            self._meter.close()
+            self._largest, self._with_graph = {}, None
+            if self._half is not None:
+                _with_room(self._half.restore)
+            self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        self.undo()
+        if error is not None and (sentence := explained(error)):
+            raise SessionError(sentence) from error
+
+    def __repr__(self) -> str:
+        state = "" if self.attached else ", over"
+        return f"<memlab inference of {type(self.model).__name__}, {self._precision}{state}>"
+
+    # -- attaching -----------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        with uninterrupted(), ExitStack() as seams:
+            _attached[id(self.model)] = self
+            seams.callback(_attached.pop, id(self.model), None)
+            ForwardSeam(self.model, self._on_forward).install(seams)
+            if callable(getattr(self.model, "generate", None)):
+                ForwardSeam(self.model, self._on_generate, "generate").install(seams)
+            on_first_step(self._on_step, seams)
+            self._round(seams)
+            self._undo = seams.pop_all()
+
+    def _round(self, seams: ExitStack) -> None:
+        if self._half is None:
+            return
+        try:
+            self._half.convert()
+        except BaseException:
+            self._half.restore()
+            raise
+        self._host_bytes = self._half.host_bytes
+        if not self._host_bytes:
+            kinds = sorted({str(p.dtype).removeprefix("torch.") for p in self.model.parameters()})
+            self._notes.append(f"nothing was rounded: the weights are {', '.join(kinds)} already")
+
+    def _held(self) -> Iterator[Holding]:
+        """What lives all the time."""
+        yield from parameters_of(self.model)
+        session = session_of(self.model)
+        if session is not None:
+            yield from ((Category.PARAMETERS, tensor) for tensor in session.held_tensors)
+        yield from gradients_of(self.model)
+        if self._half is not None:
+            yield from ((Category.GRADIENTS, gradient) for gradient in self._half.gradients)
+        yield from state_of(self._optimizers)
+
+    # -- the seams -----------------------------------------------------------------------------
+
+    def _on_forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._is_inside():
+            with self._measured_pass(Batch(args, kwargs)) as seen:
+                output = self._run(original, args, kwargs)
+                seen.append(output)
+            return output
+        batch, was_on = Batch(args, kwargs), torch.is_grad_enabled()
+        with self._quiet():
+            with self._measured_pass(batch) as seen:
+                output = self._run(original, args, kwargs)
+                seen.append(output)
+            self._remember(CallKind.FORWARD, batch, was_on=was_on)
+            return self._widened(output)
+
+    def _on_generate(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._is_inside():  # of assisted decoding, say
+            return self._run(original, args, kwargs)
+        with self._quiet():
+            if not self._is_mine():
+                return self._run(original, args, kwargs)
+            batch = Batch(args, kwargs)
+            self._meter.generation_begins(batch)
+            try:
+                output = self._run(original, args, kwargs)
+                self._meter.generation_ended(self._new_tokens(output, batch))
+                self._remember(CallKind.GENERATE, batch, was_on=False)
+            except BaseException:
+                self._meter.interrupted()
+                raise
+            return self._widened(output)
+
+    def _remember(self, kind: CallKind, batch: Batch, *, was_on: bool) -> None:
+        """Note the largest calls: they may be made again."""
+        if caches_in(batch.kwargs) or not self._is_mine():
+            return
+        elements = elements_of(batch)
+        is_larger = kind not in self._largest or elements > self._largest[kind].elements
+        is_larger_graph = was_on and (self._with_graph is None or elements > self._with_graph.elements)
+        if is_larger or is_larger_graph:
+            call = Call.like(kind.value, batch, next(self.model.parameters()).device)
+            self._largest[kind] = call if is_larger else self._largest[kind]
+            self._with_graph = call if is_larger_graph else self._with_graph
+
+    def _widened(self, output: Any) -> Any:
+        return output if self._half is None else self._half.widened(output)
+
+    def _peak_of(self, call: Call, rows: int) -> int | None:
+        """Peak of a call with so many rows; None when memory ran out."""
+        before = self._meter, dict(self._largest), self._with_graph
+        self._meter = CallMeter(self._meter.device, self._held, None)
+        method = self.model if call.method == CallKind.FORWARD else getattr(self.model, call.method)
+        try:
+            with call.undisturbed():
+                batch = call.with_rows(rows)
+                output = method(*batch.args, **batch.kwargs)
+                del output, batch
+            return max(each.peak_allocated_bytes or 0 for each in self._meter.calls)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release(error)
+        finally:
+            self._meter.close()
+            self._meter, self._largest, self._with_graph = before
+        gc.collect()
+        return None
+
+    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return original(*args, **kwargs) if self._half is None else self._half.called(original, args, kwargs)
+
+    def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if steps_some_of(optimizer, self.model):
+            raise SessionError(
+                f"{type(optimizer).__name__} steps {type(self.model).__name__} under --inference, where its calls have no gradients: {_TRAINS}"
+            )
+
+    # -- one call ------------------------------------------------------------------------------
+
+    def _is_inside(self) -> bool:
+        """Whether this thread is in a call already."""
+        return self._depth > 0 and self._is_mine()
+
+    def _is_mine(self) -> bool:
+        return self._thread == threading.get_ident()
+
+    @contextmanager
+    def _measured_pass(self, batch: Batch) -> Iterator[list[Any]]:
+        """Tell the meter of a forward; the output is to be put into the list."""
+        if not self._is_mine():  # another thread's call is being measured
+            yield []
+            return
+        seen: list[Any] = []
+        self._meter.pass_begins(batch)
+        try:
+            yield seen
+            self._meter.pass_ended(seen[0])
+        except BaseException:
+            self._meter.interrupted()
+            raise
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """No gradients, and eval mode, while a call of the cell's own runs."""
+        with self._idle:
+            self._depth += 1
+            if self._depth == 1:
+                self._thread = threading.get_ident()
+                self._switch_to_eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            with self._idle:
+                self._depth -= 1
+                if self._is_mine():
+                    self._thread = None
+                if not self._depth:
+                    self._switch_back()
+                self._idle.notify_all()
+
+    def _switch_to_eval(self) -> None:
+        self._switched = [module for module in self._modules if module.training]
+        for module in self._switched:
+            module.training = False
+        if self._switched:
+            self._note_once("the model was in train mode: its calls ran in eval mode, without dropout")
+
+    def _switch_back(self) -> None:
+        for module in self._switched:
+            module.training = True
+        self._switched = []
+
+    def _new_tokens(self, output: Any, batch: Batch) -> int:
+        """Tokens that `generate` added, of all rows; as many as it has passes where its output does not say."""
+        sequences = output if isinstance(output, torch.Tensor) else getattr(output, "sequences", None)
+        if not isinstance(sequences, torch.Tensor) or sequences.dim() != 2:
+            return 0
+        config = getattr(self.model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            return sequences.shape[0] * (sequences.shape[1] - 1)
+        ids = batch.kwargs.get("input_ids", batch.kwargs.get("inputs", next(iter(batch.args), None)))
+        prompt = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
+        return sequences.shape[0] * (sequences.shape[1] - prompt)
+
+    def _note_once(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)
+
+
+def inference(
+    model: nn.Module,
+    flags: str = "",
+    *,
+    device: Device | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> Inference:
+    """Have the calls of a model run forward only, and measure them.
+
+    Args:
+        model: the model; parts of it that are called by themselves, and methods other than forward and ``generate``,
+            are not taken over.
+        flags: "--fp16" or "--bf16" rounds the weights for the time being; empty keeps their format.
+        device: what memory is counted on, with its capacity; by default that of the model.
+        optimizers: whose state takes memory beside the model.
+
+    Returns:
+        What holds the model: under ``with`` it is given back at the end of the block; bare, by `undo`.
+
+    Raises:
+        PlanError: flags that cannot be read, or mean nothing where nothing is trained.
+        RefusalError: the model cannot be taken over, or cannot run in that format.
+        SessionError: it is under inference already; or, at the end of the block, the block tried to train it.
+        WorkloadError: no model with parameters.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 2))
+        >>> with inference(model) as run:
+        ...     output = model(torch.zeros(3, 4))
+        >>> output.requires_grad, run.record.calls[0].rows, run.record.notes
+        (False, 3, ('the model was in train mode: its calls ran in eval mode, without dropout',))
+    """
+    precision = precision_of(Plan.parse(flags))
+    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    if parameter is None:
+        raise WorkloadError(f"inference: expected a torch.nn.Module with parameters, got {type(model).__name__}")
+    inner = unwrap_model(model)
+    if type(inner).__name__ == "OptimizedModule" or getattr(inner, "_compiled_call_impl", None) is not None:
+        raise RefusalError(
+            "inference",
+            f"{type(inner).__name__} is compiled, and the compiled code no longer calls model.forward",
+            "use the uncompiled model (model._orig_mod)",
+        )
+    if id(inner) in _attached:
+        raise SessionError(f"{type(inner).__name__} is under inference already: leave that block, or call its undo()")
+    counted_on = device or device_for(parameter.device)
+    made = None
+    try:
+        with uninterrupted():
+            made = Inference(inner, precision, counted_on, optimizers)
+    except BaseException:
+        # whoever does not get it could not undo it
+        if made is not None:
+            made.undo()
+        raise
+    return made
+
+
+def inference_of(model: nn.Module) -> Inference | None:
+    """What holds a model, or None."""
+    return _attached.get(id(unwrap_model(model)))
+
+
+def precision_of(plan: Plan) -> Precision:
+    """The precision in a plan for calls that only run forward.
+
+    Raises:
+        PlanError: a setting that means nothing there, with the reason.
+
+    Example:
+        >>> precision_of(Plan.parse("--bf16"))
+        <Precision.BF16: 'bf16'>
+    """
+    flags = {field.name: field.flag for field in FIELDS}
+    for name in plan.changes():
+        if name in _MEANINGLESS:
+            raise PlanError(f"{flags[name]} with --inference: {_MEANINGLESS[name]}; leave it out")
+    unknown = set(plan.changes()) - {"precision"}
+    if unknown:
+        raise PlanError(f"{flags[min(unknown)]} with --inference: it works on training only; leave it out")
+    if plan.precision not in (Precision.KEEP, Precision.FP16, Precision.BF16):
+        raise PlanError(
+            f"--precision {plan.precision} with --inference: allowed are --fp16 and --bf16, which keep the weights in that "
+            f"format meanwhile"
+        )
+    return plan.precision
+
+
+def explained(error: BaseException) -> str:
+    """What an error of code that trains means under inference; empty for other errors."""
+    if isinstance(error, RuntimeError) and all(words in str(error) for words in _NO_GRADIENT):
+        return f"backward() under --inference, where the model's calls have no gradients: {_TRAINS}"
+    return ""
+
+
+def _with_room(restore: Callable[[], None]) -> None:
+    """Put back, a second time when memory ran out: after what the first attempt held is gone."""
+    try:
+        restore()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        release(error)
+    else:
+        return
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    restore()

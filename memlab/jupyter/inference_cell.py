@@ -1,0 +1,155 @@
+"""`InferenceCell`: `%%memfit --inference`. The model's calls run forward only while the cell does, and are measured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from IPython.core.error import UsageError
+from torch import nn
+
+from memlab.errors import BudgetError, WorkloadError
+from memlab.inference_record import CallKind, InferenceRecord
+from memlab.inferring.inference import Inference, explained, inference, inference_of
+from memlab.jupyter import cells
+from memlab.jupyter.display import show
+from memlab.jupyter.history import History
+from memlab.jupyter.notebook import Notebook, one_line
+from memlab.jupyter.parser import CellOptions
+from memlab.jupyter.watch import optimizers_of, was_raised_by_memlab
+from memlab.measuring.steps import device_for
+from memlab.report.inference import batch_line, graph_line, lines
+from memlab.seams import FirstCall
+from memlab.shortage import is_out_of_memory
+from memlab.units import format_bytes
+from memlab.workload import describe_model, find_model
+
+_NO_MODEL = "no model found: the cell named no torch.nn.Module with parameters, and called none"
+_NO_CALL = (
+    "no call of the model was seen, so nothing was measured: forward (model(…)) and generate are taken over, calls of its "
+    "parts and other methods are not"
+)
+
+
+class InferenceCell:
+    """Runs one cell.
+
+    Args:
+        notebook: what the magics of the shell share.
+    """
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._notebook = notebook
+        self._run_of_model: Inference | None = None
+        self._undo = ExitStack()
+
+    def run(self, options: CellOptions, source: cells.Source) -> None:
+        """Run a cell whose text compiles."""
+        try:
+            with one_line():
+                self._find(options, source)
+            outcome = cells.run(self._notebook.shell, source)
+            if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
+                with one_line():
+                    self._show_receipt(options, is_whole=outcome.error is None)
+        finally:
+            self._give_back()
+        if outcome.error is not None:
+            self._raise(outcome, outcome.error, options)
+
+    # -- before the cell -----------------------------------------------------------------------
+
+    def _find(self, options: CellOptions, source: cells.Source) -> None:
+        model = find_model(dict(self._notebook.shell.user_ns), source.python, options.model)
+        self._notebook.background.require_other(model)
+        take = self._taker(options)
+        if model is not None:
+            take(model)
+        else:
+            self._undo.enter_context(FirstCall(lambda called: take(_whole(called))))
+
+    def _taker(self, options: CellOptions) -> Callable[[nn.Module], None]:
+        flags = str(options.plan) if options.plan is not None else ""
+        capacity_bytes = options.capacity_bytes or self._notebook.config.capacity_bytes
+
+        def take(model: nn.Module) -> None:
+            left = inference_of(model)
+            if left is not None:  # a cell before had no room to give the weights back
+                left.undo()
+            device = device_for(next(model.parameters()).device, capacity_bytes)
+            self._undo.callback(device.close)
+            self._run_of_model = inference(model, flags, device=device, optimizers=optimizers_of(model))
+
+        return take
+
+    # -- after it ------------------------------------------------------------------------------
+
+    def _give_back(self) -> None:
+        with self._undo, one_line():
+            if self._run_of_model is not None:
+                self._run_of_model.undo()
+
+    def _show_receipt(self, options: CellOptions, *, is_whole: bool) -> None:
+        run = self._run_of_model
+        if run is None or not run.records:
+            print(f"memfit: {_NO_MODEL if run is None else _NO_CALL}")  # noqa: T201 - the cell itself was fine
+            return
+        for record in run.records:
+            said = lines(record)
+            if is_whole:
+                said += (*self._graph(run, record), *self._batch(run, record, options))
+            history = self._notebook.inferences.setdefault(run.model, {}).setdefault(record.kind, History())
+            title = " · ".join([f"inference ({record.kind})", describe_model(run.model), record.device])
+            history.add(title, [record.measurement], said)
+            show(history.require())
+
+    def _graph(self, run: Inference, record: InferenceRecord) -> tuple[str, ...]:
+        wanted = record.kind is CallKind.FORWARD and self._notebook.config.predict
+        graph_bytes = run.graph_bytes() if wanted else None
+        return (graph_line(graph_bytes),) if graph_bytes else ()
+
+    def _batch(self, run: Inference, record: InferenceRecord, options: CellOptions) -> tuple[str, ...]:
+        budget_bytes = options.budget_bytes or self._notebook.config.budget_bytes or run.capacity_bytes
+        if budget_bytes is None:
+            return ("batch: --prove needs a size to fit into: --budget or --capacity",) if options.prove else ()
+        if not options.prove:
+            advice = record.advise(budget_bytes)
+            return (batch_line(advice, record),) if advice is not None else ()
+        try:
+            return (batch_line(run.largest_batch(budget_bytes, record.kind), record),)
+        except (BudgetError, WorkloadError) as error:
+            return (f"batch: {error}",)
+
+    def _raise(self, outcome: cells.Outcome, error: BaseException, options: CellOptions) -> None:
+        if was_raised_by_memlab(error):
+            raise UsageError(str(error))
+        if sentence := explained(error):
+            raise UsageError(sentence)
+        advice = self._advice(options) if is_out_of_memory(error) else ""
+        cells.raise_shown(self._notebook.shell, outcome, advice)
+
+    def _advice(self, options: CellOptions) -> str:
+        """What to try when memory ran out."""
+        run = self._run_of_model
+        record = run.record if run is not None and run.records else None
+        fits = _rows_that_fit(record, run.capacity_bytes) if run is not None and record is not None else ""
+        rounded = "" if options.plan is not None else ", or %%memfit --inference --bf16, which halves weights and cache"
+        return f"memfit: out of memory in a call that only runs forward. Try next: fewer rows at a time{fits}{rounded}"
+
+
+def _rows_that_fit(record: InferenceRecord, capacity_bytes: int | None) -> str:
+    advice = record.advise(capacity_bytes) if capacity_bytes is not None else None
+    return f" (up to {advice.rows:,} fit into {format_bytes(advice.budget_bytes)})" if advice and advice.rows else ""
+
+
+def _whole(called: nn.Module) -> nn.Module:
+    """The model that a called module is part of, where `generate` calls that part by itself (an encoder)."""
+    others = (value for value in gc.get_objects() if issubclass(type(value), nn.Module) and value is not called)
+    generating = (model for model in others if callable(getattr(type(model), "generate", None)))
+    return next((model for model in generating if _has_part(model, called)), called)
+
+
+def _has_part(model: Any, part: nn.Module) -> bool:
+    return any(child is part for child in model.children())

@@ -1,0 +1,93 @@
+"""Calls that only run forward, in words: their receipt, and the lines below it."""
+
+from __future__ import annotations
+
+from memlab.comparison import Comparison
+from memlab.inference_record import BatchAdvice, CacheUse, CallKind, InferenceRecord
+from memlab.report.columns import rate
+from memlab.units import format_bytes
+
+_WATCHED = (
+    "a ledger watched every call that was timed, which takes time: make the same call twice in the cell for its speed"
+)
+
+
+def receipt(title: str, record: InferenceRecord) -> Comparison:
+    """What was measured as a table with lines below it; several are set side by side by `Comparison.add`.
+
+    Args:
+        title: which model, on what.
+        record: of one kind of calls.
+    """
+    return Comparison(title, (record.measurement,), lines(record))
+
+
+def lines(record: InferenceRecord) -> tuple[str, ...]:
+    """What a table has no columns for: the calls, the cache, notes.
+
+    Example:
+        >>> from memlab.inference_record import CallRecord
+        >>> call = CallRecord(CallKind.GENERATE, 4, 16, 80, 20, 2.0, 0.5, 1000, None, 600, observed=True)
+        >>> for line in lines(InferenceRecord("keep", "cpu", (call,), cache=CacheUse(8000, 4, 35, 8000, "2 × …"))):
+        ...     print(line)
+        generate: 1 call, the largest of 4 rows × 16 tokens; prefill 128 tokens/s, decode 50.7 new tokens/s
+        KV cache: 7.8 KiB for 4 rows × 35 tokens, 57 B a token; by its formula 7.8 KiB = 2 × …
+        a ledger watched every call that was timed, which takes time: make the same call twice in the cell for its speed
+    """
+    said = [_calls(record)]
+    if record.cache is not None:
+        said.append(cache_line(record.cache))
+    said += record.notes
+    if all(call.observed for call in record.timed):
+        said.append(_WATCHED)
+    return tuple(said)
+
+
+def cache_line(cache: CacheUse) -> str:
+    """What a key-value cache took, beside what its formula says."""
+    each = f", {format_bytes(cache.size_bytes / (cache.rows * cache.tokens))} a token" if cache.tokens else ""
+    counted = f" × {cache.tokens} tokens" if cache.tokens else ""
+    text = f"KV cache: {format_bytes(cache.size_bytes)} for {cache.rows} rows{counted}{each}"
+    if cache.predicted_bytes is None:
+        return f"{text}; the model's configuration gives no formula"
+    text += f"; by its formula {format_bytes(cache.predicted_bytes)} = {cache.formula}"
+    if cache.size_bytes > cache.predicted_bytes:
+        text += "; its tensors lie in larger storages than their tokens need"
+    return text
+
+
+def batch_line(advice: BatchAdvice, record: InferenceRecord) -> str:
+    """How many rows fit, and how that is known."""
+    needs = f"{format_bytes(advice.fixed_bytes)} + {format_bytes(advice.row_bytes)} a row"
+    budget = format_bytes(advice.budget_bytes)
+    if advice.proven_bytes is not None:
+        return f"batch: {advice.rows:,} rows fit into {budget}, proven by a run that peaked at {format_bytes(advice.proven_bytes)} ({needs})"
+    if not advice.rows:
+        return f"batch: not one row fits into {budget} ({needs})"
+    known = "two sizes" if len(advice.sizes) > 1 else f"{advice.sizes[0]} rows, with all that grows put down to them"
+    how = "of as many tokens" if record.kind is CallKind.GENERATE or record.calls[0].tokens else "like these"
+    return f"batch: up to {advice.rows:,} rows {how} fit into {budget} ({needs}, from {known}); --prove runs it"
+
+
+def graph_line(graph_bytes: int) -> str:
+    """What gradients would have cost.
+
+    Example:
+        >>> graph_line(2**20)
+        'gradients were on in the cell and are off in its calls: the graph of the largest one would have kept 1.0 MiB'
+    """
+    return (
+        "gradients were on in the cell and are off in its calls: the graph of the largest one would have kept "
+        f"{format_bytes(graph_bytes)}"
+    )
+
+
+def _calls(record: InferenceRecord) -> str:
+    largest = max(record.calls, key=lambda call: (call.rows * max(1, call.tokens), call.rows))
+    count = len(record.calls)
+    tokens = f" × {largest.tokens} tokens" if largest.tokens else ""
+    text = f"{record.kind}: {count:,} call{'' if count == 1 else 's'}, the largest of {largest.rows} rows{tokens}"
+    if record.kind is CallKind.GENERATE:
+        prefill, decode = rate(record.prefill_tokens_per_second), rate(record.decode_tokens_per_second)
+        text += f"; prefill {prefill} tokens/s, decode {decode} new tokens/s"
+    return text
