@@ -24,7 +24,7 @@ from memlab.measuring.steps import device_for
 from memlab.plan import Plan
 from memlab.predicting import predict_all
 from memlab.records import Measurement, Prediction
-from memlab.search.deciding import Search, needed_bytes
+from memlab.search.deciding import Search
 from memlab.search.trials import best_of_trials, run_trial
 from memlab.units import format_bytes
 from tests.bench.__main__ import slug, versions
@@ -90,7 +90,7 @@ def examine(workload: Workload) -> dict[str, Any]:
     measured = {plan: measure(workload, plan, STEPS) for plan in applicable}
     by_label = {each.plan: each for each in predictions}
     pairs = [(by_label[plan.label], measured[plan]) for plan in applicable]
-    peaks = sorted(needed_bytes(each) for each in measured.values())
+    peaks = sorted(each.needed_bytes for each in measured.values())
     budgets = [round(peaks[0] * (peaks[-1] / peaks[0]) ** share) for share in BUDGETS]
     return {
         "workload": workload.describe(),
@@ -99,11 +99,11 @@ def examine(workload: Workload) -> dict[str, Any]:
             [foretold.step_seconds for foretold, _ in pairs], [each.median_step_seconds for _, each in pairs]
         ),
         "worst under-prediction of the peak": max(
-            needed_bytes(each) / foretold.needed_bytes - 1 for foretold, each in pairs
+            each.needed_bytes / foretold.needed_bytes - 1 for foretold, each in pairs
         ),
         "searches": [searched(workload, plans, predictions, measured, budget_bytes) for budget_bytes in budgets],
         "measured": [
-            [each.plan, needed_bytes(each), foretold.needed_bytes, each.median_step_seconds, foretold.step_seconds]
+            [each.plan, each.needed_bytes, foretold.needed_bytes, each.median_step_seconds, foretold.step_seconds]
             for foretold, each in pairs
         ],
     }
@@ -128,7 +128,7 @@ def searched(
         )
     finally:
         device.close()
-    fitting = [plan for plan, each in measured.items() if needed_bytes(each) <= budget_bytes]
+    fitting = [plan for plan, each in measured.items() if each.needed_bytes <= budget_bytes]
     best = min(fitting, key=lambda plan: measured[plan].median_step_seconds)
     return {
         "budget_bytes": budget_bytes,

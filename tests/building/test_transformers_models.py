@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import memlab
 from memlab.errors import BuildError, MissingExtraError
-from tests.building.families import families
+from tests.building.built_models import families
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
