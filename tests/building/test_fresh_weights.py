@@ -13,8 +13,8 @@ from torch import nn
 import memlab
 from memlab.building.gradual import Gradual
 from memlab.errors import BuildError
-from tests.building.conftest import LooksAtValues, Rotary, Tied, WritesLate, copied_layers, plain, recurrent
 from tests.building.built_models import families
+from tests.building.conftest import LooksAtValues, Rotary, Tied, WritesLate, copied_layers, plain, recurrent
 
 FACTORIES = [plain, copied_layers, recurrent, Tied, WritesLate, LooksAtValues]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

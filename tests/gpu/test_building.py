@@ -6,8 +6,8 @@ import transformers as hf
 from torch import nn
 
 import memlab
-from tests.building.conftest import Rotary, Tied, WritesLate, copied_layers, plain, recurrent, wide_bytes
 from tests.building.built_models import families
+from tests.building.conftest import Rotary, Tied, WritesLate, copied_layers, plain, recurrent, wide_bytes
 from tests.helpers.host_peak import can_measure, host_peak
 from tests.helpers.needs import needs
 
