@@ -28,8 +28,10 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     # a shell's background job ignores Ctrl-C, and tests that press it would wait for it in vain
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# threads that libraries keep for the life of the process
-_LASTING_THREADS = ("tqdm", "IPython", "asyncio", "ThreadPoolExecutor", "Tmonitor", "TMonitor", "pytest", "pydevd")
+# threads that libraries keep for the life of the process; the runner is Jupyter's, made where a loop runs already (Playwright's)
+_LASTING_THREADS = (
+    "MainThread - runner", "tqdm", "IPython", "asyncio", "ThreadPoolExecutor", "Tmonitor", "TMonitor", "pytest", "pydevd",
+)  # fmt: skip
 _PATIENCE_SECONDS = 2.0
 
 
