@@ -338,6 +338,19 @@ class Plan:
         return plan
 
     @classmethod
+    def of_label(cls, label: str) -> Plan:
+        """The plan that prints as a label.
+
+        Raises:
+            PlanError: as for `parse`.
+
+        Example:
+            >>> Plan.of_label("as written") == Plan(), Plan.of_label("--bf16").label
+            (True, '--bf16')
+        """
+        return cls() if label == cls().label else cls.parse(label)
+
+    @classmethod
     def parse_known(cls, words: list[str]) -> tuple[Plan, list[str]]:
         """Read the plan's flags out of a list of words and return the words that are not its own."""
         settings: dict[str, Any] = {}

@@ -171,6 +171,10 @@ class Session:
         """
         self._pending = plan if plan != self.plan else None
 
+    def leave(self, observer: Observer) -> None:
+        """Have somebody watch no longer; harmless when they do not."""
+        self.observers[:] = [one for one in self.observers if one is not observer]
+
     def hand_over(self, thread: int) -> None:
         """Have another thread train, and change plans between its steps.
 

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from memlab.errors import BudgetError, WorkloadError
 from memlab.inference_record import BatchAdvice, InferenceRecord, advice_from
+from memlab.measuring.batches import samples_of
 from memlab.measuring.ledger import tensors_in
-from memlab.measuring.steps import samples_of
 from memlab.units import format_bytes
 from memlab.workload import Batch
 

@@ -22,9 +22,10 @@ import torch
 from memlab.inference_record import CacheUse, CallKind, CallRecord, InferenceRecord
 from memlab.inferring import cache
 from memlab.inferring.cache import CacheShape
+from memlab.measuring.batches import samples_of
 from memlab.measuring.holdings import inputs_of
 from memlab.measuring.ledger import Holding, Observation, tensors_in
-from memlab.measuring.steps import Device, Mark, samples_of
+from memlab.measuring.steps import Device, Mark
 from memlab.records import Category, Phase
 from memlab.workload import Batch
 

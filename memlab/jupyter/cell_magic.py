@@ -150,7 +150,7 @@ class CellMagic:
             history = self._notebook.histories.get(workload.model, History())
             return Rescuer(
                 options.keep or self._notebook.config.kept,
-                {Plan.parse(each.plan if each.plan != Plan().label else ""): each for each in history.lattice},
+                {Plan.of_label(each.plan): each for each in history.lattice},
                 capacity_bytes,
                 (lambda text: _say(line, text)) if line is not None else None,
             )

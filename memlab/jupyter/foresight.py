@@ -19,9 +19,10 @@ from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
 from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.history import History
 from memlab.jupyter.parser import CellOptions, ForesightOptions
+from memlab.measuring.batches import shapes_of, tokens_of
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import compare
-from memlab.measuring.steps import Device, shapes_of, tokens_of
+from memlab.measuring.steps import Device
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction
 from memlab.report.ranking import verdict_words
@@ -313,7 +314,7 @@ def foretell_rows(history: History, workload: Workload, plans: Iterable[Plan], s
 
 def with_predictions(comparison: Comparison, workload: Workload, say: Say) -> Comparison:
     """The comparison with what was foretold for its plans."""
-    plans = [Plan() if each.plan == "as written" else Plan.parse(each.plan) for each in comparison.measurements]
+    plans = [Plan.of_label(each.plan) for each in comparison.measurements]
     predictions, problem = _cheaply(workload, plans, say)
     events = (*comparison.events, problem) if problem else comparison.events
     return replace(comparison, predictions=tuple(predictions), events=events)

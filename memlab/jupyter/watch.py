@@ -122,7 +122,7 @@ class CellWatch:
         watching += [meter, self._notes, ThrashWatch(session.note)]
         for observer in watching:
             session.observers.append(observer)
-            self._undo.callback(_leave, session, observer)
+            self._undo.callback(session.leave, observer)
             observer.plan_changed(session.plan)
 
     def _keep_alive(self, session: Session, device: Device) -> None:
@@ -302,10 +302,6 @@ def _session_for(workload: Workload, plan: Plan | None) -> Session:
 def _made_anew(workload: Workload, session: Session) -> bool:
     known = {id(optimizer) for optimizer in session.workload.optimizers}
     return bool(known) and any(id(optimizer) not in known for optimizer in workload.optimizers)
-
-
-def _leave(session: Session, observer: Any) -> None:
-    session.observers[:] = [one for one in session.observers if one is not observer]
 
 
 def _measured(meter: Meter, plan: Plan) -> Measurement | None:

@@ -32,8 +32,9 @@ from memlab.live.source import Can
 from memlab.live.stage import AtOnce, Playing, Stage
 from memlab.live.views import Drawn, Views
 from memlab.live.wishes import Wishes
+from memlab.measuring.batches import samples_of
 from memlab.measuring.runs import call_of
-from memlab.measuring.steps import Meter, device_for, samples_of
+from memlab.measuring.steps import Meter, device_for
 from memlab.moment import Activity, Asked, Moment
 from memlab.observer import Observer
 from memlab.plan import FIELDS, Plan
@@ -487,7 +488,7 @@ class Control(Observer):
             undo.callback(meter.device.close)
             undo.callback(meter.close)
             session.observers.append(meter)
-            undo.callback(_leave, session, meter)
+            undo.callback(session.leave, meter)
             meter.plan_changed(session.plan)
             if session.rescuer is None:
                 session.accept(Rescuer(capacity_bytes=meter.device.capacity_bytes))
@@ -605,7 +606,3 @@ class Control(Observer):
             self._wishes.target = None
             self.report(error)
             self.draw()
-
-
-def _leave(session: Session, observer: Any) -> None:
-    session.observers[:] = [one for one in session.observers if one is not observer]

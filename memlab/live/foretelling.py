@@ -9,7 +9,7 @@ from typing import Any
 
 from memlab.errors import MemlabError
 from memlab.live.effects import settings_beside
-from memlab.measuring.steps import shapes_of
+from memlab.measuring.batches import shapes_of
 from memlab.plan import Plan
 from memlab.predicting import predict_each
 from memlab.records import Fit, Measurement, Prediction
@@ -84,8 +84,7 @@ class Foretelling:
                 f"no plan is predicted to fit {format_bytes(budget_bytes)}; the smallest, {smallest.plan}, needs "
                 f"{format_bytes(smallest.needed_bytes)}"
             )
-        best = max(fitting, key=_merit)
-        return Plan.parse("" if best.plan == Plan().label else best.plan)
+        return Plan.of_label(max(fitting, key=_merit).plan)
 
     def _begin(self, workload: Workload, *, is_calibrated: bool) -> None:
         made_for = (shapes_of(workload.batch), is_calibrated)

@@ -13,41 +13,23 @@ import re
 import shlex
 import threading
 import time
-import weakref
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby
 
 from memlab.errors import PlanError
+from memlab.live.recording import Stretch, changes_of, points_of, stretches_of, times_of
 from memlab.live.source import Can
-from memlab.live.thinning import Track
-from memlab.moment import Activity, Asked, Change, LivePoint, Moment, Toggle
+from memlab.live.views import Drawn, Views
+from memlab.moment import Activity, Asked, Change, Moment, Toggle
 from memlab.plan import FIELDS, Plan
-from memlab.records import Measurement, Prediction, StepRecord, ratio
+from memlab.records import Prediction
 from memlab.run_record import RunRecord
 from memlab.units import format_bytes
 
-_LONGEST_SECONDS = 20.0
-# shorter recordings are slowed down: eyes must be able to follow
-_SHORTEST_SECONDS = 4.0
-_FASTER = 2.0
 _MOST_EVENTS = 20
-_MOST_ERRORS = 5
 _STEP = re.compile(r"step (\d+)\b")
-
-Drawn = Callable[[Moment], None]
-
-
-@dataclass(frozen=True)
-class _Stretch:
-    """Points in a row under one plan: from `start` on, before `stop`."""
-
-    plan: str
-    start: int
-    stop: int
 
 
 class Replay:
@@ -59,6 +41,7 @@ class Replay:
 
     Example:
         >>> from memlab.comparison import Comparison
+        >>> from memlab.records import Measurement, StepRecord
         >>> m = Measurement("as written", "NVIDIA H200", 2**30, None, 0, {}, (), (0.5,), 8, 0)
         >>> record = RunRecord(Comparison("gpt2", (m,)), (StepRecord(1, "as written", 0.5, 8, 0, 2**30),))
         >>> replay = Replay(record)
@@ -75,11 +58,11 @@ class Replay:
     def __init__(self, record: RunRecord, clock: Callable[[], float] = time.monotonic) -> None:
         self._record = record
         self._clock = clock
-        self._points = _points_of(record)
-        self._stretches = _stretches_of(self._points)
-        self._changes = record.changes or _changes_of(self._points, self._stretches)
+        self._points = points_of(record)
+        self._stretches = stretches_of(self._points)
+        self._changes = record.changes or changes_of(self._points, self._stretches)
         self._predictions = _first_of_each_plan((*record.comparison.predictions, *record.predictions))
-        self._times = _times_of(self._points)
+        self._times = times_of(self._points)
         self._shown = len(self._points)
         self._chosen = ""  # a plan that was measured apart from the steps
         self._activity = Activity.OVER
@@ -87,9 +70,7 @@ class Replay:
         self._last_tick: float | None = None
         self._budget_bytes = record.budget_bytes
         self._refused: dict[str, Toggle] = {}
-        self._errors: deque[str] = deque(maxlen=_MOST_ERRORS)
-        self._views: list[Callable[[], Drawn | None]] = []
-        self._frame = 0
+        self._views = Views()
         self._lock = threading.RLock()
 
     @property
@@ -122,8 +103,8 @@ class Replay:
                 rescues=tuple(each for each in record.rescues if each.step <= step or self._is_complete),
                 status=self._status(label, unknown),
                 world=self._world(),
-                errors=tuple(self._errors),
-                frame=self._frame,
+                errors=tuple(self._views.errors),
+                frame=self._views.frame,
             )
 
     def can(self) -> Can:
@@ -139,10 +120,7 @@ class Replay:
 
     def watch(self, drawn: Drawn) -> Callable[[], None]:
         """Have a view drawn when something has changed; returns what ends that."""
-        view: Callable[[], Drawn | None]
-        view = weakref.WeakMethod(drawn) if hasattr(drawn, "__self__") else lambda: drawn
-        self._views.append(view)
-        return lambda: self._views.remove(view) if view in self._views else None
+        return self._views.watch(drawn)
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -273,7 +251,7 @@ class Replay:
             return False
         return True
 
-    def _stretch_of(self, plan: Plan) -> _Stretch | None:
+    def _stretch_of(self, plan: Plan) -> Stretch | None:
         """Where a plan was in force: the next time from here, else the first time."""
         found = [each for each in self._stretches if _is(each.plan, plan)]
         later = [each for each in found if each.start >= self._shown]
@@ -391,8 +369,7 @@ class Replay:
         self._draw()
 
     def _say(self, error: str) -> None:
-        if error not in self._errors:
-            self._errors.append(error)
+        self._views.say(error)
 
     # -- drawing -------------------------------------------------------------------------------
 
@@ -404,75 +381,7 @@ class Replay:
         self._draw()
 
     def _draw(self) -> None:
-        self._frame += 1
-        moment = self.moment()
-        for view in tuple(self._views):
-            drawn = view()
-            if drawn is None:
-                self._views.remove(view)
-                continue
-            try:
-                drawn(moment)
-            except Exception as error:  # noqa: BLE001 - one view that fails must not stop the others
-                self._say(f"{type(error).__name__}: {error}".splitlines()[0])
-
-
-# -- a recording as points ---------------------------------------------------------------------
-
-
-def _points_of(record: RunRecord) -> tuple[LivePoint, ...]:
-    """The points of a recording; of a file without them, made of its steps."""
-    points: Iterable[LivePoint] = record.points
-    if not record.points:
-        breakdowns = {each.plan: each for each in record.comparison.measurements}
-        points = (_point(step, breakdowns.get(step.plan)) for step in record.steps)
-    track = Track()
-    for each in sorted(points, key=lambda point: point.step):
-        track.add(each)
-    return track.points
-
-
-def _point(step: StepRecord, measured: Measurement | None) -> LivePoint:
-    return LivePoint(
-        step=step.step,
-        plan=step.plan,
-        seconds=step.seconds,
-        samples_per_second=ratio(step.samples or math.nan, step.seconds),
-        peak_bytes=step.peak_allocated_bytes,
-        live_bytes=measured.breakdown if measured is not None else {},
-        loss=step.loss,
-    )
-
-
-def _stretches_of(points: Sequence[LivePoint]) -> tuple[_Stretch, ...]:
-    found, start = [], 0
-    for plan, group in groupby(points, key=lambda point: point.plan):
-        stop = start + len(list(group))
-        found.append(_Stretch(plan, start, stop))
-        start = stop
-    return tuple(found)
-
-
-def _changes_of(points: Sequence[LivePoint], stretches: Sequence[_Stretch]) -> tuple[Change, ...]:
-    return tuple(Change(points[each.start].step, each.plan) for each in stretches)
-
-
-def _times_of(points: Sequence[LivePoint]) -> tuple[float, ...]:
-    """When each point comes while it is played: as far apart as in the run, times one factor."""
-    took, step = [], points[0].step - 1 if points else 0
-    for each in points:
-        seconds = each.seconds if math.isfinite(each.seconds) else 0.0
-        took.append(max(0.0, seconds) * (each.step - step))
-        step = each.step
-    whole = sum(took)
-    if not whole:
-        took, whole = [1.0] * len(points), float(len(points))
-    playing = min(_LONGEST_SECONDS, max(_SHORTEST_SECONDS, whole / _FASTER))
-    times, passed = [], 0.0
-    for seconds in took:
-        passed += seconds / whole * playing
-        times.append(passed)
-    return tuple(times)
+        self._views.draw(self.moment, figures=True)
 
 
 # -- plans and words ---------------------------------------------------------------------------

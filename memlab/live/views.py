@@ -68,6 +68,9 @@ class Views:
 
     def report(self, error: BaseException) -> None:
         """Take note of an error of a callback or of a view, once; the next drawing shows it."""
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.say(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def say(self, text: str) -> None:
+        """Take note of what went wrong, in words, once."""
         if text not in self.errors:
             self.errors.append(text)

@@ -17,7 +17,7 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import Any, Protocol, TypeGuard
@@ -25,10 +25,11 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from memlab.errors import MemlabError, WorkloadError
+from memlab.measuring.batches import samples_of, tokens_of
 from memlab.measuring.cpu import CpuDevice
 from memlab.measuring.cuda import CudaDevice
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
-from memlab.measuring.ledger import Holding, Ledger, Observation, tensors_in
+from memlab.measuring.ledger import Holding, Ledger, Observation
 from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.records import Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
@@ -508,33 +509,3 @@ def steps_between_observations(observed_seconds: Sequence[float], plain_seconds:
 
 def _is_readable(loss: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_meta
-
-
-def samples_of(batch: Batch) -> int:
-    """Rows of a batch: the first dimension of its first tensor."""
-    first = next((t for t in tensors_in((batch.args, batch.kwargs)) if t.dim()), None)
-    return first.shape[0] if first is not None else 0
-
-
-def shapes_of(batch: Any) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Shapes and dtypes of the tensors in a batch: what of it decides what a step needs.
-
-    Example:
-        >>> shapes_of({"inputs": torch.zeros(2, 3)})
-        (((2, 3), 'torch.float32'),)
-    """
-    tensors = tensors_in((batch.args, batch.kwargs) if isinstance(batch, Batch) else batch)
-    return tuple((tuple(each.shape), str(each.dtype)) for each in tensors)
-
-
-def tokens_of(batch: Batch) -> int:
-    """Tokens of a batch: its `input_ids`, or its first positional matrix of integers; 0 without either."""
-    for holder in (batch.kwargs, *batch.args):
-        if isinstance(holder, Mapping) and isinstance(holder.get("input_ids"), torch.Tensor):
-            return int(holder["input_ids"].numel())
-    return next((value.numel() for value in batch.args if _is_token_matrix(value)), 0)
-
-
-def _is_token_matrix(value: Any) -> bool:
-    is_integer = isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype is not torch.bool
-    return is_integer and value.dim() == 2

@@ -195,7 +195,7 @@ def _calibrated(
     """Times put right by one that was measured."""
     if measured is None or not measured.step_seconds:
         return predictions
-    own = foreteller.parts(Plan.parse("" if measured.plan == Plan().label else measured.plan))
+    own = foreteller.parts(Plan.of_label(measured.plan))
     factor = measured.median_step_seconds / own.seconds
     if not math.isfinite(factor):
         return predictions

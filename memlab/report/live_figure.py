@@ -18,10 +18,11 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from memlab.extras import require
-from memlab.moment import Change, LivePoint, Moment
+from memlab.moment import LivePoint, Moment
 from memlab.records import Fit, Measurement, TimelinePoint, ratio
-from memlab.report.columns import NOTHING, change, flag_lines, flags, speed
+from memlab.report.columns import NOTHING, change, flag_lines, speed
 from memlab.report.figure import BUDGET, NEUTRAL_INK, axis, bare_layout, pale, pattern, phase_names, phase_shapes
+from memlab.report.live_changes import change_labels, change_lines, change_names, share_below
 from memlab.report.pareto import LOOKS, MEASURED, PLAIN, Chart, Look, axis_names, chart, hover
 from memlab.report.segments import CATEGORIES, REST, finite, scale, swatch, time_scale, unexplained
 from memlab.units import format_bytes
@@ -40,9 +41,6 @@ _MOST_PLAN_CHARACTERS = 38
 # the colour of the budget, dark enough for white words
 _CHIP = "#B5403C"
 
-# a picture in the narrowest window, in pixels, and how much of it a character of a label takes
-_WIDTH_PIXELS, _HEIGHT_PIXELS, _CHARACTER_PIXELS, _LABEL_PIXELS = 290, 205, 5.8, 14
-_MOST_LABEL_ROWS = 3
 
 _LEFT, _RIGHT, _UPPER, _LOWER = [0.0, 0.455], [0.55, 1.0], [0.57, 1.0], [0.0, 0.385]
 # titles of the pictures, and what stands in them before there is anything to draw
@@ -441,11 +439,10 @@ def _ring(mapped: Chart, in_force: str, unit: int, ink: str) -> dict[str, Any]:
 
 
 def _layout(moment: Moment, sheet: _Sheet, mapped: Chart, ink: str) -> dict[str, Any]:
-    labels = _change_labels(moment)
+    labels = change_labels(moment)
     rows = 1 + max((label.row for label in labels), default=-1) + (sheet.most_bytes == sheet.budget_bytes)
     # the labels of the changes stand in a strip above the memory
-    share = 1 - (rows * _LABEL_PIXELS + 4) / _HEIGHT_PIXELS
-    top = _roomy(max(1, sheet.most_bytes) / sheet.unit) / share
+    top = _roomy(max(1, sheet.most_bytes) / sheet.unit) / share_below(rows)
     return {
         **bare_layout(ink), "height": HEIGHT_PIXELS, "autosize": True, "hovermode": "closest", "bargap": 0.1,
         "margin": {"l": 62, "r": 14, "t": _TOP_PIXELS, "b": 44}, "font": {"color": ink, "size": 12},
@@ -455,9 +452,9 @@ def _layout(moment: Moment, sheet: _Sheet, mapped: Chart, ink: str) -> dict[str,
         "legend": {"orientation": "h", "x": 0, "xanchor": "left", "traceorder": "normal", "font": {"size": 12},
                    "yref": "container", "y": 1 - (_TOP_PIXELS - 38) / HEIGHT_PIXELS, "yanchor": "bottom"},
         **_axes(sheet, mapped, top),
-        "shapes": [*_budget_lines(sheet, mapped), *_change_lines(labels), *_phases(sheet)],
+        "shapes": [*_budget_lines(sheet, mapped), *change_lines(labels), *_phases(sheet)],
         "annotations": [*_titles(sheet, mapped), *_empty(sheet, mapped), *_budget_names(sheet, mapped),
-                        *_change_names(labels), *_phase_names(sheet)],
+                        *change_names(labels), *_phase_names(sheet)],
     }  # fmt: skip
 
 
@@ -591,125 +588,3 @@ def _phases(sheet: _Sheet) -> list[dict[str, Any]]:
 def _phase_names(sheet: _Sheet) -> list[dict[str, Any]]:
     names = phase_names(_inside_points(sheet), _inside_scale(sheet)[0], "x2", "y2 domain", 0.2)
     return [name | {"font": {"size": 11}} for name in names]
-
-
-# --- marks of the changes -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Label:
-    """The mark of a change.
-
-    Args:
-        step: first step under the new plan.
-        plan: the new plan.
-        text: what changed; the number alone, or nothing, where there is no room for more.
-        at: where its line is, in pixels of the narrowest picture.
-        start: where its text begins there, and `stop`, where it ends.
-        row: counted from the top.
-    """
-
-    step: int
-    plan: str
-    text: str
-    at: float
-    start: float
-    stop: float
-    row: int
-
-    def covers(self, other: _Label) -> bool:
-        """The two texts stand on each other."""
-        return self.row == other.row and self.start < other.stop and other.start < self.stop
-
-    def crosses(self, other: _Label) -> bool:
-        """A line runs through the other's text; a line ends at the row of its own text."""
-        return any(
-            one.row <= text.row and text.start < one.at < text.stop for one, text in ((self, other), (other, self))
-        )
-
-
-def _change_labels(moment: Moment) -> list[_Label]:
-    """Names of the changes, placed so that none stands on another.
-
-    The newest are placed first: where room runs out, the oldest lose theirs.
-    """
-    if not moment.points:
-        return []
-    start = moment.points[0].step - 0.5
-    steps = max(1, moment.points[-1].step + 0.5 - start)
-    numbers = {measurement.plan: number for number, measurement in enumerate(moment.measurements, 1)}
-    labels: list[_Label] = []
-    for each, was in reversed(list(zip(moment.changes, _plans_before(moment), strict=True))):
-        at = (each.step - 0.5 - start) / steps * _WIDTH_PIXELS
-        labels.append(_placed(each, was, numbers.get(each.plan), at, labels))
-    used = sorted({label.row for label in labels})
-    return [replace(label, row=used.index(label.row)) for label in reversed(labels)]
-
-
-def _placed(each: Change, was: str, number: int | None, at: float, taken: Sequence[_Label]) -> _Label:
-    """The best place there is left: no crossing if possible, the number alone if need be."""
-    words = what_changed(was, each.plan)
-    head = f"<b>{number}</b>" if number else "·"
-    candidates = [
-        _Label(each.step, each.plan, text, at, start, start + long, row)
-        for text, characters in ((f"{head} {escape(words)}", len(words) + 2), (head, 2))
-        for long in (characters * _CHARACTER_PIXELS + 6,)
-        for start in (at, at - long)
-        for row in range(_MOST_LABEL_ROWS)
-        if start > -8 and start + long < _WIDTH_PIXELS + 8
-    ]
-    free = [label for label in candidates if not any(label.covers(other) for other in taken)]
-    clear = [label for label in free if not any(label.crosses(other) for other in taken)]
-    named = [label for label in free if label.text != head]
-    bare = _Label(each.step, each.plan, "", at, at, at, 0)
-    return next(iter([*(label for label in clear if label in named), *named, *clear, *free, bare]))
-
-
-def _plans_before(moment: Moment) -> list[str]:
-    if not moment.changes:
-        return []
-    earlier = [point.plan for point in moment.points if point.step < moment.changes[0].step]
-    return [earlier[-1] if earlier else "", *(each.plan for each in moment.changes[:-1])]
-
-
-def what_changed(was: str, now: str) -> str:
-    """The flags that came and went, short enough for a mark; the whole plan where there is nothing to compare.
-
-    Args:
-        was: label of the plan before; empty when it is not known.
-        now: label of the plan after.
-
-    Example:
-        >>> what_changed("--accumulate 4", "--accumulate 4 --checkpoint")
-        '+ checkpoint'
-        >>> what_changed("--accumulate 4 --bf16", "--accumulate 8 --bf16")
-        'accumulate 8'
-        >>> what_changed("--accumulate 4 --bf16", "--bf16")
-        '− accumulate'
-        >>> what_changed("--bf16", "as written")
-        'as written'
-    """
-    if not was.startswith("--") or not now.startswith("--"):
-        return now
-    old, new = ({flag.split()[0]: flag for flag in flags(plan)} for plan in (was, now))
-    gone = [f"− {name[2:]}" for name in old if name not in new]
-    came = [f"{'' if name in old else '+ '}{flag[2:]}" for name, flag in new.items() if flag != old.get(name)]
-    return " ".join([*gone, *came]) or now
-
-
-def _change_lines(labels: Sequence[_Label]) -> list[dict[str, Any]]:
-    line = {"color": "rgba(128,128,128,.8)", "dash": "dot", "width": 1.2}
-    return [
-        {"type": "line", "xref": "x", "x0": each.step - 0.5, "x1": each.step - 0.5, "yref": "y domain",
-         "y0": 0, "y1": 1 - each.row * _LABEL_PIXELS / _HEIGHT_PIXELS, "line": line}
-        for each in labels
-    ]  # fmt: skip
-
-
-def _change_names(labels: Sequence[_Label]) -> list[dict[str, Any]]:
-    return [
-        {"text": each.text, "x": each.step - 0.5, "xref": "x", "y": 1, "yref": "y domain", "yanchor": "top",
-         "yshift": -each.row * _LABEL_PIXELS, "xanchor": "right" if each.start < each.at else "left",
-         "showarrow": False, "font": {"size": 11}, "hovertext": escape(f"step {each.step}: {each.plan}")}
-        for each in labels
-    ]  # fmt: skip

@@ -21,7 +21,7 @@ import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -39,6 +39,8 @@ from memlab.techniques._aliases import Aliases
 
 if TYPE_CHECKING:
     from memlab.session import Session
+
+_T = TypeVar("_T")
 
 
 class NothingFitsError(MemlabError, torch.OutOfMemoryError):
@@ -126,19 +128,16 @@ class Rescuer:
         if any(technique.updates_in_backward for technique in self._live_session.techniques):
             return self._call_openly(run, args, kwargs)
         guarded: GuardedCall | None = None
-        while True:
-            shortage: BaseException | None = None
-            try:
-                guarded = guarded or self._guarded(run, args, kwargs)
-                output = guarded.outputs()
-            except BaseException as error:
-                if not self.can_rescue(error):
-                    raise
-                shortage = error
-            if shortage is None:
-                break
+
+        def work() -> Any:
+            nonlocal guarded
+            guarded = guarded or self._guarded(run, args, kwargs)
+            return guarded.outputs()
+
+        def make_room(shortage: BaseException) -> None:
             self._make_room(shortage, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None)
-        self._settle()
+
+        output = self._until_it_fits(work, make_room)
         self._work_began = perf_counter()
         self._own_code.begin()
         return output
@@ -151,18 +150,9 @@ class Rescuer:
             session.note("memory that runs out in a backward pass is not rescued while it updates parameters")
         self._rows = rows_of((args, kwargs))
         start = Start(self._model, session.workload.device)
-        while True:
-            shortage: BaseException | None = None
-            try:
-                output = run(*args, **kwargs)
-            except BaseException as error:
-                if not self.can_rescue(error):
-                    raise
-                shortage = error
-            if shortage is None:
-                self._settle()
-                return output
-            self._make_room(shortage, Place.FORWARD, start.restore)
+        return self._until_it_fits(
+            lambda: run(*args, **kwargs), lambda shortage: self._make_room(shortage, Place.FORWARD, start.restore)
+        )
 
     def _guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GuardedCall:
         guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)
@@ -184,10 +174,22 @@ class Rescuer:
         if not stepping.is_separable(optimizer):
             return stepping.run_step(optimizer, self._live_session.techniques)
         update = Update(optimizer, self._free_for_update)
+        return self._until_it_fits(
+            lambda: update.run(self._live_session.techniques),
+            lambda shortage: self._make_room(shortage, Place.STEP, is_as_before=not update.is_partly_done),
+        )
+
+    def _until_it_fits(self, work: Callable[[], _T], make_room: Callable[[BaseException], None]) -> _T:
+        """Do something again, under other plans, until memory suffices.
+
+        Args:
+            work: what to do; as if never tried when it is done again.
+            make_room: called with the error once it is handled no more, so that nothing is held by its frames.
+        """
         while True:
             shortage: BaseException | None = None
             try:
-                is_updated = update.run(self._live_session.techniques)
+                done = work()
             except BrokenUpdateError:
                 self._trouble = None
                 raise
@@ -197,8 +199,8 @@ class Rescuer:
                 shortage = error
             if shortage is None:
                 self._settle()
-                return is_updated
-            self._make_room(shortage, Place.STEP, is_as_before=not update.is_partly_done)
+                return done
+            make_room(shortage)
 
     def _free_for_update(self, error: BaseException) -> None:
         trouble = self._begin_trouble(Place.STEP, error)

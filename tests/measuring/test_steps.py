@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from memlab.errors import MemlabError, WorkloadError
 from memlab.measuring import steps
+from memlab.measuring.batches import samples_of, tokens_of
 from memlab.measuring.cpu import CpuDevice
-from memlab.measuring.steps import Meter, device_for, samples_of, steps_between_observations, tokens_of
+from memlab.measuring.steps import Meter, device_for, steps_between_observations
 from memlab.plan import Plan
 from memlab.records import Category, Phase
 from memlab.workload import Batch

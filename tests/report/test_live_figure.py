@@ -13,7 +13,7 @@ from memlab.errors import MissingExtraError
 from memlab.moment import Activity, Change, LivePoint, Moment
 from memlab.plan import Plan
 from memlab.records import Category, out_of_memory
-from memlab.report import live_figure
+from memlab.report import live_changes, live_figure
 from memlab.report.columns import speed
 from memlab.report.figure import BUDGET
 from memlab.report.live_figure import Drawing, drawing
@@ -106,7 +106,7 @@ def test_every_change_has_a_line_and_a_name() -> None:
 
 def test_names_of_many_changes_do_not_stand_on_each_other() -> None:
     changes = tuple(Change(step, f"--accumulate {step}") for step in range(2, 31))
-    placed = live_figure._change_labels(replace(RUN, changes=changes))
+    placed = live_changes.change_labels(replace(RUN, changes=changes))
     assert [label.step for label in placed] == [change.step for change in changes]
     assert placed[-1].text.endswith("accumulate 30")
     shown = [label for label in placed if label.text]
