@@ -21,7 +21,8 @@ Left out of both, and kept where the user has set them:
 - fp16 beside bf16: the same bytes at the same rate with a smaller range. It takes the place of bf16 on GPUs
   that have no bf16 (`half_format`).
 - fp32 and tf32: neither holds fewer bytes.
-- checkpointing every N blocks: between off and full in both memory and time.
+- checkpointing every N blocks, and by a budget: between off and full in both memory and time. A budget is a number that
+  only its user knows: what the search is given is the size of the device, most of which is taken by other things.
 - gradient release: it serves loops that do nothing between backward and step, which only the loop itself can show,
   and each plan with it has to be traced whole.
 """

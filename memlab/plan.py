@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from memlab.errors import PlanError
+from memlab.units import exact_size, parse_bytes
 
 
 class Precision(StrEnum):
@@ -131,8 +132,11 @@ def _parse_checkpointing(text: str) -> str:
     every, _, blocks = text.partition(":")
     if every == "every" and blocks.isdecimal() and int(blocks) >= 1:
         return f"every:{int(blocks)}"
+    if every == "budget" and blocks:
+        return f"budget:{exact_size(parse_bytes(blocks))}"
     raise PlanError(
-        f"--checkpoint {text}: allowed are off, full, selective and every:N with N ≥ 1, as in '--checkpoint every:2'"
+        f"--checkpoint {text}: allowed are off, full, selective, every:N with N ≥ 1, as in '--checkpoint every:2', "
+        "and budget:SIZE, as in '--checkpoint budget:2GiB'"
     )
 
 
@@ -191,8 +195,9 @@ FIELDS: tuple[PlanField, ...] = (
         names={"2": "2 micro-batches", "4": "4 micro-batches", "8": "8 micro-batches", "16": "16 micro-batches"},
     ),
     PlanField(
-        "checkpointing", "--checkpoint", "[off|full|every:N|selective]",
-        "recompute activations in the backward pass: of every block, of one block in N, or all but matrix products and attention",
+        "checkpointing", "--checkpoint", "[off|full|every:N|selective|budget:SIZE]",
+        "recompute activations in the backward pass: of every block, of one block in N, all but matrix products and attention, "
+        "or of as few blocks as will do for what the blocks keep between forward and backward to fit into SIZE, as in budget:2GiB",
         _parse_checkpointing, _show_checkpointing, bare="full",
         choices=("off", "full", "every:2", "selective"), offer="full", title="Checkpointing",
         names={"full": "every block", "every:2": "every second block", "selective": "selective"},
@@ -256,7 +261,7 @@ class Plan:
 
     Args:
         accumulation: micro-batches per batch, 1 or more.
-        checkpointing: "off", "full", "every:N" or "selective".
+        checkpointing: "off", "full", "every:N", "selective" or "budget:SIZE" (see `budget_bytes`).
         precision: a `Precision`, or its text.
         optimizer: an `OptimizerChoice`, or its text.
         offload: pairs of what and where, or the text of the flag ("optimizer:disk,activations").
@@ -293,6 +298,17 @@ class Plan:
 
     def __str__(self) -> str:
         return " ".join(flag for spec in FIELDS if (flag := spec.show(getattr(self, spec.name))))
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What the repeated blocks may keep of each (micro-)batch between forward and backward; None without such a budget.
+
+        Example:
+            >>> Plan.parse("--checkpoint budget:1.5KiB").budget_bytes
+            1536
+        """
+        kind, _, size = self.checkpointing.partition(":")
+        return parse_bytes(size) if kind == "budget" else None
 
     @property
     def label(self) -> str:
@@ -434,8 +450,16 @@ def _overflow_shows_at_the_end(plan: Plan) -> None:
         )
 
 
+def _nothing_is_kept_where_all_leaves(plan: Plan) -> None:
+    if plan.budget_bytes is not None and plan.tier_of(Offloaded.ACTIVATIONS):
+        raise PlanError(
+            "--checkpoint budget and --offload activations exclude each other: activations off the device take nothing of a budget on it; drop one of the two"
+        )
+
+
 _CONFLICTS: tuple[Callable[[Plan], None], ...] = (
     _paged_state_is_offloaded_already,
     _sgd_has_no_state,
     _overflow_shows_at_the_end,
+    _nothing_is_kept_where_all_leaves,
 )

@@ -20,6 +20,7 @@ def _torch_imports(plan: Plan) -> str:
         ("import tempfile", on_disk),
         ("", plan.checkpointing != "off" or on_disk),
         ("import torch", True),
+        ("from torch.utils._pytree import tree_leaves", plan.budget_bytes is not None),
         ("from torch.utils.checkpoint import checkpoint", plan.checkpointing not in ("off", "selective")),
         (
             "from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts",
@@ -110,7 +111,56 @@ def checkpoint_blocks(model):
 '''
 
 
+_CHECKPOINT_BUDGET = '''
+def checkpoint_blocks(model, budget_bytes, run):
+    """Recompute as few blocks as will do for what blocks keep until the backward pass to fit into a budget.
+
+    `run` calls the model on a batch; no more than one block's activations are held meanwhile. The blocks that keep most
+    are recomputed first, the earlier ones of equals: memlab also weighs what each costs to run again.
+    """
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # a recomputed block would fill it twice
+    lists = [m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)) and len(m) > 1]
+    lists = [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
+    nested = {id(part) for blocks in lists for block in blocks for part in block.modules()}
+    blocks = [block for blocks in lists if id(blocks) not in nested for block in blocks]
+    resident = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept, inputs = [0] * len(blocks), {}
+
+    def storages(values):
+        tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+        return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+
+    def measured(number, forward, *args, **kwargs):
+        saved, given = {}, storages((args, kwargs))
+        inputs.update(given)
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.update(storages(tensor)), lambda _: None)
+        with hooks:
+            output = forward(*args, **kwargs)
+        elsewhere = {*resident, *given, *storages(output)}
+        kept[number] += sum(storage.nbytes() for address, storage in saved.items() if address not in elsewhere)
+        return output
+
+    forwards = [block.forward for block in blocks]
+    for number, block in enumerate(blocks):
+        block.forward = functools.partial(measured, number, block.forward)
+    with torch.random.fork_rng():
+        run()
+    for block, forward in zip(blocks, forwards):
+        block.forward = forward
+    total = sum(kept) + sum(storage.nbytes() for storage in inputs.values())
+    for number in sorted(range(len(blocks)), key=lambda number: -kept[number]):
+        if total > budget_bytes:
+            blocks[number].forward = functools.partial(checkpoint, forwards[number], use_reentrant=False)
+            total -= kept[number]
+    if total > budget_bytes:
+        raise ValueError(f"with all {len(blocks)} blocks recomputed they still keep {total} bytes")
+'''
+
+
 def _torch_checkpointing(plan: Plan) -> str:
+    if plan.budget_bytes is not None:
+        return _CHECKPOINT_BUDGET
     every, is_selective = block_stride(plan), plan.checkpointing == "selective"
     what = "the activations of every block" if every == 1 else f"the activations of one block in {every}"
     return _CHECKPOINT.format(
@@ -217,7 +267,7 @@ _TORCH_PRECISION_SETUP: dict[Precision, list[str]] = {
 
 def _torch_setup(plan: Plan) -> list[str]:
     lines = ["device = next(model.parameters()).device", *_TORCH_PRECISION_SETUP[plan.precision]]
-    if plan.checkpointing != "off":
+    if plan.checkpointing != "off" and plan.budget_bytes is None:
         lines.append("checkpoint_blocks(model)")
     if not _releases(plan):
         return [*lines, "optimizer = make_optimizer(model, lr)", "model.train()"]
@@ -234,7 +284,8 @@ def _torch_setup(plan: Plan) -> list[str]:
 
 def _torch_steps(plan: Plan) -> list[str]:
     """The loop over batches, inside the temporary files that the plan needs."""
-    step = ["batch = {name: value.to(device) for name, value in batch.items()}", *_torch_gradients(plan)]
+    step = ["batch = {name: value.to(device) for name, value in batch.items()}"]
+    step += [*_torch_budget(plan), *_torch_gradients(plan)]
     step += [*_torch_updates(plan), "losses.append(total)"]
     if plan.precision is Precision.PURE_BF16:
         cast = "value.bfloat16() if value.is_floating_point() else value"
@@ -243,6 +294,17 @@ def _torch_steps(plan: Plan) -> list[str]:
     if plan.tier_of(Offloaded.OPTIMIZER) is Tier.DISK:
         loop = ["with tempfile.TemporaryFile() as state_file:", *indent(loop, 4)]
     return loop
+
+
+def _torch_budget(plan: Plan) -> list[str]:
+    """The choice of blocks, made on the first batch, or on a part of it as they are trained."""
+    if plan.budget_bytes is None:
+        return []
+    part = f"split(batch, {plan.accumulation})[0]" if plan.accumulation > 1 else "batch"
+    choose = [f"checkpoint_blocks(model, {plan.budget_bytes}, lambda: {_torch_call(plan, part)})"]
+    autocast = _torch_autocast(plan)
+    lines = [f"with {autocast}:", *indent(choose, 4)] if autocast else choose
+    return ["if not losses:", *indent(lines, 4)]
 
 
 def _torch_gradients(plan: Plan) -> list[str]:
@@ -267,12 +329,15 @@ def _torch_disk_folder(plan: Plan, lines: list[str]) -> list[str]:
 
 
 def _torch_forward(plan: Plan, batch: str) -> list[str]:
-    call = f"chunked_loss(model, {batch})" if plan.loss is Loss.CHUNKED else f"model(**{batch}).loss"
     contexts = [context for context in (_torch_autocast(plan), _torch_saved(plan)) if context]
-    lines = [f"loss = {call}"]
+    lines = [f"loss = {_torch_call(plan, batch)}"]
     if contexts:
         lines = [f"with {', '.join(contexts)}:", *indent(lines, 4)]
     return [*_selective_offload_comment(plan), *lines]
+
+
+def _torch_call(plan: Plan, batch: str) -> str:
+    return f"chunked_loss(model, {batch})" if plan.loss is Loss.CHUNKED else f"model(**{batch}).loss"
 
 
 def _selective_offload_comment(plan: Plan) -> list[str]:

@@ -3,7 +3,7 @@
 Rules of the ladder:
 
 1. A rung *contains* the plan that ran out: it keeps every setting and adds or raises some. Raised are: more
-   micro-batches, selective or every-N checkpointing to full, 8-bit moments to paged ones (the same numbers, elsewhere).
+   micro-batches, selective, every-N or budgeted checkpointing to full, 8-bit moments to paged ones (the same numbers, elsewhere).
    So no rung comes twice, and the ladder ends.
 2. Exact rungs come before *lossy* ones, which change numerics within a documented tolerance.
 3. Where memory ran out in forward, backward or the loop's own code, the order is that of usual cost: micro-batches
@@ -139,13 +139,20 @@ def contains(larger: Plan, smaller: Plan) -> bool:
     paged = (smaller.optimizer, larger.optimizer) == (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
     return (
         larger.accumulation >= smaller.accumulation
-        and (larger.checkpointing in (smaller.checkpointing, "full") or smaller.checkpointing == "off")
+        and _recomputes_as_much(larger, smaller)
         and smaller.precision in (larger.precision, Precision.KEEP)
         and (smaller.optimizer in (larger.optimizer, OptimizerChoice.KEEP) or paged)
         and set(smaller.offload) <= set(larger.offload)
         and smaller.loss in (larger.loss, Loss.KEEP)
         and smaller.gradients in (larger.gradients, Gradients.KEEP)
     )
+
+
+def _recomputes_as_much(larger: Plan, smaller: Plan) -> bool:
+    if larger.checkpointing in (smaller.checkpointing, "full") or smaller.checkpointing == "off":
+        return True
+    budgets = larger.budget_bytes, smaller.budget_bytes
+    return budgets[0] is not None and budgets[1] is not None and budgets[0] <= budgets[1]
 
 
 # -- what may change
@@ -352,9 +359,11 @@ def _rows_at_a_time(before: int, after: int, rows: int) -> str:
 
 
 def _recomputed(checkpointing: str) -> str:
-    every, _, blocks = checkpointing.partition(":")
-    if every == "every":
-        return f"activations of one block in {blocks} recomputed in the backward pass"
+    kind, _, value = checkpointing.partition(":")
+    if kind == "every":
+        return f"activations of one block in {value} recomputed in the backward pass"
+    if kind == "budget":
+        return f"activations of blocks recomputed in the backward pass until {value} hold the rest"
     which = "of every block" if checkpointing == "full" else "but for matrix products and attention"
     return f"activations {which} recomputed in the backward pass"
 

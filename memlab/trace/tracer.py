@@ -156,6 +156,7 @@ class Tracer:
             call = call_of(workload)
             workload = self.twin.with_batch(Batch(call.args, without_cache(workload.model, call.kwargs)))
         with self._session(plan) as (session, seen):
+            self._let_learn(session, workload, seen)
             seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
             seen.start()
             with _settling(workload.model, seen.recorder):
@@ -165,6 +166,13 @@ class Tracer:
             trace = seen.finish(session, trained=trained)
             del loss
             return trace
+
+    def _let_learn(self, session: Session, workload: Workload, seen: _Seen) -> None:
+        """Run a forward beforehand where the first one decides how those after it are run."""
+        if any(technique.learns_from_calls for technique in session.techniques):
+            seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
+            seen.start()
+            output_of(workload)
 
     def one_graph(self) -> int:
         """Bytes that one forward keeps for a backward pass, in eval mode: what gradients cost when nobody asks for them.

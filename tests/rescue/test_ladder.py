@@ -39,6 +39,17 @@ def foretold(
 # -- the documented order
 
 
+def test_a_budget_for_activations_is_raised_to_every_block() -> None:
+    assert flags("--checkpoint budget:1GiB", rows=1)[:2] == [
+        "--checkpoint budget:1GiB --chunk-loss",
+        "--checkpoint --chunk-loss",
+    ]
+    smaller, larger = (Plan.parse(f"--checkpoint budget:{size}") for size in ("100MiB", "1GiB"))
+    assert contains(smaller, larger)
+    assert not contains(larger, smaller)
+    assert not contains(Plan.parse("--checkpoint selective"), larger)
+
+
 @pytest.mark.parametrize("place", PASSES)
 def test_the_order_without_predictions(place: Place) -> None:
     up = "--accumulate 4 --checkpoint"
