@@ -126,6 +126,12 @@ def _parse_micro_batches(text: str) -> int:
     return int(text)
 
 
+def _parse_tiles(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise PlanError(f"--tile {text}: expected a whole number of tiles, 1 or more, as in '--tile 4'")
+    return int(text)
+
+
 def _parse_checkpointing(text: str) -> str:
     if text in ("off", "full", "selective"):
         return text
@@ -240,6 +246,14 @@ FIELDS: tuple[PlanField, ...] = (
         shorthands={"--release-grads": "release"}, choices=tuple(Gradients), offer="release",
         title="Gradient release", names={"release": "as soon as used"},
     ),
+    PlanField(
+        "tiling", "--tile", "N",
+        "compute large linear layers in N tiles: feed-forward parts over rows, each tile run again in the backward pass; "
+        "others over output features, under autocast",
+        _parse_tiles, lambda n: f"--tile {n}" if n > 1 else "",
+        choices=("1", "2", "4", "8", "16"), offer="4", title="Tiled layers",
+        names={"2": "2 tiles", "4": "4 tiles", "8": "8 tiles", "16": "16 tiles"},
+    ),
 )  # fmt: skip
 _BY_NAME = {spec.name: spec for spec in FIELDS}
 _BY_FLAG = {flag: spec for spec in FIELDS for flag in (spec.flag, *spec.shorthands)}
@@ -267,6 +281,7 @@ class Plan:
         offload: pairs of what and where, or the text of the flag ("optimizer:disk,activations").
         loss: a `Loss`, or its text.
         gradients: a `Gradients`, or its text.
+        tiling: tiles in which large linear layers are computed, 1 or more.
 
     Raises:
         PlanError: a value that is not allowed, or parts that exclude each other.
@@ -286,6 +301,7 @@ class Plan:
     offload: Offload = ()
     loss: Loss = Loss.KEEP
     gradients: Gradients = Gradients.KEEP
+    tiling: int = 1
 
     def __post_init__(self) -> None:
         for spec in FIELDS:

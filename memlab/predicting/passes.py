@@ -40,8 +40,8 @@ class Passes:
     def __init__(self, tracer: Tracer, rates: Rates) -> None:
         self._tracer = tracer
         self._rates = rates
-        self._traces: dict[tuple[Plan, int | None, bool], Trace] = {}
-        self._own: dict[tuple[Plan, int, bool], TracedPass] = {}
+        self._traces: dict[tuple[Plan, int | None, bool, int | None], Trace] = {}
+        self._own: dict[tuple[Plan, int, bool, int | None], TracedPass] = {}
         self._growth: Growth | None = None
         self._scalable: dict[Plan, TracedPass | None] = {}
 
@@ -65,7 +65,8 @@ class Passes:
         places = self._kept(settings)
         found = []
         for number, rows in enumerate(sizes):
-            traced = self._sized(settings, rows, is_split=True)
+            # blocks are chosen by what they keep of the largest micro-batch, which comes first
+            traced = self._sized(settings, rows, is_split=True, after=sizes[0])
             kept = frozenset(traced.trace.outputs[place] for place in places)
             found.append(traced.segment(rows, accumulating=number > 0, kept=kept))
         return [*found, self._joined(settings)] if places else found
@@ -96,16 +97,16 @@ class Passes:
         """Rows of the whole batch."""
         return self.whole(Plan()).samples
 
-    def _trace(self, settings: Plan, rows: int | None, *, is_split: bool) -> Trace:
+    def _trace(self, settings: Plan, rows: int | None, *, is_split: bool, after: int | None = None) -> Trace:
         # checkpointing switches the cache off as well
         use_cache = not (is_split and settings.checkpointing == "off" and self._tracer.uses_cache)
-        key = (settings, rows, use_cache)
+        key = (settings, rows, use_cache, after)
         if key not in self._traces:
-            self._traces[key] = self._tracer.one_pass(settings, rows, use_cache=use_cache)
+            self._traces[key] = self._tracer.one_pass(settings, rows, use_cache=use_cache, after=after)
         return self._traces[key]
 
-    def _sized(self, settings: Plan, rows: int, *, is_split: bool) -> TracedPass:
-        """What serves this number of rows."""
+    def _sized(self, settings: Plan, rows: int, *, is_split: bool, after: int | None = None) -> TracedPass:
+        """What serves this number of rows; where calls before it matter, `after` one of so many."""
         # a budget that serves the parts of a batch may be too small for the whole of it
         whole = self._trace(settings if rows == self._rows else without_budget(settings), None, is_split=is_split)
         if rows not in (1, whole.samples) and settings.budget_bytes is None:
@@ -113,9 +114,10 @@ class Passes:
                 self._scalable[settings] = self._laid_side_by_side(settings, whole)
             if (scalable := self._scalable[settings]) is not None:
                 return scalable
-        key = (settings, rows, is_split)
+        after = after if settings.budget_bytes is not None and after != rows else None
+        key = (settings, rows, is_split, after)
         if key not in self._own:
-            trace = whole if rows == whole.samples else self._trace(settings, rows, is_split=is_split)
+            trace = whole if rows == whole.samples else self._trace(settings, rows, is_split=is_split, after=after)
             self._own[key] = TracedPass(self._rates, trace, rows)
         return self._own[key]
 

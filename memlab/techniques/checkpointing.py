@@ -62,6 +62,11 @@ class Checkpointing(Technique):
         self._budget: Budget | None = None
         self.learns_from_calls = plan.budget_bytes is not None
 
+    @classmethod
+    def setting(cls, plan: Plan) -> Any:
+        # tiles lie below: a block may be what is tiled, and keeps another number of bytes under it, as in another precision
+        return plan.checkpointing, plan.tiling, plan.precision if plan.budget_bytes is not None else None
+
     def check(self, workload: Workload) -> None:
         blocks = self._chosen(workload.model)
         if not blocks:
