@@ -40,6 +40,8 @@ EXACT = [
     "--offload activations",
     "--offload activations:disk",
     "--chunk-loss",
+    "--tile 3",
+    "--tile 2 --checkpoint --accumulate 2",
     "--release-grads",
     "--release-grads --accumulate 4",
     "--release-grads --checkpoint --offload optimizer",

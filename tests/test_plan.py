@@ -16,7 +16,7 @@ from memlab.plan import FIELDS, Offloaded, OptimizerChoice, Plan, Precision, Tie
 
 FLAGS = (
     "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--gradients, --release-grads"
+    "--gradients, --release-grads, --tile"
 )
 
 _checkpointing = st.one_of(
@@ -48,6 +48,7 @@ _settings = st.fixed_dictionaries(
         "offload": _offload,
         "loss": st.sampled_from(plan_module.Loss),
         "gradients": st.sampled_from(plan_module.Gradients),
+        "tiling": st.integers(1, 64),
     }
 )
 _plans = _settings.filter(lambda settings: not _conflicts(settings)).map(lambda settings: Plan(**settings))
@@ -250,12 +251,12 @@ def test_unknown_field_of_a_panel() -> None:
     with pytest.raises(PlanError) as caught:
         Plan().with_setting("colour", "red")
     assert str(caught.value) == (
-        "no field 'colour' in a plan; there are accumulation, checkpointing, precision, optimizer, offload, loss, gradients"
+        "no field 'colour' in a plan; there are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling"
     )
 
 
 def test_json_that_is_no_plan() -> None:
-    fields = "accumulation, checkpointing, precision, optimizer, offload, loss, gradients"
+    fields = "accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling"
     for text, expected in (
         ("[1]", f"plan '[1]': expected a JSON object with some of {fields}"),
         ('{"speed": 1}', f"plan '{{\"speed\": 1}}': expected a JSON object with some of {fields}; got ['speed']"),

@@ -75,6 +75,7 @@ def _script_notes(plan: Plan) -> list[str]:
         ("activations on disk: Accelerate has nothing for files, the line above keeps them in host memory",
          activations is Tier.DISK),
         ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
+        ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),
         ("gradient release: Accelerate has nothing for it; update_in_backward in memlab.export(plan, to='torch')",
          plan.gradients is Gradients.RELEASE),
     )  # fmt: skip

@@ -14,14 +14,17 @@ def to_torch(plan: Plan) -> str:
 def _torch_imports(plan: Plan) -> str:
     on_disk = Tier.DISK in dict(plan.offload).values()
     needed = (
-        ("import functools", plan.checkpointing != "off"),
+        ("import functools", plan.checkpointing != "off" or plan.tiling > 1),
         ("import itertools", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
         ("import os", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
         ("import tempfile", on_disk),
-        ("", plan.checkpointing != "off" or on_disk),
+        ("", plan.checkpointing != "off" or plan.tiling > 1 or on_disk),
         ("import torch", True),
         ("from torch.utils._pytree import tree_leaves", plan.budget_bytes is not None),
-        ("from torch.utils.checkpoint import checkpoint", plan.checkpointing not in ("off", "selective")),
+        (
+            "from torch.utils.checkpoint import checkpoint",
+            plan.checkpointing not in ("off", "selective") or (plan.tiling > 1 and plan.checkpointing == "off"),
+        ),
         (
             "from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts",
             plan.checkpointing == "selective",
@@ -43,6 +46,7 @@ def _torch_helpers(plan: Plan) -> list[str]:
         (_COUNT_TARGETS, plan.accumulation > 1),
         (_SPLIT, plan.accumulation > 1),
         (_LOSS_CHUNKED, plan.loss is Loss.CHUNKED),
+        (_TILES, plan.tiling > 1),
         (_torch_checkpointing(plan), plan.checkpointing != "off"),
         (_ACTIVATIONS_ON_DISK, activations_tier is Tier.DISK),
         (_STATE_ON_HOST, optimizer_tier in (Tier.HOST, Tier.AUTO)),
@@ -93,6 +97,29 @@ def chunked_loss(model, batch):
         linear_bias=head.bias,
         options=torch.nn.LinearCrossEntropyOptions(),
     )
+'''
+
+_TILES = '''
+def tile_feed_forwards(model, tiles):
+    """Run feed-forward modules tile by tile, so that their wide intermediate results never exist whole.
+
+    Serves modules that take one tensor and treat its rows alike, found by the names they have in transformers. memlab also
+    casts other large layers a tile at a time under autocast, which this code leaves out.
+    """
+    names = ("MLP", "FFN", "FeedForward", "DenseActDense", "DenseGatedActDense")
+    parts = [module for module in model.modules() if type(module).__name__.endswith(names)]
+    if not parts:
+        raise ValueError("no feed-forward modules in this model that are known by name: name them here")
+
+    def tiled(forward, hidden):
+        if not torch.is_grad_enabled():
+            return forward(hidden)
+        rows = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(tiles, 1)
+        results = [checkpoint(forward, tile, use_reentrant=False) for tile in rows if tile.shape[1]]
+        return torch.cat(results, 1).reshape(hidden.shape)
+
+    for part in parts:
+        part.forward = functools.partial(tiled, part.forward)
 '''
 
 _CHECKPOINT = '''
@@ -267,6 +294,8 @@ _TORCH_PRECISION_SETUP: dict[Precision, list[str]] = {
 
 def _torch_setup(plan: Plan) -> list[str]:
     lines = ["device = next(model.parameters()).device", *_TORCH_PRECISION_SETUP[plan.precision]]
+    if plan.tiling > 1:
+        lines.append(f"tile_feed_forwards(model, {plan.tiling})")
     if plan.checkpointing != "off" and plan.budget_bytes is None:
         lines.append("checkpoint_blocks(model)")
     if not _releases(plan):

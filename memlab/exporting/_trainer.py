@@ -71,6 +71,7 @@ def _trainer_notes(plan: Plan) -> list[str]:
         (_trainer_activations(plan), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
         (_TRAINER_STATE, plan.tier_of(Offloaded.OPTIMIZER) is not None),
         (_TRAINER_LOSS, plan.loss is Loss.CHUNKED),
+        (_TRAINER_TILES, plan.tiling > 1),
         (_TRAINER_GRADIENTS, plan.gradients is Gradients.RELEASE),
     )
     return [text.strip("\n") for text, wanted in notes if wanted]
@@ -116,6 +117,10 @@ _TRAINER_LOSS = """
 # TrainingArguments cannot chunk the loss by itself. use_liger_kernel=True does it for the models Liger knows
 # (CUDA, pip install liger-kernel); for others see chunked_loss in memlab.export(plan, to="torch")"""
 
+
+_TRAINER_TILES = """
+# TrainingArguments cannot tile feed-forward parts: call tile_feed_forwards of memlab.export(plan, to="torch")
+# before Trainer(model=model, args=args)"""
 
 _TRAINER_GRADIENTS = """
 # TrainingArguments cannot free gradients in the backward pass: see update_in_backward in

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.shortage import is_out_of_memory
+from memlab.techniques._autocast import without_autocast
 
 # methods that hold the feed-forward part of a block that has no module for it: BERT and its kin, and torch's own
 _METHODS = ("feed_forward_chunk", "_ff_block")
@@ -114,7 +117,7 @@ def _within(module: nn.Module) -> Iterator[FeedForward]:
 
 def _around_a_wide_result(linears: list[Linear]) -> tuple[Linear, ...] | None:
     """The layers onto a result wider than what went in and what comes out, and away from it; twice as wide with a gate."""
-    for down in linears:
+    for down in sorted(linears, key=lambda linear: -linear.weight.numel()):
         onto = [up for up in linears if up.inputs == down.outputs and up.outputs in (down.inputs, 2 * down.inputs)]
         if onto and down.inputs > down.outputs:
             away = [other for other in linears if (other.inputs, other.outputs) == (down.inputs, down.outputs)]
@@ -138,36 +141,37 @@ def _has_nothing_else(module: nn.Module, around: tuple[Linear, ...]) -> bool:
     return all(belongs(part) for part in module.modules())
 
 
-def treats_rows_alike(part: FeedForward, call: Any, example: torch.Tensor) -> bool:
+def treats_rows_alike(part: FeedForward) -> bool:
     """Whether rows give the same alone as beside others, as seen on three rows of noise in eval mode.
 
-    Args:
-        part: the feed-forward part.
-        call: its method as it is written.
-        example: what goes in, [..., features]. Where tensors have no values, rows are taken to be treated alike.
+    Where weights have no values, in a prediction, rows are taken to be treated alike.
     """
-    if isinstance(example, FakeTensor):
+    weight = part.linears[0].weight
+    if isinstance(weight, FakeTensor):
         return True
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(3, example.shape[-1], generator=generator)
-    rows = noise.to(example).reshape(*[1] * (example.dim() - 2), 3, example.shape[-1])
-    modes = [(module, module.training) for module in part.owner.modules()]
+    noise = torch.randn(1, 3, part.linears[0].inputs, generator=torch.Generator().manual_seed(0))
+    with _in_eval_mode(part.owner), torch.no_grad(), without_autocast():
+        try:
+            call = getattr(part.owner, part.method)
+            together, *apart = (call(rows.to(weight)) for rows in (noise, *torch.split(noise, 1, 1)))
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
+            return False  # it takes something else than rows of features
+    if not isinstance(together, torch.Tensor) or together.shape[:-1] != noise.shape[:-1]:
+        return False
+    alone = torch.cat(apart, 1)
+    tolerance = _LOW_TOLERANCE if alone.dtype.itemsize < 4 else _TOLERANCE
+    return bool(torch.allclose(together, alone, 0.0, tolerance * float(alone.abs().max())))
+
+
+@contextmanager
+def _in_eval_mode(owner: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in owner.modules()]
     try:
         for module, _ in modes:
             module.training = False
-        with torch.no_grad():
-            together = call(rows)
-            apart = [call(rows.narrow(-2, row, 1)) for row in range(3)]
+        yield
     finally:
         for module, mode in modes:
             module.training = mode
-    if not isinstance(together, torch.Tensor) or together.shape[:-1] != rows.shape[:-1]:
-        return False
-    low = (
-        torch.float16 in (together.dtype,)
-        or together.dtype is torch.bfloat16
-        or torch.is_autocast_enabled(example.device.type)
-    )
-    alone = torch.cat(apart, -2).float()
-    largest = float(alone.abs().max())
-    return bool(torch.allclose(together.float(), alone, 0.0, (_LOW_TOLERANCE if low else _TOLERANCE) * largest))

@@ -8,19 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from memlab.errors import SessionError
-
-
-def bounds(size: int, tiles: int) -> list[tuple[int, int]]:
-    """Begin and end of so many nearly equal tiles; no tile is empty.
-
-    Example:
-        >>> bounds(10, 4), bounds(2, 4)
-        ([(0, 3), (3, 6), (6, 8), (8, 10)], [(0, 1), (1, 2)])
-    """
-    tiles = max(1, min(tiles, size))
-    least, more = divmod(size, tiles)
-    ends = [least * number + min(number, more) for number in range(tiles + 1)]
-    return list(zip(ends[:-1], ends[1:], strict=True))
+from memlab.techniques._split import row_ranges
 
 
 class TiledLinear(torch.autograd.Function):
@@ -34,11 +22,11 @@ class TiledLinear(torch.autograd.Function):
         bias: torch.Tensor | None,  # [o]
         tiles: int,
     ) -> torch.Tensor:
-        dtype = inputs.dtype
+        dtype, tiles = inputs.dtype, min(tiles, len(weight))
         rows = inputs.reshape(-1, inputs.shape[-1])  # [n, i]
         output = rows.new_empty(len(rows), len(weight))  # [n, o]
         with torch.autocast(inputs.device.type, enabled=False):
-            for start, stop in bounds(len(weight), tiles):
+            for start, stop in row_ranges(len(weight), tiles):
                 low_bias = None if bias is None else bias[start:stop].to(dtype)
                 output[:, start:stop] = F.linear(rows, weight[start:stop].to(dtype), low_bias)
         ctx.save_for_backward(inputs, weight)
@@ -59,7 +47,7 @@ class TiledLinear(torch.autograd.Function):
         grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device) if needs_inputs else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         with torch.autocast(inputs.device.type, enabled=False):
-            for start, stop in bounds(len(weight), ctx.tiles):
+            for start, stop in row_ranges(len(weight), ctx.tiles):
                 tile = gradient[:, start:stop]
                 if grad_rows is not None:
                     grad_rows += tile @ weight[start:stop].to(rows.dtype)

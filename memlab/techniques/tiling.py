@@ -31,7 +31,8 @@ from memlab.plan import Loss, Plan, Precision
 from memlab.techniques._autocast import without_cached_casts
 from memlab.techniques._feed_forward import FeedForward, Linear, feed_forwards, linears_of, treats_rows_alike
 from memlab.techniques._modules import patch_forward
-from memlab.techniques._tiled_linear import TiledLinear, bounds
+from memlab.techniques._split import row_ranges
+from memlab.techniques._tiled_linear import TiledLinear
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.chunked_loss import large_heads
 from memlab.units import MIB, format_bytes
@@ -56,8 +57,11 @@ class Tiling(Technique):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self._done: dict[str, set[int]] = {"parts": set(), "layers": set()}
-        self._left_alone: set[int] = set()
+        self._mixing = 0
+        self._unlooked: list[FeedForward] = []
+        # by the module
+        self._row_parts: set[int] = set()
+        self._tiled: dict[str, set[int]] = {"parts": set(), "layers": set()}
 
     @classmethod
     def setting(cls, plan: Plan) -> Any:
@@ -87,23 +91,29 @@ class Tiling(Technique):
         )
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
-        for part in self._parts(workload.model):
+        self._unlooked = self._parts(workload.model)
+        for part in self._unlooked:
             patch_forward(part.owner, self._over_rows(part), undo, part.method)
         for linear in self._layers(workload.model):
             patch_forward(linear.module, self._over_features(linear), undo)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        # beforehand: within the call a selective checkpoint would take what is looked at for a part of the model
+        unlooked, self._unlooked = self._unlooked, []
+        self._row_parts |= {id(part.owner) for part in unlooked if treats_rows_alike(part)}
+        self._mixing += len(unlooked) - len(self._row_parts) if unlooked else 0
         output = call(*args, **kwargs)
         self.notes = [self._words()]
         return output
 
     def _words(self) -> str:
-        parts, layers = len(self._done["parts"]), len(self._done["layers"])
+        parts, layers = len(self._tiled["parts"]), len(self._tiled["layers"])
         said = [f"{parts} feed-forward parts over rows"] if parts else []
         said += [f"{layers} linear layers over output features"] if layers else []
+        whole = f"; {self._mixing} that mix rows stay whole" if self._mixing else ""
         if not said:
             return "nothing is computed in tiles: without autocast large layers have no copies to be spared"
-        return f"in {self.plan.tiling} tiles: {' and '.join(said)}"
+        return f"in {self.plan.tiling} tiles: {' and '.join(said)}{whole}"
 
     def _parts(self, model: nn.Module) -> list[FeedForward]:
         return [part for part in feed_forwards(model) if part.weight_bytes >= LARGE_BYTES]
@@ -127,25 +137,15 @@ class Tiling(Technique):
         def tiled(*args: Any, **kwargs: Any) -> Any:
             hidden = _only_tensor(args, kwargs)
             is_training = part.owner.training and torch.is_grad_enabled()
-            if hidden is None or not is_training or not self._serves(part, original, hidden):
+            if hidden is None or hidden.dim() < 2 or not is_training or id(part.owner) not in self._row_parts:
                 return original(*args, **kwargs)
+            self._tiled["parts"].add(id(part.owner))
             rows = hidden.reshape(*[1] * (hidden.dim() - 2), -1, hidden.shape[-1])  # [1, n, d]
-            tiles = [rows[..., start:stop, :] for start, stop in bounds(rows.shape[-2], self.plan.tiling)]
-            results = [checkpoint(on_tile, tile, use_reentrant=False) for tile in tiles]
-            self._done["parts"].add(id(part.owner))
+            ranges = row_ranges(rows.shape[-2], min(self.plan.tiling, rows.shape[-2]))
+            results = [checkpoint(on_tile, rows[..., start:stop, :], use_reentrant=False) for start, stop in ranges]
             return torch.cat(results, -2).reshape(*hidden.shape[:-1], results[0].shape[-1])
 
         return tiled
-
-    def _serves(self, part: FeedForward, call: Callable[..., Any], hidden: torch.Tensor) -> bool:
-        """Whether a part may be split by rows; looked at once."""
-        key = id(part.owner)
-        if hidden.dim() < 2 or key in self._left_alone:
-            return False
-        if key not in self._done["parts"] and not treats_rows_alike(part, call, hidden):
-            self._left_alone.add(key)
-            return False
-        return True
 
     def _over_features(self, linear: Linear) -> Callable[..., Any]:
         module = linear.module
@@ -158,7 +158,7 @@ class Tiling(Technique):
             if dtype is None or not (module.training and torch.is_grad_enabled()):
                 return original(*args, **kwargs)
             assert inputs is not None
-            self._done["layers"].add(id(module))
+            self._tiled["layers"].add(id(module))
             weight = linear.weight.t() if linear.is_transposed else linear.weight
             return TiledLinear.apply(inputs.to(dtype), weight, module.bias, self.plan.tiling)  # type: ignore[no-untyped-call]
 
