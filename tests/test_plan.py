@@ -276,4 +276,5 @@ def test_json_is_an_object_of_fields() -> None:
     assert json.loads(Plan.parse("--fp16 --offload activations").to_json()) == {
         "accumulation": 1, "checkpointing": "off", "precision": "fp16", "optimizer": "keep",
         "offload": [["activations", "auto"]], "loss": "keep", "gradients": "keep",
+        "tiling": 1,
     }  # fmt: skip

@@ -103,8 +103,8 @@ _TILES = '''
 def tile_feed_forwards(model, tiles):
     """Run feed-forward modules tile by tile, so that their wide intermediate results never exist whole.
 
-    Serves modules that take one tensor and treat its rows alike, found by the names they have in transformers. memlab also
-    casts other large layers a tile at a time under autocast, which this code leaves out.
+    Serves modules that take one tensor and treat its rows alike, found by the names they have in transformers. memlab
+    also casts other large layers a tile at a time under autocast, which this code leaves out.
     """
     names = ("MLP", "FFN", "FeedForward", "DenseActDense", "DenseGatedActDense")
     parts = [module for module in model.modules() if type(module).__name__.endswith(names)]

@@ -75,7 +75,7 @@ class Tiling(Technique):
         layers = self._layers(model)
         if layers and self.plan.precision not in _WITHOUT_CASTS:
             return
-        linears = sorted(linears_of(model), key=lambda linear: linear.weight_bytes)
+        linears = sorted(self._linears(model), key=lambda linear: linear.weight_bytes)
         if layers:
             raise RefusalError(
                 self.field,
@@ -84,9 +84,10 @@ class Tiling(Technique):
                 "use it with --bf16 or --fp16, or --accumulate N instead",
             )
         largest = f"the largest takes {format_bytes(linears[-1].weight_bytes)}" if linears else "it has none at all"
+        beside = " beside the head, whose loss is chunked," if self.plan.loss is Loss.CHUNKED else ""
         raise RefusalError(
             self.field,
-            f"no linear layer of {workload.name} has a weight of {format_bytes(LARGE_BYTES)} or more: {largest}",
+            f"no linear layer of {workload.name}{beside} has a weight of {format_bytes(LARGE_BYTES)} or more: {largest}",
             "use --accumulate N or --checkpoint, which lower what layers keep",
         )
 
@@ -119,12 +120,15 @@ class Tiling(Technique):
         return [part for part in feed_forwards(model) if part.weight_bytes >= LARGE_BYTES]
 
     def _layers(self, model: nn.Module) -> list[Linear]:
-        """Large layers outside of the feed-forward parts; not the head where the loss is computed without its logits."""
+        """Large layers outside of the feed-forward parts."""
         elsewhere = {id(linear.module) for part in self._parts(model) for linear in part.linears}
-        if self.plan.loss is Loss.CHUNKED:
-            elsewhere |= {id(head) for head in large_heads(model)}
-        large = (linear for linear in linears_of(model) if linear.weight_bytes >= LARGE_BYTES)
-        return [linear for linear in large if id(linear.module) not in elsewhere and linear.module is not model]
+        large = (linear for linear in self._linears(model) if linear.weight_bytes >= LARGE_BYTES)
+        return [linear for linear in large if id(linear.module) not in elsewhere]
+
+    def _linears(self, model: nn.Module) -> list[Linear]:
+        """Those within the model; not the head where the loss is computed without its logits."""
+        heads = {id(head) for head in large_heads(model)} if self.plan.loss is Loss.CHUNKED else set()
+        return [linear for linear in linears_of(model) if id(linear.module) not in {id(model), *heads}]
 
     def _over_rows(self, part: FeedForward) -> Callable[..., Any]:
         original = getattr(part.owner, part.method)

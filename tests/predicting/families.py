@@ -116,6 +116,7 @@ PLANS = (
     "--offload activations",
     "--chunk-loss",
     "--release-grads",
+    "--tile 2",
     "--checkpoint --adam8bit --release-grads",
     "--accumulate 3 --bf16 --adam8bit",
     "--accumulate 3 --checkpoint budget:64KiB",
