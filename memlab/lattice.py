@@ -1,7 +1,7 @@
 """`lattice`: the plans that a prediction of everything and a search consider.
 
 Of the settings in it, these are *exact*: the gradient is that of the loop as written, up to the order of
-sums (accumulation, checkpointing, offload, chunked loss). The others *change numerics* within a documented
+sums (accumulation, checkpointing, offload, chunked loss, tiled layers). The others *change numerics* within a documented
 tolerance: precision, and the 8-bit optimizer.
 
 What works on the model within a pass (checkpointing, precision, activations off the device, chunked loss) has to
@@ -21,7 +21,10 @@ Left out of both, and kept where the user has set them:
 - fp16 beside bf16: the same bytes at the same rate with a smaller range. It takes the place of bf16 on GPUs
   that have no bf16 (`half_format`).
 - fp32 and tf32: neither holds fewer bytes.
-- checkpointing every N blocks: between off and full in both memory and time.
+- checkpointing every N blocks, and by a budget: between off and full in both memory and time. A budget is a number that
+  only its user knows: what the search is given is the size of the device, most of which is taken by other things.
+- tiled layers: between off and full checkpointing in both memory and time where they are not beside it, and each
+  number of tiles is a pass to be traced.
 - gradient release: it serves loops that do nothing between backward and step, which only the loop itself can show,
   and each plan with it has to be traced whole.
 """
@@ -45,7 +48,7 @@ _OFFLOADS = (
 )
 _FIRST_WITH_BF16 = (8, 0)
 # fields whose settings give the gradient and the update of the loop as written
-EXACT_FIELDS = frozenset({"accumulation", "checkpointing", "offload", "loss", "gradients"})
+EXACT_FIELDS = frozenset({"accumulation", "checkpointing", "offload", "loss", "gradients", "tiling"})
 
 
 def lattice(

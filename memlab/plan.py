@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from memlab.errors import PlanError
+from memlab.units import exact_size, parse_bytes
 
 
 class Precision(StrEnum):
@@ -125,14 +126,23 @@ def _parse_micro_batches(text: str) -> int:
     return int(text)
 
 
+def _parse_tiles(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise PlanError(f"--tile {text}: expected a whole number of tiles, 1 or more, as in '--tile 4'")
+    return int(text)
+
+
 def _parse_checkpointing(text: str) -> str:
     if text in ("off", "full", "selective"):
         return text
     every, _, blocks = text.partition(":")
     if every == "every" and blocks.isdecimal() and int(blocks) >= 1:
         return f"every:{int(blocks)}"
+    if every == "budget" and blocks:
+        return f"budget:{exact_size(parse_bytes(blocks))}"
     raise PlanError(
-        f"--checkpoint {text}: allowed are off, full, selective and every:N with N ≥ 1, as in '--checkpoint every:2'"
+        f"--checkpoint {text}: allowed are off, full, selective, every:N with N ≥ 1, as in '--checkpoint every:2', "
+        "and budget:SIZE, as in '--checkpoint budget:2GiB'"
     )
 
 
@@ -191,8 +201,9 @@ FIELDS: tuple[PlanField, ...] = (
         names={"2": "2 micro-batches", "4": "4 micro-batches", "8": "8 micro-batches", "16": "16 micro-batches"},
     ),
     PlanField(
-        "checkpointing", "--checkpoint", "[off|full|every:N|selective]",
-        "recompute activations in the backward pass: of every block, of one block in N, or all but matrix products and attention",
+        "checkpointing", "--checkpoint", "[off|full|every:N|selective|budget:SIZE]",
+        "recompute activations in the backward pass: of every block, of one block in N, all but matrix products and attention, "
+        "or of as few blocks as will do for what the blocks keep between forward and backward to fit into SIZE, as in budget:2GiB",
         _parse_checkpointing, _show_checkpointing, bare="full",
         choices=("off", "full", "every:2", "selective"), offer="full", title="Checkpointing",
         names={"full": "every block", "every:2": "every second block", "selective": "selective"},
@@ -235,6 +246,14 @@ FIELDS: tuple[PlanField, ...] = (
         shorthands={"--release-grads": "release"}, choices=tuple(Gradients), offer="release",
         title="Gradient release", names={"release": "as soon as used"},
     ),
+    PlanField(
+        "tiling", "--tile", "N",
+        "compute large linear layers in N tiles: feed-forward parts over rows, each tile run again in the backward pass; "
+        "others over output features, under autocast",
+        _parse_tiles, lambda n: f"--tile {n}" if n > 1 else "",
+        choices=("1", "2", "4", "8", "16"), offer="4", title="Tiled layers",
+        names={"2": "2 tiles", "4": "4 tiles", "8": "8 tiles", "16": "16 tiles"},
+    ),
 )  # fmt: skip
 _BY_NAME = {spec.name: spec for spec in FIELDS}
 _BY_FLAG = {flag: spec for spec in FIELDS for flag in (spec.flag, *spec.shorthands)}
@@ -256,12 +275,13 @@ class Plan:
 
     Args:
         accumulation: micro-batches per batch, 1 or more.
-        checkpointing: "off", "full", "every:N" or "selective".
+        checkpointing: "off", "full", "every:N", "selective" or "budget:SIZE" (see `budget_bytes`).
         precision: a `Precision`, or its text.
         optimizer: an `OptimizerChoice`, or its text.
         offload: pairs of what and where, or the text of the flag ("optimizer:disk,activations").
         loss: a `Loss`, or its text.
         gradients: a `Gradients`, or its text.
+        tiling: tiles in which large linear layers are computed, 1 or more.
 
     Raises:
         PlanError: a value that is not allowed, or parts that exclude each other.
@@ -281,6 +301,7 @@ class Plan:
     offload: Offload = ()
     loss: Loss = Loss.KEEP
     gradients: Gradients = Gradients.KEEP
+    tiling: int = 1
 
     def __post_init__(self) -> None:
         for spec in FIELDS:
@@ -293,6 +314,17 @@ class Plan:
 
     def __str__(self) -> str:
         return " ".join(flag for spec in FIELDS if (flag := spec.show(getattr(self, spec.name))))
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What the repeated blocks may keep of each (micro-)batch between forward and backward; None without such a budget.
+
+        Example:
+            >>> Plan.parse("--checkpoint budget:1.5KiB").budget_bytes
+            1536
+        """
+        kind, _, size = self.checkpointing.partition(":")
+        return parse_bytes(size) if kind == "budget" else None
 
     @property
     def label(self) -> str:
@@ -434,8 +466,16 @@ def _overflow_shows_at_the_end(plan: Plan) -> None:
         )
 
 
+def _nothing_is_kept_where_all_leaves(plan: Plan) -> None:
+    if plan.budget_bytes is not None and plan.tier_of(Offloaded.ACTIVATIONS):
+        raise PlanError(
+            "--checkpoint budget and --offload activations exclude each other: activations off the device take nothing of a budget on it; drop one of the two"
+        )
+
+
 _CONFLICTS: tuple[Callable[[Plan], None], ...] = (
     _paged_state_is_offloaded_already,
     _sgd_has_no_state,
     _overflow_shows_at_the_end,
+    _nothing_is_kept_where_all_leaves,
 )

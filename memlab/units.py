@@ -42,6 +42,19 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def exact_size(size_bytes: int) -> str:
+    """Write a size so that `parse_bytes` reads the very same: in the largest unit of which it is a whole number.
+
+    Example:
+        >>> exact_size(2 * 2**30), exact_size(parse_bytes("1.5GiB")), exact_size(1000)
+        ('2GiB', '1536MiB', '1000B')
+    """
+    unit, name = next(
+        each for each in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B")) if size_bytes % each[0] == 0
+    )
+    return f"{size_bytes // unit}{name}"
+
+
 def format_bytes(size_bytes: float) -> str:
     """Print a size with three significant digits or so.
 

@@ -30,6 +30,8 @@ EXACT = [
     "--checkpoint",
     "--checkpoint every:2",
     "--checkpoint selective",
+    "--checkpoint budget:60KiB",
+    "--accumulate 2 --checkpoint budget:40KiB --chunk-loss",
     "--precision fp32",
     "--precision tf32",
     "--optim adamw",
@@ -38,6 +40,8 @@ EXACT = [
     "--offload activations",
     "--offload activations:disk",
     "--chunk-loss",
+    "--tile 3",
+    "--tile 2 --checkpoint --accumulate 2",
     "--release-grads",
     "--release-grads --accumulate 4",
     "--release-grads --checkpoint --offload optimizer",
@@ -167,6 +171,20 @@ def test_torch_checkpointing_really_recomputes() -> None:
     assert calls == [2, 4, 3]
 
 
+def test_torch_checkpointing_by_budget_chooses_blocks_on_the_first_batch() -> None:
+    calls = []
+    for budget in ("1MiB", "100KiB", "60KiB", "20KiB"):
+        model, counted = tiny_gpt2(), []
+        for block in model.transformer.h:
+            block.ln_1.register_forward_hook(lambda *_, seen=counted: seen.append(1))
+        namespace_of(export(Plan.parse(f"--checkpoint budget:{budget}"), "torch"))["train"](model, ragged_batches(1))
+        calls.append(len(counted) - 2)  # two are of the look at what blocks keep
+    assert calls == sorted(calls)
+    assert (calls[0], calls[-1]) == (2, 4)
+    with pytest.raises(ValueError, match="with all 2 blocks recomputed they still keep"):
+        train("--checkpoint budget:1KiB")
+
+
 class CountedProducts(TorchDispatchMode):
     """Counts matrix products, forward, recomputed and backward."""
 
@@ -279,7 +297,7 @@ def test_trainer_arguments_build(flags: str, tmp_path: Path, monkeypatch: pytest
     args = namespace_of(export(plan, "trainer"))["args"]
     assert args.gradient_accumulation_steps == plan.accumulation
     assert args.gradient_accumulation_steps * args.per_device_train_batch_size in (8, 6)
-    assert bool(args.activation_checkpointing) == (plan.checkpointing not in ("off", "selective"))
+    assert bool(args.activation_checkpointing) == (plan.checkpointing in ("full", "every:2"))
     assert (args.fp16, args.bf16) == (plan.precision == "fp16", plan.precision == "bf16")
     assert json.loads(args.to_json_string())["optim"] == {
         "adam8bit": "adamw_bnb_8bit", "paged-adam8bit": "paged_adamw_8bit", "adafactor": "adafactor", "sgd": "sgd",

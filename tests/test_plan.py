@@ -16,11 +16,13 @@ from memlab.plan import FIELDS, Offloaded, OptimizerChoice, Plan, Precision, Tie
 
 FLAGS = (
     "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--gradients, --release-grads"
+    "--gradients, --release-grads, --tile"
 )
 
 _checkpointing = st.one_of(
-    st.sampled_from(("off", "full", "selective")), st.integers(1, 99).map(lambda n: f"every:{n}")
+    st.sampled_from(("off", "full", "selective")),
+    st.integers(1, 99).map(lambda n: f"every:{n}"),
+    st.integers(1, 2**45).map(lambda size_bytes: f"budget:{size_bytes}B"),
 )
 _offload = st.dictionaries(st.sampled_from(Offloaded), st.sampled_from(Tier)).map(lambda tiers: tuple(tiers.items()))
 
@@ -28,7 +30,13 @@ _offload = st.dictionaries(st.sampled_from(Offloaded), st.sampled_from(Tier)).ma
 def _conflicts(settings: dict[str, object]) -> bool:
     is_offloaded = any(what == "optimizer" for what, _ in settings["offload"])  # type: ignore[attr-defined]
     has_no_state_to_offload = is_offloaded and settings["optimizer"] in ("paged-adam8bit", "sgd")
-    return has_no_state_to_offload or (settings["gradients"], settings["precision"]) == ("release", "fp16")
+    keeps_nothing = any(what == "activations" for what, _ in settings["offload"])  # type: ignore[attr-defined]
+    is_budgeted = str(settings["checkpointing"]).startswith("budget")
+    return (
+        has_no_state_to_offload
+        or (settings["gradients"], settings["precision"]) == ("release", "fp16")
+        or (is_budgeted and keeps_nothing)
+    )
 
 
 _settings = st.fixed_dictionaries(
@@ -40,6 +48,7 @@ _settings = st.fixed_dictionaries(
         "offload": _offload,
         "loss": st.sampled_from(plan_module.Loss),
         "gradients": st.sampled_from(plan_module.Gradients),
+        "tiling": st.integers(1, 64),
     }
 )
 _plans = _settings.filter(lambda settings: not _conflicts(settings)).map(lambda settings: Plan(**settings))
@@ -119,6 +128,8 @@ def test_the_default_changes_nothing() -> None:
             "",
         ),
         ("--checkpoint every:02", "--checkpoint every:2"),
+        ("--checkpoint budget:2048MiB", "--checkpoint budget:2GiB"),
+        ("--checkpoint=budget:1.5gib", "--checkpoint budget:1536MiB"),
     ],
 )
 def test_spellings_of_one_plan(text: str, printed: str) -> None:
@@ -163,10 +174,17 @@ def test_flags_are_listed() -> None:
         *(
             (
                 f"--checkpoint {value}",
-                (f"--checkpoint {value}: allowed are off, full, selective and every:N with N ≥ 1, "
-                "as in '--checkpoint every:2'"),
+                (f"--checkpoint {value}: allowed are off, full, selective, every:N with N ≥ 1, "
+                "as in '--checkpoint every:2', and budget:SIZE, as in '--checkpoint budget:2GiB'"),
             )
-            for value in ("every:0", "every", "half", "every:x")
+            for value in ("every:0", "every", "half", "every:x", "budget", "budget:")
+        ),
+        ("--checkpoint budget:2GB", "size '2GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
+        ("--checkpoint budget:0MiB", "size '0MiB': must be more than zero"),
+        (
+            "--checkpoint budget:1GiB --offload activations",
+            "--checkpoint budget and --offload activations exclude each other: activations off the device take "
+            "nothing of a budget on it; drop one of the two",
         ),
         (
             "--precision fp61",
@@ -233,12 +251,12 @@ def test_unknown_field_of_a_panel() -> None:
     with pytest.raises(PlanError) as caught:
         Plan().with_setting("colour", "red")
     assert str(caught.value) == (
-        "no field 'colour' in a plan; there are accumulation, checkpointing, precision, optimizer, offload, loss, gradients"
+        "no field 'colour' in a plan; there are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling"
     )
 
 
 def test_json_that_is_no_plan() -> None:
-    fields = "accumulation, checkpointing, precision, optimizer, offload, loss, gradients"
+    fields = "accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling"
     for text, expected in (
         ("[1]", f"plan '[1]': expected a JSON object with some of {fields}"),
         ('{"speed": 1}', f"plan '{{\"speed\": 1}}': expected a JSON object with some of {fields}; got ['speed']"),
@@ -258,4 +276,5 @@ def test_json_is_an_object_of_fields() -> None:
     assert json.loads(Plan.parse("--fp16 --offload activations").to_json()) == {
         "accumulation": 1, "checkpointing": "off", "precision": "fp16", "optimizer": "keep",
         "offload": [["activations", "auto"]], "loss": "keep", "gradients": "keep",
+        "tiling": 1,
     }  # fmt: skip

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from memlab.exporting._parts import block_stride, header, indent, one_line_optimizer, zero_stage
+from memlab.exporting._parts import (
+    block_stride,
+    has_switch_for_checkpointing,
+    header,
+    indent,
+    one_line_optimizer,
+    zero_stage,
+)
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 
 _MIXED_PRECISION = {Precision.FP16: "fp16", Precision.BF16: "bf16"}
@@ -55,7 +62,9 @@ def _script_notes(plan: Plan) -> list[str]:
     notes = (
         ((f"Accelerator(gradient_accumulation_steps={accumulate}), batches {accumulate} times smaller, and "
          "`with accelerator.accumulate(model):` around each; weight losses by target tokens"), accumulate > 1),
-        (enable, plan.checkpointing not in ("off", "selective")),
+        (enable, has_switch_for_checkpointing(plan)),
+        ("checkpointing by budget: checkpoint_blocks of memlab.export(plan, to='torch'), on one of your batches; "
+         "every_n_layers takes blocks by number alone", plan.budget_bytes is not None),
         (f"selective checkpointing: model.activation_checkpointing_enable with {context}",
          plan.checkpointing == "selective"),
         ("model.float() before the optimizer is made", plan.precision is Precision.FP32),
@@ -66,6 +75,7 @@ def _script_notes(plan: Plan) -> list[str]:
         ("activations on disk: Accelerate has nothing for files, the line above keeps them in host memory",
          activations is Tier.DISK),
         ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
+        ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),
         ("gradient release: Accelerate has nothing for it; update_in_backward in memlab.export(plan, to='torch')",
          plan.gradients is Gradients.RELEASE),
     )  # fmt: skip

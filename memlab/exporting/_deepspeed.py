@@ -64,7 +64,7 @@ def _deepspeed_optimizer(plan: Plan) -> dict[str, Any]:
 
 
 def _deepspeed_checkpointing(plan: Plan) -> dict[str, Any]:
-    if plan.checkpointing == "off":
+    if plan.checkpointing == "off" or plan.budget_bytes is not None:
         return {}
     offloaded = plan.tier_of(Offloaded.ACTIVATIONS) is not None
     return {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": offloaded}}
@@ -76,7 +76,10 @@ def _deepspeed_notes(plan: Plan) -> list[str]:
     notes = (
         ("the Trainer takes the rest from memlab.export(plan, to='trainer'); both files agree", True),
         (("activation_checkpointing serves models that call deepspeed.checkpointing; models of transformers are "
-         "checkpointed by TrainingArguments(activation_checkpointing=True)"), is_checkpointed),
+         "checkpointed by TrainingArguments(activation_checkpointing=True)"),
+         is_checkpointed and plan.budget_bytes is None),
+        ("checkpointing by budget: checkpoint_blocks of memlab.export(plan, to='torch'), on one of your batches",
+         plan.budget_bytes is not None),
         ("tf32: torch.set_float32_matmul_precision('high') in the script", plan.precision is Precision.TF32),
         ("pure-bf16 with this offloaded optimizer: DeepSpeed keeps fp32 master weights; '--optim adamw' avoids it",
          plan.precision is Precision.PURE_BF16 and bool(offloaded) and plan.optimizer is not OptimizerChoice.ADAMW),
@@ -88,6 +91,7 @@ def _deepspeed_notes(plan: Plan) -> list[str]:
          activations is not None and not is_checkpointed),
         ("activations on disk: DeepSpeed keeps them in host memory", activations is Tier.DISK),
         ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
+        ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),
         ("gradient release: DeepSpeed updates after the backward pass and keeps gradients until then",
          plan.gradients is Gradients.RELEASE),
     )  # fmt: skip

@@ -15,7 +15,13 @@ def indent(lines: list[str], spaces: int) -> list[str]:
 
 def block_stride(plan: Plan) -> int:
     """One block in how many is checkpointed."""
-    return int(plan.checkpointing.partition(":")[2] or 1)
+    kind, _, every = plan.checkpointing.partition(":")
+    return int(every) if kind == "every" else 1
+
+
+def has_switch_for_checkpointing(plan: Plan) -> bool:
+    """Whether frameworks have a switch for the plan's checkpointing; they have none that weighs blocks or operators."""
+    return plan.checkpointing not in ("off", "selective") and plan.budget_bytes is None
 
 
 # choice -> (import inside the function, the call)

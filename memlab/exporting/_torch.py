@@ -14,13 +14,17 @@ def to_torch(plan: Plan) -> str:
 def _torch_imports(plan: Plan) -> str:
     on_disk = Tier.DISK in dict(plan.offload).values()
     needed = (
-        ("import functools", plan.checkpointing != "off"),
+        ("import functools", plan.checkpointing != "off" or plan.tiling > 1),
         ("import itertools", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
         ("import os", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
         ("import tempfile", on_disk),
-        ("", plan.checkpointing != "off" or on_disk),
+        ("", plan.checkpointing != "off" or plan.tiling > 1 or on_disk),
         ("import torch", True),
-        ("from torch.utils.checkpoint import checkpoint", plan.checkpointing not in ("off", "selective")),
+        ("from torch.utils._pytree import tree_leaves", plan.budget_bytes is not None),
+        (
+            "from torch.utils.checkpoint import checkpoint",
+            plan.checkpointing not in ("off", "selective") or (plan.tiling > 1 and plan.checkpointing == "off"),
+        ),
         (
             "from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts",
             plan.checkpointing == "selective",
@@ -42,6 +46,7 @@ def _torch_helpers(plan: Plan) -> list[str]:
         (_COUNT_TARGETS, plan.accumulation > 1),
         (_SPLIT, plan.accumulation > 1),
         (_LOSS_CHUNKED, plan.loss is Loss.CHUNKED),
+        (_TILES, plan.tiling > 1),
         (_torch_checkpointing(plan), plan.checkpointing != "off"),
         (_ACTIVATIONS_ON_DISK, activations_tier is Tier.DISK),
         (_STATE_ON_HOST, optimizer_tier in (Tier.HOST, Tier.AUTO)),
@@ -94,6 +99,29 @@ def chunked_loss(model, batch):
     )
 '''
 
+_TILES = '''
+def tile_feed_forwards(model, tiles):
+    """Run feed-forward modules tile by tile, so that their wide intermediate results never exist whole.
+
+    Serves modules that take one tensor and treat its rows alike, found by the names they have in transformers. memlab
+    also casts other large layers a tile at a time under autocast, which this code leaves out.
+    """
+    names = ("MLP", "FFN", "FeedForward", "DenseActDense", "DenseGatedActDense")
+    parts = [module for module in model.modules() if type(module).__name__.endswith(names)]
+    if not parts:
+        raise ValueError("no feed-forward modules in this model that are known by name: name them here")
+
+    def tiled(forward, hidden):
+        if not torch.is_grad_enabled():
+            return forward(hidden)
+        rows = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(tiles, 1)
+        results = [checkpoint(forward, tile, use_reentrant=False) for tile in rows if tile.shape[1]]
+        return torch.cat(results, 1).reshape(hidden.shape)
+
+    for part in parts:
+        part.forward = functools.partial(tiled, part.forward)
+'''
+
 _CHECKPOINT = '''
 def checkpoint_blocks(model):
     """Recompute {what} in the backward pass instead of keeping them."""{context}
@@ -110,7 +138,56 @@ def checkpoint_blocks(model):
 '''
 
 
+_CHECKPOINT_BUDGET = '''
+def checkpoint_blocks(model, budget_bytes, run):
+    """Recompute as few blocks as will do for what blocks keep until the backward pass to fit into a budget.
+
+    `run` calls the model on a batch; no more than one block's activations are held meanwhile. The blocks that keep most
+    are recomputed first, the earlier ones of equals: memlab also weighs what each costs to run again.
+    """
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # a recomputed block would fill it twice
+    lists = [m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)) and len(m) > 1]
+    lists = [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
+    nested = {id(part) for blocks in lists for block in blocks for part in block.modules()}
+    blocks = [block for blocks in lists if id(blocks) not in nested for block in blocks]
+    resident = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept, inputs = [0] * len(blocks), {}
+
+    def storages(values):
+        tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+        return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+
+    def measured(number, forward, *args, **kwargs):
+        saved, given = {}, storages((args, kwargs))
+        inputs.update(given)
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.update(storages(tensor)), lambda _: None)
+        with hooks:
+            output = forward(*args, **kwargs)
+        elsewhere = {*resident, *given, *storages(output)}
+        kept[number] += sum(storage.nbytes() for address, storage in saved.items() if address not in elsewhere)
+        return output
+
+    forwards = [block.forward for block in blocks]
+    for number, block in enumerate(blocks):
+        block.forward = functools.partial(measured, number, block.forward)
+    with torch.random.fork_rng():
+        run()
+    for block, forward in zip(blocks, forwards):
+        block.forward = forward
+    total = sum(kept) + sum(storage.nbytes() for storage in inputs.values())
+    for number in sorted(range(len(blocks)), key=lambda number: -kept[number]):
+        if total > budget_bytes:
+            blocks[number].forward = functools.partial(checkpoint, forwards[number], use_reentrant=False)
+            total -= kept[number]
+    if total > budget_bytes:
+        raise ValueError(f"with all {len(blocks)} blocks recomputed they still keep {total} bytes")
+'''
+
+
 def _torch_checkpointing(plan: Plan) -> str:
+    if plan.budget_bytes is not None:
+        return _CHECKPOINT_BUDGET
     every, is_selective = block_stride(plan), plan.checkpointing == "selective"
     what = "the activations of every block" if every == 1 else f"the activations of one block in {every}"
     return _CHECKPOINT.format(
@@ -217,7 +294,9 @@ _TORCH_PRECISION_SETUP: dict[Precision, list[str]] = {
 
 def _torch_setup(plan: Plan) -> list[str]:
     lines = ["device = next(model.parameters()).device", *_TORCH_PRECISION_SETUP[plan.precision]]
-    if plan.checkpointing != "off":
+    if plan.tiling > 1:
+        lines.append(f"tile_feed_forwards(model, {plan.tiling})")
+    if plan.checkpointing != "off" and plan.budget_bytes is None:
         lines.append("checkpoint_blocks(model)")
     if not _releases(plan):
         return [*lines, "optimizer = make_optimizer(model, lr)", "model.train()"]
@@ -234,7 +313,8 @@ def _torch_setup(plan: Plan) -> list[str]:
 
 def _torch_steps(plan: Plan) -> list[str]:
     """The loop over batches, inside the temporary files that the plan needs."""
-    step = ["batch = {name: value.to(device) for name, value in batch.items()}", *_torch_gradients(plan)]
+    step = ["batch = {name: value.to(device) for name, value in batch.items()}"]
+    step += [*_torch_budget(plan), *_torch_gradients(plan)]
     step += [*_torch_updates(plan), "losses.append(total)"]
     if plan.precision is Precision.PURE_BF16:
         cast = "value.bfloat16() if value.is_floating_point() else value"
@@ -243,6 +323,17 @@ def _torch_steps(plan: Plan) -> list[str]:
     if plan.tier_of(Offloaded.OPTIMIZER) is Tier.DISK:
         loop = ["with tempfile.TemporaryFile() as state_file:", *indent(loop, 4)]
     return loop
+
+
+def _torch_budget(plan: Plan) -> list[str]:
+    """The choice of blocks, made on the first batch, or on a part of it as they are trained."""
+    if plan.budget_bytes is None:
+        return []
+    part = f"split(batch, {plan.accumulation})[0]" if plan.accumulation > 1 else "batch"
+    choose = [f"checkpoint_blocks(model, {plan.budget_bytes}, lambda: {_torch_call(plan, part)})"]
+    autocast = _torch_autocast(plan)
+    lines = [f"with {autocast}:", *indent(choose, 4)] if autocast else choose
+    return ["if not losses:", *indent(lines, 4)]
 
 
 def _torch_gradients(plan: Plan) -> list[str]:
@@ -267,12 +358,15 @@ def _torch_disk_folder(plan: Plan, lines: list[str]) -> list[str]:
 
 
 def _torch_forward(plan: Plan, batch: str) -> list[str]:
-    call = f"chunked_loss(model, {batch})" if plan.loss is Loss.CHUNKED else f"model(**{batch}).loss"
     contexts = [context for context in (_torch_autocast(plan), _torch_saved(plan)) if context]
-    lines = [f"loss = {call}"]
+    lines = [f"loss = {_torch_call(plan, batch)}"]
     if contexts:
         lines = [f"with {', '.join(contexts)}:", *indent(lines, 4)]
     return [*_selective_offload_comment(plan), *lines]
+
+
+def _torch_call(plan: Plan, batch: str) -> str:
+    return f"chunked_loss(model, {batch})" if plan.loss is Loss.CHUNKED else f"model(**{batch}).loss"
 
 
 def _selective_offload_comment(plan: Plan) -> list[str]:

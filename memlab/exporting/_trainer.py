@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memlab.exporting._parts import SELECTIVE_CONTEXT, block_stride, header, indent
+from memlab.exporting._parts import SELECTIVE_CONTEXT, block_stride, has_switch_for_checkpointing, header, indent
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 
 _TRAINER_OPTIMIZERS = {
@@ -50,7 +50,7 @@ def _trainer_arguments(plan: Plan) -> list[str]:
     if plan.accumulation > 1:
         arguments.append(f"per_device_train_batch_size=max(1, batch_size // {plan.accumulation}),")
         arguments.append(f"gradient_accumulation_steps={plan.accumulation},")
-    if plan.checkpointing not in ("off", "selective"):
+    if has_switch_for_checkpointing(plan):
         every = f', "every_n_layers": {block_stride(plan)}' if block_stride(plan) > 1 else ""
         arguments.append("activation_checkpointing=True,  # gradient_checkpointing before transformers 5.23")
         arguments.append(f'activation_checkpointing_kwargs={{"use_reentrant": False{every}}},')
@@ -66,10 +66,12 @@ def _trainer_notes(plan: Plan) -> list[str]:
         (_ACCUMULATION_COMMENT.format(n=plan.accumulation), plan.accumulation > 1),
         (_TRAINER_WEIGHTS, plan.precision in (Precision.FP32, Precision.FP16, Precision.BF16)),
         (_TRAINER_SELECTIVE, plan.checkpointing == "selective"),
+        (_TRAINER_BUDGET, plan.budget_bytes is not None),
         (_TRAINER_PURE_BF16, plan.precision is Precision.PURE_BF16),
         (_trainer_activations(plan), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
         (_TRAINER_STATE, plan.tier_of(Offloaded.OPTIMIZER) is not None),
         (_TRAINER_LOSS, plan.loss is Loss.CHUNKED),
+        (_TRAINER_TILES, plan.tiling > 1),
         (_TRAINER_GRADIENTS, plan.gradients is Gradients.RELEASE),
     )
     return [text.strip("\n") for text, wanted in notes if wanted]
@@ -81,6 +83,10 @@ def checkpoint_blocks(model):
     """TrainingArguments takes no functions: call this before Trainer(model=model, args=args)."""{SELECTIVE_CONTEXT}
     model.activation_checkpointing_enable({{"use_reentrant": False, "context_fn": contexts}})
 '''
+
+_TRAINER_BUDGET = """
+# TrainingArguments cannot choose blocks by what they keep: its every_n_layers takes blocks by number alone. Call
+# checkpoint_blocks of memlab.export(plan, to="torch") before Trainer(model=model, args=args), on one of your batches"""
 
 _TRAINER_PURE_BF16 = '''
 
@@ -111,6 +117,10 @@ _TRAINER_LOSS = """
 # TrainingArguments cannot chunk the loss by itself. use_liger_kernel=True does it for the models Liger knows
 # (CUDA, pip install liger-kernel); for others see chunked_loss in memlab.export(plan, to="torch")"""
 
+
+_TRAINER_TILES = """
+# TrainingArguments cannot tile feed-forward parts: call tile_feed_forwards of memlab.export(plan, to="torch")
+# before Trainer(model=model, args=args)"""
 
 _TRAINER_GRADIENTS = """
 # TrainingArguments cannot free gradients in the backward pass: see update_in_backward in

@@ -50,6 +50,8 @@ _MEANINGLESS = {
     "checkpointing": "nothing is kept for a backward pass that could be recomputed",
     "optimizer": "no optimizer runs",
     "offload": "no optimizer runs, and no activations are kept",
+    "gradients": "there are none",
+    "tiling": "the tiles save what a backward pass needs",
     "loss": "the tiles save what a backward pass needs",
 }
 

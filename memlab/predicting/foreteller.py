@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from memlab.devices import Gpu
 from memlab.errors import RefusalError, WorkloadError
 from memlab.plan import Gradients, Offloaded, OptimizerChoice, Plan, Precision
-from memlab.predicting.passes import Passes
+from memlab.predicting.passes import Passes, without_budget
 from memlab.predicting.segments import NOTHING, Levels, Segment, added, levels, segment_of, without_state
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category
@@ -171,12 +171,12 @@ class Foreteller:
 
     def _composed(self, plan: Plan) -> Parts:
         settings = _of_model(plan)
-        whole = self._passes.whole(settings)
+        is_split = plan.accumulation > 1
+        whole = self._passes.whole(without_budget(settings) if is_split else settings)
         sizes = [stop - start for start, stop in row_ranges(whole.samples, plan.accumulation)]
         update, updating = self._update(_of_optimizers(plan), whole)
         before = update.observation.baseline_bytes
         state = levels({Category.OPTIMIZER_STATE: before.get(Category.OPTIMIZER_STATE, 0)})
-        is_split = plan.accumulation > 1
         return Parts(
             base=added(added(levels(whole.observation.baseline_bytes), state), self._workspaces),
             segments=(*self._passes.segments(settings, sizes), updating),
@@ -184,7 +184,13 @@ class Foreteller:
             tokens=whole.tokens,
             host_bytes=self._passes.host_bytes(settings, max(sizes)) + update.host_bytes,
             notes=tuple(
-                dict.fromkeys((*whole.notes, *update.notes, *self._about_outputs(settings, is_split=is_split)))
+                dict.fromkeys(
+                    (
+                        *self._passes.notes(settings, max(sizes)),
+                        *update.notes,
+                        *self._about_outputs(settings, is_split=is_split),
+                    )
+                )
             ),
             look=self._look_at_rows(plan) if is_split else None,
             has_state=self._has_state,
@@ -196,7 +202,9 @@ class Foreteller:
 
     def _about_outputs(self, settings: Plan, *, is_split: bool) -> Iterator[str]:
         """What a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""
-        size_bytes = 0 if is_split else self._passes.large_outputs_bytes(settings)
+        if is_split:
+            return
+        size_bytes = self._passes.large_outputs_bytes(settings)
         lives_anyway_bytes = sum(self._passes.whole(settings).observation.baseline_bytes.values())
         if size_bytes > max(_NOTEWORTHY_BYTES, _NOTEWORTHY_SHARE * lives_anyway_bytes):
             yield (

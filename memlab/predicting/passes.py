@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from memlab.plan import Plan
 from memlab.predicting.segments import (
@@ -28,8 +29,8 @@ class Passes:
     """Forward and backward passes of one workload.
 
     Two traces with different numbers of rows serve all numbers of rows, where they are alike: the whole batch and
-    half of it. Where they are not (a loss in tiles whose number grows with the batch), and for a single row, which
-    is spared copies of transposed tensors, each number of rows is traced.
+    half of it. Where they are not (a loss in tiles whose number grows with the batch, blocks chosen by what they
+    keep), and for a single row, which is spared copies of transposed tensors, each number of rows is traced.
 
     Args:
         tracer: traces them.
@@ -39,8 +40,8 @@ class Passes:
     def __init__(self, tracer: Tracer, rates: Rates) -> None:
         self._tracer = tracer
         self._rates = rates
-        self._traces: dict[tuple[Plan, int | None, bool], Trace] = {}
-        self._own: dict[tuple[Plan, int, bool], TracedPass] = {}
+        self._traces: dict[tuple[Plan, int | None, bool, int | None], Trace] = {}
+        self._own: dict[tuple[Plan, int, bool, int | None], TracedPass] = {}
         self._growth: Growth | None = None
         self._scalable: dict[Plan, TracedPass | None] = {}
 
@@ -64,14 +65,19 @@ class Passes:
         places = self._kept(settings)
         found = []
         for number, rows in enumerate(sizes):
-            traced = self._sized(settings, rows, is_split=True)
+            # blocks are chosen by what they keep of the largest micro-batch, which comes first
+            traced = self._sized(settings, rows, is_split=True, after=sizes[0])
             kept = frozenset(traced.trace.outputs[place] for place in places)
             found.append(traced.segment(rows, accumulating=number > 0, kept=kept))
         return [*found, self._joined(settings)] if places else found
 
+    def notes(self, settings: Plan, rows: int) -> tuple[str, ...]:
+        """What a pass with so many rows has to say."""
+        return self._sized(settings, rows, is_split=rows != self._rows).trace.notes
+
     def kept(self, settings: Plan) -> Levels:
         """Bytes, by category, of the outputs that a split batch keeps until its update."""
-        whole, sizes = self._sized(settings, self._rows, is_split=True), self._whole_outputs(settings)
+        whole, sizes = self._sized(without_budget(settings), self._rows, is_split=True), self._whole_outputs(settings)
         found = NOTHING
         for place in self._kept(settings):
             found = added(found, levels({whole.category_of(whole.trace.outputs[place]): sizes[place]}))
@@ -91,25 +97,27 @@ class Passes:
         """Rows of the whole batch."""
         return self.whole(Plan()).samples
 
-    def _trace(self, settings: Plan, rows: int | None, *, is_split: bool) -> Trace:
+    def _trace(self, settings: Plan, rows: int | None, *, is_split: bool, after: int | None = None) -> Trace:
         # checkpointing switches the cache off as well
         use_cache = not (is_split and settings.checkpointing == "off" and self._tracer.uses_cache)
-        key = (settings, rows, use_cache)
+        key = (settings, rows, use_cache, after)
         if key not in self._traces:
-            self._traces[key] = self._tracer.one_pass(settings, rows, use_cache=use_cache)
+            self._traces[key] = self._tracer.one_pass(settings, rows, use_cache=use_cache, after=after)
         return self._traces[key]
 
-    def _sized(self, settings: Plan, rows: int, *, is_split: bool) -> TracedPass:
-        """What serves this number of rows."""
-        whole = self._trace(settings, None, is_split=is_split)
-        if rows not in (1, whole.samples):
+    def _sized(self, settings: Plan, rows: int, *, is_split: bool, after: int | None = None) -> TracedPass:
+        """What serves this number of rows; where calls before it matter, `after` one of so many."""
+        # a budget that serves the parts of a batch may be too small for the whole of it
+        whole = self._trace(settings if rows == self._rows else without_budget(settings), None, is_split=is_split)
+        if rows not in (1, whole.samples) and settings.budget_bytes is None:
             if settings not in self._scalable:
                 self._scalable[settings] = self._laid_side_by_side(settings, whole)
             if (scalable := self._scalable[settings]) is not None:
                 return scalable
-        key = (settings, rows, is_split)
+        after = after if settings.budget_bytes is not None and after != rows else None
+        key = (settings, rows, is_split, after)
         if key not in self._own:
-            trace = whole if rows == whole.samples else self._trace(settings, rows, is_split=is_split)
+            trace = whole if rows == whole.samples else self._trace(settings, rows, is_split=is_split, after=after)
             self._own[key] = TracedPass(self._rates, trace, rows)
         return self._own[key]
 
@@ -127,7 +135,7 @@ class Passes:
         return TracedPass(self._rates, whole, rows, other)
 
     def _whole_outputs(self, settings: Plan) -> list[int]:
-        whole = self._sized(settings, self._rows, is_split=True)
+        whole = self._sized(without_budget(settings), self._rows, is_split=True)
         sizes = whole.outputs_bytes(self._rows)
         return [sizes.get(number, 0) for number in whole.trace.outputs]
 
@@ -143,3 +151,8 @@ class Passes:
         births = [(size_bytes, place, ACTIVATIONS, OUTSIDE) for place, size_bytes in enumerate(sizes)]
         deaths = [(-size_bytes, place, ACTIVATIONS, OUTSIDE) for place, size_bytes in enumerate(sizes)]
         return Segment([*births, *deaths], Bill.of([]), self._rates)
+
+
+def without_budget(settings: Plan) -> Plan:
+    """Settings whose pass is as good as theirs for all but what blocks keep, and is refused for no size."""
+    return settings if settings.budget_bytes is None else replace(settings, checkpointing="full")

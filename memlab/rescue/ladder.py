@@ -3,13 +3,14 @@
 Rules of the ladder:
 
 1. A rung *contains* the plan that ran out: it keeps every setting and adds or raises some. Raised are: more
-   micro-batches, selective or every-N checkpointing to full, 8-bit moments to paged ones (the same numbers, elsewhere).
-   So no rung comes twice, and the ladder ends.
+   micro-batches, more tiles, selective, every-N or budgeted checkpointing to full, 8-bit moments to paged ones (the
+   same numbers, elsewhere). So no rung comes twice, and the ladder ends.
 2. Exact rungs come before *lossy* ones, which change numerics within a documented tolerance.
 3. Where memory ran out in forward, backward or the loop's own code, the order is that of usual cost: micro-batches
    doubled down to one row each (a few per cent), loss in tiles (about as much, but not for every model), full
-   checkpointing (about 30 %), activations off the device (depends on bus or disk), optimizer state off the device
-   (it frees nothing of the pass itself); then 8-bit moments and passes in 16 bits.
+   checkpointing (about 30 %), feed-forward parts in tiles (up to 20 % more: they run once again), activations off the
+   device (depends on bus or disk), optimizer state off the device (it frees nothing of the pass itself); then 8-bit
+   moments and passes in 16 bits.
 4. Where it ran out in the optimizer's update, only what makes the update smaller helps: optimizer state off the
    device, then 8-bit moments, then paged ones where the first is not to be had (they exclude each other).
 5. Every rung adds one setting to the one before. The loss in tiles comes on top of the micro-batches: going back to
@@ -139,20 +140,28 @@ def contains(larger: Plan, smaller: Plan) -> bool:
     paged = (smaller.optimizer, larger.optimizer) == (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
     return (
         larger.accumulation >= smaller.accumulation
-        and (larger.checkpointing in (smaller.checkpointing, "full") or smaller.checkpointing == "off")
+        and _recomputes_as_much(larger, smaller)
         and smaller.precision in (larger.precision, Precision.KEEP)
         and (smaller.optimizer in (larger.optimizer, OptimizerChoice.KEEP) or paged)
         and set(smaller.offload) <= set(larger.offload)
         and smaller.loss in (larger.loss, Loss.KEEP)
+        and larger.tiling >= smaller.tiling
         and smaller.gradients in (larger.gradients, Gradients.KEEP)
     )
+
+
+def _recomputes_as_much(larger: Plan, smaller: Plan) -> bool:
+    if larger.checkpointing in (smaller.checkpointing, "full") or smaller.checkpointing == "off":
+        return True
+    budgets = larger.budget_bytes, smaller.budget_bytes
+    return budgets[0] is not None and budgets[1] is not None and budgets[0] <= budgets[1]
 
 
 # -- what may change
 
 # a plan's fields; of what is offloaded each thing for itself
 _OFF_DEVICE = {"activations": Offloaded.ACTIVATIONS, "optimizer state": Offloaded.OPTIMIZER}
-_SETTINGS = ("accumulation", "loss", "checkpointing", *_OFF_DEVICE, "optimizer", "precision")
+_SETTINGS = ("accumulation", "loss", "checkpointing", "tiling", *_OFF_DEVICE, "optimizer", "precision")
 _OF_THE_OPTIMIZER = frozenset({"optimizer state", "optimizer"})
 
 
@@ -202,6 +211,7 @@ class _Limits:
 
 # -- one setting more
 
+_USUAL_TILES = 4
 _8BIT = (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
 
 
@@ -236,6 +246,7 @@ _RAISES: tuple[_Raise, ...] = (
     _more_micro_batches,
     lambda plan, _: replace(plan, loss=Loss.CHUNKED),
     lambda plan, _: replace(plan, checkpointing="full"),
+    lambda plan, _: replace(plan, tiling=max(plan.tiling, _USUAL_TILES)),
     _off_device(Offloaded.ACTIVATIONS),
     _off_device(Offloaded.OPTIMIZER),
     _8bit_moments,
@@ -332,6 +343,7 @@ _WORDS: Mapping[str, Callable[[Plan, Plan, int], str]] = {
     "accumulation": lambda before, after, rows: _rows_at_a_time(before.accumulation, after.accumulation, rows),
     "loss": lambda _before, _after, _rows: "the loss in tiles, without the full logits",
     "checkpointing": lambda _before, after, _rows: _recomputed(after.checkpointing),
+    "tiling": lambda _before, after, _rows: f"feed-forward parts in {after.tiling} tiles",
     "activations": lambda _before, _after, _rows: "activations off the device until the backward pass",
     "optimizer state": lambda _before, _after, _rows: "optimizer state off the device between updates",
     "optimizer": lambda before, after, _rows: _moments(before.optimizer, after.optimizer),
@@ -352,9 +364,11 @@ def _rows_at_a_time(before: int, after: int, rows: int) -> str:
 
 
 def _recomputed(checkpointing: str) -> str:
-    every, _, blocks = checkpointing.partition(":")
-    if every == "every":
-        return f"activations of one block in {blocks} recomputed in the backward pass"
+    kind, _, value = checkpointing.partition(":")
+    if kind == "every":
+        return f"activations of one block in {value} recomputed in the backward pass"
+    if kind == "budget":
+        return f"activations of blocks recomputed in the backward pass until {value} hold the rest"
     which = "of every block" if checkpointing == "full" else "but for matrix products and attention"
     return f"activations {which} recomputed in the backward pass"
 

@@ -16,7 +16,7 @@ from memlab.plan import Offloaded, Plan
 
 _EVERY_PLAN = "every plan"
 # fields whose settings do the same by degrees: half of the error of 4 micro-batches is that of 8 as well
-_GRADED = frozenset({"accumulation", "checkpointing", "precision"})
+_GRADED = frozenset({"accumulation", "checkpointing", "precision", "tiling"})
 
 
 class Corrections:

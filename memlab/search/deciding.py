@@ -34,9 +34,9 @@ _WORTH_A_TRIAL = 0.005
 # the CUDA context and its kernels are outside the allocator; memory that CUDA reports is up to 4 % below the catalogue's
 # time of a step under one setting, relative to none, where no rate of the device is known: an order, not a prediction
 _USUAL_COST: Mapping[str, float] = {
-    "accumulation": 1.03, "checkpointing:selective": 1.1, "checkpointing:full": 1.3, "precision:fp16": 0.6,
-    "precision:bf16": 0.6, "precision:pure-bf16": 0.65, "optimizer:adam8bit": 1.02, "offload:optimizer": 1.3,
-    "offload:activations": 1.4, "loss:chunked": 1.02,
+    "accumulation": 1.03, "checkpointing:selective": 1.1, "checkpointing:full": 1.3, "checkpointing:every": 1.15,
+    "checkpointing:budget": 1.15, "precision:fp16": 0.6, "precision:bf16": 0.6, "precision:pure-bf16": 0.65, "optimizer:adam8bit": 1.02, "offload:optimizer": 1.3,
+    "offload:activations": 1.4, "loss:chunked": 1.02, "tiling:2": 1.2, "tiling:4": 1.2, "tiling:8": 1.2, "tiling:16": 1.2,
 }  # fmt: skip
 _FIELD_NAMES = frozenset(spec.name for spec in FIELDS)
 
@@ -272,7 +272,8 @@ def _log_seconds(known: Sequence[tuple[Plan, Prediction]]) -> list[float]:
 
 
 def _usual_log_cost(plan: Plan) -> float:
-    settings = [f"{name}:{value}" for name, values in settings_of(plan).items() for value in values]
+    chosen = settings_of(plan).items()
+    settings = [f"{name}:{value.partition(':')[0]}" for name, values in chosen for value in values]
     costs = sum(math.log(_USUAL_COST.get(setting, 1.0)) for setting in settings)
     return costs + math.log2(plan.accumulation) * math.log(_USUAL_COST["accumulation"])
 

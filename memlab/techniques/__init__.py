@@ -16,8 +16,10 @@ from memlab.techniques.offload_activations import OffloadActivations
 from memlab.techniques.offload_optimizer import OffloadOptimizer
 from memlab.techniques.optimizer import OptimizerConversion
 from memlab.techniques.precision import PrecisionChoice
+from memlab.techniques.tiling import Tiling
 
 TECHNIQUES: tuple[type[Technique], ...] = (
+    Tiling,
     Checkpointing,
     ChunkedLoss,
     OptimizerConversion,

@@ -27,6 +27,16 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_cached_casts(device_type: str) -> Iterator[None]:
+    """Keep no casts of weights beyond the operators that need them, should there be autocast."""
+    if not torch.is_autocast_enabled(device_type):
+        yield
+        return
+    with torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False):
+        yield
+
+
 class AutocastState:
     """The autocast state at one moment, to be entered again, as a recomputation must."""
 

@@ -54,19 +54,19 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def patch_forward(module: nn.Module, replacement: Callable[..., Any], undo: ExitStack) -> None:
-    """Give one module instance another forward, until undone."""
+def patch_forward(module: nn.Module, replacement: Callable[..., Any], undo: ExitStack, name: str = "forward") -> None:
+    """Give one module instance another forward, or another method of that name, until undone."""
     instance = module.__dict__
-    had, before = "forward" in instance, instance.get("forward")
+    had, before = name in instance, instance.get(name)
 
     def restore() -> None:
         if had:
-            instance["forward"] = before
+            instance[name] = before
         else:
-            instance.pop("forward", None)
+            instance.pop(name, None)
 
     undo.callback(restore)
-    instance["forward"] = _PatchedForward(module, replacement)
+    instance[name] = _PatchedForward(module, replacement, name)
 
 
 class _PatchedForward:
@@ -75,9 +75,10 @@ class _PatchedForward:
     A bare function would be shared by copies, which would then compute with the parameters of the original.
     """
 
-    def __init__(self, module: nn.Module, replacement: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, replacement: Callable[..., Any], name: str) -> None:
         self._module = module
         self._replacement = replacement
+        self._name = name
         functools.update_wrapper(self, replacement)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,10 +86,10 @@ class _PatchedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._module))
-        return self if copied is None else class_forward(copied)
+        return self if copied is None else class_forward(copied, self._name)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
-        return class_forward, (self._module,)
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module, str]]:
+        return class_forward, (self._module, self._name)
 
 
 def accepts_use_cache(model: nn.Module) -> bool:

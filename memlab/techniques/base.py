@@ -52,6 +52,7 @@ class Technique:
         may_skip: whether `skips_step` can say so; a step with a closure is then taken over, and the closure
             evaluated once.
         takes_step: whether the optimizer step is to be taken over although nothing above says so.
+        learns_from_calls: whether the first training forward of a batch's shape decides how those after it are run.
         updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
         predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
         in_force: all techniques that are on the workload, in the order of their list.
@@ -64,6 +65,7 @@ class Technique:
     state_per_step: bool = False
     may_skip: bool = False
     takes_step: bool = False
+    learns_from_calls: bool = False
     updates_in_backward: bool = False
     predecessor: Technique | None = None
     in_force: Callable[[], Sequence[Technique]] = staticmethod(lambda: ())

@@ -5,6 +5,9 @@ Each chosen block's forward is replaced by one that runs it under
 recomputation. Frameworks' own switches are not used: Transformers' enable/disable pair leaves an
 embedding hook behind at each round.
 
+With a budget, the first training forward of a batch's shape recomputes every block, and runs each once more to see
+what it would keep; from the next forward on, those that the `_budget` chose are recomputed.
+
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174
 """
 
@@ -21,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
+from memlab.techniques._budget import Budget
 from memlab.techniques._modules import patch_forward, repeated_blocks, without_cache
 from memlab.techniques.base import ModelCall, Technique
 from memlab.workload import Workload
@@ -55,6 +59,13 @@ class Checkpointing(Technique):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._model: nn.Module | None = None
+        self._budget: Budget | None = None
+        self.learns_from_calls = plan.budget_bytes is not None
+
+    @classmethod
+    def setting(cls, plan: Plan) -> Any:
+        # tiles lie below: a block may be what is tiled, and keeps another number of bytes under it, as in another precision
+        return plan.checkpointing, plan.tiling, plan.precision if plan.budget_bytes is not None else None
 
     def check(self, workload: Workload) -> None:
         blocks = self._chosen(workload.model)
@@ -80,12 +91,21 @@ class Checkpointing(Technique):
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         self._model = workload.model
         undo.callback(setattr, self, "_model", None)
+        if self.plan.budget_bytes is not None:
+            self._budget = Budget(self.plan.budget_bytes, workload.name)
+            undo.callback(setattr, self, "_budget", None)
         for block in self._chosen(workload.model):
             patch_forward(block, self._checkpointed(block), undo)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._model is not None
-        return call(*args, **without_cache(self._model, kwargs))
+        options = without_cache(self._model, kwargs)
+        if self._budget is None:
+            return call(*args, **options)
+        with self._budget.applied(args, options) as budget:
+            output = call(*args, **options)
+        self.notes = budget.notes
+        return output
 
     def _chosen(self, model: nn.Module) -> list[nn.Module]:
         kind, _, every = str(self.plan.checkpointing).partition(":")
@@ -100,6 +120,8 @@ class Checkpointing(Technique):
         @functools.wraps(original)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not (block.training and torch.is_grad_enabled()):
+                return original(*args, **kwargs)
+            if self._budget is not None and not self._budget.recomputes(block, original, args, kwargs):
                 return original(*args, **kwargs)
             return checkpoint(original, *args, use_reentrant=False, **options, **kwargs)
 

@@ -143,19 +143,24 @@ class Tracer:
         workload = self.twin.workload
         return accepts_use_cache(workload.model) and call_of(workload).kwargs.get("use_cache") is not False
 
-    def one_pass(self, plan: Plan, rows: int | None = None, *, use_cache: bool = True) -> Trace:
+    def one_pass(
+        self, plan: Plan, rows: int | None = None, *, use_cache: bool = True, after: int | None = None
+    ) -> Trace:
         """Trace forward and backward of one batch, without gradients before.
 
         Args:
             plan: its settings that work on the model; the others are left aside.
             rows: rows of the batch; by default as many as it has. Others are made by repeating rows.
             use_cache: False switches the model's key-value cache off, as accumulation does.
+            after: where calls decide how later ones are run, one of so many rows went before.
         """
         workload = self.twin.workload if rows is None else self._with_rows(rows)
         if not use_cache and workload.loss_fn is None:
             call = call_of(workload)
             workload = self.twin.with_batch(Batch(call.args, without_cache(workload.model, call.kwargs)))
         with self._session(plan) as (session, seen):
+            for earlier in (workload,) if after is None else (self._with_rows(after), workload):
+                self._let_learn(session, earlier, seen)
             seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
             seen.start()
             with _settling(workload.model, seen.recorder):
@@ -165,6 +170,13 @@ class Tracer:
             trace = seen.finish(session, trained=trained)
             del loss
             return trace
+
+    def _let_learn(self, session: Session, workload: Workload, seen: _Seen) -> None:
+        """Run a forward beforehand where the first one decides how those after it are run."""
+        if any(technique.learns_from_calls for technique in session.techniques):
+            seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
+            seen.start()
+            output_of(workload)
 
     def one_graph(self) -> int:
         """Bytes that one forward keeps for a backward pass, in eval mode: what gradients cost when nobody asks for them.

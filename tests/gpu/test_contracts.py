@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from memlab import Workload, compare, fit, measure
+from memlab import Workload, compare, fit, measure, predict
 from memlab.measuring.runs import training_step
 from memlab.measuring.steps import device_for
 from memlab.records import Category
@@ -23,12 +23,23 @@ EXACT = [
     "--accumulate 4 --checkpoint",
     "--offload activations",
     "--chunk-loss",
+    "--checkpoint budget:4MiB",
+    "--accumulate 2 --checkpoint budget:2MiB",
+    "--tile 4",
+    "--tile 4 --checkpoint",
 ]
 RELEASED = ["--release-grads", "--release-grads --checkpoint", "--release-grads --adam8bit"]
-CLOSE = {"--fp16": 1e-2, "--bf16": 5e-2, "--precision tf32": 1e-2, "--fp16 --accumulate 4": 1e-2}
+CLOSE = {
+    "--fp16": 1e-2,
+    "--bf16": 5e-2,
+    "--precision tf32": 1e-2,
+    "--bf16 --tile 4": 5e-2,
+    "--fp16 --accumulate 4": 1e-2,
+}
 LOWER = [
     *EXACT,
     "--bf16",
+    "--bf16 --tile 4",
     "--precision pure-bf16",
     "--adam8bit",
     "--optim paged-adam8bit",
@@ -150,3 +161,18 @@ def test_replay_restores_the_random_state_of_the_gpu(load: Workload) -> None:
     torch.manual_seed(5)
     torch.cat([model(inputs[start : start + 2]) for start in range(0, 8, 2)]).square().mean().backward()
     assert distance(found, gradients(model)) < 1e-6
+
+
+def test_the_budget_chooses_as_foretold(load: Workload) -> None:
+    """The choice is made of operations and bytes, which are the same on every device."""
+    plan = "--checkpoint budget:6MiB"
+    measured, foretold = measure(load, plan, steps=1), predict(load, plan)
+    (choice,) = (note for note in measured.notes if "blocks recomputed" in note)
+    assert choice in foretold.notes
+
+
+def test_casts_of_large_layers_are_not_kept(load: Workload) -> None:
+    """Beside feed-forward parts: what large layers are spared under autocast is their weights in 16 bits."""
+    whole, tiled = (measure(load, flags, steps=2).peak_allocated_bytes for flags in ("--bf16", "--bf16 --tile 4"))
+    casts = sum(p.numel() for p in load.model.parameters() if p.dim() == 2) * 2
+    assert whole - tiled > 0.3 * casts

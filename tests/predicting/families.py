@@ -107,6 +107,7 @@ PLANS = (
     "--checkpoint",
     "--checkpoint selective",
     "--checkpoint every:2",
+    "--checkpoint budget:96KiB",
     "--bf16",
     "--precision pure-bf16",
     "--adam8bit",
@@ -115,8 +116,10 @@ PLANS = (
     "--offload activations",
     "--chunk-loss",
     "--release-grads",
+    "--tile 2",
     "--checkpoint --adam8bit --release-grads",
     "--accumulate 3 --bf16 --adam8bit",
+    "--accumulate 3 --checkpoint budget:64KiB",
     "--accumulate 2 --checkpoint --bf16 --adam8bit --offload optimizer --chunk-loss",
     "--accumulate 4 --offload activations,optimizer",
 )

@@ -39,6 +39,17 @@ def foretold(
 # -- the documented order
 
 
+def test_a_budget_for_activations_is_raised_to_every_block() -> None:
+    assert flags("--checkpoint budget:1GiB", rows=1)[:2] == [
+        "--checkpoint budget:1GiB --chunk-loss",
+        "--checkpoint --chunk-loss",
+    ]
+    smaller, larger = (Plan.parse(f"--checkpoint budget:{size}") for size in ("100MiB", "1GiB"))
+    assert contains(smaller, larger)
+    assert not contains(larger, smaller)
+    assert not contains(Plan.parse("--checkpoint selective"), larger)
+
+
 @pytest.mark.parametrize("place", PASSES)
 def test_the_order_without_predictions(place: Place) -> None:
     up = "--accumulate 4 --checkpoint"
@@ -47,10 +58,11 @@ def test_the_order_without_predictions(place: Place) -> None:
         "--accumulate 4",
         "--accumulate 4 --chunk-loss",
         f"{up} --chunk-loss",
-        f"{up} --offload activations --chunk-loss",
-        f"{up} --offload activations,optimizer --chunk-loss",
-        f"{up} --adam8bit --offload activations,optimizer --chunk-loss",
-        f"{up} --bf16 --adam8bit --offload activations,optimizer --chunk-loss",
+        f"{up} --chunk-loss --tile 4",
+        f"{up} --offload activations --chunk-loss --tile 4",
+        f"{up} --offload activations,optimizer --chunk-loss --tile 4",
+        f"{up} --adam8bit --offload activations,optimizer --chunk-loss --tile 4",
+        f"{up} --bf16 --adam8bit --offload activations,optimizer --chunk-loss --tile 4",
     ]
 
 
@@ -64,12 +76,13 @@ def test_what_each_rung_changes_in_words() -> None:
         "one row at a time",
         "the loss in tiles, without the full logits",
         "activations of every block recomputed in the backward pass",
+        "feed-forward parts in 4 tiles",
         "activations off the device until the backward pass",
         "optimizer state off the device between updates",
         "the optimizer's moments in 8 bits",
         "forward and backward pass in bf16",
     ]
-    assert [rung.lossy for rung in rungs] == [False] * 8 + [True] * 2
+    assert [rung.lossy for rung in rungs] == [False] * 9 + [True] * 2
 
 
 @pytest.mark.parametrize(
@@ -91,8 +104,9 @@ def test_a_batch_that_must_stay_whole_is_not_split() -> None:
     assert flags("", keeps_rows=True, keep=["precision", "optimizer"]) == [
         "--chunk-loss",
         "--checkpoint --chunk-loss",
-        "--checkpoint --offload activations --chunk-loss",
-        "--checkpoint --offload activations,optimizer --chunk-loss",
+        "--checkpoint --chunk-loss --tile 4",
+        "--checkpoint --offload activations --chunk-loss --tile 4",
+        "--checkpoint --offload activations,optimizer --chunk-loss --tile 4",
     ]
 
 
@@ -112,7 +126,7 @@ def test_what_is_offloaded_stays_where_it_is() -> None:
 
 def test_a_precision_or_an_optimizer_that_was_chosen_is_not_changed() -> None:
     assert flags("--precision fp32 --optim adafactor", rows=1)[-1] == (
-        "--checkpoint --precision fp32 --optim adafactor --offload activations,optimizer --chunk-loss"
+        "--checkpoint --precision fp32 --optim adafactor --offload activations,optimizer --chunk-loss --tile 4"
     )
 
 
@@ -160,8 +174,9 @@ def test_without_an_optimizer_its_settings_are_left_out() -> None:
     assert flags("", rows=1, has_optimizer=False) == [
         "--chunk-loss",
         "--checkpoint --chunk-loss",
-        "--checkpoint --offload activations --chunk-loss",
-        "--checkpoint --bf16 --offload activations --chunk-loss",
+        "--checkpoint --chunk-loss --tile 4",
+        "--checkpoint --offload activations --chunk-loss --tile 4",
+        "--checkpoint --bf16 --offload activations --chunk-loss --tile 4",
     ]
 
 
@@ -177,7 +192,7 @@ def test_a_refused_setting_is_left_out_of_all_that_follows() -> None:
 def test_a_refusal_on_the_way_is_heeded() -> None:
     refused: set[Plan] = set()
     seen = []
-    for rung in next_plans(Plan(), Place.FORWARD, rows=8, keep=["offload"], refused=refused):
+    for rung in next_plans(Plan(), Place.FORWARD, rows=8, keep=["offload", "tiling"], refused=refused):
         seen.append(rung.plan.label)
         if rung.plan.accumulation > 2 or rung.plan.loss is Loss.CHUNKED:
             refused.add(rung.plan)
@@ -230,7 +245,7 @@ def test_predicted_plans_come_first_by_their_speed() -> None:
             foretold("--adam8bit", 7, 1.0),
         ]
     )
-    rungs = list(next_plans(Plan(), Place.FORWARD, rows=4, keep=["offload", "loss"], predictions=predictions))
+    rungs = list(next_plans(Plan(), Place.FORWARD, rows=4, keep=["offload", "loss", "tiling"], predictions=predictions))
 
     assert [(rung.plan.label, rung.lossy) for rung in rungs] == [
         ("--accumulate 2", False),
@@ -254,7 +269,7 @@ def test_what_surely_does_not_fit_is_skipped() -> None:
             foretold("--checkpoint", 3, 1.3),
         ]
     )
-    only = {"offload", "loss", "optimizer", "precision"}
+    only = {"offload", "loss", "optimizer", "precision", "tiling"}
 
     rungs = flags("", keep=only, predictions=predictions, budget_bytes=4 * 2**30)
 
@@ -263,7 +278,7 @@ def test_what_surely_does_not_fit_is_skipped() -> None:
 
 def test_sizes_without_times_leave_the_usual_order() -> None:
     predictions = dict([foretold("--checkpoint", 1), foretold("--accumulate 2", 6), foretold("--accumulate 4", 3)])
-    only = {"offload", "loss", "optimizer", "precision"}
+    only = {"offload", "loss", "optimizer", "precision", "tiling"}
 
     rungs = flags("", keep=only, predictions=predictions, budget_bytes=4 * 2**30)
 
@@ -309,6 +324,7 @@ def test_in_the_update_predictions_of_passes_do_not_count() -> None:
 
 def test_names_of_fields_and_of_flags() -> None:
     names = ["accumulate", "--checkpoint", "precision", "bf16", "optim", "offload ", "chunk-loss", "--release-grads"]
+    names.append("--tile")
 
     assert pinned(names) == set(NAMES)
     assert pinned([]) == frozenset()
@@ -318,8 +334,8 @@ def test_an_unknown_name() -> None:
     with pytest.raises(PlanError) as raised:
         pinned(["presicion"])
     assert str(raised.value) == (
-        "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, and the flags that "
-        "set them; did you mean precision?"
+        "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, "
+        "tiling, and the flags that set them; did you mean precision?"
     )
 
 
