@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import nn
@@ -69,6 +70,29 @@ def patch_forward(module: nn.Module, replacement: Callable[..., Any], undo: Exit
     instance["forward"] = _PatchedForward(module, replacement)
 
 
+# by block: what makes its parameters ready for use; several techniques that run a block's own forward share it
+_uses: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], AbstractContextManager[None]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def register_use(block: nn.Module, use: Callable[[nn.Module], AbstractContextManager[None]], undo: ExitStack) -> None:
+    """Say what surrounds whoever runs a block's forward by itself, as a recomputation does, until undone."""
+    undo.callback(_uses.pop, block, None)
+    _uses[block] = use
+
+
+def in_use(block: nn.Module) -> AbstractContextManager[None]:
+    """Context in which a block can be run by itself.
+
+    Example:
+        >>> with in_use(nn.Linear(2, 2)):
+        ...     pass
+    """
+    use = _uses.get(block)
+    return nullcontext() if use is None else use(block)
+
+
 class _PatchedForward:
     """The forward of one module instance; a copy or a pickle of the module has the forward of its class.
 
@@ -76,9 +100,10 @@ class _PatchedForward:
     """
 
     def __init__(self, module: nn.Module, replacement: Callable[..., Any]) -> None:
+        # first: it takes over the attributes of what it wraps, which may be another of these
+        functools.update_wrapper(self, replacement)
         self._module = module
         self._replacement = replacement
-        functools.update_wrapper(self, replacement)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._replacement(*args, **kwargs)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
-from memlab.techniques._modules import patch_forward, repeated_blocks, without_cache
+from memlab.techniques._modules import in_use, patch_forward, repeated_blocks, without_cache
 from memlab.techniques.base import ModelCall, Technique
 from memlab.workload import Workload
 
@@ -97,11 +97,15 @@ class Checkpointing(Technique):
         # the default context function must not be replaced by None
         options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
 
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with in_use(block):
+                return original(*args, **kwargs)
+
         @functools.wraps(original)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not (block.training and torch.is_grad_enabled()):
                 return original(*args, **kwargs)
-            return checkpoint(original, *args, use_reentrant=False, **options, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
         return checkpointed
 
