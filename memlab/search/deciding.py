@@ -36,7 +36,7 @@ _WORTH_A_TRIAL = 0.005
 _USUAL_COST: Mapping[str, float] = {
     "accumulation": 1.03, "checkpointing:selective": 1.1, "checkpointing:full": 1.3, "precision:fp16": 0.6,
     "precision:bf16": 0.6, "precision:pure-bf16": 0.65, "optimizer:adam8bit": 1.02, "offload:optimizer": 1.3,
-    "offload:activations": 1.4, "loss:chunked": 1.02,
+    "offload:activations": 1.4, "offload:params": 1.6, "loss:chunked": 1.02,
 }  # fmt: skip
 _FIELD_NAMES = frozenset(spec.name for spec in FIELDS)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -70,27 +69,23 @@ def patch_forward(module: nn.Module, replacement: Callable[..., Any], undo: Exit
     instance["forward"] = _PatchedForward(module, replacement)
 
 
-# by block: what makes its parameters ready for use; several techniques that run a block's own forward share it
-_uses: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], AbstractContextManager[None]]] = (
-    weakref.WeakKeyDictionary()
-)
+class Use(Protocol):
+    """A pre-hook of a block that makes it ready to be run; it leaves a context for who runs its forward past hooks."""
 
-
-def register_use(block: nn.Module, use: Callable[[nn.Module], AbstractContextManager[None]], undo: ExitStack) -> None:
-    """Say what surrounds whoever runs a block's forward by itself, as a recomputation does, until undone."""
-    undo.callback(_uses.pop, block, None)
-    _uses[block] = use
+    def in_use(self) -> AbstractContextManager[None]:
+        """Context in which the block's forward can be run by itself, as a recomputation does."""
 
 
 def in_use(block: nn.Module) -> AbstractContextManager[None]:
-    """Context in which a block can be run by itself.
+    """Context in which a block's forward can be run by itself, whatever technique keeps its parameters elsewhere.
 
     Example:
         >>> with in_use(nn.Linear(2, 2)):
         ...     pass
     """
-    use = _uses.get(block)
-    return nullcontext() if use is None else use(block)
+    uses = (getattr(hook, "in_use", None) for hook in block._forward_pre_hooks.values())
+    use = next((use for use in uses if use is not None), nullcontext)
+    return use()
 
 
 class _PatchedForward:

@@ -9,7 +9,8 @@ Numbered rules of the mechanism:
 3. *What autograd saves* of such a copy (the weight, its transpose) is kept as a note of what it was. The operator that
    needs it in the backward pass gets a copy made then, which goes with it: of a block that is not recomputed, one
    weight is on the device at a time. Anything else that is saved is handed to the hooks that are there already.
-4. *A recomputation* uses a block as its forward does (`in_use`, called by checkpointing).
+4. *Hooks* surround a block's forward, whatever stands in for it. A recomputation runs the forward past them, and
+   uses the block by itself (`_modules.in_use`).
 5. On CUDA the next block's parameters are copied beside the present one's computations, and in the backward pass the
    weights saved before; on the CPU there is nothing to overlap.
 
@@ -19,10 +20,9 @@ are kept as notes.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,8 @@ class Link:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         is_cuda = device.type == "cuda"
-        self._in = torch.cuda.Stream(device) if is_cuda else None
-        self._out = torch.cuda.Stream(device) if is_cuda else None
+        self._in = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
 
     @property
     def overlaps(self) -> bool:
@@ -96,7 +96,7 @@ class Link:
         """
         # an inference tensor could not take a parameter's version counter
         with torch.inference_mode(False), torch.no_grad():
-            tensor = torch.empty_like(stored, device=self.device)
+            tensor = stored.new_empty_strided(stored.shape, stored.stride(), device=self.device)
             if self._in is None:
                 return Arrival(tensor.copy_(stored))
             # its memory may be that of a tensor which kernels that are queued still read
@@ -129,7 +129,7 @@ class Link:
 def room_for(spill: Spill, tensor: torch.Tensor) -> torch.Tensor:
     """A spilled tensor with the shape, dtype and memory layout of another one."""
     stored = spill.empty_like(tensor)
-    if tensor.is_contiguous() or not is_dense(tensor):
+    if stored.stride() == tensor.stride() or not is_dense(tensor):
         return stored
     return stored.view(-1).as_strided(tensor.shape, tensor.stride())
 
@@ -219,6 +219,10 @@ class Residence:
         link: to the device they are used on.
         on_use: called with each parameter that a block uses while gradients are recorded.
 
+    Attributes:
+        link: as given.
+        backward_ended: called at the end of a backward pass that `settles_after_backward` was told of.
+
     Example:
         >>> from memlab.plan import Tier
         >>> block, residence = nn.Linear(2, 2), None
@@ -240,6 +244,7 @@ class Residence:
         on_use: Callable[[nn.Parameter], None] = lambda _parameter: None,
     ) -> None:
         self.link = link
+        self.backward_ended: Callable[[], None] = _nothing
         self._on_use = on_use
         self._slots = {id(block): list(_slots_of(block)) for block in blocks}
         self._places = {id(block): place for place, block in enumerate(blocks)}
@@ -247,6 +252,8 @@ class Residence:
         self._at_rest: dict[int, Resting] = {}  # by the storage at rest
         self._copies: dict[int, _Known] = {}  # by the storage of a copy that is in use
         self._in_use: set[int] = set()
+        self._graph_task = -1  # the backward pass at whose end there is something to do
+        self._open: list[tuple[int, ExitStack]] = []  # blocks whose forward is under way
         self._ahead: dict[int, Arrival] = {}  # by the storage at rest; on the way for the next block
         self._most_ahead_bytes = 0
         self._newest: Callable[[], _Saved | None] = _nothing
@@ -291,23 +298,34 @@ class Residence:
                 self._copies.pop(storage_of(guest.copy), None)
                 guest.leave()
 
-    def streamed(self, block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward for a block whose parameters are at rest."""
+    def stream(self, block: nn.Module, undo: ExitStack) -> None:
+        """Have a block's parameters on the device whenever it is called, until undone."""
+        undo.callback(block.register_forward_pre_hook(_Begins(self, block)).remove)
+        undo.callback(block.register_forward_hook(_Ends(self, block), always_call=True).remove)
 
-        @functools.wraps(original)
-        def streamed(*args: Any, **kwargs: Any) -> Any:
-            with self.in_use(block), ExitStack() as watching:
-                if torch.is_grad_enabled():
-                    watching.enter_context(_noting(self._noted, self._restored))
-                    if _autocast_dtype(self.link.device) is not None:
-                        watching.enter_context(_without_cached_casts())
-                        watching.enter_context(_Casts(self._copies, self.link.device))
-                return original(*args, **kwargs)
+    def begin(self, block: nn.Module) -> None:
+        """A block is about to run its forward."""
+        with ExitStack() as use:
+            use.enter_context(self.in_use(block))
+            if torch.is_grad_enabled():
+                use.enter_context(_noting(self._noted, self._restored))
+                if _autocast_dtype(self.link.device) is not None:
+                    use.enter_context(_without_cached_casts())
+                    use.enter_context(_Casts(self._copies, self.link.device))
+            self._open.append((id(block), use.pop_all()))
 
-        return streamed
+    def end(self, block: nn.Module) -> None:
+        """A block has run its forward, or broken off; likewise those within it that were interrupted."""
+        if any(begun == id(block) for begun, _ in self._open):
+            begun = -1
+            while begun != id(block):
+                begun, use = self._open.pop()
+                use.close()
 
     def pass_ended(self) -> None:
         """A forward or backward pass is over: nothing is on its way, and what is at rest may be read and written."""
+        while self._open and torch._C._current_graph_task_id() == -1:  # a Ctrl-C passes hooks by
+            self._open.pop()[1].close()
         self._ahead.clear()
         self.link.settle()
 
@@ -318,9 +336,10 @@ class Residence:
         for _, resting in found:
             key = storage_of(resting.stored)
             if key not in arrivals:
-                arrivals[key] = self._ahead.pop(key, None) or self.link.fetch(resting.stored)
+                arrivals[key] = self._ahead.pop(key) if key in self._ahead else self.link.fetch(resting.stored)
         if self.link.overlaps:
             self._look_ahead(block)
+            self.settles_after_backward()
         guests = []
         for parameter, resting in found:
             if torch.is_grad_enabled() and parameter.requires_grad:
@@ -341,6 +360,18 @@ class Residence:
             if resting is not None:
                 self._ahead[storage_of(resting.stored)] = self.link.fetch(resting.stored)
 
+    def settles_after_backward(self) -> None:
+        """Have `pass_ended` called when the backward pass that is under way is over; outside of one nothing."""
+        task = torch._C._current_graph_task_id()
+        if self.link.overlaps and task not in (-1, self._graph_task):
+            self._graph_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._graph_task = -1
+        self.pass_ended()
+        self.backward_ended()
+
     # -- what autograd saves -------------------------------------------------------------------
 
     def _noted(self, tensor: torch.Tensor) -> _Saved | None:
@@ -357,6 +388,7 @@ class Residence:
     def _restored(self, saved: _Saved) -> torch.Tensor:
         if self.link.overlaps:
             self._fetch_earlier(saved)
+            self.settles_after_backward()
         return saved.restored(self.link)
 
     def _fetch_earlier(self, saved: _Saved) -> None:
@@ -367,6 +399,46 @@ class Residence:
             ahead_bytes += earlier.size_bytes
             earlier.arrival = earlier.arrival or self.link.fetch(earlier.resting.stored)
             earlier = earlier.previous()
+
+
+class _BlockHook:
+    """A hook on a block; copies and pickles of the block do without."""
+
+    def __init__(self, residence: Residence, block: nn.Module) -> None:
+        self._residence = residence
+        self._block = block
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _without, ()
+
+
+class _Begins(_BlockHook):
+    """Called before a block's forward."""
+
+    def __call__(self, *_: Any) -> None:
+        self._residence.begin(self._block)
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """See `memlab.techniques._modules.Use`."""
+        return self._residence.in_use(self._block)
+
+
+class _Ends(_BlockHook):
+    """Called after it, also when it raised."""
+
+    def __call__(self, *_: Any) -> None:
+        self._residence.end(self._block)
+
+
+def _no_hook(*_: Any) -> None:
+    pass
+
+
+def _without() -> Callable[..., None]:
+    return _no_hook
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -387,7 +459,7 @@ def _slots_of(block: nn.Module) -> Iterator[_Slot]:
 def _distinct(slots: Iterable[_Slot]) -> list[nn.Parameter]:
     """The parameters that are in place now, each once."""
     here = (module._parameters.get(name) for module, name in slots)
-    return list({id(p): p for p in here if type(p) in PLAIN or isinstance(p, nn.Parameter)}.values())  # type: ignore[misc]
+    return list({id(parameter): parameter for parameter in here if parameter is not None}.values())
 
 
 def _nothing() -> None:
@@ -401,7 +473,7 @@ def _nothing() -> None:
 def _noting(note: Callable[[torch.Tensor], _Saved | None], restore: Callable[[_Saved], torch.Tensor]) -> Iterator[None]:
     """Keep copies of parameters as notes; anything else goes to the hooks that are there already."""
     there = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack, unpack = there if there else (_as_it_is, _as_it_is)
+    pack, unpack = there or (_as_it_is, _as_it_is)
 
     def packed(tensor: torch.Tensor) -> Any:
         saved = note(tensor)

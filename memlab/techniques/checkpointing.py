@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -94,20 +94,44 @@ class Checkpointing(Technique):
     def _checkpointed(self, block: nn.Module) -> Callable[..., Any]:
         original = block.forward
         selective = self.plan.checkpointing == "selective"
-        # the default context function must not be replaced by None
-        options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with in_use(block):
-                return original(*args, **kwargs)
+        contexts = functools.partial(_contexts, block, selective=selective)
 
         @functools.wraps(original)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not (block.training and torch.is_grad_enabled()):
                 return original(*args, **kwargs)
-            return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+            return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
         return checkpointed
+
+
+def _contexts(block: nn.Module, *, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What surrounds a block's forward, and its recomputation."""
+    forward, recomputation = _selective_contexts() if selective else (nullcontext(), nullcontext())
+    return forward, _Recomputation(block, recomputation)
+
+
+class _Recomputation(AbstractContextManager[None]):
+    """A block's forward is run past its hooks: what they would make ready is made ready here.
+
+    Args:
+        block: that is recomputed, once for each backward pass through it.
+        inside: a context that must see the block's operators only.
+    """
+
+    def __init__(self, block: nn.Module, inside: AbstractContextManager[None]) -> None:
+        self._block = block
+        self._inside = inside
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as entering:
+            entering.enter_context(in_use(self._block))
+            entering.enter_context(self._inside)
+            self._entered.append(entering.pop_all())
+
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.pop().__exit__(*exc)
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab import stepping
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision, Tier
-from memlab.techniques._modules import patch_forward, register_use, repeated_blocks
+from memlab.techniques._modules import repeated_blocks
 from memlab.techniques._residence import PLAIN, Link, Residence, Resting, is_dense, room_for, storage_of
 from memlab.techniques.base import ModelCall, State, Technique
 from memlab.techniques.spill import Spill, is_spilled, resolve_tier
@@ -125,14 +125,13 @@ class OffloadParams(Technique):
         self._spill = Spill(self._tier(workload))
         self._gradients = _Gradients(self._spill, link)
         self._residence = Residence(blocks, link, self._gradients.watch)
-        self._gradients.residence = self._residence
+        self._gradients.serve(self._residence)
         undo.callback(self._gradients.end)
         for parameter in parameters:
             undo.callback(self._bring_back, parameter)
             self._send_away(parameter)
         for block in blocks:
-            register_use(block, self._residence.in_use, undo)
-            patch_forward(block, self._residence.streamed(block, block.forward), undo)
+            self._residence.stream(block, undo)
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         if not stepping.is_separable(optimizer):
@@ -142,7 +141,8 @@ class OffloadParams(Technique):
             )
 
     def _send_away(self, parameter: Parameter) -> None:
-        assert self._residence is not None and self._spill is not None
+        assert self._residence is not None
+        assert self._spill is not None
         gradient = parameter.grad
         stored = None if gradient is None else _stored(self._spill, gradient)
         parameter.grad = None
@@ -277,29 +277,29 @@ class _Gradients:
     Args:
         spill: where to.
         link: the way there.
-
-    Attributes:
-        residence: knows which parameters rest.
     """
-
-    residence: Residence
 
     def __init__(self, spill: Spill, link: Link) -> None:
         self._spill = spill
         self._link = link
         self._watched: Any = WeakTensorKeyDictionary()  # hooks by parameter; aliases take theirs with them
         self._aside: list[tuple[Parameter, torch.Tensor]] = []
-        self._graph_task = -1
+        self._residence: Residence | None = None
+
+    def serve(self, residence: Residence) -> None:
+        """Have gradients follow the parameters that rest in a residence."""
+        self._residence = residence
+        residence.backward_ended = self._backward_ended
 
     def watch(self, parameter: Parameter) -> None:
         """Have the gradients of a parameter, or an alias of one, leave; harmless when that is so already."""
         if parameter in self._watched:
             return
-        comes, is_there = weakref.WeakMethod(self._comes), weakref.WeakMethod(self._is_there)
-        here = weakref.ref(parameter)
-        handles = [parameter.register_post_accumulate_grad_hook(_calling(is_there))]  # type: ignore[no-untyped-call]
+        complete = _when_complete(weakref.WeakMethod(self._is_complete))
+        handles = [parameter.register_post_accumulate_grad_hook(complete)]  # type: ignore[no-untyped-call]
         if self._link.overlaps:
-            handles.append(parameter.register_hook(_calling(comes, here)))  # type: ignore[no-untyped-call]
+            comes = _when_it_comes(weakref.WeakMethod(self._comes), weakref.ref(parameter))
+            handles.append(parameter.register_hook(comes))  # type: ignore[no-untyped-call]
         self._watched[parameter] = handles
 
     def end(self) -> None:
@@ -313,16 +313,18 @@ class _Gradients:
         """Before a gradient is added: autograd cannot add across devices."""
         if gradient is None or parameter.grad is None or parameter.grad.device == gradient.device:
             return
+        assert self._residence is not None
         self._aside.append((parameter, parameter.grad))
         parameter.grad = None
-        self._wait_at_the_end()
+        self._residence.settles_after_backward()
 
-    def _is_there(self, parameter: Parameter) -> None:
+    def _is_complete(self, parameter: Parameter) -> None:
         """A gradient is complete for this backward pass."""
         gradient, before = parameter.grad, self._taken_from_aside(parameter)
         if gradient is None or gradient.requires_grad or type(gradient) not in PLAIN:
             return
-        if gradient.layout is not torch.strided or self.residence.resting(parameter) is None:
+        assert self._residence is not None
+        if gradient.layout is not torch.strided or self._residence.resting(parameter) is None:
             return
         if before is None and self._rests(gradient):
             return
@@ -331,7 +333,7 @@ class _Gradients:
         stored = room_for(self._spill, gradient) if before is None else before
         self._link.send(gradient, stored)
         parameter.grad = stored
-        self._wait_at_the_end()
+        self._residence.settles_after_backward()
 
     def _rests(self, gradient: torch.Tensor) -> bool:
         return gradient.device != self._link.device or is_spilled(gradient.untyped_storage())
@@ -343,33 +345,32 @@ class _Gradients:
                 return gradient
         return None
 
-    def _wait_at_the_end(self) -> None:
-        """Once per backward pass: nobody may read what is still on its way."""
-        task = torch._C._current_graph_task_id()
-        if self._link.overlaps and task not in (-1, self._graph_task):
-            self._graph_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
-
     def _backward_ended(self) -> None:
-        self._graph_task = -1
-        self.residence.pass_ended()
         while self._aside:  # `torch.autograd.grad` asked for the gradient, and accumulates none
             parameter, gradient = self._aside.pop()
             if parameter.grad is None:
                 parameter.grad = gradient
 
 
-def _calling(method: weakref.WeakMethod[Any], *referred: weakref.ref[Any]) -> Callable[[Any], None]:
-    def hook(argument: Any) -> None:
-        alive, others = method(), [reference() for reference in referred]
-        if alive is not None and None not in map(_is_gone, others):
-            alive(argument, *others)
+def _when_complete(method: weakref.WeakMethod[Any]) -> Callable[[Parameter], None]:
+    # hooks are no reason to keep a session
+    def hook(parameter: Parameter) -> None:
+        alive = method()
+        if alive is not None:
+            alive(parameter)
 
     return hook
 
 
-def _is_gone(thing: Any) -> bool | None:
-    return None if thing is None else False
+def _when_it_comes(
+    method: weakref.WeakMethod[Any], referred: weakref.ref[Parameter]
+) -> Callable[[torch.Tensor | None], None]:
+    def hook(gradient: torch.Tensor | None) -> None:
+        alive, parameter = method(), referred()
+        if alive is not None and parameter is not None:
+            alive(gradient, parameter)
+
+    return hook
 
 
 def _stored(spill: Spill, tensor: torch.Tensor) -> torch.Tensor:

@@ -271,7 +271,7 @@ def test_default_levers_suit_the_batch_and_what_is_fixed(load: Workload) -> None
     load.batch = {name: tensor[:3] for name, tensor in load.batch.items()}
     assert [str(lever) for lever in default_levers(load, Plan.parse("--bf16"))] == [
         "--chunk-loss", "--accumulate 3", "--checkpoint selective", "--checkpoint", "--offload optimizer",
-        "--offload activations", "--adam8bit",
+        "--offload activations", "--offload params", "--adam8bit",
     ]  # fmt: skip
     assert all("bit" not in str(lever) for lever in default_levers(load, lossless=True))
 
