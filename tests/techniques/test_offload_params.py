@@ -69,11 +69,17 @@ def losses(flags: str, steps: int = 6, *, rescue: bool = False, dropout: float =
 @pytest.mark.parametrize(
     "flags",
     ["", "--accumulate 2", "--checkpoint", "--checkpoint selective", "--bf16", "--fp16", "--checkpoint --bf16",
-     "--offload activations", "--offload optimizer", "--adam8bit", "--precision pure-bf16"],
+     "--offload activations", "--offload optimizer", "--adam8bit"],
 )  # fmt: skip
 def test_losses_are_those_without_it_to_the_bit(flags: str, rescue: bool) -> None:
     together = f"{flags},params" if "--offload" in flags else f"{flags} --offload params".strip()
     assert losses(together, rescue=rescue) == losses(flags)
+
+
+def test_pure_bf16_rounds_its_moments_by_other_random_numbers() -> None:
+    # buckets are smaller, so moments are rounded in another order
+    pairs = zip(losses("--precision pure-bf16 --offload params"), losses("--precision pure-bf16"), strict=True)
+    assert max(abs(one - other) / other for one, other in pairs) < 1e-3
 
 
 @pytest.mark.parametrize("rescue", [False, True])
