@@ -53,7 +53,7 @@ class OffloadParams(Technique):
     """
 
     field = "offload"
-    changes_state = True
+    takes_step = True
     parameters_visit = True
 
     def __init__(self, plan: Plan) -> None:
@@ -204,11 +204,16 @@ class OffloadParams(Technique):
         finally:
             self._residence.link.settle()
 
+    @property
+    def changes_state(self) -> bool:  # type: ignore[override]
+        # on the CPU parameters rest on the very device they are used on, and so does loaded state
+        return self._residence is not None and self._residence.link.overlaps
+
     def pack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
         # `load_state_dict` has put it where the parameter rests
         assert self._residence is not None
         home = self._residence.link.device
-        if home.type == "cpu" or self._residence.resting(parameter) is None:
+        if self._residence.resting(parameter) is None:
             return state
         on_device = _counts_on_device(optimizer, parameter)
         return {name: _placed(value, home, on_device=on_device) for name, value in state.items()}
