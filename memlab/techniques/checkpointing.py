@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -130,8 +131,10 @@ class _Recomputation(AbstractContextManager[None]):
             entering.enter_context(self._inside)
             self._entered.append(entering.pop_all())
 
-    def __exit__(self, *exc: Any) -> None:
-        self._entered.pop().__exit__(*exc)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, traceback)
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -22,10 +22,20 @@ EXACT = [
     "--checkpoint selective",
     "--accumulate 4 --checkpoint",
     "--offload activations",
+    "--offload params",
+    "--offload params:disk",
+    "--checkpoint --offload params",
+    "--accumulate 4 --offload params,activations",
     "--chunk-loss",
 ]
-RELEASED = ["--release-grads", "--release-grads --checkpoint", "--release-grads --adam8bit"]
-CLOSE = {"--fp16": 1e-2, "--bf16": 5e-2, "--precision tf32": 1e-2, "--fp16 --accumulate 4": 1e-2}
+RELEASED = [
+    "--release-grads",
+    "--release-grads --checkpoint",
+    "--release-grads --adam8bit",
+    "--release-grads --offload params,optimizer",
+]
+CLOSE = {"--fp16": 1e-2, "--bf16": 5e-2, "--precision tf32": 1e-2, "--fp16 --accumulate 4": 1e-2,
+         "--fp16 --accumulate 4 --offload params": 1e-2, "--bf16 --checkpoint --offload params": 5e-2}  # fmt: skip
 LOWER = [
     *EXACT,
     "--bf16",
@@ -99,7 +109,13 @@ def test_the_peak_falls(load: Workload, flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [*EXACT, "--offload optimizer", "--fp16 --accumulate 2 --offload optimizer,activations"]
+    "flags",
+    [
+        *EXACT,
+        "--offload optimizer",
+        "--fp16 --accumulate 2 --offload optimizer,activations",
+        "--checkpoint --offload params,optimizer",
+    ],
 )
 def test_comparing_leaves_no_difference(load: Workload, flags: str) -> None:
     training_step(load)

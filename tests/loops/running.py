@@ -37,7 +37,8 @@ def plans_for(case: Case) -> list[str]:
     return [
         plan
         for plan in LOSSLESS_PLANS
-        if (case.has_blocks or ("checkpoint" not in plan and "params" not in plan)) and (case.has_head or "chunk" not in plan)
+        if (case.has_blocks or ("checkpoint" not in plan and "params" not in plan))
+        and (case.has_head or "chunk" not in plan)
     ]
 
 
