@@ -63,8 +63,8 @@ def test_a_whole_ladder_leaves_no_difference(load: Workload) -> None:
         assert (str(session.plan), session.observers) == ("--checkpoint", [])
     assert before.differences(Snapshot(load)) == []
     assert labels(climbed)[: len(LEVERS) + 1] == ["as written", *(f"+ {lever}" for lever in LEVERS)]
-    assert lines[:2] == ["1 of 9: as written", lines[1]]
-    assert lines[1].startswith("2 of 9: + --chunk-loss, after ")
+    assert lines[:2] == ["1 of 10: as written", lines[1]]
+    assert lines[1].startswith("2 of 10: + --chunk-loss, after ")
     assert climbed.counts_tokens
     assert climbed.last.ran is not None
     assert climbed.first.ran is not None
@@ -100,10 +100,11 @@ def test_refusals_are_rows(plain: Workload) -> None:
     climbed = ladder(plain, steps=1, progress=quiet)
     assert before.differences(Snapshot(plain)) == []
     refused = {rung.lever: rung.refused for rung in climbed.rungs if rung.refused}
-    assert list(refused) == ["--chunk-loss", "--accumulate 4", "--checkpoint selective", "--checkpoint"]
+    assert list(refused) == ["--chunk-loss", "--accumulate 4", "--checkpoint selective", "--checkpoint",
+                             "--offload params"]  # fmt: skip
     assert "BatchNorm" in refused["--accumulate 4"]
     assert not climbed.counts_tokens
-    assert [rung.measurement for rung in climbed.rungs if rung.refused] == [None] * 4
+    assert [rung.measurement for rung in climbed.rungs if rung.refused] == [None] * 5
     assert climbed.rungs[5].ran is not None
 
 
