@@ -23,6 +23,15 @@ def home_of(parameter: torch.Tensor) -> torch.device:
     return _homes.get(parameter.untyped_storage()._cdata, parameter.device)
 
 
+def is_at_rest(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's values rest somewhere until they are used.
+
+    Args:
+        parameter: of a model.
+    """
+    return parameter.untyped_storage()._cdata in _homes
+
+
 def rests(stored: torch.Tensor, home: torch.device) -> None:
     """Remember, as long as its storage lives, where values that rest in a tensor are used."""
     storage = stored.untyped_storage()

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from memlab import RefusalError, Workload, fit, measure, predict
+from memlab.inferring.weights import HalfWeights
 from memlab.measuring.cpu import CpuDevice
 from memlab.measuring.runs import training_step
+from memlab.plan import Precision
 from memlab.records import Category
 from memlab.snapshot import Snapshot
 from memlab.techniques._modules import patch_forward, repeated_blocks
@@ -508,6 +510,16 @@ def test_refusals(model: nn.Module, flags: str, said: str) -> None:
     with pytest.raises(RefusalError) as caught:
         fit(Workload(model, torch.optim.AdamW(model.parameters())), flags)
     assert str(caught.value) == said
+
+
+def test_half_weights_for_inference_are_refused() -> None:
+    model = deep().eval()
+    with (
+        fit(workload(model), "--offload params"),
+        pytest.raises(RefusalError, match="--offload params is in force"),
+    ):
+        HalfWeights(model, Precision.BF16)
+    HalfWeights(model, Precision.BF16)
 
 
 def test_lbfgs_is_refused() -> None:
