@@ -238,7 +238,7 @@ class InForce:
         technique.attach_optimizer(optimizer, undo)
         if technique.changes_state:
             undo.callback(self._remove_layer, optimizer, technique)
-            layers.apply_layer(optimizer, technique, self._above(technique), self._exchanged)
+            layers.apply_layer(optimizer, technique, self._above(technique), self._exchanged, self.techniques)
 
     def _undo_of(self, entry: _Entry) -> _Undo:
         undo = _Undo(self._exchanged)
@@ -246,7 +246,7 @@ class InForce:
         return undo
 
     def _remove_layer(self, optimizer: Optimizer, technique: Technique) -> None:
-        layers.remove_layer(optimizer, technique, self._above(technique), self._exchanged)
+        layers.remove_layer(optimizer, technique, self._above(technique), self._exchanged, self.techniques)
 
     def _above(self, technique: Technique) -> Sequence[Technique]:
         place = TECHNIQUES.index(type(technique))

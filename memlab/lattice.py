@@ -27,6 +27,7 @@ Left out of both, and kept where the user has set them:
   number of tiles is a pass to be traced.
 - gradient release: it serves loops that do nothing between backward and step, which only the loop itself can show,
   and each plan with it has to be traced whole.
+- parameters off the device: each plan with it has to be traced whole as well.
 """
 
 from __future__ import annotations

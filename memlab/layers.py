@@ -10,6 +10,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,14 @@ Parameter = torch.nn.Parameter
 Exchanged = Callable[[], None]
 
 SMALL_ELEMENTS = 1024  # below this a copy costs a kernel launch and no memory
+
+
+def at_home(techniques: Sequence[Technique], parameters: Sequence[Parameter], *, updates: bool) -> ExitStack:
+    """Context in which parameters are on the device they are used on, whatever techniques keep them elsewhere."""
+    with ExitStack() as visiting:
+        for technique in techniques:
+            visiting.enter_context(technique.at_home(parameters, updates=updates))
+        return visiting.pop_all()
 
 
 def packed(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[Technique]) -> State:
@@ -41,7 +50,11 @@ def unpacked(optimizer: Optimizer, parameter: Parameter, state: State, layers: S
 
 
 def apply_layer(
-    optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = (), exchanged: Exchanged | None = None
+    optimizer: Optimizer,
+    technique: Technique,
+    above: Sequence[Technique] = (),
+    exchanged: Exchanged | None = None,
+    in_force: Sequence[Technique] = (),
 ) -> None:
     """Pack all state of an optimizer with one more technique.
 
@@ -51,24 +64,30 @@ def apply_layer(
         above: state layers that are in force above it, from the bottom up.
         exchanged: called after each parameter. Who gives it keeps the old state and puts it back when this
             raises; else that is done here.
+        in_force: all techniques that are on the workload: they say where parameters are meanwhile.
     """
     if technique.changes_state:
-        _exchange(optimizer, technique.pack_state, above, exchanged)
+        _exchange(optimizer, technique.pack_state, above, exchanged, in_force)
 
 
 def remove_layer(
-    optimizer: Optimizer, technique: Technique, above: Sequence[Technique] = (), exchanged: Exchanged | None = None
+    optimizer: Optimizer,
+    technique: Technique,
+    above: Sequence[Technique] = (),
+    exchanged: Exchanged | None = None,
+    in_force: Sequence[Technique] = (),
 ) -> None:
     """Take one technique out of all state of an optimizer; the opposite of `apply_layer`."""
     if technique.changes_state:
-        _exchange(optimizer, technique.unpack_state, above, exchanged)
+        _exchange(optimizer, technique.unpack_state, above, exchanged, in_force)
 
 
 def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
     """Pack state that was just loaded in the user's own format (a load_state_dict post-hook)."""
     layers = [technique for technique in techniques if technique.changes_state]
     for parameter, state in _held(optimizer):
-        set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
+        with at_home(techniques, [parameter], updates=False):
+            set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
 
 
 def canonical_state_dict(
@@ -88,17 +107,24 @@ def canonical_state_dict(
     if not layers:
         return state_dict
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = dict(_canonical_entries(optimizer, everything, state_dict["state"], layers))
+    state = dict(_canonical_entries(optimizer, everything, state_dict["state"], layers, techniques))
     return {**state_dict, "state": state}
 
 
 def _canonical_entries(
-    optimizer: Optimizer, everything: Sequence[Parameter], entries: Mapping[Any, Any], layers: Sequence[Technique]
+    optimizer: Optimizer,
+    everything: Sequence[Parameter],
+    entries: Mapping[Any, Any],
+    layers: Sequence[Technique],
+    in_force: Sequence[Technique],
 ) -> Iterator[tuple[Any, Any]]:
     for key, entry in entries.items():
         if not isinstance(key, int) or not isinstance(entry, dict) or not entry:
             yield key, entry
-        elif canonical := unpacked(optimizer, everything[key], entry, layers):
+            continue
+        with at_home(in_force, [everything[key]], updates=False):
+            canonical = unpacked(optimizer, everything[key], entry, layers)
+        if canonical:
             yield key, {name: _on_host_unless_live(value, entry) for name, value in canonical.items()}
 
 
@@ -108,12 +134,19 @@ def _on_host_unless_live(value: Any, live: Mapping[str, Any]) -> Any:
     return value if any(value is kept for kept in live.values()) else value.cpu()
 
 
-def _exchange(optimizer: Optimizer, there: _Mapping, above: Sequence[Technique], exchanged: Exchanged | None) -> None:
+def _exchange(
+    optimizer: Optimizer,
+    there: _Mapping,
+    above: Sequence[Technique],
+    exchanged: Exchanged | None,
+    in_force: Sequence[Technique],
+) -> None:
     held = _held(optimizer)
     before = held if exchanged is None else []
     try:
         for parameter, _ in held:
-            _exchange_one(optimizer, parameter, there, above)
+            with at_home(in_force, [parameter], updates=False):
+                _exchange_one(optimizer, parameter, there, above)
             if exchanged is not None:
                 exchanged()
     except BaseException:

@@ -273,7 +273,8 @@ def _parts_of_model(model: nn.Module) -> Iterator[_Part]:
     for module in model.modules():
         yield _Table(vars(module))
         for key, value in vars(module).items():
-            if isinstance(value, MutableMapping) and (key.endswith("_hooks") or key in ("_parameters", "_buffers")):
+            # beside the hooks themselves there are tables of which are called when
+            if isinstance(value, MutableMapping) and ("_hooks" in key or key in ("_parameters", "_buffers")):
                 yield _Table(value)
 
 

@@ -60,6 +60,7 @@ class Offloaded(StrEnum):
 
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
+    PARAMS = "params"
 
 
 class Tier(StrEnum):
@@ -227,10 +228,18 @@ FIELDS: tuple[PlanField, ...] = (
     ),
     PlanField(
         "offload", "--offload", "WHAT[:host|:disk][,WHAT…]",
-        "move optimizer state or activations off the device between uses (WHAT: optimizer, activations)",
+        "move optimizer state, activations or the parameters of blocks off the device between uses (WHAT: optimizer, activations, params)",
         _parse_offload, _show_offload,
-        choices=("none", "optimizer", "activations", "optimizer,activations"), offer="optimizer", title="Offload",
-        names={"optimizer": "optimizer state", "optimizer,activations": "both"},
+        choices=(
+            "none", "optimizer", "activations", "optimizer,activations", "params", "params,optimizer",
+            "params,optimizer,activations",
+        ),
+        offer="optimizer", title="Offload",
+        names={
+            "optimizer": "optimizer state", "optimizer,activations": "optimizer state, activations",
+            "params": "parameters", "params,optimizer": "parameters, optimizer state",
+            "params,optimizer,activations": "all three",
+        },
     ),
     PlanField(
         "loss", "--loss", "keep|chunked",

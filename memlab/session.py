@@ -491,7 +491,8 @@ def _wrapped(wrapper: Callable[..., Any], inner: Callable[..., Any], *args: Any,
 
 
 def _changes_the_step(technique: Technique, optimizer: torch.optim.Optimizer) -> bool:
-    return technique.changes_state or technique.stepper(optimizer) is not None
+    changes = technique.changes_state or technique.parameters_visit
+    return changes or technique.stepper(optimizer) is not None
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:

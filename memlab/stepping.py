@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memlab.layers import SMALL_ELEMENTS, Optimizer, Parameter, packed, set_state, unpacked
+from memlab.layers import SMALL_ELEMENTS, Optimizer, Parameter, at_home, packed, set_state, unpacked
 
 if TYPE_CHECKING:  # techniques import this module
     from memlab.techniques.base import Stepper, Technique
@@ -132,7 +132,7 @@ def _only(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[Non
 def run_step(
     optimizer: Optimizer,
     techniques: Sequence[Technique],
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     *,
     backup: bool | Protection = True,
     done: set[Parameter] | None = None,
@@ -142,7 +142,7 @@ def run_step(
     Args:
         optimizer: the user's optimizer.
         techniques: those in force, in the order in which state was packed.
-        bucket_bytes: size of a bucket, counted as the fp32 moments of its parameters.
+        bucket_bytes: size of a bucket, counted as the fp32 moments of its parameters; None for the usual one.
         backup: keep a copy of the parameters and in-place state of the bucket being updated, so that
             an exception in the middle of it undoes it. Without, only packed state and state created
             in the failed update are put right. A function decides for each bucket before it begins: it
@@ -160,12 +160,13 @@ def run_step(
     layers = _layers_to_open(techniques)
     protection = backup if callable(backup) else _protection(everything=backup)
     finished: set[Parameter] = set() if done is None else done
-    for bucket in buckets(optimizer, bucket_bytes):
+    for bucket in buckets(optimizer, bucket_bytes or _usual_bucket_bytes(optimizer, techniques)):
         waiting = [parameter for parameter in bucket if parameter not in finished]
         if waiting:
-            _update_bucket(optimizer, waiting, techniques, stepper, protection(waiting))
-            finished.update(waiting)
-            _close_all(optimizer, waiting, layers)
+            with at_home(techniques, waiting, updates=True):
+                _update_bucket(optimizer, waiting, techniques, stepper, protection(waiting))
+                finished.update(waiting)
+                _close_all(optimizer, waiting, layers)
             for technique in techniques:
                 technique.bucket_updated(optimizer, waiting)
     return True
@@ -187,8 +188,9 @@ def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Se
         (0.5, 1.0)
     """
     foreign = _foreign_stepper(optimizer, techniques)
-    _update_bucket(optimizer, parameters, techniques, foreign or plain_stepper(optimizer), None)
-    _close_all(optimizer, parameters, _layers_to_open(techniques))
+    with at_home(techniques, parameters, updates=True):
+        _update_bucket(optimizer, parameters, techniques, foreign or plain_stepper(optimizer), None)
+        _close_all(optimizer, parameters, _layers_to_open(techniques))
     if foreign is not None:
         # kernels that torch does not know write past its counters, and autograd must see that weights are others now
         for parameter in parameters:
@@ -244,6 +246,12 @@ def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]
         filled += size_bytes
     if bucket:
         yield bucket
+
+
+def _usual_bucket_bytes(optimizer: Optimizer, techniques: Sequence[Technique]) -> int:
+    """The size of buckets; where parameters come for it, what visits is to be small beside the model."""
+    visits = any(technique.parameters_visit for technique in techniques)
+    return max(share_of(optimizer), 1) if visits else BUCKET_BYTES
 
 
 def share_of(optimizer: Optimizer) -> int:

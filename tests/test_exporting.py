@@ -42,6 +42,8 @@ EXACT = [
     "--chunk-loss",
     "--tile 3",
     "--tile 2 --checkpoint --accumulate 2",
+    "--offload params",
+    "--offload params:disk,optimizer",
     "--release-grads",
     "--release-grads --accumulate 4",
     "--release-grads --checkpoint --offload optimizer",
@@ -319,6 +321,7 @@ def test_trainer_workaround_names_an_attribute_trainer_has() -> None:
 
 def test_trainer_says_what_it_has_no_argument_for() -> None:
     text = export(Plan.parse("--offload optimizer,activations:disk --chunk-loss --precision pure-bf16"), "trainer")
+    assert "cannot offload parameters" in export(Plan.parse("--offload params"), "trainer")
     for word in ("cannot offload optimizer state", "cannot chunk the loss", "nothing for files", "def to_bf16"):
         assert word in text
 
@@ -350,7 +353,7 @@ def test_accelerate_file_loads_with_accelerates_own_loader(flags: str, tmp_path:
     file.write_text(export(plan, "accelerate"), encoding="utf-8")
     config = config_args.load_config_from_file(str(file))
     assert config.mixed_precision == (plan.precision if plan.precision in ("fp16", "bf16") else "no")
-    is_offloaded = bool(dict(plan.offload).get("optimizer"))
+    is_offloaded = not {"optimizer", "params"}.isdisjoint(dict(plan.offload))
     assert str(config.distributed_type.value) == ("DEEPSPEED" if is_offloaded else "NO")
     if is_offloaded:
         assert config.deepspeed_config["gradient_accumulation_steps"] == plan.accumulation
@@ -376,11 +379,12 @@ def test_deepspeed_file_is_accepted_and_agrees_with_the_plan(flags: str) -> None
     assert config.get_value("gradient_accumulation_steps") == plan.accumulation
     assert config.is_true("fp16.enabled") == (plan.precision == "fp16")
     assert config.is_true("bf16.enabled") == (plan.precision in ("bf16", "pure-bf16"))
-    tier = dict(plan.offload).get("optimizer")
-    device = {None: None, "auto": "cpu", "host": "cpu", "disk": "nvme"}[tier]
-    assert config.get_value("zero_optimization.offload_optimizer.device") == device
-    assert config.is_zero3() == (tier == "disk")
-    assert config.is_zero2() == (tier in ("auto", "host") or plan.precision == "pure-bf16")
+    tier, params = (dict(plan.offload).get(what) for what in ("optimizer", "params"))
+    devices = {None: None, "auto": "cpu", "host": "cpu", "disk": "nvme"}
+    assert config.get_value("zero_optimization.offload_optimizer.device") == devices[tier]
+    assert config.get_value("zero_optimization.offload_param.device") == devices[params]
+    assert config.is_zero3() == (tier == "disk" or params is not None)
+    assert config.is_zero2() == (not config.is_zero3() and (tier is not None or plan.precision == "pure-bf16"))
 
 
 def test_deepspeed_auto_values_are_filled_by_the_trainer() -> None:

@@ -196,7 +196,7 @@ def test_flags_are_listed() -> None:
         ),
         (
             "--offload optimiser",
-            "--offload optimiser: allowed are optimizer, activations; did you mean optimizer?",
+            "--offload optimiser: allowed are optimizer, activations, params; did you mean optimizer?",
         ),
         (
             "--offload optimizer:hots",

@@ -579,8 +579,8 @@ class TestSwitching:
         optimizer = torch.optim.AdamW(model.parameters())
         workload = Workload(model, optimizer)
         plan = (
-            "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer --chunk-loss "
-            "--release-grads"
+            "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer,params "
+            "--chunk-loss --release-grads"
         )
         original = kind.attach_model
 
@@ -599,7 +599,14 @@ _LOSSLESS = st.fixed_dictionaries(
         "accumulate": st.sampled_from(["", "--accumulate 2", "--accumulate 4"]),
         "checkpoint": st.sampled_from(["", "--checkpoint", "--checkpoint every:2", "--checkpoint selective"]),
         "offload": st.sampled_from(
-            ["", "--offload optimizer", "--offload activations", "--offload activations,optimizer"]
+            [
+                "",
+                "--offload optimizer",
+                "--offload activations",
+                "--offload activations,optimizer",
+                "--offload params",
+                "--offload optimizer,params",
+            ]
         ),
         "loss": st.sampled_from(["", "--chunk-loss"]),
     }

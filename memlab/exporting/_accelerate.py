@@ -16,7 +16,7 @@ _MIXED_PRECISION = {Precision.FP16: "fp16", Precision.BF16: "bf16"}
 
 
 def to_accelerate(plan: Plan) -> str:
-    is_deepspeed = plan.tier_of(Offloaded.OPTIMIZER) is not None
+    is_deepspeed = any(plan.tier_of(what) is not None for what in (Offloaded.OPTIMIZER, Offloaded.PARAMS))
     lines = [
         header(plan),
         "# accelerate launch --config_file accelerate.yaml train.py",
@@ -35,17 +35,21 @@ def to_accelerate(plan: Plan) -> str:
 
 
 def _accelerate_deepspeed(plan: Plan) -> list[str]:
-    is_disk = plan.tier_of(Offloaded.OPTIMIZER) is Tier.DISK
-    nvme = ["offload_optimizer_device: nvme", "offload_optimizer_nvme_path: nvme  # a folder on a fast disk"]
-    tier = nvme if is_disk else ["offload_optimizer_device: cpu"]
     settings = [
         f"zero_stage: {zero_stage(plan)}",
-        *tier,
-        "offload_param_device: none",
+        *_accelerate_tier(plan, Offloaded.OPTIMIZER, "offload_optimizer"),
+        *_accelerate_tier(plan, Offloaded.PARAMS, "offload_param"),
         f"gradient_accumulation_steps: {plan.accumulation}",
         "zero3_init_flag: false",
     ]
     return ["deepspeed_config:", *indent(settings, 2)]
+
+
+def _accelerate_tier(plan: Plan, what: Offloaded, name: str) -> list[str]:
+    tier = plan.tier_of(what)
+    if tier is Tier.DISK:
+        return [f"{name}_device: nvme", f"{name}_nvme_path: nvme  # a folder on a fast disk"]
+    return [f"{name}_device: {'none' if tier is None else 'cpu'}"]
 
 
 def _accelerate_notes(plan: Plan) -> list[str]:

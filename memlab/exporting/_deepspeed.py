@@ -27,12 +27,13 @@ def to_deepspeed(plan: Plan) -> str:
 
 
 def _deepspeed_zero(plan: Plan) -> dict[str, Any]:
-    tier = plan.tier_of(Offloaded.OPTIMIZER)
     zero: dict[str, Any] = {"stage": zero_stage(plan)}
-    if tier is Tier.DISK:
-        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": "nvme", "pin_memory": True}
-    elif tier is not None:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    for name, what in (("offload_optimizer", Offloaded.OPTIMIZER), ("offload_param", Offloaded.PARAMS)):
+        tier = plan.tier_of(what)
+        if tier is Tier.DISK:
+            zero[name] = {"device": "nvme", "nvme_path": "nvme", "pin_memory": True}
+        elif tier is not None:
+            zero[name] = {"device": "cpu", "pin_memory": True}
     return zero
 
 
@@ -87,6 +88,10 @@ def _deepspeed_notes(plan: Plan) -> list[str]:
          plan.optimizer not in (OptimizerChoice.KEEP, OptimizerChoice.ADAMW)),
         ("optimizer state on disk needs libaio; offload_optimizer.nvme_path is a folder on a fast disk",
          plan.tier_of(Offloaded.OPTIMIZER) is Tier.DISK),
+        ("parameters off the device: ZeRO-3 moves all of them, embeddings and head included",
+         plan.tier_of(Offloaded.PARAMS) is not None),
+        ("parameters on disk need libaio; offload_param.nvme_path is a folder on a fast disk",
+         plan.tier_of(Offloaded.PARAMS) is Tier.DISK),
         ("activations without checkpointing: the forward pass under torch.autograd.graph.save_on_cpu",
          activations is not None and not is_checkpointed),
         ("activations on disk: DeepSpeed keeps them in host memory", activations is Tier.DISK),

@@ -62,8 +62,8 @@ SELECTIVE_CONTEXT = """
 
 
 def zero_stage(plan: Plan) -> int:
-    """DeepSpeed offloads to the host from stage 2 (and keeps pure-bf16 there), to files only at stage 3."""
+    """DeepSpeed offloads to the host from stage 2 (and keeps pure-bf16 there), to files and parameters only at stage 3."""
     tier = plan.tier_of(Offloaded.OPTIMIZER)
-    if tier is Tier.DISK:
+    if tier is Tier.DISK or plan.tier_of(Offloaded.PARAMS) is not None:
         return 3
     return 2 if tier is not None or plan.precision is Precision.PURE_BF16 else 0

@@ -12,7 +12,7 @@ def to_torch(plan: Plan) -> str:
 
 
 def _torch_imports(plan: Plan) -> str:
-    on_disk = Tier.DISK in dict(plan.offload).values()
+    on_disk = Tier.DISK in (plan.tier_of(Offloaded.OPTIMIZER), plan.tier_of(Offloaded.ACTIVATIONS))
     needed = (
         ("import functools", plan.checkpointing != "off" or plan.tiling > 1),
         ("import itertools", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
@@ -292,8 +292,17 @@ _TORCH_PRECISION_SETUP: dict[Precision, list[str]] = {
 }
 
 
+_PARAMS_STAY = [
+    "# parameters stay on the device here: streaming them takes hooks on every block. FSDP2 has it, on one process too:",
+    "# fully_shard(block, offload_policy=CPUOffloadPolicy()) for each block, then for the model; its optimizer steps on",
+    "# the host, where the parameters are",
+]
+
+
 def _torch_setup(plan: Plan) -> list[str]:
-    lines = ["device = next(model.parameters()).device", *_TORCH_PRECISION_SETUP[plan.precision]]
+    offloads = plan.tier_of(Offloaded.PARAMS) is not None
+    lines = [*(_PARAMS_STAY if offloads else []), "device = next(model.parameters()).device"]
+    lines += _TORCH_PRECISION_SETUP[plan.precision]
     if plan.tiling > 1:
         lines.append(f"tile_feed_forwards(model, {plan.tiling})")
     if plan.checkpointing != "off" and plan.budget_bytes is None:

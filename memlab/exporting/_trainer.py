@@ -70,6 +70,7 @@ def _trainer_notes(plan: Plan) -> list[str]:
         (_TRAINER_PURE_BF16, plan.precision is Precision.PURE_BF16),
         (_trainer_activations(plan), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
         (_TRAINER_STATE, plan.tier_of(Offloaded.OPTIMIZER) is not None),
+        (_TRAINER_PARAMS, plan.tier_of(Offloaded.PARAMS) is not None),
         (_TRAINER_LOSS, plan.loss is Loss.CHUNKED),
         (_TRAINER_TILES, plan.tiling > 1),
         (_TRAINER_GRADIENTS, plan.gradients is Gradients.RELEASE),
@@ -111,6 +112,10 @@ _TRAINER_WEIGHTS = """
 
 _TRAINER_STATE = """
 # TrainingArguments cannot offload optimizer state on one device. Pass it the DeepSpeed file of this plan:
+# TrainingArguments(..., deepspeed="deepspeed.json"), with deepspeed.json from memlab.export(plan, to="deepspeed")"""
+
+_TRAINER_PARAMS = """
+# TrainingArguments cannot offload parameters on one device. The DeepSpeed file of this plan does (ZeRO-3):
 # TrainingArguments(..., deepspeed="deepspeed.json"), with deepspeed.json from memlab.export(plan, to="deepspeed")"""
 
 _TRAINER_LOSS = """

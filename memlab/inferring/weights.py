@@ -22,6 +22,7 @@ from torch import nn
 from memlab.errors import RefusalError
 from memlab.inferring.cache import NAMES, is_cache
 from memlab.plan import Precision, Tier
+from memlab.techniques._homes import is_at_rest
 from memlab.techniques.precision import convertible_buffers
 from memlab.techniques.spill import Spill, resolve_tier
 
@@ -113,6 +114,12 @@ class HalfWeights:
         return [tensor for tensor in tensors if tensor.dtype is torch.float32 and id(tensor) not in kept]
 
     def _check(self, precision: Precision) -> None:
+        if any(map(is_at_rest, self._model.parameters())):
+            raise RefusalError(
+                "precision",
+                "--offload params is in force, and streams the weights in the format they have",
+                "switch it off first (%memfit undo), or leave the format out",
+            )
         recurrent = any(isinstance(module, nn.RNNBase) for module in self._model.modules())
         if precision is Precision.FP16 and self._device.type == "cpu" and recurrent:
             raise RefusalError("precision", "the CPU has no fp16 kernels for recurrent layers", "use --bf16 here")

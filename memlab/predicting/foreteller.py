@@ -5,8 +5,9 @@
 2. An *update* for each combination of settings that work on the optimizers.
 3. Accumulation repeats the pass with fewer rows: the first makes the gradients, the others add to them.
 
-Where the loop has its own loss, micro-batches are replayed, and where gradients are released, updates are a part of the
-backward pass: there the whole step is traced as it would run.
+Where the loop has its own loss, micro-batches are replayed; where gradients are released, updates are a part of the
+backward pass; and where parameters are off the device, passes and updates have parameters and gradients in common that
+are nowhere on it: there the whole step is traced as it would run.
 `tests/predicting` holds all of it to the CPU ledger.
 """
 
@@ -148,7 +149,11 @@ class Foreteller:
         """
         if (refusal := self.refusal(plan)) is not None:
             raise refusal
-        is_woven = plan.gradients is Gradients.RELEASE or (plan.accumulation > 1 and self._is_replayed)
+        is_woven = (
+            plan.gradients is Gradients.RELEASE
+            or plan.tier_of(Offloaded.PARAMS) is not None
+            or (plan.accumulation > 1 and self._is_replayed)
+        )
         return self._traced(plan) if is_woven else self._composed(plan)
 
     @property

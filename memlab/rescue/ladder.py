@@ -9,10 +9,12 @@ Rules of the ladder:
 3. Where memory ran out in forward, backward or the loop's own code, the order is that of usual cost: micro-batches
    doubled down to one row each (a few per cent), loss in tiles (about as much, but not for every model), full
    checkpointing (about 30 %), feed-forward parts in tiles (up to 20 % more: they run once again), activations off the
-   device (depends on bus or disk), optimizer state off the device (it frees nothing of the pass itself); then 8-bit
-   moments and passes in 16 bits.
+   device (depends on bus or disk), optimizer state off the device (it frees nothing of the pass itself), parameters
+   and gradients off the device (they come and go block by block, at every pass); then 8-bit moments and passes in
+   16 bits.
 4. Where it ran out in the optimizer's update, only what makes the update smaller helps: optimizer state off the
-   device, then 8-bit moments, then paged ones where the first is not to be had (they exclude each other).
+   device, parameters and gradients off it, then 8-bit moments, then paged ones where the first is not to be had (they
+   exclude each other).
 5. Every rung adds one setting to the one before. The loss in tiles comes on top of the micro-batches: going back to
    fewer of them would be a plan that may need more than the last one.
 6. Micro-batches are doubled without leaps. A plan that fails does so in its first micro-batch, so that the n-th
@@ -160,16 +162,21 @@ def _recomputes_as_much(larger: Plan, smaller: Plan) -> bool:
 # -- what may change
 
 # a plan's fields; of what is offloaded each thing for itself
-_OFF_DEVICE = {"activations": Offloaded.ACTIVATIONS, "optimizer state": Offloaded.OPTIMIZER}
+_OFF_DEVICE = {
+    "activations": Offloaded.ACTIVATIONS,
+    "optimizer state": Offloaded.OPTIMIZER,
+    "parameters": Offloaded.PARAMS,
+}
 _SETTINGS = ("accumulation", "loss", "checkpointing", "tiling", *_OFF_DEVICE, "optimizer", "precision")
 _OF_THE_OPTIMIZER = frozenset({"optimizer state", "optimizer"})
+_OF_THE_UPDATE = _OF_THE_OPTIMIZER | {"parameters"}
 
 
 def _free_settings(place: Place, keep: frozenset[str], keeps_rows: bool, has_optimizer: bool) -> frozenset[str]:
     """Settings that may change, and whose change helps at that place."""
-    free = _OF_THE_OPTIMIZER if place is Place.STEP else frozenset(_SETTINGS)
+    free = _OF_THE_UPDATE if place is Place.STEP else frozenset(_SETTINGS)
     if not has_optimizer:
-        free -= _OF_THE_OPTIMIZER
+        free -= _OF_THE_UPDATE if place is Place.STEP else _OF_THE_OPTIMIZER
     if keeps_rows:
         free -= {"accumulation"}
     return frozenset(setting for setting in free if ("offload" if setting in _OFF_DEVICE else setting) not in keep)
@@ -249,6 +256,7 @@ _RAISES: tuple[_Raise, ...] = (
     lambda plan, _: replace(plan, tiling=max(plan.tiling, _USUAL_TILES)),
     _off_device(Offloaded.ACTIVATIONS),
     _off_device(Offloaded.OPTIMIZER),
+    _off_device(Offloaded.PARAMS),
     _8bit_moments,
     _paged_moments,
     _half_precision,
@@ -346,6 +354,7 @@ _WORDS: Mapping[str, Callable[[Plan, Plan, int], str]] = {
     "tiling": lambda _before, after, _rows: f"feed-forward parts in {after.tiling} tiles",
     "activations": lambda _before, _after, _rows: "activations off the device until the backward pass",
     "optimizer state": lambda _before, _after, _rows: "optimizer state off the device between updates",
+    "parameters": lambda _before, _after, _rows: "parameters of blocks off the device between uses",
     "optimizer": lambda before, after, _rows: _moments(before.optimizer, after.optimizer),
     "precision": lambda _before, after, _rows: f"forward and backward pass in {after.precision}",
 }

@@ -356,6 +356,7 @@ class Rescuer:
                     raise
                 release(error)
             else:
+                self._follow_parameters()
                 return True
             trouble.refused.add(rung.plan)
         return False
@@ -378,6 +379,7 @@ class Rescuer:
         session = self._live_session
         if session.plan != trouble.plan:
             session.change_plan(trouble.plan, noted=False)
+            self._follow_parameters()
         text = nothing_fits(
             trouble.attempts,
             capacity_bytes=self._capacity_bytes,
@@ -389,6 +391,11 @@ class Rescuer:
             is_as_before=is_as_before,
         )
         raise NothingFitsError(text) from None
+
+    def _follow_parameters(self) -> None:
+        """What a plan has moved off the device must not be kept there by aliases."""
+        if self._aliases is not None:
+            self._aliases.follow()
 
     def _drop_graphs(self) -> bool:
         """Drop graphs of calls that wait for their backward pass; whether there were any."""

@@ -339,7 +339,7 @@ class Update:
                 there is another plan or more memory.
             BrokenUpdateError: what was under way is neither as before nor done.
         """
-        if any(technique.changes_state or technique.stepper(self._optimizer) for technique in techniques):
+        if any(t.changes_state or t.parameters_visit or t.stepper(self._optimizer) for t in techniques):
             return stepping.run_step(self._optimizer, techniques, backup=self._copy_for, done=self._done)
         shortage: BaseException | None = None
         try:

@@ -45,6 +45,7 @@ LEVERS: tuple[str, ...] = (
     "--release-grads",
     "--offload optimizer",
     "--offload activations",
+    "--offload params",
     "--adam8bit",
     "--bf16",
 )
@@ -134,7 +135,8 @@ def default_levers(
         >>> model = torch.nn.Linear(4, 2)
         >>> workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.zeros(2, 4),))
         >>> [str(lever) for lever in default_levers(workload, Plan.parse("--checkpoint"), lossless=True)]
-        ['--chunk-loss', '--accumulate 2', '--tile 4', '--release-grads', '--offload optimizer', '--offload activations']
+        ['--chunk-loss', '--accumulate 2', '--tile 4', '--release-grads', '--offload optimizer', '--offload activations', \
+'--offload params']
     """
     rows = rows_of(workload)
     half = half_format(compute_capability_of(workload.device, None))

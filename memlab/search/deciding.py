@@ -35,8 +35,9 @@ _WORTH_A_TRIAL = 0.005
 # time of a step under one setting, relative to none, where no rate of the device is known: an order, not a prediction
 _USUAL_COST: Mapping[str, float] = {
     "accumulation": 1.03, "checkpointing:selective": 1.1, "checkpointing:full": 1.3, "checkpointing:every": 1.15,
-    "checkpointing:budget": 1.15, "precision:fp16": 0.6, "precision:bf16": 0.6, "precision:pure-bf16": 0.65, "optimizer:adam8bit": 1.02, "offload:optimizer": 1.3,
-    "offload:activations": 1.4, "loss:chunked": 1.02, "tiling:2": 1.2, "tiling:4": 1.2, "tiling:8": 1.2, "tiling:16": 1.2,
+    "checkpointing:budget": 1.15, "precision:fp16": 0.6, "precision:bf16": 0.6, "precision:pure-bf16": 0.65,
+    "optimizer:adam8bit": 1.02, "offload:optimizer": 1.3, "offload:activations": 1.4, "offload:params": 1.6,
+    "loss:chunked": 1.02, "tiling:2": 1.2, "tiling:4": 1.2, "tiling:8": 1.2, "tiling:16": 1.2,
 }  # fmt: skip
 _FIELD_NAMES = frozenset(spec.name for spec in FIELDS)
 

@@ -14,6 +14,7 @@ from memlab.techniques.chunked_loss import ChunkedLoss
 from memlab.techniques.gradient_release import GradientRelease
 from memlab.techniques.offload_activations import OffloadActivations
 from memlab.techniques.offload_optimizer import OffloadOptimizer
+from memlab.techniques.offload_params import OffloadParams
 from memlab.techniques.optimizer import OptimizerConversion
 from memlab.techniques.precision import PrecisionChoice
 from memlab.techniques.tiling import Tiling
@@ -24,6 +25,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     ChunkedLoss,
     OptimizerConversion,
     PrecisionChoice,
+    OffloadParams,
     OffloadOptimizer,
     OffloadActivations,
     Accumulation,

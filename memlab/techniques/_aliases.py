@@ -60,6 +60,12 @@ class Aliases:
             for original, alias in zip(self.originals, self.aliases, strict=True)
         )
 
+    def follow(self) -> None:
+        """Share the data that the parameters have now, after a change of plans gave them other data."""
+        for original, alias in zip(self.originals, self.aliases, strict=True):
+            if original.untyped_storage()._cdata != alias.untyped_storage()._cdata and alias.grad is None:
+                alias.data = original.data
+
     def deliver(self) -> None:
         """Add gradients that were left on aliases to those of the parameters."""
         for original, alias in zip(self.originals, self.aliases, strict=True):

@@ -297,7 +297,8 @@ class MicroRun:
         gathered = [alias.grad for alias in self._aliases.aliases if alias.grad is not None]
         gathered += [gradient for part in self._input_gradients for gradient in part.values()]
         for gradient in gathered:
-            gradient.mul_(factor.reshape(()).to(gradient.dtype))
+            # gradients of parameters that rest on the host are there
+            gradient.mul_(factor.reshape(()).to(gradient.device, gradient.dtype))
 
     def _replay(self, wanted: Mapping[int, torch.Tensor]) -> None:
         self._check_replay(wanted)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -69,6 +69,25 @@ def patch_forward(module: nn.Module, replacement: Callable[..., Any], undo: Exit
     instance[name] = _PatchedForward(module, replacement, name)
 
 
+class Use(Protocol):
+    """A pre-hook of a block that makes it ready to be run; it leaves a context for who runs its forward past hooks."""
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Context in which the block's forward can be run by itself, as a recomputation does."""
+
+
+def in_use(block: nn.Module) -> AbstractContextManager[None]:
+    """Context in which a block's forward can be run by itself, whatever technique keeps its parameters elsewhere.
+
+    Example:
+        >>> with in_use(nn.Linear(2, 2)):
+        ...     pass
+    """
+    uses = (getattr(hook, "in_use", None) for hook in block._forward_pre_hooks.values())
+    use = next((use for use in uses if use is not None), nullcontext)
+    return use()
+
+
 class _PatchedForward:
     """The forward of one module instance; a copy or a pickle of the module has the forward of its class.
 
@@ -76,10 +95,11 @@ class _PatchedForward:
     """
 
     def __init__(self, module: nn.Module, replacement: Callable[..., Any], name: str) -> None:
+        # first: it takes over the attributes of what it wraps, which may be another of these
+        functools.update_wrapper(self, replacement)
         self._module = module
         self._replacement = replacement
         self._name = name
-        functools.update_wrapper(self, replacement)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._replacement(*args, **kwargs)

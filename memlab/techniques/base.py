@@ -53,6 +53,7 @@ class Technique:
             evaluated once.
         takes_step: whether the optimizer step is to be taken over although nothing above says so.
         learns_from_calls: whether the first training forward of a batch's shape decides how those after it are run.
+        parameters_visit: whether parameters come to the device for an update, so that buckets are kept small.
         updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
         predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
         in_force: all techniques that are on the workload, in the order of their list.
@@ -66,6 +67,7 @@ class Technique:
     may_skip: bool = False
     takes_step: bool = False
     learns_from_calls: bool = False
+    parameters_visit: bool = False
     updates_in_backward: bool = False
     predecessor: Technique | None = None
     in_force: Callable[[], Sequence[Technique]] = staticmethod(lambda: ())
@@ -125,6 +127,18 @@ class Technique:
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
     ) -> AbstractContextManager[None]:
         """Context in which a bucket of parameters is updated."""
+        return nullcontext()
+
+    def at_home(
+        self, parameters: Sequence[torch.nn.Parameter], *, updates: bool = True
+    ) -> AbstractContextManager[None]:
+        """Context in which parameters are on the device they are used on.
+
+        Args:
+            parameters: some of the model's.
+            updates: whether they are updated within it, with their gradients beside them; else they are looked at, so
+                that state is mapped to where they are used.
+        """
         return nullcontext()
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> Stepper | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.techniques._budget import Budget
 from memlab.techniques._modules import patch_forward, repeated_blocks, without_cache
+from memlab.techniques._recomputation import Recomputation
 from memlab.techniques.base import ModelCall, Technique
 from memlab.workload import Workload
 
@@ -114,8 +115,7 @@ class Checkpointing(Technique):
     def _checkpointed(self, block: nn.Module) -> Callable[..., Any]:
         original = block.forward
         selective = self.plan.checkpointing == "selective"
-        # the default context function must not be replaced by None
-        options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
+        contexts = functools.partial(_contexts, block, selective=selective)
 
         @functools.wraps(original)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -123,9 +123,15 @@ class Checkpointing(Technique):
                 return original(*args, **kwargs)
             if self._budget is not None and not self._budget.recomputes(block, original, args, kwargs):
                 return original(*args, **kwargs)
-            return checkpoint(original, *args, use_reentrant=False, **options, **kwargs)
+            return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
         return checkpointed
+
+
+def _contexts(block: nn.Module, *, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What surrounds a block's forward, and its recomputation."""
+    forward, recomputation = _selective_contexts() if selective else (nullcontext(), nullcontext())
+    return forward, Recomputation(block, recomputation)
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

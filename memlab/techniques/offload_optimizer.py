@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.techniques._homes import home_of
 from memlab.techniques.base import State, Technique
 from memlab.techniques.spill import Spill, resolve_tier
 from memlab.workload import Workload
@@ -60,7 +61,7 @@ class OffloadOptimizer(Technique):
             )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                self._tier(parameter.device)
+                self._tier(home_of(parameter))
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
         undo.callback(self._drop_buffers, optimizer)

@@ -254,7 +254,7 @@ class LossScale:
         """
         sums, self._sums[:] = list(self._sums), []
         if sums:
-            self._last_were_bad = not bool(torch.stack(sums).isfinite().all())
+            self._last_were_bad = not all(map(_all_finite, _by_device(sums)))
             self._update()
         return self._last_were_bad
 
@@ -265,6 +265,16 @@ class LossScale:
             self.scale = max(self.scale / 2, 1.0)
         elif self._good_steps == _GROWTH_STEPS:
             self.scale, self._good_steps = self.scale * 2, 0
+
+
+def _by_device(scalars: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Gradients of parameters that rest on the host may be there."""
+    devices = dict.fromkeys(scalar.device for scalar in scalars)
+    return [[scalar for scalar in scalars if scalar.device == device] for device in devices]
+
+
+def _all_finite(scalars: list[torch.Tensor]) -> bool:
+    return bool(torch.stack(scalars).isfinite().all())
 
 
 class _ScaledGradient(torch.autograd.Function):

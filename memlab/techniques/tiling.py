@@ -30,7 +30,8 @@ from memlab.errors import RefusalError
 from memlab.plan import Loss, Plan, Precision
 from memlab.techniques._autocast import without_cached_casts
 from memlab.techniques._feed_forward import FeedForward, Linear, feed_forwards, linears_of, treats_rows_alike
-from memlab.techniques._modules import patch_forward
+from memlab.techniques._modules import patch_forward, repeated_blocks
+from memlab.techniques._recomputation import contexts_within
 from memlab.techniques._split import row_ranges
 from memlab.techniques._tiled_linear import TiledLinear
 from memlab.techniques.base import ModelCall, Technique
@@ -93,8 +94,9 @@ class Tiling(Technique):
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         self._unlooked = self._parts(workload.model)
+        blocks = repeated_blocks(workload.model)
         for part in self._unlooked:
-            patch_forward(part.owner, self._over_rows(part), undo, part.method)
+            patch_forward(part.owner, self._over_rows(part, _block_around(part, blocks)), undo, part.method)
         for linear in self._layers(workload.model):
             patch_forward(linear.module, self._over_features(linear), undo)
 
@@ -130,8 +132,9 @@ class Tiling(Technique):
         heads = {id(head) for head in large_heads(model)} if self.plan.loss is Loss.CHUNKED else set()
         return [linear for linear in linears_of(model) if id(linear.module) not in {id(model), *heads}]
 
-    def _over_rows(self, part: FeedForward) -> Callable[..., Any]:
+    def _over_rows(self, part: FeedForward, block: nn.Module | None) -> Callable[..., Any]:
         original = getattr(part.owner, part.method)
+        contexts = functools.partial(contexts_within, block)
 
         def on_tile(rows: torch.Tensor) -> Any:
             with without_cached_casts(rows.device.type):
@@ -146,7 +149,8 @@ class Tiling(Technique):
             self._tiled["parts"].add(id(part.owner))
             rows = hidden.reshape(*[1] * (hidden.dim() - 2), -1, hidden.shape[-1])  # [1, n, d]
             ranges = row_ranges(rows.shape[-2], min(self.plan.tiling, rows.shape[-2]))
-            results = [checkpoint(on_tile, rows[..., start:stop, :], use_reentrant=False) for start, stop in ranges]
+            tiles = (rows[..., start:stop, :] for start, stop in ranges)
+            results = [checkpoint(on_tile, tile, use_reentrant=False, context_fn=contexts) for tile in tiles]
             return torch.cat(results, -2).reshape(*hidden.shape[:-1], results[0].shape[-1])
 
         return tiled
@@ -167,6 +171,11 @@ class Tiling(Technique):
             return TiledLinear.apply(inputs.to(dtype), weight, module.bias, self.plan.tiling)  # type: ignore[no-untyped-call]
 
         return tiled
+
+
+def _block_around(part: FeedForward, blocks: list[nn.Module]) -> nn.Module | None:
+    """The repeated block a part lies in: what brings the block's parameters must bring them for a tile as well."""
+    return next((block for block in blocks if any(module is part.owner for module in block.modules())), None)
 
 
 def _only_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

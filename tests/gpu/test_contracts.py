@@ -22,19 +22,30 @@ EXACT = [
     "--checkpoint selective",
     "--accumulate 4 --checkpoint",
     "--offload activations",
+    "--offload params",
+    "--offload params:disk",
+    "--checkpoint --offload params",
+    "--accumulate 4 --offload params,activations",
     "--chunk-loss",
     "--checkpoint budget:4MiB",
     "--accumulate 2 --checkpoint budget:2MiB",
     "--tile 4",
     "--tile 4 --checkpoint",
 ]
-RELEASED = ["--release-grads", "--release-grads --checkpoint", "--release-grads --adam8bit"]
+RELEASED = [
+    "--release-grads",
+    "--release-grads --checkpoint",
+    "--release-grads --adam8bit",
+    "--release-grads --offload params,optimizer",
+]
 CLOSE = {
     "--fp16": 1e-2,
     "--bf16": 5e-2,
     "--precision tf32": 1e-2,
     "--bf16 --tile 4": 5e-2,
     "--fp16 --accumulate 4": 1e-2,
+    "--fp16 --accumulate 4 --offload params": 1e-2,
+    "--bf16 --checkpoint --offload params": 5e-2,
 }
 LOWER = [
     *EXACT,
@@ -110,7 +121,13 @@ def test_the_peak_falls(load: Workload, flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [*EXACT, "--offload optimizer", "--fp16 --accumulate 2 --offload optimizer,activations"]
+    "flags",
+    [
+        *EXACT,
+        "--offload optimizer",
+        "--fp16 --accumulate 2 --offload optimizer,activations",
+        "--checkpoint --offload params,optimizer",
+    ],
 )
 def test_comparing_leaves_no_difference(load: Workload, flags: str) -> None:
     training_step(load)

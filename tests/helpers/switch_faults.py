@@ -47,18 +47,22 @@ PLAN_PAIRS = (
         "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer --chunk-loss",
         "--checkpoint every:2",
     ),
+    ("--checkpoint --offload optimizer", "--checkpoint --offload optimizer,params"),
+    ("--accumulate 2 --offload params", "--precision pure-bf16 --offload params"),
 )
 
 
 class Small(nn.Module):
     """Repeats a block and has a large head, so every technique applies; few parameters, so faults are soon counted."""
 
+    width = 32  # the least at which parameters leave the device
+
     def __init__(self) -> None:
         super().__init__()
-        blocks = (nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(2))
+        blocks = (nn.Sequential(nn.Linear(self.width, self.width, bias=False), nn.Tanh()) for _ in range(2))
         self.blocks = nn.Sequential(*blocks)
-        self.bias = nn.Parameter(torch.zeros(8))
-        self.head = nn.Linear(8, 2048, bias=False)
+        self.bias = nn.Parameter(torch.zeros(self.width))
+        self.head = nn.Linear(self.width, 2048, bias=False)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(self.blocks(inputs) + self.bias), targets)
@@ -81,7 +85,8 @@ class Run:
         self.backward()
 
     def backward(self) -> float:
-        inputs, targets = torch.randn(4, 8, generator=self._drawn), torch.randint(0, 2048, (4,), generator=self._drawn)
+        inputs = torch.randn(4, Small.width, generator=self._drawn)
+        targets = torch.randint(0, 2048, (4,), generator=self._drawn)
         loss = self.model(inputs, targets)
         loss.backward()
         return float(loss.item())

@@ -25,9 +25,11 @@ LOSSLESS_PLANS = (
     "--accumulate 4 --checkpoint",
     "--offload activations",
     "--offload optimizer",
+    "--offload params",
+    "--checkpoint --offload params,optimizer",
     "--chunk-loss",
 )
-EVERYTHING = "--accumulate 4 --checkpoint --offload activations,optimizer"
+EVERYTHING = "--accumulate 4 --checkpoint --offload activations,optimizer,params"
 
 
 def plans_for(case: Case) -> list[str]:
@@ -35,13 +37,14 @@ def plans_for(case: Case) -> list[str]:
     return [
         plan
         for plan in LOSSLESS_PLANS
-        if (case.has_blocks or "checkpoint" not in plan) and (case.has_head or "chunk" not in plan)
+        if (case.has_blocks or ("checkpoint" not in plan and "params" not in plan))
+        and (case.has_head or "chunk" not in plan)
     ]
 
 
 def everything_for(case: Case) -> str:
     """All lossless techniques that apply to a case, at once."""
-    plan = EVERYTHING if case.has_blocks else EVERYTHING.replace("--checkpoint ", "")
+    plan = EVERYTHING if case.has_blocks else EVERYTHING.replace("--checkpoint ", "").replace(",params", "")
     return plan + (" --chunk-loss" if case.has_head else "")
 
 

@@ -76,7 +76,9 @@ def test_losses_of_a_hundred_steps_under_each_plan(plan: str) -> None:
     assert deviation(losses, untouched("gpt2", plain_loop, steps)) <= tolerances.LOSS
 
 
-@pytest.mark.parametrize("plan", ["--checkpoint", "--offload activations,optimizer"])
+@pytest.mark.parametrize(
+    "plan", ["--checkpoint", "--offload activations,optimizer", "--checkpoint --offload activations,optimizer,params"]
+)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "vit", "tied"])
 def test_what_keeps_the_batch_whole_is_exact_to_the_bit(name: str, plan: str) -> None:
     assert losses_under(name, plain_loop, plan, 10) == list(untouched(name, plain_loop, 10))

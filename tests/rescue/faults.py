@@ -120,6 +120,7 @@ _COMMON_PLANS = (
     "--accumulate 2 --checkpoint --offload activations",
     "--checkpoint --adam8bit --offload optimizer",
 )
+_PARAMS = ("--offload params", "--checkpoint --offload params,optimizer")
 _EVERYTHING = "--accumulate 2 --checkpoint --offload activations,optimizer"
 
 
@@ -197,7 +198,7 @@ def _train_tower(model: nn.Module, optimizer: Any, batch: Batch, at: Moment) -> 
 
 FAMILIES = {
     "gpt2": Family(
-        gpt2, _tokens, _train_language_model, (*_COMMON_PLANS, "--chunk-loss", _EVERYTHING + " --chunk-loss")
+        gpt2, _tokens, _train_language_model, (*_COMMON_PLANS, *_PARAMS, "--chunk-loss", _EVERYTHING + " --chunk-loss")
     ),
     "gpt2-dropout": Family(lambda: gpt2(0.1), _tokens, _train_language_model, ("", "--accumulate 2", "--checkpoint")),
     # with activations that outweigh weights and state
@@ -205,7 +206,7 @@ FAMILIES = {
     "bert": Family(
         bert_classifier, _sentences, _train_classifier, (*_COMMON_PLANS, "--checkpoint every:2", _EVERYTHING)
     ),
-    "tower": Family(Tower, _pairs, _train_tower, (*_COMMON_PLANS, "--checkpoint every:2", _EVERYTHING)),
+    "tower": Family(Tower, _pairs, _train_tower, (*_COMMON_PLANS, *_PARAMS, "--checkpoint every:2", _EVERYTHING)),
 }
 
 

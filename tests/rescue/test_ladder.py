@@ -61,8 +61,9 @@ def test_the_order_without_predictions(place: Place) -> None:
         f"{up} --chunk-loss --tile 4",
         f"{up} --offload activations --chunk-loss --tile 4",
         f"{up} --offload activations,optimizer --chunk-loss --tile 4",
-        f"{up} --adam8bit --offload activations,optimizer --chunk-loss --tile 4",
-        f"{up} --bf16 --adam8bit --offload activations,optimizer --chunk-loss --tile 4",
+        f"{up} --offload activations,optimizer,params --chunk-loss --tile 4",
+        f"{up} --adam8bit --offload activations,optimizer,params --chunk-loss --tile 4",
+        f"{up} --bf16 --adam8bit --offload activations,optimizer,params --chunk-loss --tile 4",
     ]
 
 
@@ -79,6 +80,7 @@ def test_what_each_rung_changes_in_words() -> None:
         "feed-forward parts in 4 tiles",
         "activations off the device until the backward pass",
         "optimizer state off the device between updates",
+        "parameters of blocks off the device between uses",
         "the optimizer's moments in 8 bits",
         "forward and backward pass in bf16",
     ]
@@ -107,6 +109,7 @@ def test_a_batch_that_must_stay_whole_is_not_split() -> None:
         "--checkpoint --chunk-loss --tile 4",
         "--checkpoint --offload activations --chunk-loss --tile 4",
         "--checkpoint --offload activations,optimizer --chunk-loss --tile 4",
+        "--checkpoint --offload activations,optimizer,params --chunk-loss --tile 4",
     ]
 
 
@@ -121,12 +124,12 @@ def test_checkpointing_is_raised_to_full(setting: str) -> None:
 def test_what_is_offloaded_stays_where_it_is() -> None:
     rungs = flags("--offload optimizer:disk", keep=set(NAMES) - {"offload"})
 
-    assert rungs == ["--offload activations,optimizer:disk"]
+    assert rungs == ["--offload activations,optimizer:disk", "--offload activations,optimizer:disk,params"]
 
 
 def test_a_precision_or_an_optimizer_that_was_chosen_is_not_changed() -> None:
     assert flags("--precision fp32 --optim adafactor", rows=1)[-1] == (
-        "--checkpoint --precision fp32 --optim adafactor --offload activations,optimizer --chunk-loss --tile 4"
+        "--checkpoint --precision fp32 --optim adafactor --offload activations,optimizer,params --chunk-loss --tile 4"
     )
 
 
@@ -141,8 +144,8 @@ def test_gradient_release_stays_where_it_is() -> None:
 
 
 def test_settings_that_exclude_each_other_are_left_out() -> None:
-    assert flags("--optim sgd", Place.STEP) == []
-    assert flags("--optim paged-adam8bit", Place.STEP) == []
+    assert flags("--optim sgd", Place.STEP) == ["--optim sgd --offload params"]
+    assert flags("--optim paged-adam8bit", Place.STEP) == ["--optim paged-adam8bit --offload params"]
 
 
 def test_the_16_bit_format_of_the_device() -> None:
@@ -150,8 +153,15 @@ def test_the_16_bit_format_of_the_device() -> None:
 
 
 def test_in_the_update_only_what_makes_it_smaller() -> None:
-    assert flags("", Place.STEP) == ["--offload optimizer", "--adam8bit --offload optimizer"]
-    assert flags("--adam8bit --accumulate 2", Place.STEP) == ["--accumulate 2 --adam8bit --offload optimizer"]
+    assert flags("", Place.STEP) == [
+        "--offload optimizer",
+        "--offload optimizer,params",
+        "--adam8bit --offload optimizer,params",
+    ]
+    assert flags("--adam8bit --accumulate 2", Place.STEP) == [
+        "--accumulate 2 --adam8bit --offload optimizer",
+        "--accumulate 2 --adam8bit --offload optimizer,params",
+    ]
     assert flags("", Place.STEP, has_optimizer=False) == []
 
 
@@ -176,7 +186,8 @@ def test_without_an_optimizer_its_settings_are_left_out() -> None:
         "--checkpoint --chunk-loss",
         "--checkpoint --chunk-loss --tile 4",
         "--checkpoint --offload activations --chunk-loss --tile 4",
-        "--checkpoint --bf16 --offload activations --chunk-loss --tile 4",
+        "--checkpoint --offload activations,params --chunk-loss --tile 4",
+        "--checkpoint --bf16 --offload activations,params --chunk-loss --tile 4",
     ]
 
 
@@ -314,8 +325,9 @@ def test_in_the_update_predictions_of_passes_do_not_count() -> None:
 
     assert flags("", Place.STEP, predictions=predictions) == [
         "--offload optimizer",
+        "--offload optimizer,params",
         "--adam8bit",
-        "--adam8bit --offload optimizer",
+        "--adam8bit --offload optimizer,params",
     ]
 
 

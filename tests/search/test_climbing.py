@@ -63,8 +63,8 @@ def test_a_whole_ladder_leaves_no_difference(load: Workload) -> None:
         assert (str(session.plan), session.observers) == ("--checkpoint", [])
     assert before.differences(Snapshot(load)) == []
     assert labels(climbed)[: len(LEVERS) + 1] == ["as written", *(f"+ {lever}" for lever in LEVERS)]
-    assert lines[:2] == ["1 of 11: as written", lines[1]]
-    assert lines[1].startswith("2 of 11: + --chunk-loss, after ")
+    assert lines[:2] == ["1 of 12: as written", lines[1]]
+    assert lines[1].startswith("2 of 12: + --chunk-loss, after ")
     assert climbed.counts_tokens
     assert climbed.last.ran is not None
     assert climbed.first.ran is not None
@@ -102,10 +102,11 @@ def test_refusals_are_rows(plain: Workload) -> None:
     climbed = ladder(plain, steps=1, progress=quiet)
     assert before.differences(Snapshot(plain)) == []
     refused = {rung.lever: rung.refused for rung in climbed.rungs if rung.refused}
-    assert list(refused) == ["--chunk-loss", "--accumulate 4", "--checkpoint selective", "--tile 4", "--checkpoint"]
+    assert list(refused) == ["--chunk-loss", "--accumulate 4", "--checkpoint selective", "--tile 4", "--checkpoint",
+                             "--offload params"]  # fmt: skip
     assert "BatchNorm" in refused["--accumulate 4"]
     assert not climbed.counts_tokens
-    assert [rung.measurement for rung in climbed.rungs if rung.refused] == [None] * 5
+    assert [rung.measurement for rung in climbed.rungs if rung.refused] == [None] * 6
     assert climbed.rungs[6].ran is not None
 
 
@@ -273,7 +274,7 @@ def test_default_levers_suit_the_batch_and_what_is_fixed(load: Workload) -> None
     load.batch = {name: tensor[:3] for name, tensor in load.batch.items()}
     assert [str(lever) for lever in default_levers(load, Plan.parse("--bf16"))] == [
         "--chunk-loss", "--accumulate 3", "--checkpoint selective", "--tile 4", "--checkpoint", "--release-grads",
-        "--offload optimizer", "--offload activations", "--adam8bit",
+        "--offload optimizer", "--offload activations", "--offload params", "--adam8bit",
     ]  # fmt: skip
     assert all("bit" not in str(lever) for lever in default_levers(load, lossless=True))
 

@@ -1,0 +1,39 @@
+"""Where a parameter is at home: the device it is used on, while its values rest somewhere else."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+# by the storage its values rest in, which parameters and the aliases of them share
+_homes: dict[int, torch.device] = {}
+
+
+def home_of(parameter: torch.Tensor) -> torch.device:
+    """The device a parameter is used on.
+
+    Args:
+        parameter: of a model, at rest or not.
+
+    Example:
+        >>> home_of(torch.nn.Parameter(torch.ones(2)))
+        device(type='cpu')
+    """
+    return _homes.get(parameter.untyped_storage()._cdata, parameter.device)
+
+
+def is_at_rest(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's values rest somewhere until they are used.
+
+    Args:
+        parameter: of a model.
+    """
+    return parameter.untyped_storage()._cdata in _homes
+
+
+def rests(stored: torch.Tensor, home: torch.device) -> None:
+    """Remember, as long as its storage lives, where values that rest in a tensor are used."""
+    storage = stored.untyped_storage()
+    _homes[storage._cdata] = home
+    weakref.finalize(storage, _homes.pop, storage._cdata, None).atexit = False
