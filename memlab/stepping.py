@@ -160,15 +160,42 @@ def run_step(
     layers = _layers_to_open(techniques)
     protection = backup if callable(backup) else _protection(everything=backup)
     finished: set[Parameter] = set() if done is None else done
-    for bucket in buckets(optimizer, bucket_bytes):
-        waiting = [parameter for parameter in bucket if parameter not in finished]
-        if waiting:
-            _update_bucket(optimizer, waiting, techniques, stepper, protection(waiting))
-            finished.update(waiting)
-            _close_all(optimizer, waiting, layers)
+    waiting = ([p for p in bucket if p not in finished] for bucket in buckets(optimizer, bucket_bytes))
+    with _announced(optimizer, filter(None, waiting), techniques) as announced:
+        for bucket in announced:
+            copy = None if getattr(stepper, "is_atomic", False) else protection(bucket)
+            _update_bucket(optimizer, bucket, techniques, stepper, copy)
+            finished.update(bucket)
+            _close_all(optimizer, bucket, layers)
             for technique in techniques:
-                technique.bucket_updated(optimizer, waiting)
+                technique.bucket_updated(optimizer, bucket)
     return True
+
+
+@contextmanager
+def _announced(
+    optimizer: Optimizer, buckets: Iterator[list[Parameter]], techniques: Sequence[Technique]
+) -> Iterator[Iterator[list[Parameter]]]:
+    """The buckets, each of them announced to the techniques before the one in front of it is updated."""
+    try:
+        yield _one_ahead(optimizer, buckets, techniques)
+    finally:
+        for technique in techniques:
+            technique.buckets_over(optimizer)
+
+
+def _one_ahead(
+    optimizer: Optimizer, buckets: Iterator[list[Parameter]], techniques: Sequence[Technique]
+) -> Iterator[list[Parameter]]:
+    before: list[Parameter] = []
+    for bucket in buckets:
+        for technique in techniques:
+            technique.bucket_coming(optimizer, bucket)
+        if before:
+            yield before
+        before = bucket
+    if before:
+        yield before
 
 
 def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Sequence[Technique]) -> None:
@@ -187,8 +214,10 @@ def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Se
         (0.5, 1.0)
     """
     foreign = _foreign_stepper(optimizer, techniques)
-    _update_bucket(optimizer, parameters, techniques, foreign or plain_stepper(optimizer), None)
-    _close_all(optimizer, parameters, _layers_to_open(techniques))
+    with _announced(optimizer, iter([list(parameters)]), techniques) as announced:
+        for bucket in announced:
+            _update_bucket(optimizer, bucket, techniques, foreign or plain_stepper(optimizer), None)
+            _close_all(optimizer, bucket, _layers_to_open(techniques))
     if foreign is not None:
         # kernels that torch does not know write past its counters, and autograd must see that weights are others now
         for parameter in parameters:

@@ -7,8 +7,6 @@ spilled to a fake one, which takes up nothing anywhere.
 
 from __future__ import annotations
 
-import mmap
-import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.plan import Tier
+from memlab.techniques._pool import Pool, file_slab, pinned_slab
+from memlab.techniques._transfers import settle
 
-_ALIGNMENT_BYTES = mmap.ALLOCATIONGRANULARITY
 _spilled_storages: set[int] = set()
 _spilling_fakes = False
 
@@ -60,19 +59,39 @@ def resolve_tier(tier: Tier, device: torch.device, what: str) -> Tier:
 class Spill:
     """A place off the device for tensors, emptied with its owner.
 
+    On disk, tensors lie in a pool of regions of unlinked temporary files: nothing outlives the process, and a
+    tensor takes the place of one that is gone.
+
     Args:
-        tier: HOST (pinned when there is a GPU) or DISK (one unlinked temporary file per tensor, so
-            nothing outlives the process).
+        tier: HOST (pinned when there is a GPU) or DISK.
+        pooled: take host memory from a pool as well. Its regions are used again at once, so whoever asks for that
+            copies to and from them in the lanes of `memlab.techniques._transfers` and nowhere else.
 
     Attributes:
-        stored_bytes: bytes held now.
+        stored_bytes: bytes of the tensors held now.
         peak_bytes: most bytes held at once.
+
+    Example:
+        >>> spill = Spill(Tier.DISK)
+        >>> kept = spill.store(torch.arange(4))
+        >>> kept, spill.stored_bytes, is_spilled(kept.untyped_storage())
+        (tensor([0, 1, 2, 3]), 32, True)
+        >>> del kept
+        >>> spill.stored_bytes, spill.peak_bytes
+        (0, 32)
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, *, pooled: bool = False) -> None:
         self.tier = tier
         self.stored_bytes = 0
         self.peak_bytes = 0
+        self._files = Pool(file_slab)
+        self._pinned = Pool(pinned_slab, settle) if pooled else None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pools, what is free in them included."""
+        return self._files.held_bytes + (self._pinned.held_bytes if self._pinned else 0)
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A spilled tensor with the shape and dtype of another one, not filled yet."""
@@ -98,16 +117,22 @@ class Spill:
         self.stored_bytes -= size_bytes
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._pinned is not None and tensor.is_cuda:
+            return _shaped(self._pinned.take(_size_bytes(tensor)), tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
     def _on_disk(self, tensor: torch.Tensor) -> torch.Tensor:
-        size_bytes = tensor.numel() * tensor.element_size()
-        with tempfile.TemporaryFile(prefix="memlab-") as file:
-            file.truncate(size_bytes)
-            mapping = mmap.mmap(file.fileno(), size_bytes)
-        spilled = torch.frombuffer(mapping, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
-        _register(spilled)
-        return spilled
+        region = self._files.take(_size_bytes(tensor))
+        _register(region)
+        return _shaped(region, tensor)
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _shaped(region: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return region.view(tensor.dtype).view(tensor.shape)
 
 
 def _faked(tensor: torch.Tensor) -> torch.Tensor:
