@@ -160,6 +160,9 @@ def run_step(
     layers = _layers_to_open(techniques)
     protection = backup if callable(backup) else _protection(everything=backup)
     finished: set[Parameter] = set() if done is None else done
+    if layers and not any(map(optimizer.state.get, _with_gradient(optimizer))):
+        # a first update makes the state where it updates, and it goes away with its bucket
+        bucket_bytes = min(bucket_bytes, share_of(optimizer))
     waiting = ([p for p in bucket if p not in finished] for bucket in buckets(optimizer, bucket_bytes))
     with _announced(optimizer, filter(None, waiting), techniques) as announced:
         for bucket in announced:
