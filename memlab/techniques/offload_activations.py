@@ -236,6 +236,8 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """The first and the last byte of a tensor in its storage."""
     size = tensor.element_size()
     first = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return first, first + tensor.numel() * size
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return first, first + (sum((length - 1) * stride for length, stride in steps) + 1) * size
 

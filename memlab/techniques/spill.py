@@ -8,8 +8,9 @@ spilled to a fake one, which takes up nothing anywhere.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -97,14 +98,20 @@ class Spill:
         """A spilled tensor with the shape and dtype of another one, not filled yet."""
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
+        size_bytes = tensor.numel() * tensor.element_size()
+        forget = partial(self._forget, size_bytes)
         if isinstance(tensor, FakeTensor):
-            spilled = _faked(tensor)
+            spilled = _faked(tensor, forget)
+        elif self.tier is Tier.DISK:
+            spilled = _shaped(self._files.take(size_bytes, forget), tensor)
+            _spilled_storages.add(spilled.untyped_storage()._cdata)
+        elif self._pinned is not None and tensor.is_cuda:
+            spilled = _shaped(self._pinned.take(size_bytes, forget), tensor)
         else:
-            spilled = self._on_disk(tensor) if self.tier is Tier.DISK else self._on_host(tensor)
-        size_bytes = spilled.untyped_storage().nbytes()
+            spilled = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            weakref.finalize(spilled.untyped_storage(), forget, 0).atexit = False
         self.stored_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.stored_bytes)
-        weakref.finalize(spilled.untyped_storage(), self._forget, size_bytes).atexit = False
         return spilled
 
     def store(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -113,36 +120,19 @@ class Spill:
         spilled.copy_(tensor.detach())
         return spilled
 
-    def _forget(self, size_bytes: int) -> None:
+    def _forget(self, size_bytes: int, address: int) -> None:
         self.stored_bytes -= size_bytes
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._pinned is not None and tensor.is_cuda:
-            return _shaped(self._pinned.take(_size_bytes(tensor)), tensor)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-
-    def _on_disk(self, tensor: torch.Tensor) -> torch.Tensor:
-        region = self._files.take(_size_bytes(tensor))
-        _register(region)
-        return _shaped(region, tensor)
-
-
-def _size_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        _spilled_storages.discard(address)
 
 
 def _shaped(region: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return region.view(tensor.dtype).view(tensor.shape)
 
 
-def _faked(tensor: torch.Tensor) -> torch.Tensor:
+def _faked(tensor: torch.Tensor, gone: Callable[[int], object]) -> torch.Tensor:
     with _births_are_spilled():
         spilled = tensor.new_empty(tensor.shape)
-    _register(spilled)
-    return spilled
-
-
-def _register(spilled: torch.Tensor) -> None:
     storage = spilled.untyped_storage()
     _spilled_storages.add(storage._cdata)
-    weakref.finalize(storage, _spilled_storages.discard, storage._cdata).atexit = False
+    weakref.finalize(storage, gone, storage._cdata).atexit = False
+    return spilled
