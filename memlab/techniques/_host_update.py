@@ -66,7 +66,7 @@ class HostUpdate:
         >>> optimizer = torch.optim.AdamW([parameter], lr=0.5, weight_decay=0.0)
         >>> parameter.grad = torch.ones(2)
         >>> HostUpdate(optimizer, Spill(Tier.DISK))([parameter])
-        >>> parameter.tolist(), float(optimizer.state[parameter]["step"])
+        >>> [round(value, 6) for value in parameter.tolist()], float(optimizer.state[parameter]["step"])
         ([0.5, 0.5], 1.0)
     """
 

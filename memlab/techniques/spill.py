@@ -75,8 +75,8 @@ class Spill:
     Example:
         >>> spill = Spill(Tier.DISK)
         >>> kept = spill.store(torch.arange(4))
-        >>> kept, spill.stored_bytes, is_spilled(kept.untyped_storage())
-        (tensor([0, 1, 2, 3]), 32, True)
+        >>> kept.tolist(), spill.stored_bytes, is_spilled(kept.untyped_storage())
+        ([0, 1, 2, 3], 32, True)
         >>> del kept
         >>> spill.stored_bytes, spill.peak_bytes
         (0, 32)
