@@ -118,17 +118,6 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _died(
-    returned: deque[tuple[_Slab, int, int]],
-    place: tuple[_Slab, int, int],
-    gone: Callable[[int], object] | None,
-    address: int,
-) -> None:
-    returned.append(place)
-    if gone is not None:
-        gone(address)
-
-
 class Pool:
     """Regions cut from slabs, and used again.
 
@@ -169,12 +158,11 @@ class Pool:
     def held_bytes(self) -> int:
         return sum(slab.size_bytes for slab in self._slabs)
 
-    def take(self, size_bytes: int, gone: Callable[[int], object] | None = None) -> torch.Tensor:
+    def take(self, size_bytes: int) -> torch.Tensor:
         """A region, with whatever was in it before: [size_bytes], uint8.
 
         Args:
             size_bytes: at least 1.
-            gone: called when its storage dies, with the address that was the storage's own (its `_cdata`).
 
         Raises:
             OSError: the disk is full.
@@ -185,9 +173,8 @@ class Pool:
         region = torch.frombuffer(slab.memory[start : start + size_bytes], dtype=torch.uint8)
         self._used_bytes += taken_bytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        storage = region.untyped_storage()
-        place = (slab, start, taken_bytes)
-        weakref.finalize(storage, _died, self._returned, place, gone, storage._cdata).atexit = False
+        note = self._returned.append
+        weakref.finalize(region.untyped_storage(), note, (slab, start, taken_bytes)).atexit = False
         return region
 
     def _found(self, size_bytes: int) -> tuple[_Slab, int]:

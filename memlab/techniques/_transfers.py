@@ -133,17 +133,14 @@ class CudaLanes(Lanes):
 class Leaving:
     """Tensors on their way out, held until they have left, up to a number of bytes.
 
-    Args:
-        lanes: those they leave in.
-
     Attributes:
         held_bytes: of the tensors that are held.
 
     Example:
         >>> lanes = Lanes()
-        >>> leaving = Leaving(lanes)
+        >>> leaving = Leaving()
         >>> for _ in range(3):
-        ...     leaving.add(lanes.send(torch.empty(2), torch.ones(2)))
+        ...     leaving.add(lanes.send(torch.empty(2), torch.ones(2)), lanes)
         >>> leaving.held_bytes
         24
         >>> leaving.retire(16)
@@ -151,32 +148,33 @@ class Leaving:
         16
     """
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self) -> None:
         self.held_bytes = 0
-        self._lanes = lanes
-        self._tickets: deque[Ticket] = deque()
+        self._tickets: deque[tuple[Ticket, Lanes]] = deque()
 
-    def add(self, ticket: Ticket) -> None:
-        """Hold one more."""
-        self._tickets.append(ticket)
+    def add(self, ticket: Ticket, lanes: Lanes) -> None:
+        """Hold one more, until it has left in its lane."""
+        self._tickets.append((ticket, lanes))
         self.held_bytes += _size_bytes(ticket.source)
 
     def retire(self, most_bytes: int) -> None:
         """Let the oldest go until no more than so many bytes are held."""
         while self.held_bytes > most_bytes:
-            ticket = self._tickets.popleft()
+            ticket, lanes = self._tickets.popleft()
             self.held_bytes -= _size_bytes(ticket.source)
-            self._lanes.wait(ticket)
+            lanes.wait(ticket)
 
     def holds(self, target: torch.Tensor) -> bool:
         """Whether a tensor is still held that is on its way to a target."""
-        return any(ticket.target is target for ticket in self._tickets)
+        return any(ticket.target is target for ticket, _ in self._tickets)
 
-    def source_of(self, target: torch.Tensor) -> torch.Tensor | None:
-        """The tensor that is on its way to a target, if it is still held; the computation then waits for its copy."""
-        for ticket in self._tickets:
+    def take_back(self, target: torch.Tensor) -> torch.Tensor | None:
+        """The tensor that is on its way to a target, if it is still held; held no longer, once its copy is waited for."""
+        for at, (ticket, lanes) in enumerate(self._tickets):
             if ticket.target is target:
-                self._lanes.wait(ticket)
+                lanes.wait(ticket)
+                del self._tickets[at]
+                self.held_bytes -= _size_bytes(ticket.source)
                 return ticket.source
         return None
 

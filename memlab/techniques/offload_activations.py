@@ -48,12 +48,14 @@ class _Stored:
         passage: of the forward that saved it.
         number: its place among those that forward saved.
         kept: its bytes off the device, [bytes], uint8.
+        device: that they come from.
+        lanes: that they take.
     """
 
-    __slots__ = ("__weakref__", "_used", "kept", "number", "passage", "sent")
+    __slots__ = ("__weakref__", "_used", "device", "kept", "lanes", "number", "passage", "sent")
 
-    def __init__(self, passage: _Passage, number: int, kept: torch.Tensor) -> None:
-        self.passage, self.number, self.kept = passage, number, kept
+    def __init__(self, passage: _Passage, number: int, kept: torch.Tensor, device: torch.device, lanes: Lanes) -> None:
+        self.passage, self.number, self.kept, self.device, self.lanes = passage, number, kept, device, lanes
         self.sent: Ticket | None = None
         self._used: weakref.ref[Any] | None = None
 
@@ -76,39 +78,39 @@ class _Passage:
 
     Args:
         spill: where to.
-        device: that the tensors come from and go back to.
-        lanes: which copies take; None where backward reads what is stored in place.
+        reads_in_place: whether backward reads what is stored where it lies.
     """
 
-    def __init__(self, spill: Spill, device: torch.device, lanes: Lanes | None) -> None:
-        self._spill, self._device, self._lanes = spill, device, lanes
+    def __init__(self, spill: Spill, *, reads_in_place: bool) -> None:
+        self._spill, self._reads_in_place = spill, reads_in_place
         self._stored: list[weakref.ref[_Stored]] = []
-        self._leaving = Leaving(lanes or Lanes())
-        self._arriving: dict[int, Ticket] = {}
+        self._leaving = Leaving()
+        self._arriving: dict[int, tuple[Ticket, Lanes]] = {}
         self._arriving_bytes = 0
         self._largest_bytes = 0
 
     def store(self, source: torch.Tensor) -> _Stored:
         """Send bytes off the device: [bytes], uint8."""
-        stored = _Stored(self, len(self._stored), self._spill.empty_like(source))
+        lanes = lanes_of(source)
+        stored = _Stored(self, len(self._stored), self._spill.empty_like(source), source.device, lanes)
         self._stored.append(weakref.ref(stored))
-        if self._lanes is None:
+        if self._reads_in_place:
             stored.kept.copy_(source)
             return stored
         self._largest_bytes = max(self._largest_bytes, source.numel())
         self._leaving.retire(self._window_bytes - source.numel())
-        ticket = self._lanes.send(stored.kept, source, reused=True)
-        self._leaving.add(ticket)
+        ticket = lanes.send(stored.kept, source, reused=True)
+        self._leaving.add(ticket, lanes)
         stored.sent = ticket.without_source()
         return stored
 
     def fetch(self, stored: _Stored) -> torch.Tensor:
         """The bytes again, where the computation can read them."""
-        if self._lanes is None:
+        if self._reads_in_place:
             return stored.kept
         here = stored.resident
         if here is None:
-            here = self._leaving.source_of(stored.kept)
+            here = self._leaving.take_back(stored.kept)
         if here is None:
             here = self._arrived(stored)
         self._fetch_before(stored.number)
@@ -119,13 +121,12 @@ class _Passage:
         return _TENSORS_AHEAD * self._largest_bytes
 
     def _arrived(self, stored: _Stored) -> torch.Tensor:
-        assert self._lanes is not None
-        ticket = self._arriving.pop(stored.number, None)
-        if ticket is None:
-            ticket = self._asked_for(stored)
-        else:
+        if stored.number in self._arriving:
+            ticket, _ = self._arriving.pop(stored.number)
             self._arriving_bytes -= stored.kept.numel()
-        self._lanes.wait(ticket)
+        else:
+            ticket = _asked_for(stored)
+        stored.lanes.wait(ticket)
         return ticket.target
 
     def _fetch_before(self, number: int) -> None:
@@ -138,23 +139,22 @@ class _Passage:
                 continue
             if self._arriving_bytes + stored.kept.numel() > self._window_bytes:
                 return
-            self._arriving[earlier] = self._asked_for(stored)
+            self._arriving[earlier] = _asked_for(stored), stored.lanes
             self._arriving_bytes += stored.kept.numel()
 
     def _is_here(self, stored: _Stored) -> bool:
         return stored.resident is not None or self._leaving.holds(stored.kept)
 
-    def _asked_for(self, stored: _Stored) -> Ticket:
-        assert self._lanes is not None
-        target = torch.empty_like(stored.kept, device=self._device)
-        return self._lanes.fetch(target, stored.kept, after=stored.sent)
-
     def __del__(self) -> None:
         # a graph that was dropped: its memory must not be given to others while copies run
-        if self._lanes is not None:
-            self._leaving.retire(0)
-            for ticket in self._arriving.values():
-                self._lanes.wait(ticket)
+        self._leaving.retire(0)
+        for ticket, lanes in self._arriving.values():
+            lanes.wait(ticket)
+
+
+def _asked_for(stored: _Stored) -> Ticket:
+    target = torch.empty_like(stored.kept, device=stored.device)
+    return stored.lanes.fetch(target, stored.kept, after=stored.sent)
 
 
 @dataclass(frozen=True)
@@ -301,24 +301,19 @@ class OffloadActivations(Technique):
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._model is not None
+        assert self._spill is not None
         staying = {
             tensor.untyped_storage()._cdata
             for tensors in (self._model.parameters(), self._model.buffers())
             for tensor in tensors
         }
-        pack = _Packing(self._passage(self._model), staying)
+        pack = _Packing(_Passage(self._spill, reads_in_place=self._reads_in_place), staying)
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return call(*args, **kwargs)
 
     @property
     def host_bytes(self) -> int:
         return self._spill.peak_bytes if self._spill else 0
-
-    def _passage(self, model: nn.Module) -> _Passage:
-        assert self._spill is not None
-        parameter = next(model.parameters())
-        lanes = None if self._reads_in_place else lanes_of(parameter)
-        return _Passage(self._spill, parameter.device, lanes)
 
     def _let_go(self) -> None:
         """Forget the pool: what is in use keeps its memory until it dies."""

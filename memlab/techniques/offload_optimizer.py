@@ -136,9 +136,10 @@ class OffloadOptimizer(Technique):
         if tensor is None or tensor.shape != value.shape or tensor.dtype != value.dtype:
             tensor = self._spill(parameter.device).empty_like(value)
         tensor = laid_out_like(tensor, _like(parameter, value))
-        ticket = lanes_of(value).send(tensor, value)
+        lanes = lanes_of(value)
+        ticket = lanes.send(tensor, value)
         if self._leaving:
-            self._leaving[-1].add(ticket)
+            self._leaving[-1].add(ticket, lanes)
         return _Kept(tensor, ticket.without_source())
 
     def _brought(self, optimizer: Optimizer, parameter: Parameter, name: str, kept: _Kept) -> torch.Tensor:
@@ -168,7 +169,7 @@ class OffloadOptimizer(Technique):
             self._on_host[optimizer].begin(parameters)
             return
         # the bucket before last must have left before another one takes memory
-        self._leaving.append(Leaving(lanes_of(parameters[0])))
+        self._leaving.append(Leaving())
         for leaving in self._leaving[:-2]:
             leaving.retire(0)
         del self._leaving[:-2]

@@ -8,9 +8,8 @@ spilled to a fake one, which takes up nothing anywhere.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -99,19 +98,16 @@ class Spill:
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         size_bytes = tensor.numel() * tensor.element_size()
-        forget = partial(self._forget, size_bytes)
         if isinstance(tensor, FakeTensor):
-            spilled = _faked(tensor, forget)
+            with _births_are_spilled():
+                spilled = tensor.new_empty(tensor.shape)
         elif self.tier is Tier.DISK:
-            spilled = _shaped(self._files.take(size_bytes, forget), tensor)
-            _spilled_storages.add(spilled.untyped_storage()._cdata)
+            spilled = _shaped(self._files.take(size_bytes), tensor)
         elif self._pinned is not None and tensor.is_cuda:
-            spilled = _shaped(self._pinned.take(size_bytes, forget), tensor)
+            spilled = _shaped(self._pinned.take(size_bytes), tensor)
         else:
             spilled = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            weakref.finalize(spilled.untyped_storage(), forget, 0).atexit = False
-        self.stored_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.stored_bytes)
+        self._keep_count(spilled.untyped_storage(), size_bytes)
         return spilled
 
     def store(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -120,6 +116,12 @@ class Spill:
         spilled.copy_(tensor.detach())
         return spilled
 
+    def _keep_count(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        _spilled_storages.add(storage._cdata)
+        self.stored_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.stored_bytes)
+        weakref.finalize(storage, self._forget, size_bytes, storage._cdata).atexit = False
+
     def _forget(self, size_bytes: int, address: int) -> None:
         self.stored_bytes -= size_bytes
         _spilled_storages.discard(address)
@@ -127,12 +129,3 @@ class Spill:
 
 def _shaped(region: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return region.view(tensor.dtype).view(tensor.shape)
-
-
-def _faked(tensor: torch.Tensor, gone: Callable[[int], object]) -> torch.Tensor:
-    with _births_are_spilled():
-        spilled = tensor.new_empty(tensor.shape)
-    storage = spilled.untyped_storage()
-    _spilled_storages.add(storage._cdata)
-    weakref.finalize(storage, gone, storage._cdata).atexit = False
-    return spilled

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,9 +96,9 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(monkeypatch: pyt
 
 def test_many_tensors_on_disk_need_few_files() -> None:
     def files() -> int:
-        return len(os.listdir("/proc/self/fd"))
+        return len(list(Path("/proc/self/fd").iterdir()))
 
-    if not os.path.isdir("/proc/self/fd"):
+    if not Path("/proc/self/fd").is_dir():
         pytest.skip("counts open files as Linux tells them")
     before, spill = files(), Spill(Tier.DISK)
     kept = [spill.store(torch.full((2000,), float(at))) for at in range(500)]

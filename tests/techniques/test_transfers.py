@@ -307,12 +307,13 @@ def test_the_host_sees_parameters_and_counters_that_others_write() -> None:
 def test_leaving_holds_what_is_on_its_way() -> None:
     lanes = LazyLanes(random.Random(0))
     lanes._luck.random = lambda: 1.0  # type: ignore[method-assign]
-    leaving, target = Leaving(lanes), torch.zeros(4)
-    leaving.add(lanes.send(target, torch.ones(4)))
+    leaving, target = Leaving(), torch.zeros(4)
+    leaving.add(lanes.send(target, torch.ones(4)), lanes)
     assert leaving.holds(target)
-    source = leaving.source_of(target)
+    leaving.retire(16)
+    assert leaving.holds(target)
+    source = leaving.take_back(target)
     assert source is not None
-    assert source.sum() == 4
-    leaving.retire(0)
+    assert source.sum() == target.sum() == 4
     assert not leaving.holds(target)
-    assert target.sum() == 4
+    assert leaving.held_bytes == 0
