@@ -108,7 +108,7 @@ def gradients_after(
 
 
 @given(luck=_LUCK, order=st.permutations([0, 1, 2]), left_out=st.integers(0, 2), twice=st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 def test_activations_arrive_before_they_are_read(luck: Luck, order: list[int], left_out: int, twice: bool) -> None:
     model, lanes = Net(), LazyLanes(luck)
     order = order[: 3 - left_out]  # some graphs are never run backward
@@ -184,7 +184,7 @@ def beside_a_gpu() -> OffloadOptimizer:
 
 
 @given(luck=_LUCK, name=st.sampled_from(sorted(OPTIMIZERS)), bucket_bytes=st.sampled_from([1, 2**14, 2**16, 2**20]))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 def test_state_is_streamed_bit_by_bit(luck: Luck, name: str, bucket_bytes: int) -> None:
     runs = []
     for lanes in (None, LazyLanes(luck)):
@@ -259,7 +259,7 @@ def test_a_streamed_step_interrupted_anywhere_can_be_completed(on_host: bool) ->
 
 
 @given(luck=_LUCK, name=st.sampled_from(["adamw", "fused", "amsgrad"]), seen=st.integers(0, 2))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 def test_the_host_updates_within_its_tolerance(luck: Luck, name: str, seen: int) -> None:
     runs = []
     for lanes in (None, LazyLanes(luck)):
