@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 _GIGA = 10**9
-_COPIED_BYTES = 64 * 2**20
+_COPIED_BYTES = 16 * 2**20  # of which the GPU, which may be nearly full, holds two
 _UPDATED_ELEMENTS = 2**22  # with its four tensors more than caches hold
 _REPEATS = 3
 # over the link for each parameter: two moments in fp32 there and back, or a gradient there and an update back
@@ -83,6 +83,9 @@ def measured(device: torch.device) -> Link:
 
     Args:
         device: a CUDA device.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU has no room for what is copied.
     """
     if device not in _known:
         with _disable_current_modes(), torch.no_grad(), torch.inference_mode(False):

@@ -144,7 +144,7 @@ class OffloadOptimizer(Technique):
 
     def _brought(self, optimizer: Optimizer, parameter: Parameter, name: str, kept: _Kept) -> torch.Tensor:
         """One entry, where it can be updated."""
-        if self._is_stepping and optimizer in self._on_host:
+        if self._is_stepping and self._host_update(optimizer) is not None:
             return kept.tensor
         if self._is_stepping and self._is_in_file(parameter):
             copy = self._spill(parameter.device).empty_like(kept.tensor)
@@ -165,8 +165,9 @@ class OffloadOptimizer(Technique):
 
     def bucket_coming(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         self._is_stepping = True
-        if optimizer in self._on_host:
-            self._on_host[optimizer].begin(parameters)
+        host_update = self._host_update(optimizer)
+        if host_update is not None:
+            host_update.begin(parameters)
             return
         # the bucket before last must have left before another one takes memory
         self._leaving.append(Leaving())
@@ -197,16 +198,26 @@ class OffloadOptimizer(Technique):
     # -- where to update -----------------------------------------------------------------------
 
     def stepper(self, optimizer: Optimizer) -> Stepper | None:
-        return self._on_host.get(optimizer)
+        return self._host_update(optimizer)
+
+    def _host_update(self, optimizer: Optimizer) -> HostUpdate | None:
+        """What updates on the host; None where another technique updates, or has changed what there is to update."""
+        update = self._on_host.get(optimizer)
+        if update is None or not is_served(optimizer):
+            return None
+        others = (technique for technique in self.in_force() if technique is not self)
+        return None if any(technique.stepper(optimizer) for technique in others) else update
 
     def _choose_place(self, optimizer: Optimizer) -> None:
         """Update on the host where that is faster, and say why."""
         parameter = optimizer.param_groups[0]["params"][0]
         if not parameter.is_cuda or isinstance(parameter, FakeTensor) or self._tier(parameter.device) is not Tier.HOST:
             return
-        if any(technique.stepper(optimizer) for technique in self.in_force() if technique is not self):
+        try:
+            link = _link.measured(parameter.device)
+        except torch.OutOfMemoryError:
+            self.notes.append("optimizer state is streamed to the GPU: there was no room to measure the link")
             return
-        link = _link.measured(parameter.device)
         self.notes.append(link.verdict)
         if link.favours_host:
             self.update_on_host(optimizer)

@@ -22,6 +22,7 @@ from torch import nn
 from memlab.plan import Plan
 from memlab.techniques import _host_update, offload_activations, offload_optimizer
 from memlab.techniques._transfers import Lanes, Leaving
+from memlab.techniques.base import Technique
 from memlab.techniques.offload_activations import OffloadActivations
 from memlab.techniques.offload_optimizer import OffloadOptimizer
 from memlab.workload import Workload
@@ -302,6 +303,26 @@ def test_the_host_sees_parameters_and_counters_that_others_write() -> None:
             losses += train(model, optimizer, range(2, 5))
         runs.append(losses)
     assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+
+
+def test_the_host_leaves_to_others_what_is_theirs() -> None:
+    """A plan may change while this technique stays: 8-bit moments, or weights that are kept in bf16."""
+    model = mlp()
+    optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
+    technique = beside_a_gpu()
+    technique.update_on_host(optimizer)
+    assert technique.stepper(optimizer) is not None
+
+    class Other(Technique):
+        def stepper(self, optimizer: Any) -> Any:
+            return lambda parameters: None
+
+    technique.in_force = lambda: [Other(Plan()), technique]
+    assert technique.stepper(optimizer) is None
+    technique.in_force = lambda: [technique]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert technique.stepper(optimizer) is None
 
 
 def test_leaving_holds_what_is_on_its_way() -> None:
