@@ -23,7 +23,7 @@ Step = Callable[[], None]
 def offloading(device: torch.device, pairs: int) -> list[Figure]:
     """Steps with activations off the device, and with optimizer state off it, against other ways of the same."""
     on_cpu = device.type == "cpu"
-    workload = gpt2(device, batch=8, tokens=128, small=on_cpu)
+    workload = gpt2(device, batch=4 if on_cpu else 8, tokens=64 if on_cpu else 512, small=on_cpu)
     session = fit(workload)
 
     def step(flags: str) -> None:
