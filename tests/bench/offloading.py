@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 
+from memlab import Workload
 from memlab.measuring.runs import training_step
 from memlab.session import fit
 from memlab.techniques import _pool
@@ -16,20 +17,27 @@ from memlab.techniques._pool import Pool
 from tests.bench.figures import Figure
 from tests.bench.timing import paired
 from tests.bench.workloads import gpt2
+from tests.techniques import models
 
 Step = Callable[[], None]
+
+_STEPS = 4  # under one plan, so that changing it counts for little
 
 
 def offloading(device: torch.device, pairs: int) -> list[Figure]:
     """Steps with activations off the device, and with optimizer state off it, against other ways of the same."""
     on_cpu = device.type == "cpu"
-    workload = gpt2(device, batch=4 if on_cpu else 8, tokens=64 if on_cpu else 512, small=on_cpu)
+    workload = _workload(device)
     session = fit(workload)
+
+    def train() -> None:
+        for _ in range(_STEPS):
+            training_step(workload)
 
     def step(flags: str) -> None:
         if str(session.plan) != flags:
             session.switch(flags, now=True)
-        training_step(workload)
+        train()
 
     def anew() -> None:
         with _made_anew():
@@ -38,7 +46,7 @@ def offloading(device: torch.device, pairs: int) -> list[Figure]:
     def torchs() -> None:
         session.switch("", now=True)
         with torch.autograd.graph.save_on_cpu(pin_memory=not on_cpu):
-            training_step(workload)
+            train()
 
     def offloaded() -> None:
         step("--offload activations")
@@ -53,6 +61,15 @@ def offloading(device: torch.device, pairs: int) -> list[Figure]:
     found = [_figure(name, one, other, bound, pairs) for name, one, other, bound in ways]
     session.undo()
     return found
+
+
+def _workload(device: torch.device) -> Workload:
+    """GPT-2: on a CPU one of 3 million parameters, whose steps are as short as the copies are small."""
+    if device.type == "cpu":
+        return models.workload(
+            models.gpt2(vocabulary=512, layers=4, width=256), **models.ragged_batch(vocabulary=512, length=64)
+        )
+    return gpt2(device, batch=8, tokens=512)
 
 
 def _figure(name: str, one: Step, other: Step, bound: float | None, pairs: int) -> Figure:
