@@ -5,7 +5,8 @@ Rules of the model:
 1. An operator's `Work` says what is to be done, `Rates` how fast a device does it, and neither knows the other.
 2. Operators follow one another. A GPU hides the shorter parts under the longest: its units work side by side, and the
    host runs ahead. On the CPU the same cores do one after the other, and the parts add up.
-3. What crosses to host memory or to disk is not overlapped, as memlab's own copies are not.
+3. What crosses to host memory runs beside the rest of its stretch on a GPU, in lanes of its own: the longer of the two
+   counts. On the CPU it adds up like everything else.
 4. No rate is fitted to a published step time. What the model misses is common to the plans of a workload for the most
    part, so one measured step calibrates them all.
 """
@@ -101,6 +102,7 @@ class Rates:
         kept_bytes: an operator finds this much memory for new tensors; more has to be mapped by the system.
         mapped_bytes_per_second: how fast that is.
         overlaps: whether the shorter parts of an operator are hidden under the longest, or all add up.
+        copies_beside: whether what crosses to the host is hidden under a longer stretch, and the other way round.
         notes: what is missing or assumed, in words.
     """
 
@@ -117,6 +119,7 @@ class Rates:
     kept_bytes: float = math.inf
     mapped_bytes_per_second: float = math.inf
     overlaps: bool = True
+    copies_beside: bool = False
     notes: tuple[str, ...] = ()
 
     def seconds_per_flop(self, dtype: str, kind: str) -> float:
@@ -177,6 +180,7 @@ def rates_of(gpu: Gpu, *, allow_tf32: bool = False) -> Rates:
         attention_efficiency=_ATTENTION_EFFICIENCY,
         bandwidth_efficiency=_BANDWIDTH_EFFICIENCY,
         host_efficiency=_PCIE_EFFICIENCY,
+        copies_beside=True,
         notes=tuple(_notes(gpu, rates)),
     )
 
@@ -296,7 +300,13 @@ class Bill:
 
     def seconds(self, rates: Rates) -> float:
         """Time of all operators, one after the other."""
-        seconds = sum(self.host_bytes) * rates.seconds_per_host_byte
+        crossing = sum(self.host_bytes) * rates.seconds_per_host_byte
+        rest = self._seconds_on_device(rates)
+        # a rate that is not known makes the whole unknown, which `max` would not
+        return max(crossing, rest) if rates.copies_beside and not math.isnan(rest) else crossing + rest
+
+    def _seconds_on_device(self, rates: Rates) -> float:
+        seconds = 0.0
         if math.isfinite(rates.kept_bytes):
             kept = rates.kept_bytes
             seconds += sum(made - kept for made in self.made_bytes if made > kept) / rates.mapped_bytes_per_second

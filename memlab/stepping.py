@@ -32,7 +32,7 @@ StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], tuple[tuple[An
 Copy = Callable[[torch.Tensor], torch.Tensor]
 Protection = Callable[[Sequence[Parameter]], Copy | None]
 
-BUCKET_BYTES = 64 * 2**20
+LEAST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 64 * 2**20
 _SHARES = 32
 _ADAM_BYTES_PER_ELEMENT = 8  # two fp32 moments
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -142,7 +142,8 @@ def run_step(
     Args:
         optimizer: the user's optimizer.
         techniques: those in force, in the order in which state was packed.
-        bucket_bytes: size of a bucket, counted as the fp32 moments of its parameters; None for the usual one.
+        bucket_bytes: size of a bucket, counted as the fp32 moments of its parameters; None for what is small
+            beside the model (`bucket_bytes_for`).
         backup: keep a copy of the parameters and in-place state of the bucket being updated, so that
             an exception in the middle of it undoes it. Without, only packed state and state created
             in the failed update are put right. A function decides for each bucket before it begins: it
@@ -160,16 +161,47 @@ def run_step(
     layers = _layers_to_open(techniques)
     protection = backup if callable(backup) else _protection(everything=backup)
     finished: set[Parameter] = set() if done is None else done
-    for bucket in buckets(optimizer, bucket_bytes or _usual_bucket_bytes(optimizer, techniques)):
-        waiting = [parameter for parameter in bucket if parameter not in finished]
-        if waiting:
-            with at_home(techniques, waiting, updates=True):
-                _update_bucket(optimizer, waiting, techniques, stepper, protection(waiting))
-                finished.update(waiting)
-                _close_all(optimizer, waiting, layers)
+    bucket_bytes = bucket_bytes_for(optimizer, techniques) if bucket_bytes is None else bucket_bytes
+    if layers and not any(map(optimizer.state.get, _with_gradient(optimizer))):
+        # a first update makes the state where it updates, and it goes away with its bucket
+        bucket_bytes = min(bucket_bytes, share_of(optimizer))
+    waiting = ([p for p in bucket if p not in finished] for bucket in buckets(optimizer, bucket_bytes))
+    with _announced(optimizer, filter(None, waiting), techniques) as announced:
+        for bucket in announced:
+            copy = None if getattr(stepper, "is_atomic", False) else protection(bucket)
+            with at_home(techniques, bucket, updates=True):
+                _update_bucket(optimizer, bucket, techniques, stepper, copy)
+                finished.update(bucket)
+                _close_all(optimizer, bucket, layers)
             for technique in techniques:
-                technique.bucket_updated(optimizer, waiting)
+                technique.bucket_updated(optimizer, bucket)
     return True
+
+
+@contextmanager
+def _announced(
+    optimizer: Optimizer, buckets: Iterator[list[Parameter]], techniques: Sequence[Technique]
+) -> Iterator[Iterator[list[Parameter]]]:
+    """The buckets, each of them announced to the techniques before the one in front of it is updated."""
+    try:
+        yield _one_ahead(optimizer, buckets, techniques)
+    finally:
+        for technique in techniques:
+            technique.buckets_over(optimizer)
+
+
+def _one_ahead(
+    optimizer: Optimizer, buckets: Iterator[list[Parameter]], techniques: Sequence[Technique]
+) -> Iterator[list[Parameter]]:
+    before: list[Parameter] = []
+    for bucket in buckets:
+        for technique in techniques:
+            technique.bucket_coming(optimizer, bucket)
+        if before:
+            yield before
+        before = bucket
+    if before:
+        yield before
 
 
 def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Sequence[Technique]) -> None:
@@ -188,9 +220,11 @@ def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Se
         (0.5, 1.0)
     """
     foreign = _foreign_stepper(optimizer, techniques)
-    with at_home(techniques, parameters, updates=True):
-        _update_bucket(optimizer, parameters, techniques, foreign or plain_stepper(optimizer), None)
-        _close_all(optimizer, parameters, _layers_to_open(techniques))
+    with _announced(optimizer, iter([list(parameters)]), techniques) as announced:
+        for bucket in announced:
+            with at_home(techniques, bucket, updates=True):
+                _update_bucket(optimizer, bucket, techniques, foreign or plain_stepper(optimizer), None)
+                _close_all(optimizer, bucket, _layers_to_open(techniques))
     if foreign is not None:
         # kernels that torch does not know write past its counters, and autograd must see that weights are others now
         for parameter in parameters:
@@ -248,10 +282,19 @@ def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]
         yield bucket
 
 
-def _usual_bucket_bytes(optimizer: Optimizer, techniques: Sequence[Technique]) -> int:
-    """The size of buckets; where parameters come for it, what visits is to be small beside the model."""
+def bucket_bytes_for(optimizer: Optimizer, techniques: Sequence[Technique] = ()) -> int:
+    """A size for buckets whose copies do not show beside a small model, and that are few beside a large one.
+
+    Args:
+        optimizer: whose parameters are updated.
+        techniques: those in force; where parameters come for an update, what visits is kept smaller still.
+
+    Example:
+        >>> bucket_bytes_for(torch.optim.SGD([torch.nn.Parameter(torch.ones(64))], lr=0.5))
+        1048576
+    """
     visits = any(technique.parameters_visit for technique in techniques)
-    return max(share_of(optimizer), 1) if visits else BUCKET_BYTES
+    return max(1 if visits else LEAST_BUCKET_BYTES, share_of(optimizer))
 
 
 def share_of(optimizer: Optimizer) -> int:

@@ -74,6 +74,7 @@ ALLOWED: dict[str, set[str]] = {
         "seams",
         "shortage",
         "stepping",
+        "uninterrupted",
         "units",
         "workload",
     },

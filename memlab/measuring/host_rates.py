@@ -186,7 +186,7 @@ def _bitsandbytes_rates() -> dict[str, float]:
 
 
 def _spill_rate() -> float:
-    """Bytes per second to a file of the kind that offload keeps, and back."""
+    """Bytes per second to a region of the kind that offload uses again and again, and back."""
     values = _ones(_SPILLED_BYTES // 4)
     spilled = Spill(Tier.DISK).store(values)
 

@@ -20,7 +20,16 @@ from memlab.devices import Gpu
 from memlab.errors import RefusalError, WorkloadError
 from memlab.plan import Gradients, Offloaded, OptimizerChoice, Plan, Precision
 from memlab.predicting.passes import Passes, without_budget
-from memlab.predicting.segments import NOTHING, Levels, Segment, added, levels, segment_of, without_state
+from memlab.predicting.segments import (
+    NOTHING,
+    Levels,
+    Segment,
+    added,
+    begun_without_state,
+    levels,
+    segment_of,
+    without_state,
+)
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category
 from memlab.techniques import TECHNIQUES
@@ -225,8 +234,12 @@ class Foreteller:
 
     def _update(self, settings: Plan, passed: Trace) -> tuple[Trace, Segment]:
         if settings not in self._updates:
-            trace = self._tracer.one_update(settings, passed.trained)
-            self._updates[settings] = trace, segment_of(trace, self.target.rates)
+            first, trace = self._tracer.updates(settings, passed.trained)
+            segment = segment_of(trace, self.target.rates)
+            # state that is made on the device and then leaves; beside a GPU later updates have more of it there at once
+            if self.target.settings is None and first.observation.peak_bytes > trace.observation.peak_bytes:
+                segment = begun_without_state(segment_of(first, self.target.rates), trace, segment)
+            self._updates[settings] = trace, segment
         return self._updates[settings]
 
 

@@ -338,5 +338,18 @@ def segment_of(trace: Trace, rates: Rates) -> Segment:
     return TracedPass(rates, trace, trace.samples).segment(trace.samples)
 
 
+def begun_without_state(first: Segment, later: Trace, like: Segment) -> Segment:
+    """The first update, to stand where state of all later ones is counted as there; it takes the time of these.
+
+    Args:
+        first: the stretch that creates the state.
+        later: one like all that follow.
+        like: the same as a stretch.
+    """
+    state_bytes = later.observation.baseline_bytes.get(Category.OPTIMIZER_STATE, 0)
+    missing = (-state_bytes, -1, _PLACE[Category.OPTIMIZER_STATE], PHASES.index(Phase.STEP))
+    return Segment([missing, *first.events], like.bill, first.rates)
+
+
 def _between(one: int, other: int, share: float) -> int:
     return one if one == other else round(one + share * (other - one))

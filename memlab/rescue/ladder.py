@@ -124,7 +124,8 @@ def next_plans(
         --accumulate 2 · half the rows at a time
         --accumulate 3 · one row at a time
         --accumulate 3 --checkpoint · activations of every block recomputed in the backward pass
-        --accumulate 3 --checkpoint --bf16 · forward and backward pass in bf16
+        --accumulate 3 --checkpoint --tile 4 · feed-forward parts in 4 tiles
+        --accumulate 3 --checkpoint --bf16 --tile 4 · forward and backward pass in bf16
     """
     limits = _Limits(plan, rows, _free_settings(place, frozenset(keep), keeps_rows, has_optimizer), half)
     return _Climb(limits, refused, predictions or {}, budget_bytes).rungs()

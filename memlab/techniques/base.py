@@ -148,6 +148,12 @@ class Technique:
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """The loop calls ``optimizer.step()``; nobody has looked at gradients yet."""
 
+    def bucket_coming(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Some parameters will be updated next, or as soon as those are that were announced before them."""
+
+    def buckets_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """No bucket is under way any more: the update is complete, or it was broken off."""
+
     def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Some parameters have been updated, within a step."""
 

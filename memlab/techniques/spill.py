@@ -7,8 +7,6 @@ spilled to a fake one, which takes up nothing anywhere.
 
 from __future__ import annotations
 
-import mmap
-import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.plan import Tier
+from memlab.techniques._pool import Pool, file_slab, pinned_slab
+from memlab.techniques._transfers import settle
 
-_ALIGNMENT_BYTES = mmap.ALLOCATIONGRANULARITY
 _spilled_storages: set[int] = set()
 _spilling_fakes = False
 
@@ -60,32 +59,55 @@ def resolve_tier(tier: Tier, device: torch.device, what: str) -> Tier:
 class Spill:
     """A place off the device for tensors, emptied with its owner.
 
+    On disk, tensors lie in a pool of regions of unlinked temporary files: nothing outlives the process, and a
+    tensor takes the place of one that is gone.
+
     Args:
-        tier: HOST (pinned when there is a GPU) or DISK (one unlinked temporary file per tensor, so
-            nothing outlives the process).
+        tier: HOST (pinned when there is a GPU) or DISK.
+        pooled: take host memory from a pool as well. Its regions are used again at once, so whoever asks for that
+            copies to and from them in the lanes of `memlab.techniques._transfers` and nowhere else.
 
     Attributes:
-        stored_bytes: bytes held now.
+        stored_bytes: bytes of the tensors held now.
         peak_bytes: most bytes held at once.
+
+    Example:
+        >>> spill = Spill(Tier.DISK)
+        >>> kept = spill.store(torch.arange(4))
+        >>> kept.tolist(), spill.stored_bytes, is_spilled(kept.untyped_storage())
+        ([0, 1, 2, 3], 32, True)
+        >>> del kept
+        >>> spill.stored_bytes, spill.peak_bytes
+        (0, 32)
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, *, pooled: bool = False) -> None:
         self.tier = tier
         self.stored_bytes = 0
         self.peak_bytes = 0
+        self._files = Pool(file_slab)
+        self._pinned = Pool(pinned_slab, settle) if pooled else None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pools, what is free in them included."""
+        return self._files.held_bytes + (self._pinned.held_bytes if self._pinned else 0)
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A spilled tensor with the shape and dtype of another one, not filled yet."""
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
+        size_bytes = tensor.numel() * tensor.element_size()
         if isinstance(tensor, FakeTensor):
-            spilled = _faked(tensor)
+            with _births_are_spilled():
+                spilled = tensor.new_empty(tensor.shape)
+        elif self.tier is Tier.DISK:
+            spilled = _shaped(self._files.take(size_bytes), tensor)
+        elif self._pinned is not None and tensor.is_cuda:
+            spilled = _shaped(self._pinned.take(size_bytes), tensor)
         else:
-            spilled = self._on_disk(tensor) if self.tier is Tier.DISK else self._on_host(tensor)
-        size_bytes = spilled.untyped_storage().nbytes()
-        self.stored_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.stored_bytes)
-        weakref.finalize(spilled.untyped_storage(), self._forget, size_bytes).atexit = False
+            spilled = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._keep_count(spilled.untyped_storage(), size_bytes)
         return spilled
 
     def store(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -94,30 +116,16 @@ class Spill:
         spilled.copy_(tensor.detach())
         return spilled
 
-    def _forget(self, size_bytes: int) -> None:
+    def _keep_count(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        _spilled_storages.add(storage._cdata)
+        self.stored_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.stored_bytes)
+        weakref.finalize(storage, self._forget, size_bytes, storage._cdata).atexit = False
+
+    def _forget(self, size_bytes: int, address: int) -> None:
         self.stored_bytes -= size_bytes
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-
-    def _on_disk(self, tensor: torch.Tensor) -> torch.Tensor:
-        size_bytes = tensor.numel() * tensor.element_size()
-        with tempfile.TemporaryFile(prefix="memlab-") as file:
-            file.truncate(size_bytes)
-            mapping = mmap.mmap(file.fileno(), size_bytes)
-        spilled = torch.frombuffer(mapping, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
-        _register(spilled)
-        return spilled
+        _spilled_storages.discard(address)
 
 
-def _faked(tensor: torch.Tensor) -> torch.Tensor:
-    with _births_are_spilled():
-        spilled = tensor.new_empty(tensor.shape)
-    _register(spilled)
-    return spilled
-
-
-def _register(spilled: torch.Tensor) -> None:
-    storage = spilled.untyped_storage()
-    _spilled_storages.add(storage._cdata)
-    weakref.finalize(storage, _spilled_storages.discard, storage._cdata).atexit = False
+def _shaped(region: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return region.view(tensor.dtype).view(tensor.shape)

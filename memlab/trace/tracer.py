@@ -198,8 +198,8 @@ class Tracer:
         del output
         return live_bytes
 
-    def one_update(self, plan: Plan, trained: Iterable[int]) -> Trace:
-        """Trace an update like all that follow the first.
+    def updates(self, plan: Plan, trained: Iterable[int]) -> tuple[Trace, Trace]:
+        """Trace the first update, which creates optimizer state, and one like all that follow.
 
         Args:
             plan: its settings that work on the optimizers; the others are left aside.
@@ -208,17 +208,17 @@ class Tracer:
         chosen = set(trained)
         with self._session(plan) as (session, seen):
             parameters = [p for n, p in enumerate(seen.workload.model.parameters()) if n in chosen]
-            for _ in range(_STEPS):
-                for parameter in parameters:
-                    parameter.grad = torch.empty_like(parameter)
-                model, optimizers = seen.workload.model, seen.workload.optimizers
-                seen.recorder.begin(
-                    [*parameters_of(model), *_held(session), *gradients_of(model), *state_of(optimizers)]
-                )
-                seen.start()
-                self._update(seen)
-                trace = seen.finish(session)
-            return trace
+            first, second = (self._one_update(session, seen, parameters) for _ in range(_STEPS))
+            return first, second
+
+    def _one_update(self, session: Session, seen: _Seen, parameters: Iterable[nn.Parameter]) -> Trace:
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        model, optimizers = seen.workload.model, seen.workload.optimizers
+        seen.recorder.begin([*parameters_of(model), *_held(session), *gradients_of(model), *state_of(optimizers)])
+        seen.start()
+        self._update(seen)
+        return seen.finish(session)
 
     def one_probe(self, parts: int) -> Trace:
         """Trace the look at a few rows that accumulation takes before it first splits a batch.

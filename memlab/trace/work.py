@@ -225,6 +225,8 @@ _LOOKED_UP = {
     **dict.fromkeys(("aten::nll_loss_forward", "aten::nll_loss2d_forward"), 0),
     **dict.fromkeys(("aten::nll_loss_backward", "aten::nll_loss2d_backward"), 1),
 }
+# a tensor that is taken off the device is looked up, given a place and seen as bytes: measured, on a CPU
+_OPERATORS_OF_CROSSING = 6
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"})
 _KERNELS = {
     "aten::convolution_backward": 2,
@@ -282,7 +284,8 @@ class _Rule:
             kind, flops = self._arithmetic(args, kwargs, out)
         if self._is_copy:
             host = _crossing_bytes(args, out)
-            return Work(flops, max(0, moved - host), "other", 1, host, kind, self._made_bytes(out))
+            kernels = _OPERATORS_OF_CROSSING if host else 1
+            return Work(flops, max(0, moved - host), "other", kernels, host, kind, self._made_bytes(out))
         return Work(flops, moved, "other", self._kernels, 0, kind, self._made_bytes(out))
 
     def _arithmetic(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> tuple[str, float]:

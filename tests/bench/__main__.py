@@ -24,6 +24,7 @@ from tests.bench import figures
 from tests.bench.building import building
 from tests.bench.figures import Figure
 from tests.bench.live import live
+from tests.bench.offloading import offloading
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -57,6 +58,7 @@ def measure(pairs: int) -> dict:
         ("arithmetic", lambda: figures.arithmetic(device)),
         ("live panel", live),
         ("building", building),
+        ("offloading", lambda: offloading(device, pairs)),
     ):
         print(f"measuring {name} …", flush=True)
         found += run()

@@ -29,7 +29,7 @@ FURTHER_OFF: dict[tuple[str, str], tuple[float, str]] = {
     ("lstm", "--accumulate 2"): (0.0075, _TIME_FIRST),
     ("lstm", "--accumulate 4"): (0.014, _TIME_FIRST),
     ("lstm", "--accumulate 3 --bf16 --adam8bit"): (0.0155, _TIME_FIRST),
-    ("lstm", "--accumulate 4 --offload activations,optimizer"): (0.0045, _TIME_FIRST),
+    ("lstm", "--accumulate 4 --offload activations,optimizer"): (0.007, _TIME_FIRST),
 }
 # plans that fail on the live model with an error of torch's: nothing to compare with
 _FAILING = {("batch norm", "--precision pure-bf16")}

@@ -84,7 +84,7 @@ def test_what_each_rung_changes_in_words() -> None:
         "the optimizer's moments in 8 bits",
         "forward and backward pass in bf16",
     ]
-    assert [rung.lossy for rung in rungs] == [False] * 9 + [True] * 2
+    assert [rung.lossy for rung in rungs] == [False] * 10 + [True] * 2
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from memlab import RefusalError, fit, measure
-from memlab.records import Category
+from memlab import RefusalError, Workload, fit, measure
+from memlab.records import Category, Phase
+from memlab.techniques.spill import _spilled_storages
+from tests.loops.cases import CASES
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
 
@@ -83,8 +86,6 @@ def test_parameters_stay_where_they_are() -> None:
 
 
 def test_nothing_stays_off_the_device_after_the_backward() -> None:
-    from memlab.techniques.spill import _spilled_storages
-
     model, batch = gpt2(), ragged_batch()
     before = len(_spilled_storages)
     with fit(workload(model), "--offload activations"):
@@ -94,6 +95,176 @@ def test_nothing_stays_off_the_device_after_the_backward() -> None:
         del loss
         gc.collect()
         assert len(_spilled_storages) == before
+
+
+class Convolutions(nn.Module):
+    """A conv net with pooling, normalisation and activations in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Dropout2d(0.2), nn.Conv2d(8, 16, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16 * 36, 10),
+        )  # fmt: skip
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layers(images), labels)
+
+
+def _convolutions(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 3, 16, 16, generator=generator), torch.randint(0, 10, (8,), generator=generator)
+
+
+def _hundred_steps(name: str, flags: str, **settings: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and weights after training with dropout."""
+    torch.manual_seed(0)
+    case = CASES.get(name)
+    model = Convolutions() if case is None else case.model()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3), []
+    with fit(Workload(model, optimizer), flags, **settings):
+        for step in range(100):
+            torch.manual_seed(step)
+            loss = model(*_convolutions(step)) if case is None else case.loss(model, case.batch(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "masked-bert", "vit", "t5", "convolutions"])
+def test_a_hundred_steps_are_bit_for_bit_the_same(name: str) -> None:
+    (losses, weights), (expected, expected_weights) = (
+        _hundred_steps(name, flags) for flags in ("--offload activations,optimizer", "")
+    )
+    assert losses == expected
+    assert all(torch.equal(one, other) for one, other in zip(weights, expected_weights, strict=True))
+
+
+@pytest.mark.parametrize("flags", ["--accumulate 4", "--checkpoint", "--accumulate 2 --checkpoint"])
+def test_beside_other_techniques_and_under_a_rescue_it_changes_nothing(flags: str) -> None:
+    found = [
+        _hundred_steps("gpt2", f"{flags} {offload}", rescue=True)
+        for offload in ("", "--offload activations", "--offload activations,optimizer")
+    ]
+    assert found[0][0] == found[1][0] == found[2][0]
+
+
+def test_memory_off_the_device_is_used_again() -> None:
+    model, batch = gpt2(), ragged_batch()
+    with fit(workload(model), "--offload activations") as session:
+        (technique,) = session.techniques
+        held = []
+        for _ in range(4):
+            model(**batch).loss.backward()
+            held.append((technique._spill.held_bytes, technique._spill.peak_bytes))
+        assert held == held[:1] * 4
+        assert held[0][0] <= 2 * held[0][1] + 2**20
+
+
+def test_backward_reads_in_place_and_needs_no_memory_for_it() -> None:
+    model = gpt2(layers=6, vocabulary=64, width=128)
+    load = workload(model, **ragged_batch(vocabulary=64))
+    as_written, offloaded = (measure(load, flags, steps=1) for flags in ("", "--offload activations"))
+    in_backward = [
+        max(point.live_bytes.get(Category.ACTIVATIONS, 0) for point in one.timeline if point.phase is Phase.BACKWARD)
+        for one in (as_written, offloaded)
+    ]
+    assert in_backward[1] < 0.3 * in_backward[0]
+
+
+def test_graphs_may_interleave_be_kept_and_be_forgotten() -> None:
+    model, batches = gpt2(dropout=0.1), [ragged_batch(rows=rows) for rows in (2, 4, 8)]
+
+    def trained() -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        first, second, third = (model(**batch).loss for batch in batches)
+        second.backward(retain_graph=True)
+        first.backward()
+        second.backward()
+        del third
+        return gradients(model)
+
+    expected = trained()
+    with fit(workload(model), "--offload activations") as session:
+        found = trained()
+        gc.collect()
+        assert session.techniques[0]._spill.stored_bytes == 0
+    assert distance(found, expected) == 0
+
+
+def test_gradients_of_gradients() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    inputs = torch.randn(64, 32, requires_grad=True)
+
+    def penalty() -> list[torch.Tensor]:
+        (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        slope.square().sum().backward()
+        return gradients(model)
+
+    expected = penalty()
+    with fit(workload(model), "--offload activations"):
+        assert distance(penalty(), expected) == 0
+
+
+def test_a_graph_outlives_the_session() -> None:
+    model, batch = gpt2(), ragged_batch()
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    with fit(workload(model), "--offload activations"):
+        loss = model(**batch).loss
+    loss.backward()
+    assert distance(gradients(model), expected) == 0
+
+
+def test_an_exception_in_the_middle_leaves_nothing_behind() -> None:
+    model, batch = gpt2(), ragged_batch()
+    before = len(_spilled_storages)
+    with fit(workload(model), "--offload activations"):
+        handle = model.transformer.h[1].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**batch)
+        handle.remove()
+        gc.collect()
+        assert len(_spilled_storages) == before
+        model(**batch).loss.backward()
+
+
+def test_parts_of_a_storage_that_are_written_at_other_times_are_told_apart() -> None:
+    class Gates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(32, 64)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            gate, value = self.linear(inputs).unsafe_chunk(2, dim=1)  # each with a version of its own
+            gate = gate.sigmoid_()
+            value = value.tanh_()
+            return (gate * value).sum()
+
+    model, inputs = Gates(), torch.randn(64, 32)
+    model(inputs).backward()
+    expected = gradients(model)
+    with fit(workload(model), "--offload activations"):
+        model(inputs).backward()
+    assert distance(gradients(model), expected) == 0
+
+
+def test_after_an_undo_nothing_is_open() -> None:
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("counts open files as Linux tells them")
+    model, batch = gpt2(), ragged_batch()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with fit(workload(model), "--offload activations,optimizer"):
+        model(**batch).loss.backward()
+        assert len(list(Path("/proc/self/fd").iterdir())) > before
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_host_memory_is_refused_where_it_saves_nothing() -> None:

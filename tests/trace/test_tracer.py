@@ -94,7 +94,7 @@ def test_a_pass_tells_which_parameters_are_trained() -> None:
     tracer = Tracer(workload)
     trained = tracer.one_pass(Plan()).trained
     assert trained == {0, 1, 3, 4, 5}
-    update = tracer.one_update(Plan(), trained)
+    _, update = tracer.updates(Plan(), trained)
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert update.observation.baseline_bytes[Category.GRADIENTS] == 4 * count
 

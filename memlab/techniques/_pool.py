@@ -1,0 +1,206 @@
+"""A pool of bytes off the device that are used again: regions of a file, or of pinned host memory.
+
+Pages of a file that are written for the first time cost ten times as much as pages that are there already, and pinning
+host memory costs more still. So the memory of a tensor that is gone is kept for the next one.
+
+Rules:
+
+1. A region is a tensor with a storage of its own, and goes back when that storage dies, however that comes about: its
+   graph was used, dropped after an error, or forgotten.
+2. Regions are cut from few large slabs, the lowest place that fits first, and neighbours join again when they are free.
+   Activations are freed in the reverse order of their making, which leaves no holes.
+3. The pool grows by as much as it holds at most, up to `LARGEST_GROWTH_BYTES` or one region that is larger. When
+   nothing is in use, slabs go until it holds no more than twice what was in use at most since the last time.
+4. A slab on disk is an unlinked file, which nobody but the process can see and nothing outlives.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+SMALLEST_GROWTH_BYTES = 2**20
+LARGEST_GROWTH_BYTES = 2**28
+_ALIGNMENT_BYTES = 512  # as the caching allocator aligns device memory
+_GRANULARITY_BYTES = mmap.ALLOCATIONGRANULARITY
+
+Slabs = Callable[[int], memoryview]
+
+
+def _nothing() -> None:
+    pass
+
+
+def file_slab(size_bytes: int) -> memoryview:
+    """Memory that is the content of an unlinked temporary file of its own.
+
+    Args:
+        size_bytes: at least so much; rounded up to whole pages.
+
+    Raises:
+        OSError: the disk is full. Had nobody asked, the first write to the mapping would kill the process.
+
+    Example:
+        >>> len(file_slab(1)) == mmap.ALLOCATIONGRANULARITY
+        True
+
+    Known limitations:
+        Pages that were written are in the system's page cache until it needs the room, and count there, not as
+        memory of the process.
+    """
+    size_bytes = -(-size_bytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
+    with tempfile.TemporaryFile(prefix="memlab-") as file:
+        _reserve(file.fileno(), size_bytes)
+        # the mapping keeps the file open
+        return memoryview(mmap.mmap(file.fileno(), size_bytes))
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        os.truncate(descriptor, size_bytes)
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: offload needs {size_bytes} bytes more in {tempfile.gettempdir()}; make room there, "
+            "or set TMPDIR to a folder on a larger disk before Python starts",
+        ) from error
+
+
+def pinned_slab(size_bytes: int) -> memoryview:
+    """A slab of pinned host memory."""
+    return memoryview(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy().data)
+
+
+class _Slab:
+    """Memory, and which ranges of it are free: [start, end), in order, never touching each other."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+        self.size_bytes = len(memory)
+        self.free = [(0, self.size_bytes)]
+
+    @property
+    def is_unused(self) -> bool:
+        return self.free == [(0, self.size_bytes)]
+
+    def take(self, size_bytes: int) -> int | None:
+        """The start of a range that is free no longer; None when there is none."""
+        for at, (start, end) in enumerate(self.free):
+            if end - start >= size_bytes:
+                self.free[at : at + 1] = [(start + size_bytes, end)] if end - start > size_bytes else []
+                return start
+        return None
+
+    def give_back(self, start: int, size_bytes: int) -> None:
+        insort(self.free, (start, start + size_bytes))
+        at = self.free.index((start, start + size_bytes))
+        joined = self.free[max(0, at - 1) : at + 2]
+        self.free[max(0, at - 1) : at + 2] = _joined(joined)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged = ranges[:1]
+    for start, end in ranges[1:]:
+        if start == merged[-1][1]:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+class Pool:
+    """Regions cut from slabs, and used again.
+
+    Args:
+        slabs: makes a slab of at least so many bytes.
+        release: called before slabs go.
+
+    Attributes:
+        used_bytes: in regions that are alive, rounded to their alignment.
+        held_bytes: in all slabs.
+
+    Example:
+        >>> pool = Pool(file_slab)
+        >>> region = pool.take(1000)
+        >>> region.shape, pool.used_bytes, pool.held_bytes
+        (torch.Size([1000]), 1024, 1048576)
+        >>> address = region.data_ptr()
+        >>> del region
+        >>> pool.take(500).data_ptr() == address
+        True
+    """
+
+    def __init__(self, slabs: Slabs, release: Callable[[], None] = _nothing) -> None:
+        self._make = slabs
+        self._release = release
+        self._slabs: list[_Slab] = []
+        # storages die on whatever thread lets go of them, and in the middle of anything: only noted there
+        self._returned: deque[tuple[_Slab, int, int]] = deque()
+        self._peak_bytes = 0
+        self._used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        self._take_back()
+        return self._used_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(slab.size_bytes for slab in self._slabs)
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """A region, with whatever was in it before: [size_bytes], uint8.
+
+        Args:
+            size_bytes: at least 1.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        self._take_back()
+        taken_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        slab, start = self._found(taken_bytes)
+        region = torch.frombuffer(slab.memory[start : start + size_bytes], dtype=torch.uint8)
+        self._used_bytes += taken_bytes
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        note = self._returned.append
+        weakref.finalize(region.untyped_storage(), note, (slab, start, taken_bytes)).atexit = False
+        return region
+
+    def _found(self, size_bytes: int) -> tuple[_Slab, int]:
+        for slab in self._slabs:
+            if (start := slab.take(size_bytes)) is not None:
+                return slab, start
+        growth_bytes = min(max(self.held_bytes, SMALLEST_GROWTH_BYTES), LARGEST_GROWTH_BYTES)
+        slab = _Slab(self._make(max(size_bytes, growth_bytes)))
+        # a slab may outlive its pool, together with regions of it
+        weakref.finalize(slab, self._release).atexit = False
+        self._slabs.append(slab)
+        start = slab.take(size_bytes)
+        assert start is not None
+        return slab, start
+
+    def _take_back(self) -> None:
+        while self._returned:
+            slab, start, size_bytes = self._returned.popleft()
+            slab.give_back(start, size_bytes)
+            self._used_bytes -= size_bytes
+        if not self._used_bytes and self._peak_bytes:
+            self._trim()
+            self._peak_bytes = 0
+
+    def _trim(self) -> None:
+        """Let slabs go that are not needed for twice the most that was in use."""
+        for slab in sorted(self._slabs, key=lambda slab: -slab.size_bytes):
+            if self.held_bytes > 2 * self._peak_bytes and self.held_bytes - slab.size_bytes >= self._peak_bytes:
+                self._slabs.remove(slab)

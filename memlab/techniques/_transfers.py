@@ -1,0 +1,212 @@
+"""Copies to and from host memory that run beside the computation: two lanes, one out and one in.
+
+Rules:
+
+1. A lane is a CUDA stream of its own. Work on the device's current stream is *the computation* here; the host never
+   waits in `send`, `fetch` and `wait`, only in `settle` and `arrived`.
+2. A copy starts when the computation has come to where it was asked for: what it reads is written by then, and what
+   it writes nobody reads any more.
+3. Whatever a copy reads or writes is held by its `Ticket`. A ticket may be dropped once the computation has been made
+   to wait for it; not before, or the memory would be given to somebody else while the copy runs.
+   (`Tensor.record_stream` would also do, but then memory comes back at times nobody can foretell.)
+4. A region of a pool that is used again was last written in the lane out, which keeps its order, or read in the lane
+   in, which `send(…, reused=True)` waits for.
+5. On the CPU, and for tensors without values, a copy is made there and then, and waiting is nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ticket:
+    """A copy that was asked for.
+
+    Args:
+        target: where to.
+        source: where from.
+        left: what says that it is done; None when it was made at once.
+    """
+
+    target: torch.Tensor
+    source: torch.Tensor
+    left: Any = None
+
+    def without_source(self) -> Ticket:
+        """The same, for who only needs to know when the target is written."""
+        return Ticket(self.target, self.target, self.left)
+
+
+class Lanes:
+    """Copies made at once; `CudaLanes` makes them beside the computation.
+
+    Example:
+        >>> lanes = Lanes()
+        >>> ticket = lanes.send(torch.empty(2), torch.ones(2))
+        >>> lanes.wait(ticket)
+        >>> ticket.target
+        tensor([1., 1.])
+    """
+
+    def send(self, target: torch.Tensor, source: torch.Tensor, *, reused: bool = False) -> Ticket:
+        """Copy off the device.
+
+        Args:
+            target: in pinned host memory.
+            source: on the device; not to be written to until the computation has waited for the ticket.
+            reused: the target's memory may have been read in the lane in before.
+        """
+        with torch.no_grad():
+            target.copy_(source.detach())
+        return Ticket(target, source)
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None = None) -> Ticket:
+        """Copy to the device.
+
+        Args:
+            target: on the device, not read or written until the computation has waited for the ticket.
+            source: in pinned host memory.
+            after: the copy that writes the source, when there is one under way.
+        """
+        with torch.no_grad():
+            target.copy_(source)
+        return Ticket(target, source)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Make the computation wait for a copy; the host goes on."""
+
+    def arrived(self, ticket: Ticket) -> None:
+        """Make the host wait for a copy, to read what it wrote."""
+
+    def settle(self) -> None:
+        """Make the host wait for all copies."""
+
+
+class CudaLanes(Lanes):
+    """Two streams of a GPU.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def send(self, target: torch.Tensor, source: torch.Tensor, *, reused: bool = False) -> Ticket:
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        if reused:
+            self._out.wait_stream(self._in)
+        return self._copied(self._out, target, source.detach())
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None = None) -> Ticket:
+        # the target was allocated in the computation's order, so its memory may be in use there
+        self._in.wait_stream(torch.cuda.current_stream(self._device))
+        if after is not None and after.left is not None:
+            self._in.wait_event(after.left)
+        return self._copied(self._in, target, source)
+
+    def wait(self, ticket: Ticket) -> None:
+        if ticket.left is not None:
+            torch.cuda.current_stream(self._device).wait_event(ticket.left)
+
+    def arrived(self, ticket: Ticket) -> None:
+        if ticket.left is not None:
+            ticket.left.synchronize()
+
+    def settle(self) -> None:
+        self._out.synchronize()
+        self._in.synchronize()
+
+    def _copied(self, lane: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        with torch.cuda.stream(lane), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+            return Ticket(target, source, lane.record_event())
+
+
+class Leaving:
+    """Tensors on their way out, held until they have left, up to a number of bytes.
+
+    Attributes:
+        held_bytes: of the tensors that are held.
+
+    Example:
+        >>> lanes = Lanes()
+        >>> leaving = Leaving()
+        >>> for _ in range(3):
+        ...     leaving.add(lanes.send(torch.empty(2), torch.ones(2)), lanes)
+        >>> leaving.held_bytes
+        24
+        >>> leaving.retire(16)
+        >>> leaving.held_bytes
+        16
+    """
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self._tickets: deque[tuple[Ticket, Lanes]] = deque()
+
+    def add(self, ticket: Ticket, lanes: Lanes) -> None:
+        """Hold one more, until it has left in its lane."""
+        self._tickets.append((ticket, lanes))
+        self.held_bytes += _size_bytes(ticket.source)
+
+    def retire(self, most_bytes: int) -> None:
+        """Let the oldest go until no more than so many bytes are held."""
+        while self.held_bytes > most_bytes:
+            ticket, lanes = self._tickets.popleft()
+            self.held_bytes -= _size_bytes(ticket.source)
+            lanes.wait(ticket)
+
+    def holds(self, target: torch.Tensor) -> bool:
+        """Whether a tensor is still held that is on its way to a target."""
+        return any(ticket.target is target for ticket, _ in self._tickets)
+
+    def take_back(self, target: torch.Tensor) -> torch.Tensor | None:
+        """The tensor that is on its way to a target, if it is still held; held no longer, once its copy is waited for."""
+        for at, (ticket, lanes) in enumerate(self._tickets):
+            if ticket.target is target:
+                lanes.wait(ticket)
+                del self._tickets[at]
+                self.held_bytes -= _size_bytes(ticket.source)
+                return ticket.source
+        return None
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+_at_once = Lanes()
+_cuda_lanes: dict[torch.device, Lanes] = {}
+
+
+def lanes_of(tensor: torch.Tensor) -> Lanes:
+    """The lanes of the device a tensor is on.
+
+    Example:
+        >>> type(lanes_of(torch.ones(1))).__name__
+        'Lanes'
+    """
+    return lanes_for(tensor, tensor.device)
+
+
+def lanes_for(tensor: torch.Tensor, device: torch.device) -> Lanes:
+    """The lanes of the device a tensor is used on, wherever it rests."""
+    if isinstance(tensor, FakeTensor) or device.type != "cuda":
+        return _at_once
+    if device not in _cuda_lanes:
+        _cuda_lanes[device] = CudaLanes(device)
+    return _cuda_lanes[device]
+
+
+def settle() -> None:
+    """Make the host wait for all copies in all lanes, to read host memory or to give it back."""
+    for lanes in _cuda_lanes.values():
+        lanes.settle()
