@@ -32,7 +32,7 @@ StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], tuple[tuple[An
 Copy = Callable[[torch.Tensor], torch.Tensor]
 Protection = Callable[[Sequence[Parameter]], Copy | None]
 
-BUCKET_BYTES = 64 * 2**20
+LEAST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 64 * 2**20
 _SHARES = 32
 _ADAM_BYTES_PER_ELEMENT = 8  # two fp32 moments
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -132,7 +132,7 @@ def _only(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[Non
 def run_step(
     optimizer: Optimizer,
     techniques: Sequence[Technique],
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     *,
     backup: bool | Protection = True,
     done: set[Parameter] | None = None,
@@ -142,7 +142,8 @@ def run_step(
     Args:
         optimizer: the user's optimizer.
         techniques: those in force, in the order in which state was packed.
-        bucket_bytes: size of a bucket, counted as the fp32 moments of its parameters.
+        bucket_bytes: size of a bucket, counted as the fp32 moments of its parameters; by default what is small
+            beside the model (`bucket_bytes_for`).
         backup: keep a copy of the parameters and in-place state of the bucket being updated, so that
             an exception in the middle of it undoes it. Without, only packed state and state created
             in the failed update are put right. A function decides for each bucket before it begins: it
@@ -160,7 +161,7 @@ def run_step(
     layers = _layers_to_open(techniques)
     protection = backup if callable(backup) else _protection(everything=backup)
     finished: set[Parameter] = set() if done is None else done
-    for bucket in buckets(optimizer, bucket_bytes):
+    for bucket in buckets(optimizer, bucket_bytes_for(optimizer) if bucket_bytes is None else bucket_bytes):
         waiting = [parameter for parameter in bucket if parameter not in finished]
         if waiting:
             _update_bucket(optimizer, waiting, techniques, stepper, protection(waiting))
@@ -244,6 +245,16 @@ def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]
         filled += size_bytes
     if bucket:
         yield bucket
+
+
+def bucket_bytes_for(optimizer: Optimizer) -> int:
+    """A size for buckets whose copies do not show beside a small model, and that are few beside a large one.
+
+    Example:
+        >>> bucket_bytes_for(torch.optim.SGD([torch.nn.Parameter(torch.ones(64))], lr=0.5))
+        1048576
+    """
+    return max(LEAST_BUCKET_BYTES, share_of(optimizer))
 
 
 def share_of(optimizer: Optimizer) -> int:

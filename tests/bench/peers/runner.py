@@ -1,0 +1,209 @@
+"""Every contestant in a process of its own, in turns; what has been done is not done again."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tests.bench.peers.records import Book, Contest, Contestant, Key, Measured, Record, Status, key_text, not_run
+
+ROOT = Path(__file__).parents[3]
+ROUNDS = {"tiny": 1, "small": 3, "full": 3}
+# a contestant that takes longer has failed; under ten minutes, so that one run of the command can always do one
+MOST_SECONDS = {"tiny": 120, "small": 240, "full": 540}
+_ALWAYS = ("torch", "transformers", "accelerate")
+_TAIL = 4
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One contestant's turn in one round."""
+
+    contest: Contest
+    contestant: Contestant
+    key: Key
+
+
+@dataclass(frozen=True)
+class Here:
+    """What runs are made with.
+
+    Args:
+        scale: one of `records.SCALES`.
+        device: in words.
+        has_gpu: whether it is one.
+        code: digest of memlab's source.
+    """
+
+    scale: str
+    device: str
+    has_gpu: bool
+    code: str
+
+
+def here(scale: str) -> Here:
+    """This machine, and memlab as it is."""
+    import torch
+
+    if torch.cuda.is_available():
+        return Here(scale, torch.cuda.get_device_name(), True, code_digest())
+    threads = torch.get_num_threads()
+    return Here(scale, f"CPU, {threads} thread{'s' * (threads > 1)}", False, code_digest())
+
+
+def has_gpu() -> bool:
+    """Whether runs here are on a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def code_digest() -> str:
+    """A digest of memlab's source: results of other source are measured anew."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "memlab").rglob("*.py")):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def turns(contests: Sequence[Contest], where: Here) -> list[Turn]:
+    """All turns, round by round: in each, contest by contest, everyone has a turn, and who begins changes.
+
+    A run that is broken off has thus something of every contest.
+    """
+    listed = []
+    for number in range(ROUNDS[where.scale]):
+        for contest in contests:
+            order = contest.contestants if number % 2 == 0 else contest.contestants[::-1]
+            listed += [Turn(contest, each, _key(contest, each, number, where)) for each in order]
+    return listed
+
+
+def _key(contest: Contest, contestant: Contestant, number: int, where: Here) -> Key:
+    packages = sorted({*_ALWAYS, *contestant.needs})
+    found = {each: version_of(each) for each in packages}
+    return Key(contest.name, contestant.name, number, where.scale, where.device, where.code, found)
+
+
+def version_of(package: str) -> str:
+    """Version of an importable package, or "" when it is not installed."""
+    if importlib.util.find_spec(package) is None:
+        return ""
+    return importlib.metadata.version(package.replace("_", "-"))
+
+
+def why_not(turn: Turn, where: Here) -> str:
+    """Why a contestant cannot be asked here; empty when it can."""
+    if turn.contestant.gpu_only and not where.has_gpu:
+        return f"needs a GPU: {turn.contestant.gpu_only}"
+    missing = [each for each in turn.contestant.needs if not turn.key.versions[each]]
+    if missing:
+        return f"{', '.join(missing)} not installed: pip install 'memlab[peers]'"
+    return ""
+
+
+def run_all(
+    contests: Sequence[Contest], where: Here, book: Book, say: Say, *, minutes: float | None = None
+) -> int:
+    """Run what has not been run yet.
+
+    Args:
+        contests: which, in order.
+        where: this machine.
+        book: what has been done; every result is added as it is made.
+        say: told a line before each turn.
+        minutes: end before this time is over, rather than begin a turn that may not.
+
+    Returns:
+        How many turns remain.
+    """
+    began, all_turns = time.monotonic(), turns(contests, where)
+    if book.damaged:
+        say(f"{book.path.name}: {book.damaged} line(s) broken off in the middle are left out")
+    done = book.done()
+    waiting = [turn for turn in all_turns if key_text(turn.key) not in done]
+    if len(waiting) < len(all_turns):
+        say(f"{len(all_turns) - len(waiting)} of {len(all_turns)} runs are there already; going on with the rest")
+    for number, turn in enumerate(waiting):
+        remaining = len(waiting) - number
+        if minutes is not None and time.monotonic() - began + _longest(book, turn) > minutes * 60:
+            say(f"stopped before {minutes:g} minutes are over: {remaining} runs remain; the same command goes on with them")
+            return remaining
+        say(f"{turn.contest.name}: {turn.contestant.name}, round {turn.key.round + 1} ({remaining} to go)")
+        record = take(turn, where)
+        book.add(record)
+        if record.status is not Status.MEASURED:
+            say(f"  {record.status}: {record.reason}")
+    return 0
+
+
+def _longest(book: Book, turn: Turn) -> float:
+    """How long such a turn may take: what this one took before, else half of what it is allowed."""
+    before = [
+        each.wall_seconds
+        for each in book.records
+        if (each.key.contest, each.key.contestant, each.key.scale)
+        == (turn.key.contest, turn.key.contestant, turn.key.scale)
+    ]
+    return 1.2 * max(before) if before else MOST_SECONDS[turn.key.scale] / 2
+
+
+def take(turn: Turn, where: Here) -> Record:
+    """One turn, in a process of its own."""
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    reason = why_not(turn, where)
+    if reason:
+        return not_run(turn.key, today, reason)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "measured.json"
+        failure = _run_child(turn, where, path)
+        measured = _read(path) if not failure else None
+    seconds = round(time.monotonic() - began, 2)
+    if measured is None:
+        return Record(turn.key, today, Status.FAILED, failure, wall_seconds=seconds)
+    return Record(turn.key, today, Status.MEASURED, measured=measured, wall_seconds=seconds)
+
+
+def _run_child(turn: Turn, where: Here, path: Path) -> str:
+    """Run, and say what went wrong; empty when nothing did."""
+    command = [sys.executable, "-m", "tests.bench.peers.child", turn.contest.name, turn.contestant.name, where.scale, str(path)]
+    child = subprocess.Popen(
+        command, cwd=ROOT, env=_environment(where), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _, errors = child.communicate(timeout=MOST_SECONDS[where.scale])
+    except subprocess.TimeoutExpired:
+        return f"took longer than {MOST_SECONDS[where.scale]} seconds"
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.communicate()
+    if child.returncode == 0:
+        return ""
+    said = [line for line in errors.splitlines() if line.strip()]
+    return f"exit status {child.returncode}: " + " | ".join(said[-_TAIL:])[-600:]
+
+
+def _environment(where: Here) -> dict[str, str]:
+    before = os.environ.get("PYTHONPATH")
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), before))), "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **own, **({} if where.has_gpu else {"DS_ACCELERATOR": "cpu"})}
+
+
+def _read(path: Path) -> Measured:
+    read = json.loads(path.read_text())
+    lists = {name: tuple(read[name]) for name in ("losses", "gradient_norms", "notes")}
+    return replace(Measured(read["numbers"], result_loss=read["result_loss"]), **lists)
