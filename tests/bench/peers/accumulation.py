@@ -21,7 +21,9 @@ def _by_hand(job: Job) -> Measured:
     optimizer = adamw(work.model)
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        parts = [dict(zip(batch, each, strict=True)) for each in zip(*(v.chunk(PARTS) for v in batch.values()), strict=True)]
+        parts = [
+            dict(zip(batch, each, strict=True)) for each in zip(*(v.chunk(PARTS) for v in batch.values()), strict=True)
+        ]
         targets = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
         total = torch.zeros((), device=work.device)
         for part, count in zip(parts, targets, strict=True):

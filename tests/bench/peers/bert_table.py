@@ -121,7 +121,11 @@ def _accelerate_with_memlab(job: Job) -> Measured:
 def _contest(row: Row, attention: str) -> Contest:
     suffix = "" if attention == "eager" else f"-{attention}"
     needs = ("bitsandbytes",) if row.eight_bit else ()
-    wrong = "Trainer 5.23 reports loss and gradient of this model 4 times too large when it accumulates. " if _ACCUMULATED.items() <= row.settings.items() else ""
+    wrong = (
+        "Trainer 5.23 reports loss and gradient of this model 4 times too large when it accumulates. "
+        if _ACCUMULATED.items() <= row.settings.items()
+        else ""
+    )
     return Contest(
         f"bert-{row.name}{suffix}",
         f"BERT, {row.title}{suffix and f', {attention}'}",
@@ -141,7 +145,9 @@ CONTESTS = (
         "bert-accelerate",
         "BERT, all three + 8-bit Adam by hand",
         (
-            Contestant("memlab", "a plain loop over Accelerate under the plan", _accelerate_with_memlab, ("bitsandbytes",)),
+            Contestant(
+                "memlab", "a plain loop over Accelerate under the plan", _accelerate_with_memlab, ("bitsandbytes",)
+            ),
             Contestant("accelerate", "the loop over Accelerate, all by hand", _accelerate_by_hand, ("bitsandbytes",)),
         ),
         same_result=0.02,

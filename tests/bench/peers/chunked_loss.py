@@ -67,7 +67,9 @@ CONTESTS = (
             Contestant("memlab", "a plain loop under `--chunk-loss`", _memlab),
             Contestant("as-written", "the whole logits", _as_written),
             Contestant("torch", "F.linear_cross_entropy, default options", _torch),
-            Contestant("liger", "Liger's fused linear cross-entropy", _liger, ("liger_kernel",), "its kernels are Triton's"),
+            Contestant(
+                "liger", "Liger's fused linear cross-entropy", _liger, ("liger_kernel",), "its kernels are Triton's"
+            ),
         ),
         same_result=1e-4,
     ),

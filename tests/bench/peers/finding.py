@@ -132,9 +132,7 @@ def speaking_of_cuda() -> Iterator[None]:
         raise RuntimeError(f"CUDA out of memory. {error}") from None
 
 
-def _report(
-    job: Job, work: Work, plan: str | None, rows: int, trials: int, seconds: float, note: str
-) -> Measured:
+def _report(job: Job, work: Work, plan: str | None, rows: int, trials: int, seconds: float, note: str) -> Measured:
     """Time what was found, on a fresh model."""
     found = Work(work.model, work.rows, rows)
     measured = by_hand(job, found, plan)

@@ -73,10 +73,14 @@ def gpt2(scale: str, device: torch.device, *, batch_rows: int = 8, large_vocabul
     """GPT-2 without dropout, or a cut of it, on random tokens with ragged targets."""
     torch.manual_seed(0)
     sizes: Mapping[str, Any] = _GPT2[scale] | ({"vocab_size": _VOCABULARY[scale]} if large_vocabulary else {})
-    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0
+    )
     model = GPT2LMHeadModel(config).to(device).train()
     random = np.random.default_rng(0)
-    return Work(model, [_ragged(random, config.vocab_size, _GPT2_TOKENS[scale], each) for each in range(64)], batch_rows)
+    return Work(
+        model, [_ragged(random, config.vocab_size, _GPT2_TOKENS[scale], each) for each in range(64)], batch_rows
+    )
 
 
 def _ragged(random: np.random.Generator, vocabulary: int, tokens: int, row: int) -> dict[str, np.ndarray]:

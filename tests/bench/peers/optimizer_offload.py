@@ -1,4 +1,4 @@
-"""Optimizer state off the device: torchao's `CPUOffloadOptimizer` and DeepSpeed's ZeRO-Offload; on a CPU, DeepSpeed's NVMe."""
+"""Optimizer state off the device: torchao's `CPUOffloadOptimizer` and DeepSpeed's ZeRO-Offload."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ def _torchao(job: Job) -> Measured:
 
 def _deepspeed(job: Job, stage: int, device: dict[str, Any]) -> Measured:
     """One rank, fp32, and nothing else of DeepSpeed's."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29551", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29551",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+    }
     import deepspeed
 
     deepspeed.init_distributed("nccl" if job.on_gpu else "gloo", auto_mpi_discovery=False)
@@ -61,11 +67,6 @@ def _zero_offload(job: Job) -> Measured:
     return _deepspeed(job, 2, {"device": "cpu", "pin_memory": True})
 
 
-def _nvme(job: Job) -> Measured:
-    with tempfile.TemporaryDirectory() as folder:
-        return _deepspeed(job, 3, {"device": "nvme", "nvme_path": folder, "buffer_count": 4})
-
-
 CONTESTS = (
     Contest(
         "offload-optimizer",
@@ -75,7 +76,6 @@ CONTESTS = (
             Contestant("as-written", "state on the device", _as_written),
             Contestant("torchao", "torchao CPUOffloadOptimizer", _torchao, ("torchao",), _HOST),
             Contestant("zero-offload", "DeepSpeed ZeRO-Offload", _zero_offload, ("deepspeed",), _HOST),
-            Contestant("zero-nvme", "DeepSpeed ZeRO-Infinity, state in files", _nvme, ("deepspeed",)),
         ),
         same_result=1e-4,
     ),

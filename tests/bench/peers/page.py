@@ -88,7 +88,10 @@ def sheets(contests: Sequence[Contest], records: Iterable[Record], scales: Seque
 
 def text(sheet: Sheet) -> str:
     """A sheet as aligned text."""
-    rows = [("", "memlab against", *_HEADS), *((each.contest.title, each.peer.title, *_cells(each)) for each in sheet.compared)]
+    rows = [
+        ("", "memlab against", *_HEADS),
+        *((each.contest.title, each.peer.title, *_cells(each)) for each in sheet.compared),
+    ]
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     missing = [f"{each.contest.title}: {each.peer.title}: {each.reason}" for each in sheet.missing]
@@ -156,19 +159,23 @@ def section(found: Sequence[Sheet], causes: Causes) -> str:
 
 def _markdown(sheet: Sheet, causes: Causes) -> str:
     verdicts = [ratio.verdict for each in sheet.compared for ratio in each.ratios]
-    counts = ", ".join(f"{verdicts.count(each)} {each}" for each in Verdict)
+    counts = ", ".join(f"{verdicts.count(each)} {each}" for each in Verdict if each in verdicts)
     parts = [f"**{sheet.heading}** ({sheet.about}): {counts}.", _markdown_table(sheet)]
     short = causes_of(sheet, causes)
     if short:
         parts.append("Behind, and why:\n\n" + "\n".join(_markdown_cause(*each) for each in short))
     if sheet.missing:
-        parts.append("Not compared here: " + "; ".join(f"{each.peer.title} ({each.reason})" for each in sheet.missing) + ".")
+        parts.append(
+            "Not compared here: " + "; ".join(f"{each.peer.title} ({each.reason})" for each in sheet.missing) + "."
+        )
     return "\n\n".join(parts)
 
 
 def _markdown_table(sheet: Sheet) -> str:
     lines = ["| work | memlab against | " + " | ".join(_HEADS) + " |", "|---|---|---|---|---|"]
-    lines += [f"| {each.contest.title} | {each.peer.title} | " + " | ".join(_cells(each)) + " |" for each in sheet.compared]
+    lines += [
+        f"| {each.contest.title} | {each.peer.title} | " + " | ".join(_cells(each)) + " |" for each in sheet.compared
+    ]
     return "\n".join(lines)
 
 
@@ -207,7 +214,7 @@ td.n,th.n{text-align:right;white-space:nowrap}.ahead{color:var(--ahead)}.behind{
 _INTRODUCTION = (
     "Every way of doing the work ran in a process of its own, in turns. Ratios are memlab's number over the peer's, the median of the "
     "rounds, with the least and the greatest. Less is better: below 1 memlab is ahead. A ratio counts as level within half of its "
-    "spread, and within 2 % (0.5 % for bytes). Losses after training are compared, so that faster and wrong does not count."
+    "spread, and within 2 % (0.5 % for bytes); times of a single round are undecided. Losses after training are compared, so that faster and wrong does not count."
 )
 
 
@@ -254,7 +261,9 @@ def _html_row(pairing: Pairing, ratio: Ratio) -> str:
     verdict = f"<td class='{ratio.verdict}'>{ratio.verdict}</td>"
     numbers = [_value(ratio, ratio.ours), _value(ratio, ratio.theirs), _ratio(ratio).rpartition(" ")[0]]
     cells = "".join(f"<td class='n'>{escape(each)}</td>" for each in numbers)
-    titles = "".join(f"<td>{escape(each)}</td>" for each in (pairing.contest.title, pairing.peer.title, ratio.measure.title))
+    titles = "".join(
+        f"<td>{escape(each)}</td>" for each in (pairing.contest.title, pairing.peer.title, ratio.measure.title)
+    )
     return f"<tr>{titles}{cells}{verdict}<td>{escape(_result(pairing))}</td></tr>"
 
 
@@ -274,12 +283,22 @@ def _html_causes(sheet: Sheet, causes: Causes) -> str:
 
 
 def _html_missing(sheet: Sheet) -> str:
-    return _list("Not compared here", [f"{each.contest.title}: {each.peer.title}: {each.reason}" for each in sheet.missing])
+    return _list(
+        "Not compared here", [f"{each.contest.title}: {each.peer.title}: {each.reason}" for each in sheet.missing]
+    )
 
 
 def _html_notes(sheet: Sheet) -> str:
-    notes = [f"{each.contest.title}, {each.peer.title}: {'; '.join(_remarks(each))}" for each in sheet.compared if _remarks(each)]
-    notes += [f"{each.title}: {each.note}" for each in dict.fromkeys(pairing.contest for pairing in sheet.pairings) if each.note]
+    notes = [
+        f"{each.contest.title}, {each.peer.title}: {'; '.join(_remarks(each))}"
+        for each in sheet.compared
+        if _remarks(each)
+    ]
+    notes += [
+        f"{each.title}: {each.note}"
+        for each in dict.fromkeys(pairing.contest for pairing in sheet.pairings)
+        if each.note
+    ]
     return _list("Notes", notes)
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +27,7 @@ ROUNDS = {"tiny": 1, "small": 3, "full": 3}
 # a contestant that takes longer has failed; under ten minutes, so that one run of the command can always do one
 MOST_SECONDS = {"tiny": 120, "small": 240, "full": 540}
 _ALWAYS = ("torch", "transformers", "accelerate")
+_CHILD = (sys.executable, "-m", "tests.bench.peers.child")
 _TAIL = 4
 Say = Callable[[str], None]
 
@@ -114,9 +119,7 @@ def why_not(turn: Turn, where: Here) -> str:
     return ""
 
 
-def run_all(
-    contests: Sequence[Contest], where: Here, book: Book, say: Say, *, minutes: float | None = None
-) -> int:
+def run_all(contests: Sequence[Contest], where: Here, book: Book, say: Say, *, minutes: float | None = None) -> int:
     """Run what has not been run yet.
 
     Args:
@@ -136,13 +139,22 @@ def run_all(
     waiting = [turn for turn in all_turns if key_text(turn.key) not in done]
     if len(waiting) < len(all_turns):
         say(f"{len(all_turns) - len(waiting)} of {len(all_turns)} runs are there already; going on with the rest")
+    process = Fresh(where) if where.has_gpu else Forked(where)
+    with closing(process):
+        return _take_all(waiting, where, book, process, say, began + minutes * 60 if minutes is not None else math.inf)
+
+
+def _take_all(
+    waiting: Sequence[Turn], where: Here, book: Book, process: Fresh | Forked, say: Say, deadline: float
+) -> int:
+    """Take turns until one may not end in time; returns how many remain."""
     for number, turn in enumerate(waiting):
         remaining = len(waiting) - number
-        if minutes is not None and time.monotonic() - began + _longest(book, turn) > minutes * 60:
-            say(f"stopped before {minutes:g} minutes are over: {remaining} runs remain; the same command goes on with them")
+        if time.monotonic() + _longest(book, turn) > deadline:
+            say(f"stopped before time is over: {remaining} runs remain; the same command goes on with them")
             return remaining
         say(f"{turn.contest.name}: {turn.contestant.name}, round {turn.key.round + 1} ({remaining} to go)")
-        record = take(turn, where)
+        record = take(turn, where, process)
         book.add(record)
         if record.status is not Status.MEASURED:
             say(f"  {record.status}: {record.reason}")
@@ -160,16 +172,16 @@ def _longest(book: Book, turn: Turn) -> float:
     return 1.2 * max(before) if before else MOST_SECONDS[turn.key.scale] / 2
 
 
-def take(turn: Turn, where: Here) -> Record:
+def take(turn: Turn, where: Here, process: Fresh | Forked) -> Record:
     """One turn, in a process of its own."""
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
     reason = why_not(turn, where)
     if reason:
         return not_run(turn.key, today, reason)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
-        failure = _run_child(turn, where, path)
+        failure = process(turn, path)
         measured = _read(path) if not failure else None
     seconds = round(time.monotonic() - began, 2)
     if measured is None:
@@ -177,24 +189,95 @@ def take(turn: Turn, where: Here) -> Record:
     return Record(turn.key, today, Status.MEASURED, measured=measured, wall_seconds=seconds)
 
 
-def _run_child(turn: Turn, where: Here, path: Path) -> str:
-    """Run, and say what went wrong; empty when nothing did."""
-    command = [sys.executable, "-m", "tests.bench.peers.child", turn.contest.name, turn.contestant.name, where.scale, str(path)]
-    child = subprocess.Popen(
-        command, cwd=ROOT, env=_environment(where), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        _, errors = child.communicate(timeout=MOST_SECONDS[where.scale])
-    except subprocess.TimeoutExpired:
-        return f"took longer than {MOST_SECONDS[where.scale]} seconds"
-    finally:
-        if child.poll() is None:
-            child.kill()
-            child.communicate()
-    if child.returncode == 0:
+class Fresh:
+    """Runs a contestant in a new interpreter."""
+
+    def __init__(self, where: Here) -> None:
+        self.where = where
+
+    def __call__(self, turn: Turn, path: Path) -> str:
+        """Run, and say what went wrong; empty when nothing did."""
+        child = subprocess.Popen(
+            [*_CHILD, *_words(turn, path)],
+            cwd=ROOT,
+            env=_environment(self.where),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            _, errors = child.communicate(timeout=MOST_SECONDS[self.where.scale])
+        except subprocess.TimeoutExpired:
+            return f"took longer than {MOST_SECONDS[self.where.scale]} seconds"
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.communicate()
+        return _failure(child.returncode, errors)
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+class Forked:
+    """Runs a contestant in a fork of an interpreter that has only imported what all use; see `child.fork_for_each`."""
+
+    def __init__(self, where: Here) -> None:
+        self.where = where
+        self._nursery: subprocess.Popen[str] | None = None
+
+    def __call__(self, turn: Turn, path: Path) -> str:
+        """Run, and say what went wrong; empty when nothing did."""
+        nursery = self._nursery = self._nursery or self._start()
+        assert nursery.stdin is not None
+        nursery.stdin.write(" ".join(_words(turn, path)) + "\n")
+        nursery.stdin.flush()
+        child = int(self._next_line(nursery))
+        too_long = threading.Timer(MOST_SECONDS[self.where.scale], os.kill, (child, signal.SIGKILL))
+        too_long.start()
+        try:
+            status = int(self._next_line(nursery))
+        finally:
+            # a timer that has begun to kill is waited for, so that it never meets another process of that number
+            too_long.cancel()
+            too_long.join()
+        if status == -signal.SIGKILL:
+            return f"took longer than {MOST_SECONDS[self.where.scale]} seconds, or was killed"
+        return _failure(status, Path(f"{path}.errors").read_text())
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*_CHILD, "--fork"],
+            cwd=ROOT,
+            env=_environment(self.where),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def _next_line(self, nursery: subprocess.Popen[str]) -> str:
+        assert nursery.stdout is not None
+        line = nursery.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process that forks contestants ended with status {nursery.wait()}")
+        return line
+
+    def close(self) -> None:
+        """End the process that forks."""
+        if self._nursery is not None:
+            self._nursery.communicate()
+
+
+def _words(turn: Turn, path: Path) -> list[str]:
+    return [turn.contest.name, turn.contestant.name, turn.key.scale, str(path)]
+
+
+def _failure(status: int, errors: str) -> str:
+    if status == 0:
         return ""
     said = [line for line in errors.splitlines() if line.strip()]
-    return f"exit status {child.returncode}: " + " | ".join(said[-_TAIL:])[-600:]
+    return f"exit status {status}: " + " | ".join(said[-_TAIL:])[-600:]
 
 
 def _environment(where: Here) -> dict[str, str]:

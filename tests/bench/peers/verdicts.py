@@ -10,6 +10,7 @@ from enum import StrEnum
 from tests.bench.peers.records import Contest, Contestant, Measure, Record, Status, newest
 
 # a smaller difference is none, whatever the spread
+_WRONG = 0.05  # of a first step's loss or gradient norm
 LEAST_DIFFERENCE, LEAST_EXACT_DIFFERENCE = 0.02, 0.005
 
 
@@ -19,6 +20,7 @@ class Verdict(StrEnum):
     AHEAD = "ahead"
     LEVEL = "level"
     BEHIND = "behind"
+    UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Ratio:
         median: of the ratios of the rounds.
         low: least of them.
         high: greatest of them.
+        rounds: how many.
     """
 
     measure: Measure
@@ -40,6 +43,7 @@ class Ratio:
     median: float
     low: float
     high: float
+    rounds: int = 2
 
     @property
     def tolerance(self) -> float:
@@ -50,7 +54,12 @@ class Ratio:
 
     @property
     def verdict(self) -> Verdict:
-        """Ahead where memlab takes less by more than the tolerance, behind where it takes more."""
+        """Ahead where memlab takes less by more than the tolerance, behind where it takes more.
+
+        One round has no spread, so times of one are undecided.
+        """
+        if self.rounds < 2 and not self.measure.exact:
+            return Verdict.UNDECIDED
         if abs(self.median - 1) <= self.tolerance:
             return Verdict.LEVEL
         return Verdict.AHEAD if self.median < 1 else Verdict.BEHIND
@@ -127,7 +136,7 @@ def _pairing(contest: Contest, peer: Contestant, records: Sequence[Record]) -> P
             return Pairing(contest, peer, reason=missing, date=date, ours=ours, theirs=theirs)
     ratios = tuple(filter(None, (_ratio(each, ours, theirs) for each in contest.measures)))
     return Pairing(
-        contest, peer, ratios, _difference(ours[0], theirs[0]), notes=_notes(contest, peer, ours[0], theirs[0]),
+        contest, peer, ratios, _difference(ours[0], theirs[0]), notes=_notes(contest, ours[0], theirs[0]),
         date=date, ours=ours, theirs=theirs,
     )  # fmt: skip
 
@@ -152,7 +161,7 @@ def _ratio(measure: Measure, ours: Sequence[Record], theirs: Sequence[Record]) -
         return None
     ratios = [mine[each] / other[each] for each in rounds]
     medians = [statistics.median(its[each] for each in rounds) for its in (mine, other)]
-    return Ratio(measure, *medians, statistics.median(ratios), min(ratios), max(ratios))
+    return Ratio(measure, *medians, statistics.median(ratios), min(ratios), max(ratios), len(rounds))
 
 
 def _by_round(key: str, records: Iterable[Record]) -> dict[int, float]:
@@ -167,13 +176,11 @@ def _difference(ours: Record, theirs: Record) -> float | None:
     return abs(losses[0] - losses[1]) / max(abs(losses[1]), 1e-12)
 
 
-def _notes(contest: Contest, peer: Contestant, ours: Record, theirs: Record) -> tuple[str, ...]:
+def _notes(contest: Contest, ours: Record, theirs: Record) -> tuple[str, ...]:
     mine, other = ours.measured, theirs.measured
     if contest.same_result is None or mine is None or other is None:
         return ()
-    notes = []
-    for what, a, b in (("loss", mine.losses, other.losses), ("gradient norm", mine.gradient_norms, other.gradient_norms)):
-        factor = b[0] / a[0] if a and b and a[0] else 1.0
-        if abs(factor - 1) > 0.05:
-            notes.append(f"the {what} that {peer.title} reports for the first step is {factor:.2f} times memlab's")
-    return tuple(notes)
+    reported = (("loss", mine.losses, other.losses), ("gradient norm", mine.gradient_norms, other.gradient_norms))
+    factors = ((what, b[0] / a[0]) for what, a, b in reported if a and b and a[0])
+    wrong = [f"{what} {factor:.2f} ×" for what, factor in factors if abs(factor - 1) > _WRONG]
+    return (f"the peer reports {' and '.join(wrong)} memlab's",) if wrong else ()

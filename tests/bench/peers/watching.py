@@ -19,8 +19,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from memlab.measuring.steps import Mark, device_for
 from memlab.records import Category
 
-_WARMUP = {"tiny": 1, "small": 2, "full": 5}
-_TIMED = {"tiny": 2, "small": 5, "full": 20}
+_WARMUP = {"tiny": 1, "small": 1, "full": 5}
+_TIMED = {"tiny": 2, "small": 4, "full": 20}
 _OBSERVED = 2
 
 
