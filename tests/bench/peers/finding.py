@@ -7,11 +7,14 @@ found is then timed without the ledger. The peers give smaller batches, memlab k
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,21 +34,40 @@ BUDGET_MIB = {"tiny": 2, "small": 80, "full": 8192}
 STEPS = 3  # of a trial: what both peers' users and memlab run
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Args:
+        rows: of a batch.
+        trials: runs it took.
+        seconds: time it took.
+        note: its course in words.
+        plan: flags of memlab; None for a peer.
+    """
+
+    rows: int
+    trials: int
+    seconds: float
+    note: str
+    plan: str | None = None
+
+
 def _work(job: Job) -> Work:
     return gpt2(job.scale, job.device, batch_rows=ROWS[job.scale])
 
 
-def _memlab(job: Job) -> Measured:
+def _by_memlab(job: Job) -> Found:
     work = _work(job)
     workload = memlab.Workload(work.model, adamw(work.model), batch=work.batch(0))
     began = time.perf_counter()
     found = memlab.find_plan(workload, f"{BUDGET_MIB[job.scale]}MiB", steps=STEPS, progress=lambda line: None)
     seconds = time.perf_counter() - began
     plan = "" if found.plan == memlab.Plan() else found.plan.label
-    return _report(job, _work(job), plan, work.batch_rows, len(found.trials), seconds, f"found: {found.plan.label}")
+    return Found(work.batch_rows, len(found.trials), seconds, f"found: {found.plan.label}", plan)
 
 
-def _accelerate(job: Job) -> Measured:
+def _by_accelerate(job: Job) -> Found:
     from accelerate.utils import find_executable_batch_size
 
     work, tried = _work(job), []
@@ -59,7 +81,7 @@ def _accelerate(job: Job) -> Measured:
     began = time.perf_counter()
     with limited(job):
         rows = training()
-    return _report(job, _work(job), None, rows, len(tried), time.perf_counter() - began, f"tried: {tried}")
+    return Found(rows, len(tried), time.perf_counter() - began, f"tried: {tried}")
 
 
 def model_steps(work: Work, rows: int) -> None:
@@ -72,7 +94,7 @@ def model_steps(work: Work, rows: int) -> None:
             optimizer.zero_grad()
 
 
-def _lightning(job: Job) -> Measured:
+def _by_lightning(job: Job) -> Found:
     import lightning.pytorch as pl
     from lightning.pytorch.tuner import Tuner
 
@@ -105,7 +127,7 @@ def _lightning(job: Job) -> Measured:
     with limited(job), speaking_of_cuda():
         rows = Tuner(trainer).scale_batch_size(module, mode="binsearch", steps_per_trial=STEPS)
     seconds = time.perf_counter() - began
-    return _report(job, _work(job), None, rows or 0, len(module.tried), seconds, f"tried: {module.tried}")
+    return Found(rows or 0, len(module.tried), seconds, f"tried: {module.tried}")
 
 
 @contextmanager
@@ -132,13 +154,17 @@ def speaking_of_cuda() -> Iterator[None]:
         raise RuntimeError(f"CUDA out of memory. {error}") from None
 
 
-def _report(job: Job, work: Work, plan: str | None, rows: int, trials: int, seconds: float, note: str) -> Measured:
-    """Time what was found, on a fresh model."""
-    found = Work(work.model, work.rows, rows)
-    measured = by_hand(job, found, plan)
-    kept = float(rows == ROWS[job.scale])
-    numbers = {**measured.numbers, "find_seconds": seconds, "trials": trials, "rows": rows, "batch_kept": kept}
-    return Measured(numbers, measured.losses, (), None, (note, *measured.notes))
+def _searched(search: Callable[[Job], Found], job: Job) -> Measured:
+    """Search, then time what was found on a fresh model, when that of the search is gone."""
+    found = search(job)
+    gc.collect()
+    work = _work(job)
+    measured = by_hand(job, Work(work.model, work.rows, found.rows), found.plan)
+    told = {"find_seconds": found.seconds, "trials": found.trials, "rows": found.rows}
+    kept = float(found.rows == ROWS[job.scale])
+    return Measured(
+        {**measured.numbers, **told, "batch_kept": kept}, measured.losses, notes=(found.note, *measured.notes)
+    )
 
 
 CONTESTS = (
@@ -146,9 +172,14 @@ CONTESTS = (
         "finding",
         "A batch that does not fit, GPT-2",
         (
-            Contestant("memlab", "find_plan", _memlab),
-            Contestant("accelerate", "accelerate find_executable_batch_size", _accelerate),
-            Contestant("lightning", "Lightning BatchSizeFinder, binary search", _lightning, ("lightning",)),
+            Contestant("memlab", "find_plan", partial(_searched, _by_memlab)),
+            Contestant("accelerate", "accelerate find_executable_batch_size", partial(_searched, _by_accelerate)),
+            Contestant(
+                "lightning",
+                "Lightning BatchSizeFinder, binary search",
+                partial(_searched, _by_lightning),
+                ("lightning",),
+            ),
         ),
         measures=(Measure("find_seconds", "time to find"), Measure("sample_seconds", "time per sample"), MEMORY),
         same_result=None,

@@ -214,7 +214,7 @@ td.n,th.n{text-align:right;white-space:nowrap}.ahead{color:var(--ahead)}.behind{
 _INTRODUCTION = (
     "Every way of doing the work ran in a process of its own, in turns. Ratios are memlab's number over the peer's, the median of the "
     "rounds, with the least and the greatest. Less is better: below 1 memlab is ahead. A ratio counts as level within half of its "
-    "spread, and within 2 % (0.5 % for bytes); times of a single round are undecided. Losses after training are compared, so that faster and wrong does not count."
+    "spread, and within 2 % (0.5 % for bytes); times of fewer than three rounds are undecided. Losses after training are compared, so that faster and wrong does not count."
 )
 
 

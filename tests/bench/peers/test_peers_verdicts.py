@@ -50,17 +50,19 @@ def pairing(*records: Record) -> Pairing:
     ],
 )
 def test_a_difference_counts_beyond_the_spread(measure, median, low, high, verdict) -> None:
-    assert Ratio(measure, 1, 1, median, low, high).verdict is verdict
+    assert Ratio(measure, 1, 1, median, low, high, 3).verdict is verdict
 
 
-def test_one_round_decides_bytes_and_no_times() -> None:
-    memory, time = pairing(record(seconds=2.0, peak_allocated_bytes=900.0), record("peer")).ratios
+def test_two_rounds_decide_bytes_and_no_times() -> None:
+    ours = [record(number=each, seconds=2.0, peak_allocated_bytes=900.0) for each in range(2)]
+    memory, time = pairing(*ours, *(record("peer", number=each) for each in range(2))).ratios
     assert (memory.verdict, time.verdict) == (Verdict.AHEAD, Verdict.UNDECIDED)
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    ours = [record(number=0, seconds=1.0), record(number=1, seconds=3.0)]  # the machine became slow, for both
-    theirs = [record("peer", number=0, seconds=2.0), record("peer", number=1, seconds=6.0)]
+    machine = (1.0, 3.0, 2.0)  # it became slow, for both
+    ours = [record(number=number, seconds=slow) for number, slow in enumerate(machine)]
+    theirs = [record("peer", number=number, seconds=2 * slow) for number, slow in enumerate(machine)]
     time = pairing(*ours, *theirs).ratios[1]
     assert (time.median, time.low, time.high, time.ours, time.theirs) == (0.5, 0.5, 0.5, 2.0, 4.0)
     assert time.verdict is Verdict.AHEAD

@@ -10,6 +10,7 @@ from enum import StrEnum
 from tests.bench.peers.records import Contest, Contestant, Measure, Record, Status, newest
 
 # a smaller difference is none, whatever the spread
+FEWEST_ROUNDS = 3
 _WRONG = 0.05  # of a first step's loss or gradient norm
 LEAST_DIFFERENCE, LEAST_EXACT_DIFFERENCE = 0.02, 0.005
 
@@ -43,7 +44,7 @@ class Ratio:
     median: float
     low: float
     high: float
-    rounds: int = 2
+    rounds: int
 
     @property
     def tolerance(self) -> float:
@@ -56,9 +57,9 @@ class Ratio:
     def verdict(self) -> Verdict:
         """Ahead where memlab takes less by more than the tolerance, behind where it takes more.
 
-        One round has no spread, so times of one are undecided.
+        Two rounds tell little of the spread, so times of fewer than three are undecided.
         """
-        if self.rounds < 2 and not self.measure.exact:
+        if self.rounds < FEWEST_ROUNDS and not self.measure.exact:
             return Verdict.UNDECIDED
         if abs(self.median - 1) <= self.tolerance:
             return Verdict.LEVEL
