@@ -4,11 +4,11 @@ from __future__ import annotations
 
 _OUTPUTS = (
     "the outputs of the parts are put together for a loop that may read them, and only those over 16 MiB wait until they are asked for; "
-    "here the logits are 4 MiB, and the difference is exactly theirs"
+    "here the logits are 4 MiB, and so is the difference"
 )
 _COPY = (
     "a copy of the parameter that is being updated is kept, so that an update that breaks off can be undone; the embedding, the largest, "
-    "is 3 MiB, and the difference is exactly its"
+    "is 3 MiB, and so is the difference"
 )
 
 CAUSES: dict[tuple[str, str], str] = {

@@ -26,7 +26,7 @@ from memlab.records import Category
 from memlab.units import MIB
 from tests.bench.peers.loops import by_hand
 from tests.bench.peers.models import Work, adamw, gpt2
-from tests.bench.peers.records import MEMORY, Contest, Contestant, Measure, Measured
+from tests.bench.peers.records import TIME, Contest, Contestant, Measure, Measured
 from tests.bench.peers.watching import Job, living_tensors
 
 ROWS = {"tiny": 16, "small": 32, "full": 64}
@@ -181,7 +181,7 @@ CONTESTS = (
                 ("lightning",),
             ),
         ),
-        measures=(Measure("find_seconds", "time to find"), Measure("sample_seconds", "time per sample"), MEMORY),
+        measures=(Measure("find_seconds", "time to find"), TIME),
         same_result=None,
         note="memlab keeps the batch and its gradient; the peers find a smaller batch, which is other training.",
     ),

@@ -164,11 +164,13 @@ def _markdown(sheet: Sheet, causes: Causes) -> str:
     short = causes_of(sheet, causes)
     if short:
         parts.append("Behind, and why:\n\n" + "\n".join(_markdown_cause(*each) for each in short))
-    if sheet.missing:
-        parts.append(
-            "Not compared here: " + "; ".join(f"{each.peer.title} ({each.reason})" for each in sheet.missing) + "."
-        )
+    reasons = dict.fromkeys(each.reason for each in sheet.missing)
+    parts += [f"Not compared here ({each}): {_titles_of(sheet.missing, each)}." for each in reasons]
     return "\n\n".join(parts)
+
+
+def _titles_of(missing: Iterable[Pairing], reason: str) -> str:
+    return "; ".join(each.peer.title for each in missing if each.reason == reason)
 
 
 def _markdown_table(sheet: Sheet) -> str:
@@ -213,8 +215,8 @@ td.n,th.n{text-align:right;white-space:nowrap}.ahead{color:var(--ahead)}.behind{
 """
 _INTRODUCTION = (
     "Every way of doing the work ran in a process of its own, in turns. Ratios are memlab's number over the peer's, the median of the "
-    "rounds, with the least and the greatest. Less is better: below 1 memlab is ahead. A ratio counts as level within half of its "
-    "spread, and within 2 % (0.5 % for bytes); times of fewer than three rounds are undecided. Losses after training are compared, so that faster and wrong does not count."
+    "rounds, with the least and the greatest. Less is better: below 1 memlab is ahead. A ratio is level where rounds disagree, and within "
+    "2 % (0.5 % for bytes); times of fewer than three rounds are undecided. Losses after training are compared, so that faster and wrong does not count."
 )
 
 

@@ -62,7 +62,7 @@ def test_the_readme_names_what_falls_short_with_its_cause(sheet: page.Sheet) -> 
         "| work | memlab against | peak allocated | time | further |\n|---|---|---|---|---|\n"
         "| Some work | theirs | 0.50 × ahead | 1.20 × behind |  |\n\n"
         "Behind, and why:\n\n- Some work, against theirs, time per sample 1.20 ×: a test needs one.\n\n"
-        "Not compared here: a third (not run: gone not installed)."
+        "Not compared here (not run: gone not installed): a third."
     )
     assert "cause not known yet" in page.section([sheet], {})
 

@@ -41,7 +41,7 @@ def pairing(*records: Record) -> Pairing:
     ("measure", "median", "low", "high", "verdict"),
     [
         (TIME, 0.90, 0.88, 0.92, Verdict.AHEAD),
-        (TIME, 0.90, 0.80, 1.02, Verdict.LEVEL),  # half of the spread is more than the difference
+        (TIME, 0.90, 0.80, 1.02, Verdict.LEVEL),  # not in every round
         (TIME, 1.015, 1.015, 1.015, Verdict.LEVEL),
         (TIME, 1.03, 1.02, 1.04, Verdict.BEHIND),
         (MEMORY, 1.004, 1.004, 1.004, Verdict.LEVEL),
@@ -49,7 +49,7 @@ def pairing(*records: Record) -> Pairing:
         (MEMORY, 0.994, 0.994, 0.994, Verdict.AHEAD),
     ],
 )
-def test_a_difference_counts_beyond_the_spread(measure, median, low, high, verdict) -> None:
+def test_a_difference_counts_where_every_round_has_it(measure, median, low, high, verdict) -> None:
     assert Ratio(measure, 1, 1, median, low, high, 3).verdict is verdict
 
 

@@ -47,21 +47,16 @@ class Ratio:
     rounds: int
 
     @property
-    def tolerance(self) -> float:
-        """Difference from 1 up to which the two are level: half of the spread between rounds, and not less than 2 %
-        (0.5 % where numbers repeat exactly)."""
-        least = LEAST_EXACT_DIFFERENCE if self.measure.exact else LEAST_DIFFERENCE
-        return max(least, (self.high - self.low) / 2)
-
-    @property
     def verdict(self) -> Verdict:
-        """Ahead where memlab takes less by more than the tolerance, behind where it takes more.
+        """Ahead where memlab takes less in every round, behind where it takes more in every round, and else level.
 
-        Two rounds tell little of the spread, so times of fewer than three are undecided.
+        Two rounds tell little of the spread, so times of fewer than three are undecided. A median within 2 % (0.5 %
+        where numbers repeat exactly) is level, however small the spread.
         """
         if self.rounds < FEWEST_ROUNDS and not self.measure.exact:
             return Verdict.UNDECIDED
-        if abs(self.median - 1) <= self.tolerance:
+        least = LEAST_EXACT_DIFFERENCE if self.measure.exact else LEAST_DIFFERENCE
+        if self.low <= 1 <= self.high or abs(self.median - 1) <= least:
             return Verdict.LEVEL
         return Verdict.AHEAD if self.median < 1 else Verdict.BEHIND
 
