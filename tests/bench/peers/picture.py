@@ -8,7 +8,7 @@ from html import escape
 
 from tests.bench.peers.verdicts import Ratio, Verdict
 
-_LEFT, _RIGHT, _WIDTH = 430, 960, 1080
+_LEFT, _RIGHT, _WIDTH = 600, 1010, 1140
 _ROW, _TOP, _BOTTOM = 19, 22, 24
 _TICKS = (0.05, 0.1, 0.2, 0.5, 0.8, 1.0, 1.25, 2.0, 5.0, 10.0, 20.0)
 
@@ -55,14 +55,15 @@ def _row(name: str, ratio: Ratio, y: float, at: object) -> str:
 
 
 def _mark(verdict: Verdict, x: float, y: float) -> str:
-    """A triangle that points to less, a circle, or a square."""
+    """A triangle that points to less, a circle, a square; an empty circle where nothing is decided."""
     if verdict is Verdict.AHEAD:
         return f'<path d="M{x - 6:.1f} {y:.1f}l9 -5v10z" fill="var(--ahead,currentColor)"/>'
     if verdict is Verdict.BEHIND:
         return f'<rect x="{x - 4.5:.1f}" y="{y - 4.5:.1f}" width="9" height="9" fill="var(--behind,currentColor)"/>'
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+    filled = "" if verdict is Verdict.LEVEL else ' fill="none" stroke="currentColor" stroke-width="1.5"'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"{filled}/>'
 
 
 def _key() -> str:
-    places = zip((Verdict.AHEAD, Verdict.LEVEL, Verdict.BEHIND), (_LEFT, _LEFT + 70, _LEFT + 130), strict=True)
+    places = zip(Verdict, (_LEFT, _LEFT + 70, _LEFT + 130, _LEFT + 200), strict=True)
     return "".join(f'{_mark(each, x, 10)}<text x="{x + 9}" y="14">{each}</text>' for each, x in places)
