@@ -132,6 +132,7 @@ def _refilled(live: Any, saved: Any, parameter: torch.nn.Parameter) -> Any:
 
 
 def random_states(device: torch.device) -> tuple[Any, ...]:
+    """The random states a loop may draw from: torch's, Python's and NumPy's."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return (torch.get_rng_state(), cuda, random.getstate(), _numpy_state())
 
@@ -143,6 +144,7 @@ def _numpy_state() -> Any:
 
 
 def restore_random_states(states: tuple[Any, ...], device: torch.device) -> None:
+    """Put back what `random_states` gave."""
     import numpy as np
 
     cpu, cuda, python, numpy_state = states

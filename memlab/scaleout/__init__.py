@@ -9,10 +9,6 @@ Rules of a handover:
    loops need no sampler of their own, and every rank sees the same loss.
 3. An engine (`engines`) is put on at the two seams, as a technique is.
 4. State comes home into the live objects when every rank has ended well; until then nothing of theirs is touched.
+
+This package itself imports nothing: what it needs of torch is slow to import, and most sessions never scale out.
 """
-
-from __future__ import annotations
-
-from memlab.scaleout.launching import launch
-
-__all__ = ["launch"]

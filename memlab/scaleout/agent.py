@@ -30,4 +30,3 @@ def main() -> None:
         failures = {str(rank): [failure.exitcode, failure.timestamp] for rank, failure in error.failures.items()}
         sender.say(ENDED, failures=failures)
         sys.exit(1)
-

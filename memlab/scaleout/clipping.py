@@ -23,15 +23,22 @@ class Clipping:
 
     def __init__(self) -> None:
         self.engine_clips: Clip = lambda _parameters, _norm: None
-        nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = self._clip  # type: ignore[assignment]
+        nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = self._clip
 
     def _clip(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         listed: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         norm = self.engine_clips(listed, max_norm)
         if norm is None:
             return _original(listed, max_norm, norm_type, *args, **kwargs)
         if norm_type != 2.0:
-            raise ScaleError(f"clip_grad_norm_ with norm_type={norm_type:g}: ZeRO clips by the 2-norm; use --scale fsdp2")
+            raise ScaleError(
+                f"clip_grad_norm_ with norm_type={norm_type:g}: ZeRO clips by the 2-norm; use --scale fsdp2"
+            )
         return norm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +51,13 @@ def _write_state(
     plain: dict[str, dict[str, Any]],
     workload: Workload,
 ) -> None:
-    entries: dict[str, dict[str, Any]] = defaultdict(dict)
     names = tensors.names_of(workload.model)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
             prefix = tensors.state_key(number, name, "")
             found = {key.removeprefix(prefix): value for key, value in arrived.items() if key.startswith(prefix)}
-            entries = {**found, **plain.get(name, {})}
+            entries: dict[str, Any] = {**found, **plain.get(name, {})}
             if entries:
                 _write_entries(optimizer.state[parameter], entries, parameter)
 

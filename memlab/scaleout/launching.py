@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from memlab.workload import Workload
 _LISTEN_SECONDS = 0.1
 _TERM_SECONDS = 5.0
 _MOST_LINES = 12
+_UNCHANGED = "nothing here has changed"
 _NO_STEP = "no optimizer step ended on the ranks, so nothing was measured"
 
 
@@ -99,7 +98,7 @@ def launch(
     nproc: int = 2,
     capacity_bytes: int | None = None,
     hang_seconds: float = 600.0,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], Any] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Launched:
     """Run a training function in many processes, starting from the live objects and ending in them.
@@ -115,7 +114,7 @@ def launch(
         nproc: number of processes.
         capacity_bytes: size of each rank's device; None for its own.
         hang_seconds: how long all ranks may be silent before the run is given up.
-        say: called with what rank 0 prints.
+        say: called with what rank 0 prints, as it comes; by default it is printed here.
         progress: called with a line on how far the run is.
 
     Returns:
@@ -146,10 +145,12 @@ def launch(
         with _timed(seconds, "out"):
             _send(folder, train, workload, scale, capacity_bytes)
         with _timed(seconds, "there"):
-            told = _run(folder, nproc, hang_seconds, say, progress)
+            told = _run(folder, nproc, hang_seconds, say or sys.stdout.write, progress)
         comparison = _comparison(folder, nproc, workload, scale)
         with _timed(seconds, "home"):
-            home: Home = shipping.unpack((folder / VALUE).read_bytes(), shipping.Apart.placeholder)["what the loop returned"]
+            home: Home = shipping.unpack((folder / VALUE).read_bytes(), shipping.Apart.placeholder)[
+                "what the loop returned"
+            ]
             bring_home(folder / HOME, home, workload)
     return Launched(home.value, comparison, tuple(told.steps), seconds)
 
@@ -198,14 +199,16 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.perf_counter() - began
 
 
-def _send(folder: Path, train: Callable[..., Any], workload: Workload, scale: Scale, capacity_bytes: int | None) -> None:
+def _send(
+    folder: Path, train: Callable[..., Any], workload: Workload, scale: Scale, capacity_bytes: int | None
+) -> None:
     everything = tensors.all_of(workload)
     # counts of steps are wanted before tensors are read
     apart = {key: tensor for key, tensor in everything.items() if tensor.dim() or not key.startswith("optimizer.")}
-    call = partial(train, workload) if _takes_an_argument(train) else train
     errand = Errand(str(scale), workload.name, workload.device.type, capacity_bytes, torch.initial_seed() % 2**31)
     what = {
-        "workload": workload, "call": call, "errand": errand, "random": random_states(workload.device),
+        "workload": workload, "train": train, "takes_workload": _takes_an_argument(train), "errand": errand,
+        "random": random_states(workload.device),
     }  # fmt: skip
     (folder / PACKED).write_bytes(shipping.pack(what, apart))
     tensors.store(apart, folder / OUT)
@@ -228,12 +231,12 @@ def _takes_an_argument(train: Callable[..., Any]) -> bool:
 
 
 def _run(
-    folder: Path, nproc: int, hang_seconds: float, say: Callable[[str], None], progress: Callable[[str], None]
+    folder: Path, nproc: int, hang_seconds: float, say: Callable[[str], Any], progress: Callable[[str], None]
 ) -> _Told:
     told = _Told()
     listener = Listener(folder, nproc)
     log = (folder / "log").open("wb")
-    agent = subprocess.Popen(
+    agent = subprocess.Popen(  # noqa: S603 - this interpreter, with paths of our own
         [sys.executable, "-c", "from memlab.scaleout.agent import main; main()", str(folder), str(nproc)],
         stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=_environment(nproc), start_new_session=True,
     )  # fmt: skip
@@ -247,14 +250,14 @@ def _run(
     finally:
         _end(agent, told)
         log.close()
-    if agent.returncode or len(told.done) < nproc:
-        raise ScaleError(_failure(told, nproc, (folder / "log").read_text(errors="replace")))
+    if len(told.done) < nproc:
+        raise _failure(told, nproc, (folder / "log").read_text(errors="replace"))
     return told
 
 
 def _environment(nproc: int) -> dict[str, str]:
     """Ranks find the modules this process finds, and share its cores."""
-    paths = [path for path in sys.path if path] + [os.getcwd()]
+    paths = [path for path in sys.path if path] + [str(Path.cwd())]
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
     return {
         **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
@@ -263,7 +266,7 @@ def _environment(nproc: int) -> dict[str, str]:
 
 
 def _listen(
-    listener: Listener, told: _Told, nproc: int, say: Callable[[str], None], progress: Callable[[str], None]
+    listener: Listener, told: _Told, nproc: int, say: Callable[[str], Any], progress: Callable[[str], None]
 ) -> None:
     for message in listener.news():
         told.last = time.monotonic()
@@ -314,19 +317,29 @@ def _end(agent: subprocess.Popen[bytes], told: _Told) -> None:
 # -- what went wrong -------------------------------------------------------------------------------
 
 
-def _failure(told: _Told, nproc: int, log: str) -> str:
+def _failure(told: _Told, nproc: int, log: str) -> ScaleError:
+    # ranks that lose a peer fail as well, and some say so before anybody knows that the peer is dead
+    said = {message.rank for message in told.failed}
+    silent = {rank: code for rank, code in told.exit_codes.items() if rank not in said | told.done}
+    killed = [rank for rank, code in silent.items() if code != -signal.SIGTERM]
+    if killed or (silent and not said):
+        rank = min(killed or silent)
+        return ScaleError(f"rank {rank} of {nproc} {_ended_with(silent[rank])}{_at_step(told, rank)}; {_UNCHANGED}")
     if told.failed:
-        first = min(told.failed, key=lambda message: message.at)
-        content = first.content
-        heading = (
-            f"rank {first.rank} of {nproc} ran out of memory" if content["ran_out"] else f"rank {first.rank} of {nproc} failed"
-        )
-        return f"{heading}{_at_step(told, first.rank)}: {content['error']}: {content['text']}; nothing here has changed\n\n{content['traceback']}"
-    killed = {rank: code for rank, code in told.exit_codes.items() if rank not in told.done}
-    if killed:
-        rank = min(killed, key=lambda each: (killed[each] == -signal.SIGTERM, each))
-        return f"rank {rank} of {nproc} {_ended_with(killed[rank])}{_at_step(told, rank)}; nothing here has changed"
-    return f"the ranks could not be started; nothing here has changed:\n{_last_lines(log)}"
+        return _said_failure(min(told.failed, key=lambda message: message.at), told, nproc)
+    error = ScaleError(f"the ranks could not be started; {_UNCHANGED}")
+    error.add_note(_last_lines(log))
+    return error
+
+
+def _said_failure(first: Message, told: _Told, nproc: int) -> ScaleError:
+    how = "ran out of memory" if first.content["ran_out"] else "failed"
+    error = ScaleError(
+        f"rank {first.rank} of {nproc} {how}{_at_step(told, first.rank)}: {first.content['error']}: "
+        f"{first.content['text']}; {_UNCHANGED}"
+    )
+    error.add_note(f"on rank {first.rank}:\n{first.content['traceback']}")
+    return error
 
 
 def _ended_with(code: int) -> str:
@@ -344,12 +357,12 @@ def _at_step(told: _Told, rank: int) -> str:
 
 def _hung(told: _Told, nproc: int, hang_seconds: float) -> str:
     if not told.pids:
-        return f"no rank has started within {hang_seconds:g} s; nothing here has changed"
+        return f"no rank has started within {hang_seconds:g} s; {_UNCHANGED}"
     slowest = min(range(nproc), key=lambda rank: told.reached.get(rank, 0))
     steps = ", ".join(f"rank {rank}: {told.reached.get(rank, 0)}" for rank in range(nproc))
     return (
         f"all ranks have been silent for {hang_seconds:g} s and were ended (steps done: {steps}): rank {slowest} may wait "
-        "for the others in code that only some ranks run, or a step takes longer: raise hang_seconds; nothing here has changed"
+        f"for the others in code that only some ranks run, or a step takes longer: raise hang_seconds; {_UNCHANGED}"
     )
 
 

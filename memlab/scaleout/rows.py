@@ -121,9 +121,7 @@ class _Gather(torch.autograd.Function):
         dist.all_gather(sizes, torch.tensor([part.size(dim)], device=part.device))
         lengths = [int(size) for size in sizes]
         context.dim, context.start, context.length, context.ranks = dim, sum(lengths[:rank]), lengths[rank], ranks
-        pieces = [
-            part.new_empty([*part.shape[:dim], length, *part.shape[dim + 1 :]]) for length in lengths
-        ]
+        pieces = [part.new_empty([*part.shape[:dim], length, *part.shape[dim + 1 :]]) for length in lengths]
         _all_gather_uneven(pieces, part.detach().contiguous(), rank)
         return torch.cat(pieces, dim)
 

@@ -63,7 +63,9 @@ class Scale:
         strange = [name for name in self.plan.changes() if name not in _WITHIN_A_CALL]
         if strange:
             raise RefusalError(
-                "scale", f"{strange[0]} is not available under --scale {self.engine}", "leave it out, or train in one process"
+                "scale",
+                f"{strange[0]} is not available under --scale {self.engine}",
+                "leave it out, or train in one process",
             )
 
     def _refuse_precision(self) -> None:
@@ -77,8 +79,12 @@ class Scale:
     def _refuse_offload(self) -> None:
         for what, tier in self.plan.offload:
             if what is not Offloaded.OPTIMIZER:
-                raise RefusalError("scale", f"--offload {what} is not available under --scale {self.engine}", "use --checkpoint")
+                raise RefusalError(
+                    "scale", f"--offload {what} is not available under --scale {self.engine}", "use --checkpoint"
+                )
             if self.engine in ("ddp", "zero1"):
-                raise RefusalError("scale", f"{self.engine} keeps optimizer state on the device", "use --scale fsdp2 or zero2")
+                raise RefusalError(
+                    "scale", f"{self.engine} keeps optimizer state on the device", "use --scale fsdp2 or zero2"
+                )
             if tier is Tier.DISK and self.engine != "zero3":
                 raise RefusalError("scale", f"{self.engine} does not offload to files", "use --scale zero3")

@@ -107,7 +107,8 @@ def _on_own_device(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 def _what_fails(what: Mapping[str, Any], keys: Mapping[int, Apart], error: Exception) -> str:
     """One line that names what cannot be pickled: the thing itself, or the variable of a function."""
-    for name, value in what.items():
+    for key, value in what.items():
+        name = getattr(value, "__name__", key)
         inner = _variables_of(value)
         for variable, held in inner.items():
             if not _can_be_pickled(held, keys):
@@ -145,7 +146,7 @@ def _is_filled(cell: Any) -> bool:
 def _can_be_pickled(value: Any, keys: Mapping[int, Apart]) -> bool:
     try:
         _pickled(value, keys)
-    except Exception:  # as above
+    except Exception:  # noqa: BLE001 - as above
         return False
     return True
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from memlab.errors import ScaleError
 from memlab.workload import Workload
@@ -89,7 +93,7 @@ def store(tensors: Mapping[str, torch.Tensor], folder: Path, *, together: bool =
         together: whether all ranks take part; otherwise this process alone writes all of it.
     """
     with _quiet():
-        dcp.save({key: tensor.detach() for key, tensor in tensors.items()}, checkpoint_id=folder, no_dist=not together)
+        save({key: tensor.detach() for key, tensor in tensors.items()}, checkpoint_id=folder, no_dist=not together)
 
 
 def fill(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -101,25 +105,22 @@ def fill(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """
     if tensors:
         with _quiet(), torch.no_grad():
-            dcp.load({key: tensor.detach() for key, tensor in tensors.items()}, checkpoint_id=folder, no_dist=True)
+            load({key: tensor.detach() for key, tensor in tensors.items()}, checkpoint_id=folder, no_dist=True)
 
 
 def stored(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """What is stored: shape and dtype by key."""
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    return {key: (each.size, each.properties.dtype) for key, each in metadata.state_dict_metadata.items() if hasattr(each, "size")}
+    kept = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {key: each for key, each in kept.items() if isinstance(each, TensorStorageMetadata)}
+    return {key: (each.size, each.properties.dtype) for key, each in tensors.items()}
 
 
-class _quiet:
-    """torch warns that one process alone saves, which is what is meant here."""
-
-    def __enter__(self) -> None:
-        self._catcher = warnings.catch_warnings()
-        self._catcher.__enter__()
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch warns that one process alone saves, which is what is meant here."""
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(torch.distributed is (disabled|unavailable)|single process).*")
-
-    def __exit__(self, *_exc: object) -> None:
-        self._catcher.__exit__(None, None, None)
+        yield
 
 
 def scalars_in(state: Mapping[str, Any]) -> Iterator[str]:

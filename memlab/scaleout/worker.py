@@ -12,14 +12,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from memlab import stepping
-from memlab.in_force import InForce
 from memlab.comparison import Comparison
+from memlab.in_force import InForce
 from memlab.measuring.steps import Meter, device_for
 from memlab.records import Measurement
 from memlab.run_record import RunRecord
@@ -79,7 +79,7 @@ class Watched:
         self._meter.plan_changed(self._plan)
         self._told = 0
 
-    def __enter__(self) -> Watched:
+    def __enter__(self) -> Self:
         self._undo = ExitStack()
         _tell_resizes(self._meter, self._undo)
         ForwardSeam(self._workload.model, self._on_forward).install(self._undo)
@@ -139,7 +139,7 @@ def _tell_resizes(meter: Meter, undo: ExitStack) -> None:
         return result
 
     undo.callback(setattr, torch.UntypedStorage, "resize_", resize)
-    torch.UntypedStorage.resize_ = told  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = told  # type: ignore[method-assign, assignment]
 
 
 def _wrapped(wrapper: Callable[..., Any], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ def main() -> None:
     sender.say(STARTED, pid=os.getpid())
     try:
         _work(folder, rank, sender)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is told
         sender.say(
             FAILED, error=type(error).__name__, text=str(error), traceback=_traceback(error),
             ran_out=is_out_of_memory(error) if isinstance(error, Exception) else False,
@@ -198,6 +198,8 @@ def main() -> None:
         # others wait for this rank in a collective: whoever started us ends them
         os._exit(1)
     sender.say(DONE)
+    # all is written down; what libraries do when an interpreter ends could only spoil it
+    os._exit(0)
 
 
 def _work(folder: Path, rank: int, sender: Sender) -> None:
@@ -217,7 +219,7 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     random_state = opened["random"]
     restore_random_states(random_state, device)
     with Watched(workload, engine, errand, sender, techniques) as watched, _spoken(sender, rank):
-        value = opened["call"]()
+        value = opened["train"](workload) if opened["takes_workload"] else opened["train"]()
         measured = watched.measurement(f"rank {rank}")
     if measured is not None:
         (folder / f"rank{rank}.json").write_text(RunRecord(Comparison(errand.name, (measured,))).to_json())
@@ -241,7 +243,10 @@ def _leave(folder: Path, workload: Workload, engine: Engine, value: Any) -> None
     ]
     home = Home(
         value,
-        [[{k: v for k, v in group.items() if k in engine.settings} for group in o.param_groups] for o in workload.optimizers],
+        [
+            [{k: v for k, v in group.items() if k in engine.settings} for group in o.param_groups]
+            for o in workload.optimizers
+        ],
         plain,
         workload.scheduler.state_dict() if workload.scheduler is not None else None,
         random_states(engine.device),
@@ -266,4 +271,3 @@ def _spoken(sender: Sender, rank: int) -> Iterator[None]:
 
 def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
-

@@ -42,7 +42,9 @@ class Engine(ABC):
         self.device = device
         self.inner = inner_of(workload.model)
         # engines add settings of their own to the groups
-        self.settings = {name for optimizer in workload.optimizers for group in optimizer.param_groups for name in group}
+        self.settings = {
+            name for optimizer in workload.optimizers for group in optimizer.param_groups for name in group
+        }
         self.settings.discard("params")
 
     @abstractmethod
@@ -53,7 +55,7 @@ class Engine(ABC):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on some rows."""
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer) -> None:  # noqa: B027 - most leave steps to the optimizer
         """Do an optimizer's step, where the engine `owns_steps`."""
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor | None:
@@ -97,7 +99,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                 if tensor is not None:
                     if id(tensor) not in made:
                         made[id(tensor)] = _real(tensor, device)
-                    held[name] = made[id(tensor)]  # type: ignore[assignment]
+                    held[name] = made[id(tensor)]  # type: ignore[assignment] # a parameter for a parameter
 
 
 def _real(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -126,7 +128,10 @@ def exchange_parameters(optimizers: list[Optimizer], names: dict[int, str], mode
 
 
 def fill_state(
-    optimizers: list[Optimizer], model: nn.Module, folder: Path, like: Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
+    optimizers: list[Optimizer],
+    model: nn.Module,
+    folder: Path,
+    like: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
     """Give placeholders in optimizer state their values.
 

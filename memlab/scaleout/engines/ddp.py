@@ -24,10 +24,14 @@ class Ddp(Engine):
         materialize(model, self.device)
         exchange_parameters(optimizers, names, model)
         tensors.fill({**tensors.parameter_keys(model), **tensors.buffer_keys(model)}, self.folder)
-        fill_state(optimizers, model, self.folder, lambda _, value: value.new_empty(value.shape, device=self._home(value)))
+        fill_state(
+            optimizers, model, self.folder, lambda _, value: value.new_empty(value.shape, device=self._home(value))
+        )
         # a loop may train parts of a model in turn
         self._wrapped = DistributedDataParallel(
-            self.inner, device_ids=[self.device.index] if self.device.type == "cuda" else None, find_unused_parameters=True
+            self.inner,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            find_unused_parameters=True,
         )
 
     def _home(self, value: Any) -> Any:

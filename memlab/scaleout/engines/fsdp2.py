@@ -46,7 +46,7 @@ class Fsdp2(Engine):
         home = torch.device("cpu") if self.offloads and isinstance(tensor, DTensor) else self.device
         return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(home)
 
-    def _state_like(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    def _state_like(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if value.shape == parameter.shape and isinstance(parameter, DTensor):
             return torch.empty_like(parameter.detach(), dtype=value.dtype)
         return torch.empty(value.shape, dtype=value.dtype, device=self.device if value.dim() else "cpu")

@@ -76,7 +76,9 @@ class Zero(Engine):
     def start(self) -> None:
         model, optimizers = self.workload.model, self.workload.optimizers
         if len(optimizers) != 1:
-            raise ScaleError(f"ZeRO serves one optimizer, {self.workload.name} has {len(optimizers)}: use --scale fsdp2")
+            raise ScaleError(
+                f"ZeRO serves one optimizer, {self.workload.name} has {len(optimizers)}: use --scale fsdp2"
+            )
         (self._optimizer,) = optimizers
         before = tensors.names_of(model)
         materialize(model, self.device)
@@ -97,7 +99,7 @@ class Zero(Engine):
         )
         self._zero = self._engine.optimizer
         # the engine drops gradients after each step; the loop's call would drop the buffers it gathers them in
-        self._optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        self._optimizer.zero_grad = _keep_gradients  # type: ignore[method-assign]
 
     def _config(self) -> dict[str, Any]:
         # the default buckets, of half a billion elements, would be most of a small model's memory
@@ -106,7 +108,11 @@ class Zero(Engine):
         for what, name in ((Offloaded.OPTIMIZER, "offload_optimizer"),):
             tier = self._plan.tier_of(what)
             if tier is Tier.DISK:
-                zero[name] = {"device": "nvme", "nvme_path": str(self.folder / "nvme"), "pin_memory": self.device.type == "cuda"}
+                zero[name] = {
+                    "device": "nvme",
+                    "nvme_path": str(self.folder / "nvme"),
+                    "pin_memory": self.device.type == "cuda",
+                }
             elif tier is not None:
                 zero[name] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         return {
@@ -266,7 +272,8 @@ class Zero(Engine):
 
             with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
                 return parameter.detach().cpu().clone()
-        return value.detach().cpu().clone()
+        whole: torch.Tensor = value.detach().cpu().clone()
+        return whole
 
     def _entries(self, parameter: nn.Parameter) -> list[str]:
         if not parameter.requires_grad:
@@ -284,7 +291,9 @@ class Zero(Engine):
     def _counts(self) -> dict[str, Any]:
         """Count of steps of each parameter's shard."""
         ids = self._zero.bit16_groups if self._stage < 3 else self._zero.fp16_groups
-        shards = self._zero.single_partition_of_fp32_groups if self._stage < 3 else self._zero.fp32_partitioned_groups_flat
+        shards = (
+            self._zero.single_partition_of_fp32_groups if self._stage < 3 else self._zero.fp32_partitioned_groups_flat
+        )
         return {
             self._names[id(parameter)]: self._optimizer.state.get(shard, {}).get(_STEP)
             for parameters, shard in zip(ids, shards, strict=True)
@@ -293,6 +302,10 @@ class Zero(Engine):
 
     def stop(self) -> None:
         self._engine.destroy()
+
+
+def _keep_gradients(set_to_none: bool = True) -> None:
+    """Stands in for `zero_grad`."""
 
 
 def _steps_of(states: dict[str, dict[str, Any]], names: list[str]) -> Any:
@@ -311,7 +324,9 @@ def _set_steps(state: dict[str, Any], count: float | None) -> None:
     if _STEP not in state:
         return
     before = state[_STEP]
-    state[_STEP] = torch.full_like(before, count or 0.0) if isinstance(before, torch.Tensor) else type(before)(count or 0)
+    state[_STEP] = (
+        torch.full_like(before, count or 0.0) if isinstance(before, torch.Tensor) else type(before)(count or 0)
+    )
 
 
 def _deepspeed(device: torch.device) -> Any:
