@@ -258,9 +258,9 @@ def _run(
 def _environment(nproc: int) -> dict[str, str]:
     """Ranks find the modules this process finds, and share its cores."""
     paths = [path for path in sys.path if path] + [str(Path.cwd())]
-    threads = str(max(1, (os.cpu_count() or 1) // nproc))
+    threads = str(max(1, torch.get_num_threads() // nproc))
     return {
-        **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
 
