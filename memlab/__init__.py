@@ -27,6 +27,7 @@ from memlab.errors import (
     MissingExtraError,
     PlanError,
     RefusalError,
+    ScaleError,
     SessionError,
     TraceError,
     WorkloadError,
@@ -63,6 +64,7 @@ __all__ = [
     "Prediction",
     "RefusalError",
     "RunRecord",
+    "ScaleError",
     "Session",
     "SessionError",
     "TraceError",
@@ -75,6 +77,7 @@ __all__ = [
     "fit",
     "inference",
     "ladder",
+    "launch",
     "measure",
     "panel",
     "predict",
@@ -87,6 +90,13 @@ def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Any:
     from memlab.jupyter.panels import panel as made
 
     return made(workload, budget=budget, capacity=capacity)
+
+
+def launch(train: Any, workload: Workload, plan: str, **options: Any) -> Any:
+    """Train in many processes and come home, see `memlab.scaleout.launching.launch`."""
+    from memlab.scaleout.launching import launch as launched
+
+    return launched(train, workload, plan, **options)
 
 
 def load_ipython_extension(shell: Any) -> None:

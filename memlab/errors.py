@@ -8,6 +8,7 @@ MemlabError
 ├── MissingExtraError  an optional package that is not installed (also an ImportError)
 ├── SessionError       a session used after its end, or from inside a step
 ├── TraceError         a step that cannot be foretold: which operator, and what to do instead
+├── ScaleError         training in many processes: what cannot be sent, which rank failed and how
 ├── BudgetError        a budget that no plan fits: how far off it is, and which GPU would do
 └── DoesNotFitError    a request a simulated device has no room for (in memlab.allocator)
 
@@ -52,6 +53,10 @@ class RefusalError(MemlabError):
 
 class MissingExtraError(MemlabError, ImportError):
     """An optional package that a requested feature needs."""
+
+
+class ScaleError(MemlabError):
+    """Training in many processes that cannot begin, or that failed there; this process is as it was."""
 
 
 class SessionError(MemlabError):

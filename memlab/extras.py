@@ -22,6 +22,8 @@ _EXTRAS = {
     "anywidget": ("the live figure of the panel", "lab"),
     "ipywidgets": ("the widget panel", "lab"),
     "IPython": ("the magics", "lab"),
+    "cloudpickle": ("training in many processes", "lab"),
+    "deepspeed": ("ZeRO", "deepspeed"),
 }
 
 

@@ -45,7 +45,7 @@ class Snapshot:
         self._groups = [_settings_of(optimizer) for optimizer in workload.optimizers]
         self._scheduler = copy.deepcopy(workload.scheduler.state_dict()) if workload.scheduler is not None else None
         self._training = {name: module.training for name, module in workload.model.named_modules()}
-        self._random = _random_states(workload.device)
+        self._random = random_states(workload.device)
 
     def restore(self) -> None:
         """Put everything back into the live objects, keeping their tensors where they fit."""
@@ -64,7 +64,7 @@ class Snapshot:
             workload.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
         for name, module in workload.model.named_modules():
             module.training = self._training[name]
-        _restore_random_states(self._random, workload.device)
+        restore_random_states(self._random, workload.device)
 
     def differences(self, other: Snapshot) -> list[str]:
         """Names of what is not bit-for-bit the same in another snapshot of the same workload."""
@@ -131,7 +131,8 @@ def _refilled(live: Any, saved: Any, parameter: torch.nn.Parameter) -> Any:
     return saved.to(device, copy=True)
 
 
-def _random_states(device: torch.device) -> tuple[Any, ...]:
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """The random states a loop may draw from: torch's, Python's and NumPy's."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return (torch.get_rng_state(), cuda, random.getstate(), _numpy_state())
 
@@ -142,7 +143,8 @@ def _numpy_state() -> Any:
     return np.random.get_state()  # noqa: NPY002 - the user's global state is what must not change
 
 
-def _restore_random_states(states: tuple[Any, ...], device: torch.device) -> None:
+def restore_random_states(states: tuple[Any, ...], device: torch.device) -> None:
+    """Put back what `random_states` gave."""
     import numpy as np
 
     cpu, cuda, python, numpy_state = states

@@ -63,6 +63,10 @@ class CellMagic:
             cells.raise_shown(self._notebook.shell, broken)
         if options.inference:
             InferenceCell(self._notebook).run(options, source)
+        elif options.scale is not None:
+            from memlab.jupyter.ranks_cell import RanksCell  # torch's checkpoints are slow to import
+
+            RanksCell(self._notebook).run(options, options.scale, source)
         elif options.background:
             self._run_in_background(options, source)
         else:

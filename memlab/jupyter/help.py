@@ -28,6 +28,9 @@ Examples:
     %%memfit --background                        # other cells can run meanwhile: %memfit wait, %memfit cancel
     train()
 
+    %%memfit --nproc 2 --scale zero3             # in two processes under DeepSpeed, and everything home again
+    train()
+
     %%memfit --inference --bf16 --budget 8GiB    # a cell that only generates: speed, KV cache, rows that fit
     output = model.generate(**prompts)
 

@@ -10,6 +10,7 @@ from memlab.errors import PlanError
 from memlab.inferring.inference import precision_of
 from memlab.plan import Plan, unknown_flag
 from memlab.rescue.ladder import pinned
+from memlab.scaleout.scale import ENGINES, Scale
 from memlab.units import parse_bytes
 
 
@@ -86,6 +87,8 @@ CELL_FLAGS = (
         "",
         "with --inference: find the largest batch that fits --budget, or the device, by running it",
     ),
+    Flag("nproc", "--nproc", "N", "train in N processes and bring everything home; with --scale"),
+    Flag("scale", "--scale", "|".join(ENGINES), "with --nproc: the engine the processes train under"),
     Flag("quiet", "--quiet", "", "show no progress while the cell runs"),
     Flag("help", "--help", "", "show this and run nothing", also="-h"),
 )
@@ -196,6 +199,8 @@ class CellOptions:
         background: run the cell on a thread of its own.
         inference: the cell only runs forward.
         prove: run the largest batch that fits.
+        nproc: number of processes to train in.
+        scale: what they train under, or None for this process.
         quiet: show no progress.
         help: show help and run nothing.
     """
@@ -211,6 +216,8 @@ class CellOptions:
     background: bool = False
     inference: bool = False
     prove: bool = False
+    nproc: int = 1
+    scale: Scale | None = None
     quiet: bool = False
     help: bool = False
 
@@ -324,6 +331,8 @@ def cell_options(line: str) -> CellOptions:
         True
         >>> cell_options("--inference --bf16 --budget 8GiB").inference
         True
+        >>> str(cell_options("--nproc 2 --scale zero3 --checkpoint").scale)
+        '--scale zero3 --checkpoint'
     """
     words = split_words(line)
     plan, rest = Plan.parse_known(words)
@@ -353,6 +362,8 @@ def cell_options(line: str) -> CellOptions:
         background="background" in given,
         inference="inference" in given,
         prove="prove" in given,
+        nproc=_processes(given["nproc"]) if "nproc" in given else 1,
+        scale=_scale(plan, given),
         quiet="quiet" in given,
         help="help" in given,
     )
@@ -366,6 +377,36 @@ _ONLY_FOR_TRAINING = {
     "no_rescue": "an inference cell is not rescued",
     "background": "an inference cell runs in the foreground",
 }
+
+
+# why a flag of the cell means nothing where other processes train
+_NOT_FOR_PROCESSES = {
+    "budget": "plans are chosen for one process",
+    "lossless": "plans are chosen for one process",
+    "keep": "a cell in several processes is not rescued",
+    "no_rescue": "a cell in several processes is not rescued",
+    "background": "a cell in several processes is waited for",
+    "inference": "only training is shared out",
+}
+
+
+def _scale(plan: Plan, given: dict[str, str]) -> Scale | None:
+    if "scale" not in given and "nproc" not in given:
+        return None
+    if "scale" not in given:
+        raise PlanError(f"--nproc {given['nproc']} needs --scale and one of {', '.join(ENGINES)}, as in --scale fsdp2")
+    if "nproc" not in given:
+        raise PlanError(f"--scale {given['scale']} needs --nproc and a number of processes, as in --nproc 2")
+    for flag in CELL_FLAGS:
+        if flag.name in given and flag.name in _NOT_FOR_PROCESSES:
+            raise PlanError(f"{flag.flag} with --nproc: {_NOT_FOR_PROCESSES[flag.name]}; leave it out")
+    return Scale(given["scale"], plan)
+
+
+def _processes(number: str) -> int:
+    if not number.isdecimal() or int(number) < 1:
+        raise PlanError(f"--nproc {number}: expected a whole number of processes, 1 or more, as in '--nproc 2'")
+    return int(number)
 
 
 def _check_inference(plan: Plan, given: dict[str, str]) -> None:

@@ -359,6 +359,16 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
             self.live_bytes -= alive.size_bytes
             self._events.append((perf_counter(), -alive.size_bytes, alive.number, self._now()))
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Book that a storage has another size now; no operator says so where an engine resizes storages itself."""
+        alive = self._live.get(storage._cdata)
+        if alive is not None:
+            self._resized(alive, storage.nbytes())
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        elif self._watching and storage.device.type == self.device_type:
+            self._track(storage)
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
     def _resized(self, alive: _Alive, size_bytes: int) -> None:
         change_bytes = size_bytes - alive.size_bytes
         if change_bytes:
@@ -426,7 +436,9 @@ def _storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.Untyp
     """Storages behind a tensor on a device; of a wrapper subclass those of the tensors it holds."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _storages_of(getattr(tensor, name), device_type)
+            inner = getattr(tensor, name)  # of a DTensor also its mesh
+            if isinstance(inner, torch.Tensor):
+                yield from _storages_of(inner, device_type)
     elif tensor.layout is torch.sparse_coo:
         yield from _storages_of(tensor._indices(), device_type)
         yield from _storages_of(tensor._values(), device_type)

@@ -254,6 +254,10 @@ class Meter(Observer):
         """Live bytes at this moment of an observed step; None in others."""
         return self._ledger.live_bytes if self._ledger.watching else None
 
+    def storage_resized(self, storage: torch.UntypedStorage) -> None:
+        """An engine has given memory to a storage, or taken it away, without an operator."""
+        self._ledger.resized(storage)
+
     def plan_changed(self, plan: Plan) -> None:
         """Begin a new period: at a step boundary, or within a step whose batch is done again under the new plan."""
         if not self._in_forward:

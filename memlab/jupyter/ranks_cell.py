@@ -1,0 +1,107 @@
+"""`RanksCell`: ``%%memfit --nproc N --scale ENGINE``. The cell runs in other processes and leaves what it did here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from memlab.errors import ScaleError, WorkloadError
+from memlab.jupyter import cells
+from memlab.jupyter.display import show
+from memlab.jupyter.live import Saying
+from memlab.jupyter.notebook import Notebook, one_line
+from memlab.jupyter.parser import CellOptions
+from memlab.scaleout.cell_code import Brought, CellCode
+from memlab.scaleout.launching import Launched, launch
+from memlab.scaleout.scale import Scale
+from memlab.workload import Workload
+
+_NO_MODEL = (
+    "no model found: a cell in several processes trains a model and an optimizer that are there before it; make them in "
+    "a cell before"
+)
+
+
+class RanksCell:
+    """Runs one cell.
+
+    Args:
+        notebook: what the magics of the shell share.
+    """
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._notebook = notebook
+
+    def run(self, options: CellOptions, scale: Scale, source: cells.Source) -> None:
+        """Run a cell whose text compiles."""
+        with one_line():
+            workload = self._workload(options, source)
+            code = CellCode(source.python, self._notebook.shell.user_ns)
+            launched = self._launch(options, scale, workload, code)
+        self._take(launched.value)
+        self._show(workload, launched, options.nproc)
+
+    def _workload(self, options: CellOptions, source: cells.Source) -> Workload:
+        variables = dict(self._notebook.shell.user_ns)
+        found = Workload.find(variables, source.python, model=options.model, optimizer=options.optimizer)
+        if found is None:
+            raise WorkloadError(_NO_MODEL)
+        self._notebook.background.require_other(found.model)
+        schedulers = [value for value in variables.values() if _steps(value, found)]
+        found.scheduler = schedulers[0] if len(schedulers) == 1 else None
+        if len(schedulers) > 1:
+            raise WorkloadError(f"{len(schedulers)} schedulers change the rates of this optimizer: keep one of them")
+        return found
+
+    def _launch(self, options: CellOptions, scale: Scale, workload: Workload, code: CellCode) -> Launched:
+        line = None if options.quiet or self._notebook.config.quiet else self._notebook.line()
+        saying = Saying(line)
+        saying(f"starting {options.nproc} processes under {scale}")
+        capacity_bytes = options.capacity_bytes or self._notebook.config.capacity_bytes
+        try:
+            return launch(
+                code, workload, scale, nproc=options.nproc, capacity_bytes=capacity_bytes, say=_print, progress=saying
+            )
+        except ScaleError as error:
+            for note in getattr(error, "__notes__", ()):
+                print(note)  # noqa: T201 - where it failed
+            raise UsageError(str(error)) from None
+        finally:
+            if line is not None:
+                line.clear()
+
+    def _take(self, brought: Brought) -> None:
+        """Make the cell's variables what they would be had it run here."""
+        variables = self._notebook.shell.user_ns
+        for name, value in brought.contained.items():
+            _refill(variables[name], value)
+        variables.update(brought.assigned)
+        for name, reason in brought.left.items():
+            print(f"memfit: {name} stays on the ranks: {reason}")  # noqa: T201 - it is missing here
+
+    def _show(self, workload: Workload, launched: Launched, nproc: int) -> None:
+        self._notebook.remember(workload)
+        seconds = launched.seconds
+        print(  # noqa: T201 - what the way there cost
+            f"memfit: {len(launched.steps)} steps on {nproc} processes; {seconds['out']:.1f} s to send, "
+            f"{seconds['there']:.1f} s there, {seconds['home']:.1f} s to come home"
+        )
+        if launched.comparison is not None:
+            show(launched.comparison)
+
+
+def _steps(value: Any, workload: Workload) -> bool:
+    """Whether a variable is a scheduler of the workload's optimizer."""
+    has_its_shape = hasattr(value, "get_last_lr") and hasattr(value, "state_dict")
+    return has_its_shape and any(getattr(value, "optimizer", None) is one for one in workload.optimizers)
+
+
+def _refill(kept: Any, now: Any) -> None:
+    """Give a container the content it has there; it stays the same object, whoever else holds it."""
+    kept.clear()
+    kept.extend(now) if isinstance(kept, list) else kept.update(now)
+
+
+def _print(text: str) -> None:
+    print(text, end="")  # noqa: T201 - what the cell printed

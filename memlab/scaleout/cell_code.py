@@ -1,0 +1,114 @@
+"""`CellCode`: the text of a cell with the variables it uses, to be run elsewhere, and what of them comes home."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab.errors import ScaleError
+from memlab.scaleout import shipping
+
+_FILE = "<cell>"
+_CONTAINERS = (list, dict, set)
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a cell did to its variables.
+
+    Args:
+        assigned: values of names it assigned.
+        contained: what lists, dicts and sets it was given hold now, by name.
+        left: names of assigned variables that cannot be sent, each with the reason.
+    """
+
+    assigned: Mapping[str, Any]
+    contained: Mapping[str, Any]
+    left: Mapping[str, str]
+
+
+class CellCode:
+    r"""A cell that can be called anywhere.
+
+    Args:
+        text: Python, as IPython would run it.
+        variables: those of the notebook.
+
+    Raises:
+        ScaleError: the text calls IPython (a magic, a shell command) or awaits.
+
+    Example:
+        >>> losses = []
+        >>> brought = CellCode("losses.append(x)\ny = 2 * x", {"losses": losses, "x": 3, "other": 0})()
+        >>> brought.assigned, brought.contained
+        ({'y': 6}, {'losses': [3]})
+    """
+
+    def __init__(self, text: str, variables: Mapping[str, Any]) -> None:
+        tree = ast.parse(text)
+        if any(isinstance(node, (ast.Await, ast.AsyncFor, ast.AsyncWith)) for node in ast.walk(tree)):
+            raise ScaleError("the cell awaits, which ranks cannot: put what it awaits into a cell before")
+        read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        if "get_ipython" in read:
+            raise ScaleError("the cell uses ! or %, which ranks do not know: put that into a cell of its own")
+        self._text = text
+        self._assigned = _assigned_in(tree)
+        self.names = sorted(name for name in read if name in variables)
+        self.variables = {name: variables[name] for name in self.names}
+
+    def __call__(self) -> Brought:
+        """Run the cell where this object is."""
+        linecache.cache[_FILE] = (len(self._text), None, self._text.splitlines(keepends=True), _FILE)
+        given = dict(self.variables)
+        namespace = {"__name__": "__main__", **given}
+        exec(compile(self._text, _FILE, "exec"), namespace)  # noqa: S102 - the user's own cell
+        kept: dict[str, Any] = {}
+        left: dict[str, str] = {}
+        for name in sorted(self._assigned & namespace.keys()):
+            reason = _why_not(namespace[name])
+            if reason:
+                left[name] = reason
+            elif namespace[name] is not given.get(name, _FILE):
+                kept[name] = namespace[name]
+        contained = {
+            name: value
+            for name, value in given.items()
+            if type(value) in _CONTAINERS and name not in kept and not _why_not(value)
+        }
+        return Brought(kept, contained, left)
+
+
+def _assigned_in(tree: ast.AST) -> set[str]:
+    """Names that statements outside of functions and classes assign, define or import."""
+    names: set[str] = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+            continue
+        if isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        if isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+        waiting += ast.iter_child_nodes(node)
+    return names
+
+
+def _why_not(value: Any) -> str:
+    """Why a value stays behind; empty where it can come home."""
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        return "models and optimizers other than those that were sent stay on the ranks"
+    try:
+        shipping.pack({"value": value}, {})
+    except ScaleError as error:
+        return str(error.__cause__ or error)
+    return ""

@@ -1,0 +1,28 @@
+"""The engines by name; only the chosen one's library is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from memlab.plan import Offloaded
+from memlab.scaleout.engines.base import Engine
+from memlab.scaleout.scale import Scale
+from memlab.workload import Workload
+
+
+def engine_for(scale: Scale) -> Callable[[Workload, Path, torch.device], Engine]:
+    """What makes the engine of a scale on one rank."""
+    if scale.engine == "ddp":
+        from memlab.scaleout.engines.ddp import Ddp
+
+        return Ddp
+    if scale.engine == "fsdp2":
+        from memlab.scaleout.engines.fsdp2 import Fsdp2, OffloadedFsdp2
+
+        return Fsdp2 if scale.plan.tier_of(Offloaded.OPTIMIZER) is None else OffloadedFsdp2
+    from memlab.scaleout.engines.zero import zero_engine
+
+    return zero_engine(int(scale.engine.removeprefix("zero")), scale.plan)

@@ -1,0 +1,381 @@
+"""`launch`: train in many processes from where the live objects are, and take everything home into them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memlab.comparison import Comparison
+from memlab.errors import ScaleError
+from memlab.plan import Plan
+from memlab.records import StepRecord
+from memlab.run_record import RunRecord
+from memlab.scaleout import shipping, tensors
+from memlab.scaleout.homecoming import bring_home
+from memlab.scaleout.messages import DONE, ENDED, FAILED, SAID, STARTED, STEP, Listener, Message
+from memlab.scaleout.scale import Scale
+from memlab.scaleout.worker import HOME, OUT, PACKED, VALUE, Errand, Home
+from memlab.session import session_of
+from memlab.snapshot import random_states
+from memlab.units import format_bytes
+from memlab.workload import Workload
+
+_LISTEN_SECONDS = 0.1
+_TERM_SECONDS = 5.0
+_MOST_LINES = 12
+_UNCHANGED = "nothing here has changed"
+_NO_STEP = "no optimizer step ended on the ranks, so nothing was measured"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run in many processes that has come home.
+
+    Args:
+        value: what the function returned on rank 0.
+        comparison: memory and speed of each rank; None where no optimizer step ended.
+        steps: the steps, as rank 0 saw them; losses are those of whole batches.
+        seconds: seconds spent on sending, starting, training and coming home, by name.
+    """
+
+    value: Any
+    comparison: Comparison | None
+    steps: tuple[StepRecord, ...]
+    seconds: Mapping[str, float]
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Loss of each step, where the model returns one."""
+        return tuple(step.loss for step in self.steps if step.loss is not None)
+
+    def __str__(self) -> str:
+        from memlab.report import text
+
+        return text.table(self.comparison) if self.comparison is not None else _NO_STEP
+
+    def _repr_html_(self) -> str:
+        from memlab.report import html
+
+        return html.table(self.comparison) if self.comparison is not None else f"<p>{_NO_STEP}</p>"
+
+    def _repr_png_(self) -> bytes | None:
+        from memlab.report import image
+
+        return image.png(self.comparison) if self.comparison is not None else None
+
+
+@dataclass
+class _Told:
+    """What the ranks have said so far."""
+
+    pids: dict[int, int] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+    reached: dict[int, int] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    failed: list[Message] = field(default_factory=list)
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    last: float = field(default_factory=time.monotonic)
+
+
+def launch(
+    train: Callable[..., Any],
+    workload: Workload,
+    plan: Scale | str,
+    *,
+    nproc: int = 2,
+    capacity_bytes: int | None = None,
+    hang_seconds: float = 600.0,
+    say: Callable[[str], Any] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Launched:
+    """Run a training function in many processes, starting from the live objects and ending in them.
+
+    Every rank runs the whole function over the same batches. At the model call a rank takes its own rows, and gets the
+    outputs and the loss of the whole batch, so that an unchanged loop trains as it would in one process.
+
+    Args:
+        train: called with the rank's workload when it takes an argument, without one otherwise. Model, optimizers and
+            scheduler may also be used as variables from around it.
+        workload: what is trained.
+        plan: engine and plan, as in ``"--scale fsdp2 --checkpoint"``.
+        nproc: number of processes.
+        capacity_bytes: size of each rank's device; None for its own.
+        hang_seconds: how long all ranks may be silent before the run is given up.
+        say: called with what rank 0 prints, as it comes; by default it is printed here.
+        progress: called with a line on how far the run is.
+
+    Returns:
+        The value of the function on rank 0, and what each rank needed.
+
+    Raises:
+        ScaleError: it cannot begin (what cannot be sent, too few GPUs, no room on the disk), or a rank failed; the live
+            objects are then as they were.
+        PlanError: a plan without an engine, or with flags that are none.
+        RefusalError: the engine does not go together with the plan or the model.
+
+    Example:
+        .. code-block:: python
+
+            def train():
+                for batch in batches:
+                    loss = model(**batch).loss
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            memlab.launch(train, memlab.Workload(model, optimizer), "--scale zero3", nproc=2)
+    """
+    scale = plan if isinstance(plan, Scale) else Scale.parse(plan)
+    _check(workload, nproc)
+    seconds: dict[str, float] = {}
+    with _folder(workload) as folder:
+        with _timed(seconds, "out"):
+            _send(folder, train, workload, scale, capacity_bytes)
+        with _timed(seconds, "there"):
+            told = _run(folder, nproc, hang_seconds, say or sys.stdout.write, progress)
+        comparison = _comparison(folder, nproc, workload, scale)
+        with _timed(seconds, "home"):
+            home: Home = shipping.unpack((folder / VALUE).read_bytes(), shipping.Apart.placeholder)[
+                "what the loop returned"
+            ]
+            bring_home(folder / HOME, home, workload)
+    return Launched(home.value, comparison, tuple(told.steps), seconds)
+
+
+def _check(workload: Workload, nproc: int) -> None:
+    if not isinstance(nproc, int) or nproc < 1:
+        raise ScaleError(f"nproc {nproc!r}: expected a whole number of processes, 1 or more")
+    gpus = torch.cuda.device_count() if workload.device.type == "cuda" else nproc
+    if nproc > gpus:
+        raise ScaleError(f"nproc {nproc}: this machine has {gpus} GPUs; use nproc={gpus}, or move the model to the CPU")
+    session = session_of(workload.model)
+    if session is not None and session.plan != Plan():
+        raise ScaleError(
+            f"{session.plan.label} is in force on {workload.name}: undo it first (session.undo(), %memfit undo), and give "
+            "what the ranks are to use with --scale"
+        )
+    for module_name, module in workload.model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and nproc > 1:
+            raise ScaleError(
+                f"{workload.name} has BatchNorm ({module_name}), whose statistics depend on the whole batch: replace it "
+                "by GroupNorm"
+            )
+
+
+@contextmanager
+def _folder(workload: Workload) -> Iterator[Path]:
+    """A folder for one errand, with room for what goes out and what comes home."""
+    folder = Path(tempfile.mkdtemp(prefix="memlab-"))
+    try:
+        size_bytes = sum(tensor.nbytes for tensor in tensors.all_of(workload).values())
+        free_bytes = shutil.disk_usage(folder).free
+        if 2 * size_bytes > free_bytes:
+            raise ScaleError(
+                f"{workload.name} goes out and comes home through files of {format_bytes(2 * size_bytes)}, and "
+                f"{folder.parent} has {format_bytes(free_bytes)} free: set TMPDIR to a disk with more room"
+            )
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - began
+
+
+def _send(
+    folder: Path, train: Callable[..., Any], workload: Workload, scale: Scale, capacity_bytes: int | None
+) -> None:
+    everything = tensors.all_of(workload)
+    # counts of steps are wanted before tensors are read
+    apart = {key: tensor for key, tensor in everything.items() if tensor.dim() or not key.startswith("optimizer.")}
+    errand = Errand(str(scale), workload.name, workload.device.type, capacity_bytes, torch.initial_seed() % 2**31)
+    what = {
+        "workload": workload, "train": train, "takes_workload": _takes_an_argument(train), "errand": errand,
+        "random": random_states(workload.device),
+    }  # fmt: skip
+    (folder / PACKED).write_bytes(shipping.pack(what, apart))
+    tensors.store(apart, folder / OUT)
+    (folder / "nvme").mkdir()
+
+
+def _takes_an_argument(train: Callable[..., Any]) -> bool:
+    needed = [
+        each
+        for each in inspect.signature(train).parameters.values()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) and each.default is each.empty
+    ]
+    if len(needed) > 1:
+        names = ", ".join(each.name for each in needed)
+        raise ScaleError(f"the training function takes {names}: expected no argument, or one, the workload")
+    return bool(needed)
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def _run(
+    folder: Path, nproc: int, hang_seconds: float, say: Callable[[str], Any], progress: Callable[[str], None]
+) -> _Told:
+    told = _Told()
+    listener = Listener(folder, nproc)
+    log = (folder / "log").open("wb")
+    agent = subprocess.Popen(  # noqa: S603 - this interpreter, with paths of our own
+        [sys.executable, "-c", "from memlab.scaleout.agent import main; main()", str(folder), str(nproc)],
+        stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=_environment(nproc), start_new_session=True,
+    )  # fmt: skip
+    try:
+        while agent.poll() is None:
+            time.sleep(_LISTEN_SECONDS)
+            _listen(listener, told, nproc, say, progress)
+            if time.monotonic() - told.last > hang_seconds:
+                raise ScaleError(_hung(told, nproc, hang_seconds))
+        _listen(listener, told, nproc, say, progress)
+    finally:
+        _end(agent, told)
+        log.close()
+    if len(told.done) < nproc:
+        raise _failure(told, nproc, (folder / "log").read_text(errors="replace"))
+    return told
+
+
+def _environment(nproc: int) -> dict[str, str]:
+    """Ranks find the modules this process finds, and share its cores."""
+    paths = [path for path in sys.path if path] + [str(Path.cwd())]
+    threads = str(max(1, torch.get_num_threads() // nproc))
+    return {
+        **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+
+
+def _listen(
+    listener: Listener, told: _Told, nproc: int, say: Callable[[str], Any], progress: Callable[[str], None]
+) -> None:
+    for message in listener.news():
+        told.last = time.monotonic()
+        content = message.content
+        if message.kind == STARTED:
+            told.pids[message.rank] = content["pid"]
+        elif message.kind == STEP:
+            told.reached[message.rank] = content["step"]
+            if message.rank == 0:
+                told.steps.append(_step(content))
+                progress(_line(told.steps[-1], nproc))
+        elif message.kind == SAID:
+            say(content["text"])
+        elif message.kind == DONE:
+            told.done.add(message.rank)
+        elif message.kind == FAILED:
+            told.failed.append(message)
+        elif message.kind == ENDED:
+            told.exit_codes = {int(rank): code for rank, (code, _) in content["failures"].items()}
+
+
+def _step(content: Mapping[str, Any]) -> StepRecord:
+    return StepRecord(
+        content["step"], "rank 0", content["seconds"], content["samples"], content["tokens"], content["peak_bytes"],
+        loss=content["loss"],
+    )  # fmt: skip
+
+
+def _line(step: StepRecord, nproc: int) -> str:
+    loss = f" · loss {step.loss:.4g}" if step.loss is not None else ""
+    return f"step {step.step} on {nproc} processes{loss} · {step.samples / max(step.seconds, 1e-9):.3g} samples/s"
+
+
+def _end(agent: subprocess.Popen[bytes], told: _Told) -> None:
+    """End whatever still runs of a run, ranks included: they have process groups of their own."""
+    if agent.poll() is None:
+        agent.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            agent.wait(_TERM_SECONDS)
+    if agent.poll() is None:
+        agent.kill()
+        agent.wait()
+    for pid in told.pids.values():
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+# -- what went wrong -------------------------------------------------------------------------------
+
+
+def _failure(told: _Told, nproc: int, log: str) -> ScaleError:
+    # ranks that lose a peer fail as well, and some say so before anybody knows that the peer is dead
+    said = {message.rank for message in told.failed}
+    silent = {rank: code for rank, code in told.exit_codes.items() if rank not in said | told.done}
+    killed = [rank for rank, code in silent.items() if code != -signal.SIGTERM]
+    if killed or (silent and not said):
+        rank = min(killed or silent)
+        return ScaleError(f"rank {rank} of {nproc} {_ended_with(silent[rank])}{_at_step(told, rank)}; {_UNCHANGED}")
+    if told.failed:
+        return _said_failure(min(told.failed, key=lambda message: message.at), told, nproc)
+    error = ScaleError(f"the ranks could not be started; {_UNCHANGED}")
+    error.add_note(_last_lines(log))
+    return error
+
+
+def _said_failure(first: Message, told: _Told, nproc: int) -> ScaleError:
+    how = "ran out of memory" if first.content["ran_out"] else "failed"
+    error = ScaleError(
+        f"rank {first.rank} of {nproc} {how}{_at_step(told, first.rank)}: {first.content['error']}: "
+        f"{first.content['text']}; {_UNCHANGED}"
+    )
+    error.add_note(f"on rank {first.rank}:\n{first.content['traceback']}")
+    return error
+
+
+def _ended_with(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL: the system does so when host memory runs out)"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _at_step(told: _Told, rank: int) -> str:
+    reached = told.reached.get(rank, 0)
+    return f" in step {reached + 1}" if reached else " before its first step ended"
+
+
+def _hung(told: _Told, nproc: int, hang_seconds: float) -> str:
+    if not told.pids:
+        return f"no rank has started within {hang_seconds:g} s; {_UNCHANGED}"
+    slowest = min(range(nproc), key=lambda rank: told.reached.get(rank, 0))
+    steps = ", ".join(f"rank {rank}: {told.reached.get(rank, 0)}" for rank in range(nproc))
+    return (
+        f"all ranks have been silent for {hang_seconds:g} s and were ended (steps done: {steps}): rank {slowest} may wait "
+        f"for the others in code that only some ranks run, or a step takes longer: raise hang_seconds; {_UNCHANGED}"
+    )
+
+
+def _last_lines(log: str) -> str:
+    return "\n".join(log.strip().splitlines()[-_MOST_LINES:])
+
+
+def _comparison(folder: Path, nproc: int, workload: Workload, scale: Scale) -> Comparison | None:
+    measured = [
+        measurement
+        for rank in range(nproc)
+        if (path := folder / f"rank{rank}.json").exists()
+        for measurement in RunRecord.from_json(path.read_text()).comparison.measurements
+    ]
+    title = f"{workload.name} · {nproc} processes · {scale}"
+    return Comparison(title, tuple(measured)) if measured else None

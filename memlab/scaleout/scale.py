@@ -1,0 +1,90 @@
+"""`Scale`: which engine many processes train under, and the plan each of them follows. Needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from dataclasses import dataclass, field
+
+from memlab.errors import PlanError, RefusalError
+from memlab.plan import Offloaded, Plan, Precision, Tier
+
+ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+# what a rank does within its own model call, under any engine
+_WITHIN_A_CALL = frozenset({"checkpointing", "precision", "offload"})
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An engine and a plan.
+
+    Args:
+        engine: one of `ENGINES`.
+        plan: what else applies on every rank.
+
+    Raises:
+        RefusalError: the engine does not go together with the plan.
+
+    Example:
+        >>> scale = Scale.parse("--scale zero3 --checkpoint")
+        >>> scale.engine, str(scale.plan), str(scale)
+        ('zero3', '--checkpoint', '--scale zero3 --checkpoint')
+    """
+
+    engine: str
+    plan: Plan = field(default_factory=Plan)
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            close = difflib.get_close_matches(self.engine, ENGINES, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise PlanError(f"--scale {self.engine}: allowed are {', '.join(ENGINES)}{hint}")
+        for refuse in (self._refuse_fields, self._refuse_precision, self._refuse_offload):
+            refuse()
+
+    @classmethod
+    def parse(cls, text: str) -> Scale:
+        """Read ``--scale ENGINE`` and a plan's flags.
+
+        Raises:
+            PlanError: no or an unknown engine, or flags that are no plan.
+            RefusalError: the engine does not go together with the plan.
+        """
+        words = shlex.split(text.replace("--scale=", "--scale "))
+        if words.count("--scale") != 1 or words[-1] == "--scale":
+            raise PlanError(f"{text!r}: expected --scale and one of {', '.join(ENGINES)}, as in '--scale fsdp2'")
+        at = words.index("--scale")
+        return cls(words[at + 1], Plan.parse(shlex.join([*words[:at], *words[at + 2 :]])))
+
+    def __str__(self) -> str:
+        return f"--scale {self.engine} {self.plan}".strip()
+
+    def _refuse_fields(self) -> None:
+        strange = [name for name in self.plan.changes() if name not in _WITHIN_A_CALL]
+        if strange:
+            raise RefusalError(
+                "scale",
+                f"{strange[0]} is not available under --scale {self.engine}",
+                "leave it out, or train in one process",
+            )
+
+    def _refuse_precision(self) -> None:
+        if self.plan.precision in (Precision.FP16, Precision.PURE_BF16):
+            raise RefusalError(
+                "scale",
+                f"--precision {self.plan.precision} needs scaled losses or converted moments, which {self.engine} keeps itself",
+                "use --bf16",
+            )
+
+    def _refuse_offload(self) -> None:
+        for what, tier in self.plan.offload:
+            if what is not Offloaded.OPTIMIZER:
+                raise RefusalError(
+                    "scale", f"--offload {what} is not available under --scale {self.engine}", "use --checkpoint"
+                )
+            if self.engine in ("ddp", "zero1"):
+                raise RefusalError(
+                    "scale", f"{self.engine} keeps optimizer state on the device", "use --scale fsdp2 or zero2"
+                )
+            if tier is Tier.DISK and self.engine != "zero3":
+                raise RefusalError("scale", f"{self.engine} does not offload to files", "use --scale zero3")

@@ -1,0 +1,85 @@
+"""`%%memfit --nproc 2 --scale fsdp2`: a cell in two processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.jupyter.conftest import Cell
+
+SETUP = """
+import torch
+from tests.scaleout.runs import gpt2, texts
+def fresh():
+    workload = gpt2()
+    return workload.model, workload.optimizers[0], workload.scheduler
+batches = texts(6)
+losses = []
+def step(ids):
+    return model(input_ids=ids, labels=ids).loss
+"""
+
+LOOP = """
+for number, ids in enumerate(batches):
+    loss = step(ids)
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+print("trained", number + 1)
+"""
+
+
+def test_a_cell_in_two_processes_leaves_what_it_did(cell: Cell, shell: Any) -> None:
+    cell(SETUP)
+    cell(f"model, optimizer, scheduler = fresh(){LOOP}{LOOP}\nexpected, rate = losses, scheduler.get_last_lr()")
+    cell("model, optimizer, scheduler = fresh(); kept = losses = []")
+    cell(LOOP)
+    model, kept = shell.user_ns["model"], shell.user_ns["kept"]
+    ran = cell(f"%%memfit --nproc 2 --scale fsdp2\n{LOOP}")
+    assert ran.error is None
+    said = ran.out
+    assert "trained 6\n" in said
+    assert "memfit: 6 steps on 2 processes; " in said
+    assert "rank 1" in said
+    assert shell.user_ns["model"] is model
+    assert shell.user_ns["losses"] is kept
+    assert kept == pytest.approx(shell.user_ns["expected"], rel=1e-6)
+    assert shell.user_ns["scheduler"].get_last_lr() == shell.user_ns["rate"]
+    assert shell.user_ns["number"] == 5
+
+
+def test_a_rank_that_fails_shows_its_line_and_one_sentence(cell: Cell) -> None:
+    cell(SETUP)
+    cell("model, optimizer, scheduler = fresh()")
+    ran = cell("%%memfit --nproc 2 --scale ddp\nstep(batches[0])\nraise ValueError('wrong turn')")
+    assert "failed before its first step ended: ValueError: wrong turn; nothing here has changed" in str(ran.error)
+    assert "    raise ValueError('wrong turn')" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--nproc 2", "--nproc 2 needs --scale and one of ddp, fsdp2"),
+        ("--scale ddp", "--scale ddp needs --nproc and a number of processes, as in --nproc 2"),
+        ("--nproc two --scale ddp", "--nproc two: expected a whole number of processes, 1 or more"),
+        ("--nproc 2 --scale zero", "--scale zero: allowed are ddp, fsdp2, zero1, zero2, zero3; did you mean"),
+        (
+            "--nproc 2 --scale ddp --budget 1GiB",
+            "--budget with --nproc: plans are chosen for one process; leave it out",
+        ),
+        ("--nproc 2 --scale ddp --accumulate 2", "scale: accumulation is not available under --scale ddp"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_one_line(cell: Cell, line: str, said: str) -> None:
+    assert said in str(cell(f"%%memfit {line}\npass").error)
+
+
+def test_cells_that_ranks_cannot_run_are_refused(cell: Cell) -> None:
+    assert "no model found: a cell in several processes" in str(cell("%%memfit --nproc 2 --scale ddp\npass").error)
+    cell(SETUP)
+    cell("model, optimizer, scheduler = fresh()")
+    refused = cell("%%memfit --nproc 2 --scale ddp\n!ls\nmodel")
+    assert "the cell uses ! or %, which ranks do not know" in str(refused.error)

@@ -1,0 +1,68 @@
+"""A training run that is awkward to hand over: tied weights, a frozen block, two groups, odd sizes, a scheduler, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from memlab import Workload
+
+
+def gpt2() -> Workload:
+    """A GPT-2 of three blocks, the first frozen, with rates that fall."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 36, "n_layer": 3, "n_head": 4, "vocab_size": 131, "n_positions": 33}
+    config = GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).train()
+    for parameter in model.transformer.h[0].parameters():
+        parameter.requires_grad_(False)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for _, p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for _, p in trained if p.dim() == 1], "weight_decay": 0.0, "lr": 5e-4},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 30)
+    return Workload(model, optimizer, scheduler=scheduler)
+
+
+def texts(steps: int) -> list[torch.Tensor]:
+    """Batches of ids, one with ignored targets: [5, 17]."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 131, (5, 17), generator=generator) for _ in range(steps)]
+
+
+def trained(workload: Workload, batches: Sequence[torch.Tensor], *, clips: bool = True) -> list[float]:
+    """Train as people do; losses."""
+    (optimizer,) = workload.optimizers
+    losses = []
+    for ids in batches:
+        labels = ids.clone()
+        labels[0, 3:] = -100  # rows weigh unequally
+        loss = workload.model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        if clips:
+            nn.utils.clip_grad_norm_(workload.model.parameters(), 0.3)
+        optimizer.step()
+        workload.scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained_by_own_criterion(workload: Workload, batches: Sequence[torch.Tensor]) -> list[float]:
+    """The same with a loss the loop makes from the outputs."""
+    (optimizer,) = workload.optimizers
+    losses = []
+    for ids in batches:
+        logits = workload.model(input_ids=ids).logits  # [b, s, v]
+        assert logits.shape[:2] == ids.shape
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,211 @@
+"""A live run goes to other processes and comes home."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from memlab import Plan, Workload, fit, launch
+from memlab.errors import ScaleError
+from memlab.snapshot import Snapshot
+from tests.helpers.needs import needs
+from tests.scaleout.runs import gpt2, texts, trained, trained_by_own_criterion
+
+BATCHES = texts(9)
+ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+
+
+def engines(*flags: str) -> list[Any]:
+    return [pytest.param(f, marks=[needs(extra="deepspeed")] if "zero" in f else []) for f in flags]
+
+
+@pytest.fixture
+def no_process_left() -> Any:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    deadline = time.monotonic() + 10
+    while left := [
+        c for c in psutil.Process().children(recursive=True) if c.pid not in before and c.status() != "zombie"
+    ]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def handed_over(
+    flags: str, nproc: int, train: Callable[[Workload, Any], list[float]] = trained
+) -> tuple[list[float], list[float], Workload, Workload]:
+    """Losses and workloads: of a run in this process, and of one with its middle third elsewhere."""
+    reference, workload = gpt2(), gpt2()
+    expected = train(reference, BATCHES)
+    parts = train(workload, BATCHES[:3])
+    kept = [*workload.model.parameters()], workload.optimizers[0], workload.model
+    parts += launch(lambda there: train(there, BATCHES[3:6]), workload, f"--scale {flags}", nproc=nproc).value
+    assert all(a is b for a, b in zip(kept[0], workload.model.parameters(), strict=True))
+    assert "forward" not in vars(workload.model)
+    parts += train(workload, BATCHES[6:])
+    return expected, parts, reference, workload
+
+
+@pytest.mark.parametrize(
+    "flags", engines(*ENGINES, "fsdp2 --offload optimizer --checkpoint", "zero3 --offload optimizer")
+)
+def test_two_ranks_train_as_one_process_does(flags: str) -> None:
+    expected, losses, reference, workload = handed_over(flags, 2)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for (name, here), there in zip(reference.model.named_parameters(), workload.model.parameters(), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+    assert workload.model.lm_head.weight is workload.model.transformer.wte.weight
+    for one, other in zip(reference.optimizers[0].param_groups, workload.optimizers[0].param_groups, strict=True):
+        assert {k: v for k, v in one.items() if k != "params"} == {k: v for k, v in other.items() if k != "params"}
+
+
+@pytest.mark.parametrize("flags", engines("fsdp2", "zero1", "zero3"))
+def test_one_rank_makes_no_difference_at_all(flags: str) -> None:
+    # engines add up the norm for clipping in another order
+    expected, losses, reference, workload = handed_over(flags, 1, partial(trained, clips=False))
+    assert losses == expected
+    assert Snapshot(reference).differences(Snapshot(workload)) == []
+
+
+@pytest.mark.parametrize("flags", engines("fsdp2", "zero2"))
+def test_a_loss_of_the_loops_own_gets_the_outputs_of_all_rows(flags: str) -> None:
+    expected, losses, _, _ = handed_over(flags, 2, trained_by_own_criterion)
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_each_rank_says_what_it_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    workload = gpt2()
+
+    def train(there: Workload) -> int:
+        print("hello")
+        trained(there, BATCHES[:3])
+        return os.getpid()
+
+    lines: list[str] = []
+    launched = launch(train, workload, "--scale fsdp2", nproc=2, progress=lines.append)
+    assert capsys.readouterr().out == "hello\n"
+    assert launched.value != os.getpid()
+    assert launched.comparison is not None
+    assert [each.plan for each in launched.comparison.measurements] == ["rank 0", "rank 1"]
+    weights = sum(p.nbytes for p in workload.model.parameters())
+    for rank in launched.comparison.measurements:
+        assert rank.breakdown["parameters"] < 0.9 * weights
+        assert rank.peak_allocated_bytes > rank.breakdown["parameters"]
+    assert "rank 1" in str(launched)
+    assert len(launched.losses) == 3
+    assert lines[-1].startswith("step 3 on 2 processes · loss ")
+
+
+def differing(workload: Workload, before: Snapshot) -> list[str]:
+    return before.differences(Snapshot(workload))
+
+
+@pytest.mark.usefixtures("no_process_left")
+@pytest.mark.parametrize("how", ["raises", "dies", "hangs", "runs out"])
+def test_a_rank_that_fails_is_named_and_nothing_has_changed(how: str) -> None:
+    workload = gpt2()
+    trained(workload, BATCHES[:2])
+    before = Snapshot(workload)
+
+    def train(there: Workload) -> None:
+        trained(there, BATCHES[2:3])
+        if int(os.environ["RANK"]) == 1:
+            if how == "raises":
+                raise ValueError("wrong turn")
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hangs":
+                time.sleep(1000)
+            if how == "runs out":
+                raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+        trained(there, BATCHES[3:])
+
+    with pytest.raises(ScaleError) as caught:
+        launch(train, workload, "--scale ddp", nproc=2, hang_seconds=25 if how == "hangs" else 600)
+    said = str(caught.value)
+    assert said.endswith("nothing here has changed")
+    expected = {
+        "raises": "rank 1 of 2 failed in step 2: ValueError: wrong turn",
+        "dies": "rank 1 of 2 was killed (SIGKILL: the system does so when host memory runs out) in step 2",
+        "hangs": "all ranks have been silent for 25 s and were ended (steps done: rank 0: 1, rank 1: 1)",
+        "runs out": "rank 1 of 2 ran out of memory in step 2: OutOfMemoryError: tried to allocate 1 TiB",
+    }
+    assert said.startswith(expected[how])
+    if how == "raises":
+        assert 'raise ValueError("wrong turn")' in caught.value.__notes__[0]
+    assert differing(workload, before) == []
+
+
+@pytest.mark.usefixtures("no_process_left")
+def test_an_interrupt_ends_all_ranks() -> None:
+    workload = gpt2()
+    before = Snapshot(workload)
+    reached = threading.Event()
+
+    def train(there: Workload) -> None:
+        for _ in range(10_000):
+            trained(there, BATCHES[:1])
+
+    def progress(_: str) -> None:
+        if not reached.is_set():
+            reached.set()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(train, workload, "--scale ddp", nproc=2, progress=progress)
+    assert reached.is_set()
+    assert differing(workload, before) == []
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+
+    def train() -> None:
+        with lock:
+            pass
+
+    with pytest.raises(
+        ScaleError, match=r"^train cannot be sent .*: its variable lock \(lock\) cannot be pickled .*make it inside"
+    ):
+        launch(train, gpt2(), "--scale ddp")
+
+
+def test_bad_input_is_refused_before_anything_starts() -> None:
+    workload = gpt2()
+    with pytest.raises(ScaleError, match=r"^nproc 0: expected a whole number of processes, 1 or more"):
+        launch(lambda: None, workload, "--scale ddp", nproc=0)
+    with pytest.raises(
+        ScaleError, match=r"^the training function takes a, b: expected no argument, or one, the workload"
+    ):
+        launch(lambda a, b: None, workload, "--scale ddp")
+    normed = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(
+        ScaleError, match=r"^Sequential has BatchNorm \(1\), whose statistics depend on the whole batch"
+    ):
+        launch(lambda: None, Workload(normed), "--scale ddp")
+    strange = torch.optim.SGD([*workload.model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ScaleError, match=r"^SGD steps 1 parameters that are not in"):
+        launch(lambda: None, Workload(workload.model, strange), "--scale ddp")
+    with (
+        fit(workload, Plan.parse("--accumulate 2")),
+        pytest.raises(ScaleError, match=r"^--accumulate 2 is in force on .*: undo it first"),
+    ):
+        launch(lambda: None, workload, "--scale ddp")
+
+
+def test_a_run_without_a_step_comes_home_too() -> None:
+    workload = gpt2()
+    launched = launch(lambda: 3, workload, "--scale ddp", nproc=1)
+    assert launched.value == 3
+    assert launched.comparison is None
+    assert str(launched) == "no optimizer step ended on the ranks, so nothing was measured"
