@@ -131,13 +131,13 @@ def test_a_rank_that_fails_is_named_and_nothing_has_changed(how: str) -> None:
         trained(there, BATCHES[3:])
 
     with pytest.raises(ScaleError) as caught:
-        launch(train, workload, "--scale ddp", nproc=2, hang_seconds=25 if how == "hangs" else 600)
+        launch(train, workload, "--scale ddp", nproc=2, hang_seconds=15 if how == "hangs" else 600)
     said = str(caught.value)
     assert said.endswith("nothing here has changed")
     expected = {
         "raises": "rank 1 of 2 failed in step 2: ValueError: wrong turn",
         "dies": "rank 1 of 2 was killed (SIGKILL: the system does so when host memory runs out) in step 2",
-        "hangs": "all ranks have been silent for 25 s and were ended (steps done: rank 0: 1, rank 1: 1)",
+        "hangs": "all ranks have been silent for 15 s and were ended (steps done: rank 0: 1, rank 1: 1)",
         "runs out": "rank 1 of 2 ran out of memory in step 2: OutOfMemoryError: tried to allocate 1 TiB",
     }
     assert said.startswith(expected[how])
