@@ -317,7 +317,7 @@ class TestMemento:
             lambda model, optimizer: setattr(model, "forward", print),
             lambda model, optimizer: model.register_forward_hook(print),
             lambda model, optimizer: model.head.weight.register_hook(print),
-            lambda model, optimizer: setattr(model.head.weight, "grad", torch.ones(2048, 8)),
+            lambda model, optimizer: setattr(model.head.weight, "grad", torch.ones_like(model.head.weight)),
             lambda model, optimizer: setattr(model.head.weight, "data", model.head.weight.data.half()),
             lambda model, optimizer: optimizer.register_step_pre_hook(print),
             lambda model, optimizer: optimizer.state.clear(),

@@ -21,7 +21,7 @@ from torch import nn
 from memlab import PlanError, RefusalError, SessionError, Workload, WorkloadError, fit
 from memlab.session import session_of, sessions
 from memlab.snapshot import Snapshot
-from memlab.techniques import TECHNIQUES, _micro
+from memlab.techniques import TECHNIQUES, _micro, tiling
 from memlab.techniques.offload_optimizer import OffloadOptimizer
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.loops.cases import CASES, SelfJudging, TiedLanguageModel, Tower, causal_batch, gpt2, pairs, prompted_batch
@@ -575,12 +575,13 @@ class TestSwitching:
     @pytest.mark.parametrize("kind", TECHNIQUES)
     def test_no_technique_fails_to_be_rolled_back(self, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """The technique itself is in place when the one after it fails."""
-        model = TiedLanguageModel()
+        monkeypatch.setattr(tiling, "LARGE_BYTES", 1)
+        model = gpt2()
         optimizer = torch.optim.AdamW(model.parameters())
         workload = Workload(model, optimizer)
         plan = (
             "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer,params "
-            "--chunk-loss --release-grads"
+            "--chunk-loss --release-grads --tile 2"
         )
         original = kind.attach_model
 

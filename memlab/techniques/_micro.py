@@ -19,7 +19,7 @@ from memlab.units import MIB
 _FIELD = "accumulation"
 _KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
 # an output larger than this is computed only when the loop looks at it
-LAZY_FROM_BYTES = 16 * MIB
+LAZY_FROM_BYTES = 1 * MIB
 # scale of the inner backward under a loop's own fp16, until its scaler has shown its own
 _FIRST_LOOP_SCALE = 2.0**16
 

@@ -31,8 +31,9 @@ from memlab.units import MIB
 from memlab.workload import Workload
 
 _SMALLEST_VOCABULARY = 2048
-# logits of one tile take about this much, in fp32
+# logits of one tile take about this much, in fp32; of a small batch less, so that a tile is small beside the whole
 _TILE_BYTES = 32 * MIB
+_TILES, _LEAST_ROWS = 8, 64
 
 
 class ChunkedLoss(Technique):
@@ -272,7 +273,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         low_weight, low_bias = weight.to(dtype), _cast(bias, dtype)
         wide = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        rows = max(1, _TILE_BYTES // (4 * weight.shape[0]))
+        rows = _tile_rows(hidden.shape[0], weight.shape[0])
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows):
                 tile = slice(start, start + rows)
@@ -304,6 +305,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
         # in place: a second copy of the head's gradient would stand at the peak of the step
         scaled = (None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in ctx.saved_tensors)
         return (*scaled, None, None, None)
+
+
+def _tile_rows(rows: int, vocabulary: int) -> int:
+    """How many rows a tile has."""
+    share = max(_LEAST_ROWS, -(-rows // _TILES))
+    return max(1, min(share, _TILE_BYTES // (4 * vocabulary)))
 
 
 def _tile_loss(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:

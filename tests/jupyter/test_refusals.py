@@ -18,7 +18,7 @@ from tests.jupyter.conftest import STEP, TRAIN, Cell
 
 FLAGS = (
     "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--gradients, --release-grads, --model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --inference, --prove, --quiet, --help"
+    "--gradients, --release-grads, --tile, --model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --inference, --prove, --nproc, --scale, --quiet, --help"
 )
 
 
@@ -84,12 +84,12 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--keep", "--keep needs a value: --keep FIELD[,FIELD…]"),
         (
             "--keep presicion",
-            "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, and the flags "
+            "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, and the flags "
             "that set them; did you mean precision?",
         ),
         (
             "--keep precision --keep speed",
-            "--keep speed: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, and the flags "
+            "--keep speed: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, and the flags "
             "that set them",
         ),
         (

@@ -49,6 +49,7 @@ def lanes_are(lanes: Lanes) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (offload_activations, offload_optimizer, _host_update):
             patch.setattr(module, "lanes_of", lambda _tensor: lanes)
+            patch.setattr(module, "lanes_for", lambda _tensor, _device: lanes, raising=False)
             if hasattr(module, "settle"):
                 patch.setattr(module, "settle", lanes.settle)
         yield
