@@ -71,8 +71,10 @@ def test_a_run_that_is_killed_goes_on_where_it_stopped(tmp_path: Path, monkeypat
         "--results",
         str(tmp_path),
     ]
+    # results belong to a device with so many threads, and this process may have been given fewer
+    threads = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     run = subprocess.Popen(
-        [sys.executable, *command], cwd=runner.ROOT, stderr=subprocess.DEVNULL, start_new_session=True
+        [sys.executable, *command], cwd=runner.ROOT, env=threads, stderr=subprocess.DEVNULL, start_new_session=True
     )
     deadline = time.monotonic() + 200
     while not records_in(tmp_path) and time.monotonic() < deadline:
