@@ -49,12 +49,14 @@ class Comparison:
         measurements: at least one.
         events: what happened on the way, in words (plan changes, refusals).
         predictions: what was foretold for some of the plans, in any order.
+        are_ranks: whether the rows are ranks of one run, which are shown side by side and not compared.
     """
 
     title: str
     measurements: tuple[Measurement, ...]
     events: tuple[str, ...] = ()
     predictions: tuple[Prediction, ...] = ()
+    are_ranks: bool = False
 
     def __post_init__(self) -> None:
         if not self.measurements:
@@ -62,6 +64,8 @@ class Comparison:
 
     @property
     def rows(self) -> tuple[Row, ...]:
+        if self.are_ranks:
+            return tuple(Row(each, math.nan, math.nan, None, "; ".join(each.notes)) for each in self.measurements)
         first = self.measurements[0]
         return tuple(
             _row(measurement, first, self.prediction_of(measurement.plan)) for measurement in self.measurements

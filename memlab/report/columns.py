@@ -55,13 +55,13 @@ def columns(comparison: Comparison) -> tuple[Column[Row], ...]:
         (DEVICE, len({m.device for m in measurements}) > 1),
         (MEMORY, True),
         (PREDICTED, any(row.prediction for row in comparison.rows)),
-        (MEMORY_CHANGE, True),
+        (MEMORY_CHANGE, not comparison.are_ranks),
         (RESERVED, any(m.peak_reserved_bytes is not None for m in measurements)),
         (HOST, any(m.host_bytes for m in measurements)),
         (SPEED, True),
-        (SPEED_CHANGE, True),
+        (SPEED_CHANGE, not comparison.are_ranks),
         (TOKENS, any(m.tokens_per_step for m in measurements)),
-        (DRIFT, any(m.losses for m in measurements)),
+        (DRIFT, not comparison.are_ranks and any(m.losses for m in measurements)),
         (NOTE, any(row.verdict for row in comparison.rows)),
     )
     return tuple(column for column, wanted in optional if wanted)

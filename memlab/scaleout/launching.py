@@ -378,4 +378,4 @@ def _comparison(folder: Path, nproc: int, workload: Workload, scale: Scale) -> C
         for measurement in RunRecord.from_json(path.read_text()).comparison.measurements
     ]
     title = f"{workload.name} · {nproc} processes · {scale}"
-    return Comparison(title, tuple(measured)) if measured else None
+    return Comparison(title, tuple(measured), are_ranks=True) if measured else None

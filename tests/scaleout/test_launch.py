@@ -102,6 +102,9 @@ def test_each_rank_says_what_it_needed(capsys: pytest.CaptureFixture[str]) -> No
         assert rank.breakdown["parameters"] < 0.9 * weights
         assert rank.peak_allocated_bytes > rank.breakdown["parameters"]
     assert "rank 1" in str(launched)
+    assert "vs first" not in str(launched)
+    assert "no gain" not in str(launched)
+    assert launched._repr_html_().count("<tr") >= 3
     assert len(launched.losses) == 3
     assert lines[-1].startswith("step 3 on 2 processes · loss ")
 
