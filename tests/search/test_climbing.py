@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ def quiet(line: str) -> None:
 
 @pytest.fixture
 def load() -> Workload:
+    gc.collect()  # what another test has left would come free between two rows, and look like a gain
     load = workload(gpt2(), **ragged_batch())
     load.scheduler = torch.optim.lr_scheduler.LambdaLR(load.optimizers[0], lambda step: 0.9**step)
     return load
