@@ -4,8 +4,8 @@ Rules of the ladder:
 
 1. The first rung is the loop as written, or with the settings it was asked to keep.
 2. Each further rung adds one lever to the rungs that were kept. It is *kept* when the peak got lower by a percent or
-   more, or when training got faster than its spread and the peak no higher. What gave nothing is *left out* of the
-   rungs below, so that nobody pays for it, and its row says where the peak is.
+   more, or when training got faster than its spread (of two steps or more) and the peak no higher. What gave nothing
+   is *left out* of the rungs below, so that nobody pays for it, and its row says where the peak is.
 3. *Before* is the rung that a lever was added to: the last one kept. *First* is the first rung that ran.
 4. A rung that ran out of memory has no peak. It is left out where the rung before it ran. Where that one ran out too,
    what was foretold decides; where nothing was, it is kept, since only more levers can make the loop fit.
@@ -270,7 +270,9 @@ def _needs_less(before: Measurement, after: Measurement) -> bool:
 
 
 def _is_faster(before: Measurement, after: Measurement) -> bool:
-    """Whether a rung is worth keeping for its speed alone."""
+    """Whether a rung is worth keeping for its speed alone; a single step has no spread, and proves nothing."""
+    if min(len(before.step_seconds), len(after.step_seconds)) < 2:
+        return False
     faster = ratio(after.samples_per_second, before.samples_per_second) - 1
     noise = max(_LEAST_FASTER, before.spread + after.spread)
     return faster > noise and after.peak_allocated_bytes <= before.peak_allocated_bytes * (1 + NO_GAIN)
