@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction, ratio
+from memlab.shown import Shown
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ _OTHER_SIZE = 0.25
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Shown):
     """Measurements side by side; the first is what the others are compared with.
 
     Args:
@@ -135,7 +136,7 @@ def where_the_peak_is(measurement: Measurement) -> str:
 
 
 @dataclass(frozen=True)
-class FoundPlan:
+class FoundPlan(Shown):
     """The fastest plan that fits a budget, proven by running it.
 
     Args:

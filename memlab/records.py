@@ -18,6 +18,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from memlab.plan import Plan
+from memlab.shown import Shown
 
 
 class Category(StrEnum):
@@ -132,7 +133,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Shown):
     """Memory and speed of one plan, measured on real training steps.
 
     Args:
@@ -221,7 +222,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(Shown):
     """Memory and speed of one plan, foretold; of the same shape as a `Measurement`.
 
     Args:

@@ -23,6 +23,7 @@ from memlab.errors import MemlabError
 from memlab.lattice import EXACT_FIELDS
 from memlab.plan import FIELDS, Plan, PlanField
 from memlab.records import Measurement, Prediction, ratio
+from memlab.shown import Shown
 from memlab.units import format_bytes
 
 # a change of the peak below this share is no gain
@@ -95,7 +96,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class Ladder(Shown):
     """Levers added one after another, each measured.
 
     Args:

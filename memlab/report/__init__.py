@@ -7,6 +7,7 @@
 - `pareto`: memory against throughput, drawn by `pareto_image` and `pareto_figure`
 - `ladder`: what its table says; drawn by `ladder_image`
 - `inference`: calls that only run forward, in words and as a receipt
+- `showing`: which of them `print` and a cell use for which record
 - `ranking`, `listing`: which predictions are shown, in which order and words
 
 matplotlib and plotly are imported when a picture is asked for, never before.

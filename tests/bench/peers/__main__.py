@@ -19,9 +19,10 @@ from tests.bench.peers import page, runner
 from tests.bench.peers.causes import CAUSES
 from tests.bench.peers.contests import BY_NAME, CONTESTS
 from tests.bench.peers.records import SCALES, Book, Contest, Record
+from tests.bench.readme import README, with_section
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers"
-README, PAGE = runner.ROOT / "README.md", runner.ROOT / "docs" / "peers.html"
+PAGE = runner.ROOT / "docs" / "peers.html"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,7 +78,7 @@ def records_in(folder: Path) -> list[Record]:
 
 def write(found: Sequence[page.Sheet]) -> None:
     """The README's section and the page, from what was measured."""
-    README.write_text(page.with_section(README.read_text(), page.section(found, CAUSES)))
+    README.write_text(with_section(README.read_text(), "peers", page.section(found, CAUSES)))
     PAGE.write_text(page.html(found, CAUSES))
     print(f"written: {README.name}, {PAGE.relative_to(runner.ROOT)}")
 

@@ -5,7 +5,6 @@ Verdicts are words, and marks of different shape, so nothing hangs on a colour.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,7 +15,6 @@ from tests.bench.peers.records import MEMORY, SCALES, Contest, Record, Status, n
 from tests.bench.peers.verdicts import Pairing, Ratio, Verdict, pairings
 
 Causes = Mapping[tuple[str, str], str]
-BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 _BYTES = {MEMORY.key}
 
 
@@ -183,23 +181,6 @@ def _markdown_table(sheet: Sheet) -> str:
 
 def _markdown_cause(pairing: Pairing, ratio: Ratio, cause: str) -> str:
     return f"- {pairing.contest.title}, against {pairing.peer.title}, {ratio.measure.title} {_times(ratio.median)} ×: {cause}."
-
-
-def with_section(readme: str, written: str) -> str:
-    """A README with its section replaced.
-
-    Raises:
-        ValueError: it has no place for the section.
-    """
-    place = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
-    if not place.search(readme):
-        raise ValueError(f"README.md: found no lines {BEGIN} and {END} to write the results between; put them back")
-    return place.sub(lambda _: f"{BEGIN}\n{written}\n{END}", readme)
-
-
-def section_of(readme: str) -> str:
-    """What stands between the markers."""
-    return readme.partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
 
 
 # --- the page -------------------------------------------------------------------------------------

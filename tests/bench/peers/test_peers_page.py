@@ -9,10 +9,11 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.bench.peers import page
-from tests.bench.peers.__main__ import PAGE, README, RESULTS, records_in
+from tests.bench.peers.__main__ import PAGE, RESULTS, records_in
 from tests.bench.peers.causes import CAUSES
 from tests.bench.peers.contests import CONTESTS
 from tests.bench.peers.records import Contest, Contestant, Key, Measured, Record, Status
+from tests.bench.readme import README, section_of
 
 
 def never(job: object) -> Measured:
@@ -67,15 +68,6 @@ def test_the_readme_names_what_falls_short_with_its_cause(sheet: page.Sheet) -> 
     assert "cause not known yet" in page.section([sheet], {})
 
 
-def test_the_section_is_replaced_between_its_marks() -> None:
-    readme = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
-    written = page.with_section(readme, "new \\1")
-    assert written == f"before\n{page.BEGIN}\nnew \\1\n{page.END}\nafter\n"
-    assert page.section_of(written) == "new \\1"
-    with pytest.raises(ValueError, match=r"README.md: found no lines <!-- peers --> and <!-- /peers -->"):
-        page.with_section("no place", "new")
-
-
 class _Tags(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +112,7 @@ def test_another_device_gets_a_sheet_of_its_own_at_its_largest_scale() -> None:
 def test_the_readme_and_the_page_say_what_the_committed_results_say() -> None:
     found = page.sheets(CONTESTS, records_in(RESULTS))
     assert found
-    assert page.section_of(README.read_text()) == page.section(found, CAUSES)
+    assert section_of(README.read_text(), "peers") == page.section(found, CAUSES)
     assert PAGE.read_text() == page.html(found, CAUSES)
 
 

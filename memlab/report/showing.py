@@ -1,0 +1,43 @@
+"""How each kind of record is shown where nobody says how: by `print`, and as the value of a cell."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+from memlab.comparison import Comparison, FoundPlan
+from memlab.records import Measurement, Prediction
+from memlab.report import html, text
+from memlab.rungs import Ladder
+
+
+@singledispatch
+def text_of(record: Any) -> str:
+    """A record as text.
+
+    Raises:
+        TypeError: nothing is known of this kind.
+    """
+    raise TypeError(f"{type(record).__name__}: no report shows it")
+
+
+text_of.register(Comparison, text.table)
+text_of.register(FoundPlan, text.found_table)
+text_of.register(Ladder, text.ladder_table)
+text_of.register(Measurement, text.breakdown)
+
+
+@text_of.register
+def _(record: Prediction) -> str:
+    return f"{record.plan}: {record.refused}" if record.refused else text.breakdown(record)
+
+
+@singledispatch
+def html_of(_record: Any) -> str | None:
+    """A record as HTML; None where its text is all there is."""
+    return None
+
+
+html_of.register(Comparison, html.table)
+html_of.register(FoundPlan, html.found_table)
+html_of.register(Ladder, html.ladder_table)

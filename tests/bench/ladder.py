@@ -1,0 +1,47 @@
+"""The README's example of a ladder, and its picture, measured anew.
+
+python -m tests.bench.ladder        measure on this machine, write README.md and docs/ladder.png
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from memlab import Ladder, Workload, ladder
+from memlab.report import ladder_image
+from tests.bench.readme import README, with_section
+
+PICTURE = README.parent / "docs" / "ladder.png"
+ROWS, TOKENS, STEPS = 8, 64, 5
+
+
+def main() -> None:
+    """Measure and write."""
+    climbed = climb()
+    README.write_text(with_section(README.read_text(), "ladder", f"```\n{climbed}\n```"))
+    PICTURE.write_bytes(ladder_image.png(climbed))
+    print(climbed)
+
+
+def climb() -> Ladder:
+    """All levers, on a GPT-2 small enough for one core."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=2,
+        n_embd=128,
+        n_head=2,
+        vocab_size=8192,
+        n_positions=TOKENS,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPT2LMHeadModel(config)
+    ids = torch.randint(config.vocab_size, (ROWS, TOKENS))
+    batch = {"input_ids": ids, "labels": ids}
+    return ladder(Workload(model, torch.optim.AdamW(model.parameters()), batch), steps=STEPS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""What `print` and a cell show of a record, whoever made it."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import samples
+
+from memlab import shown
+from memlab.report import html, showing, text
+from memlab.rungs import Ladder, Rung
+
+
+def test_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(shown).failed == 0
+
+
+def test_every_record_is_printed_as_its_report() -> None:
+    comparison = samples.comparison()
+    first = comparison.measurements[0]
+    climbed = Ladder("gpt2", (Rung("", "as written", "the loop as it is", first),))
+    found = samples.found()
+    assert str(comparison) == text.table(comparison)
+    assert str(climbed) == text.ladder_table(climbed)
+    assert str(found) == text.found_table(found)
+    assert str(first) == text.breakdown(first)
+    assert (comparison._repr_html_(), climbed._repr_html_()) == (html.table(comparison), html.ladder_table(climbed))
+    assert first._repr_html_() is None
+
+
+def test_a_refused_prediction_is_printed_with_its_reason() -> None:
+    foretold = samples.prediction("--checkpoint", 4.0, 100.0)
+    assert str(foretold) == text.breakdown(foretold)
+    assert str(samples.refused("--fp16", "precision: no")) == "--fp16: precision: no"
+
+
+def test_what_no_report_shows_is_an_error() -> None:
+    with pytest.raises(TypeError, match="int: no report shows it"):
+        showing.text_of(1)
