@@ -89,10 +89,12 @@ def _draw_memory(axes: Axes, ladder: Ladder, steps: Sequence[Step]) -> None:
         else:
             _stack(axes, step.rung, at, size)
         _mark_predicted(axes, step.rung, at, size)
-        reach_bytes = max(end, _foretold_bytes(step.rung))
+        reach_bytes: float = max(end, _foretold_bytes(step.rung))
         if before is not None and ladder.rungs[before].ran is not None:
             _stair(axes, (ends[before] / size, before), (end / size, at), step)
-            reach_bytes = max(reach_bytes, ends[before])
+            # the head of an arrow is wider than a small change
+            head_bytes = most_bytes * _HEAD if end < ends[before] else 0.0
+            reach_bytes = max(reach_bytes, ends[before], end + head_bytes)
         _write_total(axes, step, ((reach_bytes + most_bytes * 0.012) / size, at))
         before = at if step.rung.kept else before
     if ladder.budget_bytes is not None:
