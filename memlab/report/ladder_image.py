@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _PALE = 0.35
 _THICK, _THIN = 0.56, 0.26
+_HEAD = 0.018  # of an arrow, as a share of the longest bar
 _ROW_INCHES = 0.56
 _HEAD_INCHES, _BUDGET_INCHES, _FOOT_INCHES = 0.7, 0.16, 0.62
 _FOUND = "#009E73"
