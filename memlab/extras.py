@@ -16,6 +16,7 @@ _EXTRAS = {
     "bitsandbytes": ("8-bit Adam", "lab"),
     "transformers": ("Adafactor", "lab"),
     "safetensors": ("weights from files", "lab"),
+    "tokenizers": ("the course's text", "lab"),
     "accelerate": ("a Transformers folder built on a GPU", "lab"),
     "matplotlib": ("the picture of a receipt", "lab"),
     "plotly": ("live figures", "lab"),

@@ -67,6 +67,7 @@ ALLOWED: dict[str, set[str]] = {
         "workload",
     },
     "stepping": {"layers"},
+    "workshop": {"errors", "extras", "records", "report", "units"},
     "techniques": {
         "dispatch",
         "errors",

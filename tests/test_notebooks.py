@@ -85,7 +85,7 @@ def test_make_it_fit_runs_and_memory_falls() -> None:
 @pytest.mark.timeout(600)
 def test_keep_going_runs_to_the_end_where_memory_runs_out() -> None:
     build = _build()
-    notebook = build.notebook_of((_NOTEBOOKS / "source" / "01_keep_going.md").read_text(encoding="utf-8"))
+    notebook = build.notebook_of((_NOTEBOOKS / "source" / "08_keep_going.md").read_text(encoding="utf-8"))
     notebook.cells.append(nbformat.v4.new_code_cell(_LOSSES))
     client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
     client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})

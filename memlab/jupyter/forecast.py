@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memlab.records import Measurement, Prediction
-from memlab.report import html, image, listing, pareto, pareto_image, text
+from memlab.report import html, listing, pareto, pareto_image, text, timeline_image
 from memlab.report.pareto import Chart
 from memlab.report.ranking import speed_of
 
@@ -63,7 +63,7 @@ class Forecast:
         """Memory against throughput; of a plan or two, the step of the last one; None where there is nothing to draw."""
         closely = self.closely
         if closely is not None:
-            return image.timeline_png(closely, self.budget_bytes) if closely.timeline else None
+            return timeline_image.png(closely, self.budget_bytes) if closely.timeline else None
         return pareto_image.png(self.chart) if any(map(speed_of, self._known)) else None
 
     @property

@@ -2,7 +2,8 @@
 
 - `text`: tables as plain text: a receipt, predictions, a found plan
 - `html`: the same tables with inline styles, for a saved notebook
-- `image`: static PNG pictures of a receipt and of a step, by matplotlib
+- `image`: a receipt as a static PNG, by matplotlib
+- `timeline_image`: the memory of a step over time, likewise, or of several steps on one scale
 - `figure`: the live twins of the pictures, by plotly
 - `pareto`: memory against throughput, drawn by `pareto_image` and `pareto_figure`
 - `ladder`: what its table says; drawn by `ladder_image`
@@ -28,6 +29,7 @@ from memlab.report import (
     pareto_image,
     ranking,
     text,
+    timeline_image,
 )
 
 __all__ = [
@@ -43,4 +45,5 @@ __all__ = [
     "pareto_image",
     "ranking",
     "text",
+    "timeline_image",
 ]

@@ -1,31 +1,21 @@
-"""The receipt and the step as pictures: PNG bytes for saved notebooks, GitHub and slides.
-
-What is foretold is paler than what is measured, and dashed.
-"""
+"""The receipt as a picture: PNG bytes for saved notebooks, GitHub and slides."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from memlab.comparison import Comparison, Row
-from memlab.records import Phase, Prediction, TimelinePoint
-from memlab.report.canvas import BUDGET, FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
+from memlab.report.canvas import FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
 from memlab.report.columns import change, flag_lines, rate
 from memlab.report.segments import (
-    Profile,
-    Stretch,
     categories_of,
     finite,
-    heading,
-    no_timeline,
     scale,
     segments,
-    stretches,
     swatch,
-    time_scale,
 )
 from memlab.report.text import summary
 from memlab.units import format_bytes
@@ -33,10 +23,6 @@ from memlab.units import format_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-# how far foretold layers are mixed with the paper
-_FORETOLD_ALPHA = 0.5
-_PHASES = {Phase.FORWARD: "#DDE3EA", Phase.BACKWARD: "#B9C3CF", Phase.STEP: "#8894A3", Phase.OTHER: "#F3F3F2"}
 
 
 def png(comparison: Comparison) -> bytes:
@@ -78,48 +64,8 @@ def png(comparison: Comparison) -> bytes:
     throughput.set_yticks([])
     names = categories_of([segments(measurement) for measurement in comparison.measurements])
     foretold = any(row.prediction for row in comparison.rows)
-    _legend(figure, names, (0.012, 1 - (0.32 + 0.19 * title.count("\n")) / height), foretold=foretold)
+    legend(figure, names, (0.012, 1 - (0.32 + 0.19 * title.count("\n")) / height), foretold=foretold)
     return encode(figure, title=comparison.title, description=summary(comparison))
-
-
-def timeline_png(profile: Profile, budget_bytes: int | None = None) -> bytes:
-    """Draw the memory of one step over time, stacked by category, above a band of its phases.
-
-    Args:
-        profile: a measurement of an observed step, or a prediction; without a timeline the picture says so.
-        budget_bytes: draw a line at this size.
-
-    Returns:
-        The bytes of a PNG file.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-
-    Example:
-        >>> point = TimelinePoint(0.0, Phase.FORWARD, {"parameters": 2**20})
-        >>> from memlab.records import Measurement
-        >>> m = Measurement("as written", "cpu", 2**20, None, 0, {}, (point,), (0.5,), 8, 0)
-        >>> timeline_png(m)[1:4]
-        b'PNG'
-    """
-    figure = paper(4.3)
-    title = heading(profile)
-    write(figure, 0.012, 0.972, "\n".join(textwrap.wrap(title, 120)), size=11, weight="bold", va="top")
-    grid = figure.add_gridspec(
-        2, 1, height_ratios=(14, 1), left=0.075, right=0.985, top=0.84, bottom=0.115, hspace=0.06
-    )
-    memory, band = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
-    for axes in (memory, band):
-        plain(axes)
-    if profile.timeline:
-        _draw_layers(figure, memory, profile, budget_bytes)
-        _draw_phases(band, profile.timeline)
-        band.sharex(memory)
-    else:
-        memory.text(0.5, 0.5, no_timeline(profile), ha="center", color=FAINT, family=FONT)
-        memory.set_axis_off()
-        band.set_axis_off()
-    return encode(figure, title=title, description=f"Memory over one training step of {title}")
 
 
 def _left_margin(labels: Sequence[str]) -> float:
@@ -184,9 +130,10 @@ def _draw_throughput(axes: Axes, rows: Sequence[Row], positions: Sequence[float]
     label_x(axes, "throughput, samples/s, with spread")
 
 
-def _legend(
+def legend(
     figure: Figure, names: Sequence[str], at: tuple[float, float], *, alpha: float | None = None, foretold: bool = False
 ) -> None:
+    """Name categories by colour and hatch, in a line that begins at a place of the sheet."""
     from matplotlib.artist import Artist
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -203,77 +150,3 @@ def _legend(
         labelcolor=INK, prop={"family": FONT, "size": 9}, borderpad=0, borderaxespad=0, handlelength=1.5,
         handleheight=1.1, columnspacing=1.5, handletextpad=0.5,
     )  # fmt: skip
-
-
-def _draw_layers(figure: Figure, axes: Axes, profile: Profile, budget_bytes: int | None) -> None:
-    timeline, is_foretold = profile.timeline, isinstance(profile, Prediction)
-    factor, _ = time_scale(timeline[-1].seconds)
-    most_bytes = max(1, budget_bytes or 0, *(point.total_bytes for point in timeline))
-    unit, name = scale(most_bytes)
-    seconds = [point.seconds * factor for point in timeline]
-    floor = [0.0] * len(timeline)
-    live: Sequence[Mapping[str, int]] = [point.live_bytes for point in timeline]
-    names = categories_of(live)
-    for category in names:
-        top = [base + part.get(category, 0) / unit for base, part in zip(floor, live, strict=True)]
-        look = swatch(category)
-        axes.fill_between(seconds, floor, top, step="post", facecolor=look.colour, hatch=look.hatch, edgecolor=PAPER,
-                          linewidth=0, alpha=_FORETOLD_ALPHA if is_foretold else None)  # fmt: skip
-        floor = top
-    if is_foretold:
-        axes.step(seconds, floor, where="post", color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
-    _mark_peak(axes, timeline, unit, factor)
-    if budget_bytes is not None:
-        _mark_budget(axes, budget_bytes, unit)
-    axes.set_xlim(seconds[0], max(seconds[-1], 1e-9))
-    axes.set_ylim(0, most_bytes / unit * 1.14)
-    axes.grid(visible=True, axis="y", color=GRID, linewidth=0.8, linestyle="-")
-    axes.tick_params(labelbottom=False)
-    axes.set_ylabel(f"memory allocated, {name}", fontsize=9, color=FAINT, family=FONT, loc="top")
-    _legend(figure, names, (0.012, 0.908), alpha=_FORETOLD_ALPHA if is_foretold else None)
-
-
-def _mark_peak(axes: Axes, timeline: Sequence[TimelinePoint], unit: int, factor: float) -> None:
-    peak = max(timeline, key=lambda point: point.total_bytes)
-    at = (peak.seconds * factor, peak.total_bytes / unit)
-    axes.plot(*at, marker="o", markersize=6, markerfacecolor=PAPER, markeredgecolor=INK, markeredgewidth=1.4)
-    is_late = peak.seconds > timeline[-1].seconds * 0.6
-    axes.annotate(
-        f"peak {format_bytes(peak.total_bytes)} in the {peak.phase.words}", at, xytext=(-9 if is_late else 9, 7),
-        textcoords="offset points", ha="right" if is_late else "left", fontsize=9, color=INK, family=FONT,
-    )  # fmt: skip
-
-
-def _mark_budget(axes: Axes, budget_bytes: int, unit: int) -> None:
-    axes.axhline(budget_bytes / unit, color=BUDGET, linewidth=1.4, linestyle=(0, (5, 3)))
-    axes.annotate(
-        f"budget {format_bytes(budget_bytes)}", (0.003, budget_bytes / unit), xycoords=("axes fraction", "data"),
-        xytext=(0, 4), textcoords="offset points", fontsize=9, color=BUDGET, family=FONT,
-    )  # fmt: skip
-
-
-def _draw_phases(axes: Axes, timeline: Sequence[TimelinePoint]) -> None:
-    factor, time_name = time_scale(timeline[-1].seconds)
-    whole = max(timeline[-1].seconds - timeline[0].seconds, 1e-12)
-    for stretch in stretches(timeline):
-        start, length = stretch.start_seconds * factor, (stretch.stop_seconds - stretch.start_seconds) * factor
-        axes.barh(0, length, 1, left=start, color=_PHASES[stretch.phase], edgecolor=PAPER, linewidth=0.6)
-        if label := _phase_label(stretch, whole):
-            axes.text(start + length / 2, 0, label, ha="center", va="center", fontsize=8.5, color=INK, family=FONT)
-    axes.set_ylim(-0.5, 0.5)
-    axes.set_yticks([])
-    label_x(axes, f"time in the step, {time_name}{_short_phases(timeline, whole)}")
-
-
-def _phase_label(stretch: Stretch, whole_seconds: float) -> str:
-    """The phase's name where it fits, else its first letter, else nothing."""
-    share = (stretch.stop_seconds - stretch.start_seconds) / whole_seconds
-    if stretch.phase is Phase.OTHER or share < 0.012:
-        return ""
-    return str(stretch.phase) if share > 0.08 else stretch.phase[0].upper()
-
-
-def _short_phases(timeline: Sequence[TimelinePoint], whole_seconds: float) -> str:
-    labels = {_phase_label(stretch, whole_seconds) for stretch in stretches(timeline)}
-    used = [phase for phase in Phase if phase[0].upper() in labels]
-    return f"   ({', '.join(f'{phase[0].upper()} {phase}' for phase in used)})" if used else ""

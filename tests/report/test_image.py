@@ -13,9 +13,9 @@ import pytest
 import samples
 
 from memlab.comparison import Comparison
-from memlab.errors import MissingExtraError
+from memlab.errors import MemlabError, MissingExtraError
 from memlab.records import Category, Measurement
-from memlab.report import image
+from memlab.report import image, timeline_image
 from memlab.report.segments import REST, segments, stretches, swatch
 from memlab.units import GIB
 
@@ -43,7 +43,7 @@ def test_a_row_more_makes_the_picture_higher_not_wider() -> None:
 
 
 def test_the_background_is_opaque_and_light() -> None:
-    for png in (image.png(samples.comparison()), image.timeline_png(samples.measurement("as written", 2, 1))):
+    for png in (image.png(samples.comparison()), timeline_image.png(samples.measurement("as written", 2, 1))):
         corner = opened(png).convert("RGBA").getpixel((2, 2))
         assert corner[3] == 255
         assert min(corner[:3]) > 245
@@ -82,16 +82,35 @@ def test_phases_follow_each_other_without_gaps() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 4, 16])
 def test_timelines_are_drawn(micro_batches: int) -> None:
     measurement = samples.measurement("--accumulate 4", 2, 1, micro_batches)
-    png = image.timeline_png(measurement, budget_bytes=3 * GIB)
+    png = timeline_image.png(measurement, budget_bytes=3 * GIB)
     assert opened(png).size == (1584, 619)
     assert share_of(swatch(Category.ACTIVATIONS).colour, png) > 0.05
     assert share_of("#B3261E", png) > 0.0005  # the budget line
-    assert share_of("#B3261E", image.timeline_png(measurement)) == 0
+    assert share_of("#B3261E", timeline_image.png(measurement)) == 0
+
+
+def test_steps_together_share_their_scales() -> None:
+    one, other = samples.measurement("as written", 4, 1), samples.measurement("--accumulate 4", 1, 1, 4)
+    png = timeline_image.together_png([one, other])
+    assert opened(png).text["Description"] == "as written peaks at 5.79 GiB; --accumulate 4 peaks at 3.25 GiB"
+    assert opened(png).height > opened(timeline_image.png(one)).height
+    # on a scale of its own a step alone would fill its frame with activations, however few they are
+    assert share_of(swatch(Category.ACTIVATIONS).colour, timeline_image.together_png([one, one])) > 1.3 * share_of(
+        swatch(Category.ACTIVATIONS).colour, png
+    )
+
+
+def test_steps_without_a_timeline_cannot_be_drawn_together() -> None:
+    bare = Measurement("--bf16", "cpu", 0, None, 0, {}, (), (), 0, 0)
+    with pytest.raises(MemlabError, match="needs steps with a timeline, and has none of --bf16"):
+        timeline_image.together_png([bare])
+    with pytest.raises(MemlabError, match="has none of any"):
+        timeline_image.together_png([])
 
 
 def test_a_measurement_without_timeline_or_times_still_draws() -> None:
     bare = Measurement("as written", "cpu", 0, None, 0, {}, (), (), 0, 0)
-    assert opened(image.timeline_png(bare)).size == (1584, 619)
+    assert opened(timeline_image.png(bare)).size == (1584, 619)
     assert opened(image.png(Comparison("a title without letters $of$ mathematics_", (bare,)))).width == 1584
 
 
@@ -113,10 +132,10 @@ def test_the_description_is_in_the_file() -> None:
 
 def test_pyplot_is_never_imported() -> None:
     code = (
-        "import sys; from memlab.records import *; from memlab.comparison import *; from memlab.report import image, html, text, figure\n"
+        "import sys; from memlab.records import *; from memlab.comparison import *; from memlab.report import image, timeline_image, html, text, figure\n"
         "assert 'matplotlib' not in sys.modules and 'plotly' not in sys.modules\n"
         "m = Measurement('as written', 'cpu', 8, None, 0, {}, (), (1.0,), 1, 0)\n"
-        "image.png(Comparison('t', (m,))); image.timeline_png(m)\n"
+        "image.png(Comparison('t', (m,))); timeline_image.png(m)\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

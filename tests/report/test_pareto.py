@@ -9,7 +9,7 @@ import pytest
 import samples
 
 from memlab.records import Fit
-from memlab.report import figure, image, pareto, pareto_figure, pareto_image
+from memlab.report import figure, pareto, pareto_figure, pareto_image, timeline_image
 from memlab.report.pareto import LOOKS, MEASURED, MOST_POINTS
 from memlab.report.ranking import pareto_front
 from memlab.units import GIB
@@ -150,8 +150,8 @@ def test_one_figure_draws_measured_and_foretold_steps() -> None:
 def test_the_static_step_of_a_prediction_is_paler() -> None:
     pytest.importorskip("matplotlib")
     points = samples.timeline(3.0, 2)
-    foretold = image.timeline_png(replace(samples.prediction("--accumulate 2", 5, 1), timeline=points))
-    measured = image.timeline_png(samples.measurement("--accumulate 2", 3.0, 1, 2))
+    foretold = timeline_image.png(replace(samples.prediction("--accumulate 2", 5, 1), timeline=points))
+    measured = timeline_image.png(samples.measurement("--accumulate 2", 3.0, 1, 2))
     assert share_of("#CC79A7", measured, near=4) > 0.05
     assert share_of("#CC79A7", foretold, near=4) < 0.001
 

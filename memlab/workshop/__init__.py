@@ -1,0 +1,17 @@
+"""What the course's notebooks share: guesses before measurements, exercises that check themselves, and work of a size for this machine.
+
+from memlab import workshop
+
+guesses, check, here = workshop.Guesses(), workshop.chapter(1), workshop.here()
+"""
+
+from __future__ import annotations
+
+from memlab.workshop.chapters import chapter
+from memlab.workshop.graph import held_by
+from memlab.workshop.guesses import Guesses
+from memlab.workshop.material import Here, here
+from memlab.workshop.pictures import steps
+from memlab.workshop.questions import Check, Question
+
+__all__ = ["Check", "Guesses", "Here", "Question", "chapter", "held_by", "here", "steps"]

@@ -1,0 +1,128 @@
+"""`Here`: models and data whose size follows the machine, so that one notebook runs on a laptop, on a T4 and on a large GPU."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memlab.extras import require
+from memlab.units import GIB
+
+# parameters by width, heads and layers; rows and tokens of a batch; entries of the vocabulary
+_SIZES = {
+    "cpu": {"n_layer": 6, "n_embd": 192, "n_head": 6, "rows": 8, "tokens": 96, "vocabulary": 4000},
+    "small GPU": {"n_layer": 12, "n_embd": 768, "n_head": 12, "rows": 8, "tokens": 512, "vocabulary": 8000},
+    "large GPU": {"n_layer": 24, "n_embd": 1024, "n_head": 16, "rows": 16, "tokens": 1024, "vocabulary": 16000},
+}
+_LARGE_BYTES = 30 * GIB
+_FILES = 60
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a notebook trains on this machine.
+
+    Args:
+        kind: "cpu", "small GPU" (up to 30 GiB) or "large GPU".
+        device: where models and batches live.
+        rows: rows of a batch.
+        tokens: tokens of a row.
+        vocabulary: entries of the tokenizer's.
+        layers: of the model.
+        width: of the model.
+        heads: of its attention.
+    """
+
+    kind: str
+    device: torch.device
+    rows: int
+    tokens: int
+    vocabulary: int
+    layers: int
+    width: int
+    heads: int
+
+    def gpt2(self, *, attention: str = "sdpa", **changes: Any) -> Any:
+        """A GPT-2 of this machine's size with random weights, in train mode, without dropout.
+
+        Args:
+            attention: of Transformers' implementations.
+            changes: further settings of `GPT2Config`.
+        """
+        require("transformers")
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "n_positions": self.tokens}
+        settings = {**sizes, "vocab_size": self.vocabulary, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0,
+                    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+        config = GPT2Config(**{**settings, **changes}, attn_implementation=attention)
+        model = GPT2LMHeadModel(config).to(self.device).train()
+        model.loss_type = "ForCausalLM"  # Transformers guesses it from the class's name, and says so each time
+        return model
+
+    def batches(self, rows: int | None = None) -> Iterator[torch.Tensor]:
+        """Batches of real text without end: Python's standard library, in tokens learned from it.
+
+        Args:
+            rows: of a batch; by default this machine's.
+
+        Yields:
+            Token ids of shape [rows, tokens].
+        """
+        ids = library_tokens(self.vocabulary)
+        size = (rows or self.rows) * self.tokens
+        while True:
+            for start in range(0, len(ids) - size + 1, size):
+                # a copy, since a view would keep the whole text on the device
+                yield ids[start : start + size].view(-1, self.tokens).clone().to(self.device)
+
+    def __str__(self) -> str:
+        model = f"GPT-2 with {self.layers} layers of width {self.width}"
+        return f"{self.kind}: {model}, batches of {self.rows} × {self.tokens} tokens"
+
+
+def here() -> Here:
+    """What suits this machine.
+
+    Example:
+        >>> here().rows
+        8
+    """
+    kind = _kind()
+    sizes = _SIZES[kind]
+    device = torch.device("cpu" if kind == "cpu" else "cuda")
+    return Here(
+        kind, device, sizes["rows"], sizes["tokens"], sizes["vocabulary"], sizes["n_layer"], sizes["n_embd"],
+        sizes["n_head"],
+    )  # fmt: skip
+
+
+def _kind() -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "large GPU" if torch.cuda.get_device_properties(0).total_memory > _LARGE_BYTES else "small GPU"
+
+
+@lru_cache(maxsize=4)
+def library_tokens(vocabulary: int) -> torch.Tensor:
+    """Text of Python's standard library as token ids, by a byte-pair tokenizer that is trained on it.
+
+    Args:
+        vocabulary: how many tokens to learn.
+
+    Returns:
+        Ids of shape [tokens], about a million.
+    """
+    tokenizers = require("tokenizers")
+    library = Path(sysconfig.get_path("stdlib"))
+    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in sorted(library.glob("*.py"))[:_FILES]]
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=vocabulary, show_progress=False)
+    return torch.tensor([token for each in tokenizer.encode_batch(texts) for token in each.ids])

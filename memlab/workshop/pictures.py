@@ -1,0 +1,46 @@
+"""`steps`: the memory of several steps over time, drawn on one scale from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memlab.records import Measurement, Prediction
+from memlab.report import text, timeline_image
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A picture of steps, which a notebook shows.
+
+    Args:
+        profiles: each with a timeline.
+    """
+
+    profiles: Sequence[Measurement | Prediction]
+
+    def __str__(self) -> str:
+        return "\n\n".join(text.breakdown(profile) for profile in self.profiles)
+
+    __repr__ = __str__
+
+    def _repr_png_(self) -> bytes:
+        return timeline_image.together_png(self.profiles)
+
+
+def steps(*profiles: Measurement | Prediction) -> Steps:
+    """Draw steps below each other, on one scale of memory and one of time.
+
+    Args:
+        profiles: measurements or predictions.
+
+    Example:
+        >>> from memlab.records import Phase, TimelinePoint
+        >>> point = TimelinePoint(0.0, Phase.FORWARD, {"parameters": 2**20})
+        >>> m = Measurement("as written", "cpu", 2**20, None, 0, {"parameters": 2**20}, (point,), (0.5,), 8, 0)
+        >>> steps(m)
+        as written · cpu
+        parameters          1.0 MiB   100 %  ████████████████████████
+        peak allocated      1.0 MiB   in the forward pass
+    """
+    return Steps(profiles)

@@ -1,0 +1,213 @@
+"""`Question` and `Check`: exercises that say whether an answer is right, with a hint and a solution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+from memlab.errors import MemlabError
+
+NOT_ATTEMPTED, NOT_YET, RIGHT = "not attempted", "not yet", "right"
+# None where an answer is right, else what is wrong with it
+Judge = Callable[[Any], str | None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of an answer.
+
+    Args:
+        question: name of the question.
+        state: NOT_ATTEMPTED, NOT_YET or RIGHT.
+        words: what else is to be said.
+    """
+
+    question: str
+    state: str
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.question}: {self.state}. {self.words}"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Question:
+    """One exercise.
+
+    Args:
+        name: as the notebook calls it, such as "q1".
+        judge: None for a right answer, else what is wrong.
+        because: said when the answer is right.
+        clue: what to think of.
+        answer: the solution, in words or code.
+        right: answers that are right, to test the question itself.
+        wrong: answers that are not, likewise.
+    """
+
+    name: str
+    judge: Judge
+    because: str
+    clue: str
+    answer: str
+    right: Sequence[Any]
+    wrong: Sequence[Any]
+
+    def __call__(self, given: Any = ...) -> Verdict:
+        """Check an answer."""
+        if isinstance(given, EllipsisType):
+            return Verdict(self.name, NOT_ATTEMPTED, "Put your answer in place of ... and run the cell again.")
+        fault = self._fault(given)
+        if fault is None:
+            return Verdict(self.name, RIGHT, self.because)
+        return Verdict(self.name, NOT_YET, f"{fault} Stuck? check.{self.name}.hint()")
+
+    def hint(self) -> Text:
+        """What to think of."""
+        return Text(f"{self.name}, a hint: {self.clue} The solution: check.{self.name}.solution()")
+
+    def solution(self) -> Text:
+        """The answer."""
+        return Text(f"{self.name}, a solution:\n{self.answer}")
+
+    def _fault(self, given: Any) -> str | None:
+        try:
+            return self.judge(given)
+        except NotImplementedError:
+            return "It still raises NotImplementedError."
+        except Exception as error:  # noqa: BLE001 - it is the reader's code
+            return f"It raised {type(error).__name__}: {error}."
+
+
+class Text(str):
+    """A text that a cell shows as it is, without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Check:
+    """The exercises of a chapter, as attributes.
+
+    Args:
+        questions: of the chapter.
+
+    Example:
+        >>> check = Check([number("q1", 16, "4 + 4 + 8.", "Count the copies.", "16")])
+        >>> check.q1(...)
+        q1: not attempted. Put your answer in place of ... and run the cell again.
+        >>> check.q1(12)
+        q1: not yet. 12 is too low. Stuck? check.q1.hint()
+        >>> check.q1(16)
+        q1: right. 4 + 4 + 8.
+    """
+
+    def __init__(self, questions: Sequence[Question]) -> None:
+        self.questions = {each.name: each for each in questions}
+
+    def __getattr__(self, name: str) -> Question:
+        questions: dict[str, Question] = self.__dict__.get("questions", {})
+        if name in questions:
+            return questions[name]
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnknownQuestionError(f"check.{name}: this chapter has {', '.join(questions)}")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.questions]
+
+
+class UnknownQuestionError(MemlabError, AttributeError):
+    """A question that the chapter does not have."""
+
+
+# --- kinds of questions ---------------------------------------------------------------------------
+
+
+def number(
+    name: str, value: float, because: str, clue: str, answer: str, *, within: float = 0.01, wrong: Sequence[Any] = ()
+) -> Question:
+    """A question whose answer is a number.
+
+    Args:
+        name: of the question.
+        value: the answer.
+        because: said when it is right.
+        clue: the hint.
+        answer: the solution.
+        within: how far off an answer may be, as a share of the value.
+        wrong: answers people give that are wrong.
+    """
+
+    def judge(given: Any) -> str | None:
+        if isinstance(given, bool) or not isinstance(given, (int, float)):
+            return f"{given!r} is no number."
+        if abs(given - value) <= within * abs(value):
+            return None
+        return f"{given:g} is too {'high' if given > value else 'low'}."
+
+    return Question(name, judge, because, clue, answer, (value,), (value * 2, value / 2, str(value), None, *wrong))
+
+
+def choice(name: str, options: str, value: str, because: str, clue: str, answer: str) -> Question:
+    """A question whose answer is one of some letters.
+
+    Args:
+        name: of the question.
+        options: the letters.
+        value: the right one.
+        because: said when it is right.
+        clue: the hint.
+        answer: the solution.
+    """
+
+    def judge(given: Any) -> str | None:
+        said = str(given).strip().upper()
+        if said not in options:
+            return f"{given!r} is none of {', '.join(options)}."
+        return None if said == value else f"It is not {said}."
+
+    others = [each for each in options if each != value]
+    return Question(name, judge, because, clue, answer, (value, value.lower()), (*others, "Z", 1))
+
+
+def function(
+    name: str,
+    cases: Sequence[tuple[tuple[Any, ...], float]],
+    because: str,
+    clue: str,
+    answer: str,
+    *,
+    right: Sequence[Callable[..., Any]],
+    wrong: Sequence[Callable[..., Any]],
+) -> Question:
+    """A question whose answer is a function of numbers.
+
+    Args:
+        name: of the question.
+        cases: arguments, and what is to come of them, to one percent.
+        because: said when it is right.
+        clue: the hint.
+        answer: the solution.
+        right: functions that are right, to test the question itself.
+        wrong: functions that are not, likewise.
+    """
+
+    def judge(given: Any) -> str | None:
+        if not callable(given):
+            return f"{given!r} is no function."
+        for arguments, wanted in cases:
+            got = given(*arguments)
+            if got is None:
+                return "It returns nothing."
+            if abs(float(got) - wanted) > 0.01 * abs(wanted):
+                said = ", ".join(map(repr, arguments))
+                return f"For ({said}) it gives {float(got):g}, and {wanted:g} is wanted."
+        return None
+
+    return Question(name, judge, because, clue, answer, tuple(right), (*wrong, 1, lambda *_: None))

@@ -1,0 +1,64 @@
+"""Guesses: what they are worth, and what is said of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from memlab.errors import PlanError
+from memlab.units import MIB
+from memlab.workshop import Guesses
+
+
+@pytest.mark.parametrize(
+    ("guess", "points", "words"),
+    [
+        ("100 MiB", 3, "you said 100.0 MiB, exactly"),
+        ("104 MiB", 3, "you said 104.0 MiB, 4 % too high"),
+        ("80 MiB", 2, "you said 80.0 MiB, 20 % too low"),
+        ("190 MiB", 1, "you said 190.0 MiB, 90 % too high"),
+        ("1 GiB", 0, "you said 1.00 GiB, 924 % too high"),
+    ],
+)
+def test_points_follow_the_factor_between_guess_and_measurement(guess: str, points: int, words: str) -> None:
+    guesses = Guesses()
+    guesses.guess("peak", guess)
+    revealed = guesses.reveal("peak", 100 * MIB)
+    assert str(revealed) == repr(revealed) == f"peak: 100.0 MiB · {words} · {points} of 3 points"
+
+
+def test_numbers_have_a_unit_of_their_own() -> None:
+    guesses = Guesses()
+    guesses.guess("time", 2)
+    assert str(guesses.reveal("time", 1.5, "×")) == "time: 1.5 × · you said 2 ×, 33 % too high · 1 of 3 points"
+
+
+def test_what_was_not_guessed_is_revealed_without_points() -> None:
+    guesses = Guesses()
+    assert str(guesses.score()) == "no guess was made yet"
+    guesses.guess("peak", ...)
+    assert "no guess was made: put your number in place of ..." in str(guesses.reveal("peak", MIB))
+    guesses.guess("other", "1 MiB")
+    guesses.reveal("other", MIB)
+    guesses.reveal("other", MIB)
+    assert str(guesses.score()) == "3 of 3 points for 1 guess"
+
+
+def test_nothing_is_divided_by_zero() -> None:
+    guesses = Guesses()
+    guesses.guess("gain", 0)
+    assert guesses.reveal("gain", 0, "MiB").points == 3
+    assert guesses.reveal("gain", 5, "MiB").points == 0
+    guesses.guess("gain", 5)
+    assert str(guesses.reveal("gain", 0, "MiB")) == "gain: 0 MiB · you said 5 MiB · 0 of 3 points"
+
+
+def test_bad_guesses_say_what_is_allowed() -> None:
+    guesses = Guesses()
+    with pytest.raises(PlanError, match=re.escape("size '3 apples': expected a number with B, KiB, MiB, GiB or TiB")):
+        guesses.guess("peak", "3 apples")
+    with pytest.raises(PlanError, match="guess of peak: None is neither a size such as '300 MiB' nor a number"):
+        guesses.guess("peak", None)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="'peak' was not guessed: asked was nothing yet; run the cell with the guess"):
+        guesses.reveal("peak", 1)
