@@ -67,21 +67,25 @@ class Here:
         model.loss_type = "ForCausalLM"  # Transformers guesses it from the class's name, and says so each time
         return model
 
-    def batches(self, rows: int | None = None) -> Iterator[torch.Tensor]:
+    def batches(
+        self, rows: int | None = None, tokens: int | None = None, vocabulary: int | None = None
+    ) -> Iterator[torch.Tensor]:
         """Batches of real text without end: Python's standard library, in tokens learned from it.
 
         Args:
             rows: of a batch; by default this machine's.
+            tokens: of a row, likewise.
+            vocabulary: entries of the tokenizer's, likewise.
 
         Yields:
             Token ids of shape [rows, tokens].
         """
-        ids = library_tokens(self.vocabulary)
-        size = (rows or self.rows) * self.tokens
+        ids, length = library_tokens(vocabulary or self.vocabulary), tokens or self.tokens
+        size = (rows or self.rows) * length
         while True:
             for start in range(0, len(ids) - size + 1, size):
                 # a copy, since a view would keep the whole text on the device
-                yield ids[start : start + size].view(-1, self.tokens).clone().to(self.device)
+                yield ids[start : start + size].view(-1, length).clone().to(self.device)
 
     def __str__(self) -> str:
         model = f"GPT-2 with {self.layers} layers of width {self.width}"
