@@ -7,8 +7,9 @@ DDP are recognised by the attribute they keep their inner object under, so memla
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -116,8 +117,8 @@ class Workload:
     ) -> Workload | None:
         """Look for a model and its optimizers among live variables.
 
-        Names the cell uses come first; among them a Trainer stands for its model and optimizer. When
-        the cell assigns a name anew, what the name held before is not looked at.
+        Names the cell uses come first, then those that its functions use; among them a Trainer stands for its
+        model and optimizer. When the cell assigns a name anew, what the name held before is not looked at.
 
         Args:
             namespace: variables by name, such as the notebook's.
@@ -196,8 +197,12 @@ def find_model(namespace: Mapping[str, Any], cell: str, name: str | None = None)
         held = _held_model(live.get(name))
         return unwrap_model(held if held is not None else _chosen(live, name, "--model", nn.Module))
     used, assigned = names_in(cell)
-    models = {key: held for key in used if key not in assigned and (held := _held_model(live.get(key))) is not None}
-    named = _outermost({key: unwrap_model(model) for key, model in models.items()})
+    named: dict[str, nn.Module] = {}
+    for names in (used, names_read_by(used, live)):
+        models = {
+            key: held for key in names if key not in assigned and (held := _held_model(live.get(key))) is not None
+        }
+        named = named or _outermost({key: unwrap_model(model) for key, model in models.items()})
     if len(named) > 1:
         listed = ", ".join(f"{key} ({type(m).__name__})" for key, m in named.items())
         raise WorkloadError(f"several models found: {listed}; name the one to use with --model {next(iter(named))}")
@@ -256,6 +261,43 @@ def names_in(cell: str) -> tuple[list[str], set[str]]:
     return list(dict.fromkeys(node.id for node in nodes)), assigned
 
 
+def names_read_by(names: Sequence[str], live: Mapping[str, Any]) -> list[str]:
+    """Variables that functions read, and the functions they call, and so on.
+
+    Args:
+        names: variables, of which the functions count.
+        live: variables by name.
+
+    Returns:
+        The names that are read there, in order, without those given.
+
+    Example:
+        >>> model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> def train():
+        ...     return model(torch.ones(2))
+        >>> names_read_by(["train"], {"train": train, "model": model, "other": other})
+        ['model']
+    """
+    reached = dict.fromkeys(names)
+    waiting = list(names)
+    while waiting:
+        code = getattr(live.get(waiting.pop(0)), "__code__", None)
+        new = [name for name in _global_names(code) if name in live and name not in reached]
+        reached.update(dict.fromkeys(new))
+        waiting += new
+    return list(reached)[len(dict.fromkeys(names)) :]
+
+
+def _global_names(code: Any) -> Iterator[str]:
+    """Names a function's code looks up outside of it, functions inside it included."""
+    if not isinstance(code, CodeType):
+        return
+    yield from code.co_names
+    yield from code.co_freevars
+    for constant in code.co_consts:
+        yield from _global_names(constant)
+
+
 def _given(optimizer: Any) -> list[torch.optim.Optimizer]:
     given = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     if not isinstance(given, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in given):
@@ -298,9 +340,10 @@ def _candidate_models(
         for name, m in models.items()
         if m is not None and any(p.requires_grad for p in m.parameters())
     }
-    in_cell = {name: trainable[name] for name in used if name in trainable and name not in assigned}
-    if in_cell:
-        return _outermost(in_cell)
+    for names in (used, names_read_by(used, live)):
+        in_cell = {name: trainable[name] for name in names if name in trainable and name not in assigned}
+        if in_cell:
+            return _outermost(in_cell)
     if has_cell and assigned:
         return {}
     return _outermost({name: m for name, m in trainable.items() if name not in assigned})

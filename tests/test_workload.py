@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memlab import Workload, WorkloadError
-from memlab.workload import Batch, names_in
+from memlab.workload import Batch, find_model, names_in
 
 
 def linear() -> nn.Linear:
@@ -96,6 +96,28 @@ class TestFinding:
         found = Workload.find({"encoder": model[0], "model": model, "same": model})
         assert found is not None
         assert found.model is model
+
+    def test_of_several_models_the_one_that_the_cells_functions_use(self) -> None:
+        code = (
+            "def step(batch): return [model(x) for x in batch]\n"
+            "def train(): return step([1])\n"
+            "def other_train(): return (lambda: other(1))()\n"
+        )
+        namespace: dict[str, Any] = {"model": linear(), "other": linear(), "unused": linear()}
+        exec(code, namespace)
+        for cell, name in (("train()", "model"), ("last = train()", "model"), ("other_train()", "other")):
+            found = Workload.find(namespace, cell)
+            assert found is not None, cell
+            assert found.model is namespace[name], cell
+            assert find_model(namespace, cell) is namespace[name], cell
+        # what the cell names itself comes before what its functions name
+        found = Workload.find(namespace, "train(); unused")
+        assert found is not None
+        assert found.model is namespace["unused"]
+        with pytest.raises(WorkloadError, match=r"several models found: other \(Linear\), model \(Linear\)"):
+            Workload.find(namespace, "train(); other_train()")
+        # assigned anew by the cell: the old one does not count
+        assert Workload.find({**namespace, "train": namespace["train"]}, "model = make()\ntrain()") is None
 
     def test_several_models(self) -> None:
         namespace = {"generator": linear(), "critic": nn.Bilinear(2, 2, 2)}
