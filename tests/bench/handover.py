@@ -44,4 +44,4 @@ def handover() -> list[Figure]:
 
 
 def _python(*arguments: str) -> None:
-    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True, timeout=300)

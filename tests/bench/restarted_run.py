@@ -25,7 +25,9 @@ Made = tuple[GPT2LMHeadModel, torch.optim.Optimizer]
 def made() -> Made:
     """A GPT-2 of 28 million parameters: 0.3 GiB with its moments."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=5000, n_embd=512, n_layer=8, n_head=8, n_positions=64)
+    config = GPT2Config(
+        vocab_size=5000, n_embd=512, n_layer=8, n_head=8, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
     model = GPT2LMHeadModel(config).train()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -45,38 +47,49 @@ def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: S
 def on_ranks(folder: Path) -> None:
     """Load, shard, take a step on this rank's rows, save."""
     import torch.distributed as dist
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
     dist.init_process_group("gloo")
-    model, optimizer = made()
-    saved = torch.load(folder / OUT, weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    states = get_state_dict(model, optimizer, options=whole)
+    model, optimizer = loaded(folder / OUT)
+    states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=whole)
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = {
+            entry: distribute_tensor(value, mesh, parameter.placements) if value.dim() else value
+            for entry, value in states[name].items()
+        }
     trained(model, optimizer, [BATCHES[2].chunk(dist.get_world_size())[dist.get_rank()]])
-    weights, moments = get_state_dict(model, optimizer, options=whole)
+
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    moments = optimizer.state_dict()
+    moments["state"] = {
+        number: {entry: whole(value) for entry, value in state.items()} for number, state in moments["state"].items()
+    }
     if dist.get_rank() == 0:
         torch.save({"model": weights, "optimizer": moments}, folder / HOME)
     dist.barrier()
     os._exit(0)  # a thread of gloo that wants the interpreter while it ends would abort it
 
 
-def in_a_new_kernel(folder: Path) -> None:
-    """Build and load; the loop would go on here."""
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
+def loaded(path: Path) -> Made:
+    """A model and an optimizer as they were saved."""
     model, optimizer = made()
-    saved = torch.load(folder / HOME, weights_only=True)
-    set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    saved = torch.load(path, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return model, optimizer
 
 
 if __name__ == "__main__":
-    (on_ranks if "RANK" in os.environ else in_a_new_kernel)(Path(sys.argv[1]))
+    if "RANK" in os.environ:
+        on_ranks(Path(sys.argv[1]))
+    else:  # the kernel in which the loop would go on
+        loaded(Path(sys.argv[1]) / HOME)
