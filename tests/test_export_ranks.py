@@ -26,11 +26,11 @@ RATE = 1e-3
 CLOSE = 2e-5
 
 
-def run(folder: Path, *command: str) -> str:
-    """Run a command in a folder, and end what it has started."""
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+def run(folder: Path, *command: str, on_gpus: bool = False) -> str:
+    """What a command prints that is run in a folder; without GPUs unless they are asked for."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if not on_gpus:
+        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
     )

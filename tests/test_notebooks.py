@@ -100,12 +100,13 @@ def test_keep_going_runs_to_the_end_where_memory_runs_out() -> None:
     assert "ran out of memory under every plan there is to try" in printed
 
 
-_ALL_ENGINES = 'ENGINES = ("ddp", "zero1", "zero2", "zero3") if'
+_ALL_ENGINES = 'ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2") if'
 _HANDED_OVER = """
 import json
 import psutil
 peaks = {engine: each.peak_allocated_bytes for engine, each in ranks.items()}
 left = len(psutil.Process().children(recursive=True))
+peaks["handed over"] = launched.comparison.measurements[0].peak_allocated_bytes
 print(json.dumps([difference, one.peak_allocated_bytes, peaks, left]))
 """
 
