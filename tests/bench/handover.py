@@ -40,7 +40,7 @@ def handover() -> list[Figure]:
         ratio = paired(handed_over, by_hand, _ROUNDS, warmup=0)
     parts = {f"seconds {name}": min(each[name] for each in spent) for name in spent[0]}
     name = "a step on two ranks, there and back, against save, restart and load (time)"
-    return [Figure(name, ratio.median, 1.0, {**asdict(ratio), **parts})]
+    return [Figure(name, ratio.median, None, {**asdict(ratio), **parts})]
 
 
 def _python(*arguments: str) -> None:
