@@ -410,5 +410,5 @@ def test_examples_in_the_docstrings() -> None:
 
 def test_unknown_target_lists_the_known_ones() -> None:
     with pytest.raises(PlanError) as caught:
-        export(Plan(), "fsdp2")
-    assert str(caught.value) == "export to 'fsdp2': allowed are torch, trainer, accelerate, deepspeed"
+        export(Plan(), "jax")
+    assert str(caught.value) == "export to 'jax': allowed are torch, trainer, accelerate, deepspeed, fsdp2"

@@ -166,7 +166,7 @@ ALLOWED: dict[str, set[str]] = {
         "units",
         "workload",
     },
-    "exporting": {"errors", "plan", "units"},
+    "exporting": {"errors", "plan", "scaleout", "units"},
     "roofline": {"devices"},
     "lattice": {"errors", "plan"},
     "trace": {

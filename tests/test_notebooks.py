@@ -125,3 +125,33 @@ def test_keep_going_runs_to_the_end_where_memory_runs_out() -> None:
     assert "→ --accumulate " in printed
     assert "→ --checkpoint, same batch again" in printed
     assert "ran out of memory under every plan there is to try" in printed
+
+
+_ALL_ENGINES = 'ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2") if'
+_HANDED_OVER = """
+import json
+import psutil
+peaks = {engine: each.peak_allocated_bytes for engine, each in ranks.items()}
+left = len(psutil.Process().children(recursive=True))
+peaks["handed over"] = launched.comparison.measurements[0].peak_allocated_bytes
+print(json.dumps([difference, one.peak_allocated_bytes, peaks, left]))
+"""
+
+
+@pytest.mark.xdist_group("notebooks")
+@pytest.mark.timeout(600)
+def test_beyond_one_gpu_hands_over_and_comes_home() -> None:
+    build = _build()
+    source = (_NOTEBOOKS / "source" / "09_beyond_one_gpu.md").read_text(encoding="utf-8")
+    # each engine is a launch of its own: one is enough here, beside the two handovers
+    assert source.count(_ALL_ENGINES) == 1
+    notebook = build.notebook_of(source.replace(_ALL_ENGINES, 'ENGINES = ("zero2",) if'))
+    notebook.cells.append(nbformat.v4.new_code_cell(_HANDED_OVER))
+    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
+    client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
+    difference, one_bytes, peaks, left = json.loads(notebook.cells[-1].outputs[0].text)
+    assert difference < 1e-4
+    assert all(peak_bytes < 0.9 * one_bytes for peak_bytes in peaks.values())
+    assert left == 0
+    shown = [o.data["text/plain"] for c in notebook.cells if c.cell_type == "code" for o in c.outputs if "data" in o]
+    assert any("one process" in text and "rank 1" in text for text in shown)

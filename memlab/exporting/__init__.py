@@ -3,6 +3,9 @@
 Each target is a list of parts; a part is printed only when the plan needs it, so the empty plan
 prints the plain thing. What a target cannot express is said in its output, never dropped.
 
+A plan for several processes is a `Scale`: its engine decides which targets there are, and every target says how it is
+started.
+
 Known limitations: the torch target serves models whose call returns an object with a `loss`; its
 chunked loss serves causal language models with a plain linear head.
 """
@@ -14,39 +17,79 @@ from collections.abc import Callable
 from memlab.errors import PlanError
 from memlab.exporting._accelerate import to_accelerate
 from memlab.exporting._deepspeed import to_deepspeed
+from memlab.exporting._ranks import to_ranks
 from memlab.exporting._torch import to_torch
 from memlab.exporting._trainer import to_trainer
 from memlab.plan import Plan
+from memlab.scaleout.scale import ENGINES, Scale
+
+_ZERO = tuple(engine for engine in ENGINES if engine.startswith("zero"))
+_PLANS: dict[str, Callable[[Plan], str]] = {
+    "torch": to_torch,
+    "trainer": to_trainer,
+    "accelerate": to_accelerate,
+    "deepspeed": to_deepspeed,
+}
+_SCALES: dict[str, tuple[tuple[str, ...], Callable[[Scale, int], str]]] = {
+    "torch": (("ddp", "fsdp2"), to_ranks),
+    "trainer": (("ddp", "fsdp2", *_ZERO), lambda scale, nproc: to_trainer(scale.plan, scale, nproc)),
+    "accelerate": (("ddp", "fsdp2", *_ZERO), lambda scale, nproc: to_accelerate(scale.plan, scale, nproc)),
+    "deepspeed": (_ZERO, lambda scale, nproc: to_deepspeed(scale.plan, scale, nproc)),
+    "fsdp2": (("fsdp2",), to_ranks),
+}
+TARGETS = tuple(_SCALES)
 
 
-def export(plan: Plan, to: str) -> str:
+def export(plan: Plan | Scale | str, to: str, *, nproc: int = 2) -> str:
     """Print a plan as code or as a configuration file.
 
     Args:
-        plan: the techniques to write down.
-        to: "torch" (a training loop), "trainer" (TrainingArguments), "accelerate" (a YAML file for
-            `accelerate launch --config_file`) or "deepspeed" (a JSON file).
+        plan: the techniques to write down; with ``--scale ENGINE`` (or a `Scale`) for several processes.
+        to: "torch" (a training loop; a program for torchrun under ddp and fsdp2), "trainer" (TrainingArguments),
+            "accelerate" (a YAML file for `accelerate launch --config_file`), "deepspeed" (a JSON file) or "fsdp2" (the
+            program for torchrun; of a plan without an engine as well).
+        nproc: number of processes, where there is an engine.
 
     Returns:
         Text that runs, or loads, as it stands.
 
     Raises:
-        PlanError: an unknown target.
+        PlanError: an unknown target, one that does not know the engine, or flags that are no plan.
+        RefusalError: the engine does not go together with the plan.
 
     Example:
         >>> print(export(Plan.parse("--accumulate 4 --adam8bit"), to="trainer"))  # doctest: +ELLIPSIS
         # memlab plan: --accumulate 4 --adam8bit
         from transformers import TrainingArguments
         ...
+        >>> print(export("--scale fsdp2 --checkpoint", to="accelerate", nproc=4))  # doctest: +ELLIPSIS
+        # memlab plan: --scale fsdp2 --checkpoint
+        # accelerate launch --config_file accelerate.yaml train.py
+        compute_environment: LOCAL_MACHINE
+        distributed_type: FSDP
+        ...
     """
     if to not in TARGETS:
         raise PlanError(f"export to {to!r}: allowed are {', '.join(TARGETS)}")
-    return TARGETS[to](plan)
+    if not isinstance(nproc, int) or nproc < 1:
+        raise PlanError(f"nproc {nproc!r}: expected a whole number of processes, 1 or more")
+    asked = parsed(plan) if isinstance(plan, str) else plan
+    if isinstance(asked, Plan):
+        if to in _PLANS:
+            return _PLANS[to](asked)
+        asked = Scale(to, asked)
+    engines, written = _SCALES[to]
+    if asked.engine not in engines:
+        others = [target for target, (known, _) in _SCALES.items() if asked.engine in known]
+        raise PlanError(f"--scale {asked.engine} to {to!r}: allowed are {', '.join(others) or 'no targets yet'}")
+    return written(asked, nproc)
 
 
-TARGETS: dict[str, Callable[[Plan], str]] = {
-    "torch": to_torch,
-    "trainer": to_trainer,
-    "accelerate": to_accelerate,
-    "deepspeed": to_deepspeed,
-}
+def parsed(text: str) -> Plan | Scale:
+    """Flags as a plan, or with an engine as a scale.
+
+    Example:
+        >>> parsed("--scale ddp --bf16").engine
+        'ddp'
+    """
+    return Scale.parse(text) if "--scale" in text.replace("=", " ").split() else Plan.parse(text)

@@ -11,38 +11,62 @@ from memlab.exporting._parts import (
     zero_stage,
 )
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.scaleout.scale import Scale
 
 _MIXED_PRECISION = {Precision.FP16: "fp16", Precision.BF16: "bf16"}
 
 
-def to_accelerate(plan: Plan) -> str:
-    is_deepspeed = any(plan.tier_of(what) is not None for what in (Offloaded.OPTIMIZER, Offloaded.PARAMS))
+def to_accelerate(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
+    kind = _distributed_type(plan, scale)
+    sections = {"DEEPSPEED": _deepspeed_section, "FSDP": _fsdp_section}
     lines = [
-        header(plan),
+        header(plan if scale is None else scale),
         "# accelerate launch --config_file accelerate.yaml train.py",
         "compute_environment: LOCAL_MACHINE",
-        f"distributed_type: {'DEEPSPEED' if is_deepspeed else repr('NO')}",
-        *(_accelerate_deepspeed(plan) if is_deepspeed else []),
+        f"distributed_type: {kind}",
+        *(sections[kind](plan, scale) if kind in sections else []),
         f"mixed_precision: {_MIXED_PRECISION.get(plan.precision, repr('no'))}",
         "num_machines: 1",
-        "num_processes: 1",
+        f"num_processes: {nproc}",
         "machine_rank: 0",
         "main_training_function: main",
         "use_cpu: false",
         "debug: false",
     ]
-    return "\n".join([*lines, *_accelerate_notes(plan)]) + "\n"
+    return "\n".join([*lines, *_accelerate_notes(plan, kind)]) + "\n"
 
 
-def _accelerate_deepspeed(plan: Plan) -> list[str]:
+def _distributed_type(plan: Plan, scale: Scale | None) -> str:
+    if scale is not None:
+        return {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(scale.engine, "DEEPSPEED")
+    offloads = any(plan.tier_of(what) is not None for what in (Offloaded.OPTIMIZER, Offloaded.PARAMS))
+    return "DEEPSPEED" if offloads else repr("NO")
+
+
+def _deepspeed_section(plan: Plan, scale: Scale | None) -> list[str]:
     settings = [
-        f"zero_stage: {zero_stage(plan)}",
+        f"zero_stage: {zero_stage(plan, scale)}",
         *_accelerate_tier(plan, Offloaded.OPTIMIZER, "offload_optimizer"),
         *_accelerate_tier(plan, Offloaded.PARAMS, "offload_param"),
         f"gradient_accumulation_steps: {plan.accumulation}",
+        "gradient_clipping: 1.0e+9  # your loop's norm; unsaid, and at 0, Accelerate leaves it to DeepSpeed, which clips at 1",
         "zero3_init_flag: false",
     ]
     return ["deepspeed_config:", *indent(settings, 2)]
+
+
+def _fsdp_section(plan: Plan, _scale: Scale | None) -> list[str]:
+    offloads = any(plan.tier_of(what) is not None for what in (Offloaded.OPTIMIZER, Offloaded.PARAMS))
+    settings = [
+        "fsdp_version: 2",
+        "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP  # the blocks a model of transformers names in _no_split_modules",
+        "fsdp_reshard_after_forward: true",
+        f"fsdp_offload_params: {str(offloads).lower()}",
+        f"fsdp_activation_checkpointing: {str(plan.checkpointing == 'full').lower()}",
+        "fsdp_cpu_ram_efficient_loading: false",
+        "fsdp_state_dict_type: SHARDED_STATE_DICT",
+    ]
+    return ["fsdp_config:", *indent(settings, 2)]
 
 
 def _accelerate_tier(plan: Plan, what: Offloaded, name: str) -> list[str]:
@@ -52,12 +76,12 @@ def _accelerate_tier(plan: Plan, what: Offloaded, name: str) -> list[str]:
     return [f"{name}_device: {'none' if tier is None else 'cpu'}"]
 
 
-def _accelerate_notes(plan: Plan) -> list[str]:
-    notes = _script_notes(plan)
+def _accelerate_notes(plan: Plan, kind: str) -> list[str]:
+    notes = _script_notes(plan, kind)
     return ["# The rest of the plan belongs into the script:", *(f"# - {note}" for note in notes)] if notes else []
 
 
-def _script_notes(plan: Plan) -> list[str]:
+def _script_notes(plan: Plan, kind: str) -> list[str]:
     accumulate, every = plan.accumulation, block_stride(plan)
     kwargs = f", every_n_layers={every}" if every > 1 else ""
     enable = f'model.activation_checkpointing_enable({{"use_reentrant": False}}{kwargs})'
@@ -66,7 +90,7 @@ def _script_notes(plan: Plan) -> list[str]:
     notes = (
         ((f"Accelerator(gradient_accumulation_steps={accumulate}), batches {accumulate} times smaller, and "
          "`with accelerator.accumulate(model):` around each; weight losses by target tokens"), accumulate > 1),
-        (enable, has_switch_for_checkpointing(plan)),
+        (enable, has_switch_for_checkpointing(plan) and not (kind == "FSDP" and plan.checkpointing == "full")),
         ("checkpointing by budget: checkpoint_blocks of memlab.export(plan, to='torch'), on one of your batches; "
          "every_n_layers takes blocks by number alone", plan.budget_bytes is not None),
         (f"selective checkpointing: model.activation_checkpointing_enable with {context}",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from memlab.exporting._parts import one_line_optimizer, zero_stage
+from memlab.exporting._parts import one_line_optimizer, torchrun, zero_stage
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.scaleout.scale import Scale
 
 
-def to_deepspeed(plan: Plan) -> str:
-    notes = [*([str(plan)] if str(plan) else []), *_deepspeed_notes(plan)]
+def to_deepspeed(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
+    start = [] if scale is None else [f"{torchrun(nproc)}, or deepspeed --num_gpus {nproc} train.py"]
+    flags = str(plan if scale is None else scale)
+    notes = [flags, *start, *_deepspeed_notes(plan)] if flags else []
     config: dict[str, Any] = {
         # JSON has no comments; DeepSpeed passes over names it does not know at this level
         **({"memlab_notes": notes} if notes else {}),
@@ -18,16 +21,16 @@ def to_deepspeed(plan: Plan) -> str:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": plan.accumulation,
         "gradient_clipping": "auto",
-        "zero_optimization": _deepspeed_zero(plan),
+        "zero_optimization": _deepspeed_zero(plan, zero_stage(plan, scale)),
         **_deepspeed_precision(plan),
-        **_deepspeed_optimizer(plan),
+        **_deepspeed_optimizer(plan, zero_stage(plan, scale)),
         **_deepspeed_checkpointing(plan),
     }
     return json.dumps(config, indent=2) + "\n"
 
 
-def _deepspeed_zero(plan: Plan) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": zero_stage(plan)}
+def _deepspeed_zero(plan: Plan, stage: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
     for name, what in (("offload_optimizer", Offloaded.OPTIMIZER), ("offload_param", Offloaded.PARAMS)):
         tier = plan.tier_of(what)
         if tier is Tier.DISK:
@@ -55,12 +58,12 @@ def _deepspeed_pure_bf16(plan: Plan) -> dict[str, bool]:
     return {"bf16_master_weights_and_grads": True} if plan.optimizer is OptimizerChoice.ADAMW else {}
 
 
-def _deepspeed_optimizer(plan: Plan) -> dict[str, Any]:
+def _deepspeed_optimizer(plan: Plan, stage: int) -> dict[str, Any]:
     if plan.optimizer is OptimizerChoice.ADAMW:
         parameters = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
         return {"optimizer": {"type": "AdamW", "params": parameters}}
     # an optimizer of the script's own: DeepSpeed asks for leave to shard it, and to run it on the host
-    own = {"zero_allow_untested_optimizer": True} if zero_stage(plan) else {}
+    own = {"zero_allow_untested_optimizer": True} if stage else {}
     return {**own, **({"zero_force_ds_cpu_optimizer": False} if plan.tier_of(Offloaded.OPTIMIZER) else {})}
 
 
@@ -100,4 +103,4 @@ def _deepspeed_notes(plan: Plan) -> list[str]:
         ("gradient release: DeepSpeed updates after the backward pass and keeps gradients until then",
          plan.gradients is Gradients.RELEASE),
     )  # fmt: skip
-    return [text for text, wanted in notes if wanted and str(plan)]
+    return [text for text, wanted in notes if wanted]

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.scaleout.scale import Scale
 
 
-def header(plan: Plan) -> str:
+def header(plan: Plan | Scale) -> str:
     return f"# memlab plan: {str(plan) or 'none, as written'}"
+
+
+def torchrun(nproc: int) -> str:
+    """How a script is started on many ranks of one machine."""
+    return f"torchrun --nproc-per-node {nproc} train.py"
 
 
 def indent(lines: list[str], spaces: int) -> list[str]:
@@ -41,6 +47,14 @@ TORCH_OPTIMIZERS = {
 }
 
 
+def optimizer_helper(plan: Plan) -> str:
+    """The function that makes the optimizer."""
+    package, call = TORCH_OPTIMIZERS[plan.optimizer]
+    comment = ["# the plan keeps your optimizer: put it here"] if plan.optimizer is OptimizerChoice.KEEP else []
+    body = [*([package, ""] if package else []), *comment, f"return {call}"]
+    return "\n".join(["def make_optimizer(model, lr):", *indent(body, 4)])
+
+
 def one_line_optimizer(plan: Plan) -> str:
     package, call = TORCH_OPTIMIZERS[plan.optimizer]
     return f"{call}  ({package})" if package else call
@@ -61,8 +75,10 @@ SELECTIVE_CONTEXT = """
     contexts = functools.partial(create_selective_checkpoint_contexts, kept)"""
 
 
-def zero_stage(plan: Plan) -> int:
+def zero_stage(plan: Plan, scale: Scale | None = None) -> int:
     """DeepSpeed offloads to the host from stage 2 (and keeps pure-bf16 there), to files and parameters only at stage 3."""
+    if scale is not None:
+        return int(scale.engine.removeprefix("zero"))
     tier = plan.tier_of(Offloaded.OPTIMIZER)
     if tier is Tier.DISK or plan.tier_of(Offloaded.PARAMS) is not None:
         return 3

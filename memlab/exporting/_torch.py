@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from memlab.exporting._parts import SELECTIVE_CONTEXT, TORCH_OPTIMIZERS, block_stride, header, indent
-from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.exporting._parts import SELECTIVE_CONTEXT, block_stride, header, indent, optimizer_helper
+from memlab.plan import Gradients, Loss, Offloaded, Plan, Precision, Tier
 
 
 def to_torch(plan: Plan) -> str:
-    parts = [_torch_imports(plan), _torch_optimizer(plan), *_torch_helpers(plan), _torch_loop(plan)]
+    parts = [_torch_imports(plan), optimizer_helper(plan), *_torch_helpers(plan), _torch_loop(plan)]
     return "\n\n\n".join(parts) + "\n"
 
 
@@ -20,34 +20,30 @@ def _torch_imports(plan: Plan) -> str:
         ("import tempfile", on_disk),
         ("", plan.checkpointing != "off" or plan.tiling > 1 or on_disk),
         ("import torch", True),
-        ("from torch.utils._pytree import tree_leaves", plan.budget_bytes is not None),
-        (
-            "from torch.utils.checkpoint import checkpoint",
-            plan.checkpointing not in ("off", "selective") or (plan.tiling > 1 and plan.checkpointing == "off"),
-        ),
-        (
-            "from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts",
-            plan.checkpointing == "selective",
-        ),
+        *((line, True) for line in checkpoint_imports(plan)),
     )
     return "\n".join([header(plan), *(line for line, wanted in needed if wanted)])
 
 
-def _torch_optimizer(plan: Plan) -> str:
-    package, call = TORCH_OPTIMIZERS[plan.optimizer]
-    comment = ["# the plan keeps your optimizer: put it here"] if plan.optimizer is OptimizerChoice.KEEP else []
-    body = [*([package, ""] if package else []), *comment, f"return {call}"]
-    return "\n".join(["def make_optimizer(model, lr):", *indent(body, 4)])
+def checkpoint_imports(plan: Plan) -> list[str]:
+    """What code that recomputes needs of torch."""
+    is_selective = plan.checkpointing == "selective"
+    recomputes = plan.checkpointing != "off" or plan.tiling > 1
+    names = "checkpoint, create_selective_checkpoint_contexts" if is_selective else "checkpoint"
+    return [
+        *(["from torch.utils._pytree import tree_leaves"] if plan.budget_bytes is not None else []),
+        *([f"from torch.utils.checkpoint import {names}"] if recomputes else []),
+    ]
 
 
 def _torch_helpers(plan: Plan) -> list[str]:
     optimizer_tier, activations_tier = plan.tier_of(Offloaded.OPTIMIZER), plan.tier_of(Offloaded.ACTIVATIONS)
     helpers = (
-        (_COUNT_TARGETS, plan.accumulation > 1),
-        (_SPLIT, plan.accumulation > 1),
+        (COUNT_TARGETS, plan.accumulation > 1),
+        (SPLIT, plan.accumulation > 1),
         (_LOSS_CHUNKED, plan.loss is Loss.CHUNKED),
         (_TILES, plan.tiling > 1),
-        (_torch_checkpointing(plan), plan.checkpointing != "off"),
+        (checkpoint_helper(plan), plan.checkpointing != "off"),
         (_ACTIVATIONS_ON_DISK, activations_tier is Tier.DISK),
         (_STATE_ON_HOST, optimizer_tier in (Tier.HOST, Tier.AUTO)),
         (_STATE_ON_DISK, optimizer_tier is Tier.DISK),
@@ -56,7 +52,7 @@ def _torch_helpers(plan: Plan) -> list[str]:
     return [code.strip("\n") for code, wanted in helpers if wanted]
 
 
-_COUNT_TARGETS = '''
+COUNT_TARGETS = '''
 def count_targets(model, batch):
     """How many targets the mean loss of a batch is taken over."""
     labels = batch.get("labels")
@@ -67,7 +63,7 @@ def count_targets(model, batch):
     return int((labels[..., 1:] if causal else labels).ne(-100).sum())
 '''
 
-_SPLIT = '''
+SPLIT = '''
 def split(batch, parts):
     """Cut the rows of a batch into micro-batches; what has no rows goes to each of them."""
     rows = len(batch.get("labels", next(iter(batch.values()))))
@@ -185,7 +181,8 @@ def checkpoint_blocks(model, budget_bytes, run):
 '''
 
 
-def _torch_checkpointing(plan: Plan) -> str:
+def checkpoint_helper(plan: Plan) -> str:
+    """The function that has blocks recomputed."""
     if plan.budget_bytes is not None:
         return _CHECKPOINT_BUDGET
     every, is_selective = block_stride(plan), plan.checkpointing == "selective"

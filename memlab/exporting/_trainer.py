@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from memlab.exporting._parts import SELECTIVE_CONTEXT, block_stride, has_switch_for_checkpointing, header, indent
+from memlab.exporting._parts import (
+    SELECTIVE_CONTEXT,
+    block_stride,
+    has_switch_for_checkpointing,
+    header,
+    indent,
+    torchrun,
+)
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.scaleout.scale import Scale
 
 _TRAINER_OPTIMIZERS = {
     OptimizerChoice.ADAMW: "adamw_torch",
@@ -26,11 +34,12 @@ _ACCUMULATION_COMMENT = """
 # trainer.loss_is_scaled_for_ga = False"""
 
 
-def to_trainer(plan: Plan) -> str:
+def to_trainer(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
     names = "Trainer, TrainingArguments" if plan.tier_of(Offloaded.ACTIVATIONS) else "TrainingArguments"
     imports = [*_trainer_imports(plan), f"from transformers import {names}"]
-    arguments = "\n".join([header(plan), *imports, "", *_trainer_arguments(plan)])
-    return "\n\n\n".join([arguments, *_trainer_notes(plan)]) + "\n"
+    start = [] if scale is None else [f"# {torchrun(nproc)}"]
+    head = [header(plan if scale is None else scale), *start, *imports, "", *_trainer_arguments(plan, scale, nproc)]
+    return "\n\n\n".join(["\n".join(head), *_trainer_notes(plan, scale)]) + "\n"
 
 
 def _trainer_imports(plan: Plan) -> list[str]:
@@ -44,23 +53,40 @@ def _trainer_imports(plan: Plan) -> list[str]:
     return [line for line, wanted in lines if wanted]
 
 
-def _trainer_arguments(plan: Plan) -> list[str]:
-    batch = ["batch_size = 8  # as you train today"] if plan.accumulation > 1 else []
+def _trainer_arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]:
+    parts = plan.accumulation * nproc
+    batch = ["batch_size = 8  # as you train today"] if parts > 1 else []
     arguments = ['output_dir="out",']
+    if parts > 1:
+        arguments.append(f"per_device_train_batch_size=max(1, batch_size // {parts}),")
     if plan.accumulation > 1:
-        arguments.append(f"per_device_train_batch_size=max(1, batch_size // {plan.accumulation}),")
         arguments.append(f"gradient_accumulation_steps={plan.accumulation},")
-    if has_switch_for_checkpointing(plan):
+    is_sharded = scale is not None and scale.engine == "fsdp2"
+    if has_switch_for_checkpointing(plan) and not (is_sharded and plan.checkpointing == "full"):
         every = f', "every_n_layers": {block_stride(plan)}' if block_stride(plan) > 1 else ""
         arguments.append("activation_checkpointing=True,  # gradient_checkpointing before transformers 5.23")
         arguments.append(f'activation_checkpointing_kwargs={{"use_reentrant": False{every}}},')
     arguments += _TRAINER_PRECISION[plan.precision]
     if plan.optimizer in _TRAINER_OPTIMIZERS:
         arguments.append(f'optim="{_TRAINER_OPTIMIZERS[plan.optimizer]}",')
+    arguments += _trainer_engine(plan, scale)
     return [*batch, "args = TrainingArguments(", *indent(arguments, 4), ")"]
 
 
-def _trainer_notes(plan: Plan) -> list[str]:
+def _trainer_engine(plan: Plan, scale: Scale | None) -> list[str]:
+    if scale is None or scale.engine == "ddp":
+        return []
+    if scale.engine != "fsdp2":
+        return [f'deepspeed="deepspeed.json",  # memlab.export("{scale}", to="deepspeed")']
+    settings = ['"version": 2', '"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"']
+    if plan.checkpointing == "full":
+        settings.append('"activation_checkpointing": True')
+    if plan.tier_of(Offloaded.OPTIMIZER) is not None or plan.tier_of(Offloaded.PARAMS) is not None:
+        settings.append('"cpu_offload": True')
+    return ["fsdp=True,", "fsdp_config={", *indent([f"{setting}," for setting in settings], 4), "},"]
+
+
+def _trainer_notes(plan: Plan, scale: Scale | None) -> list[str]:
     """What TrainingArguments has no argument for: code where a few lines do it, else the way round."""
     notes = (
         (_ACCUMULATION_COMMENT.format(n=plan.accumulation), plan.accumulation > 1),
@@ -69,8 +95,8 @@ def _trainer_notes(plan: Plan) -> list[str]:
         (_TRAINER_BUDGET, plan.budget_bytes is not None),
         (_TRAINER_PURE_BF16, plan.precision is Precision.PURE_BF16),
         (_trainer_activations(plan), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
-        (_TRAINER_STATE, plan.tier_of(Offloaded.OPTIMIZER) is not None),
-        (_TRAINER_PARAMS, plan.tier_of(Offloaded.PARAMS) is not None),
+        (_TRAINER_STATE, scale is None and plan.tier_of(Offloaded.OPTIMIZER) is not None),
+        (_TRAINER_PARAMS, scale is None and plan.tier_of(Offloaded.PARAMS) is not None),
         (_TRAINER_LOSS, plan.loss is Loss.CHUNKED),
         (_TRAINER_TILES, plan.tiling > 1),
         (_TRAINER_GRADIENTS, plan.gradients is Gradients.RELEASE),

@@ -9,7 +9,7 @@ import torch
 
 from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import PlanError, TraceError, WorkloadError
-from memlab.exporting import export
+from memlab.exporting import export, parsed
 from memlab.jupyter import foresight
 from memlab.jupyter.display import show, show_figure
 from memlab.jupyter.forecast import Forecast
@@ -17,7 +17,7 @@ from memlab.jupyter.help import line_help
 from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook
 from memlab.jupyter.panels import bring_up_to_date, open_live, open_recorded
-from memlab.jupyter.parser import foresight_options, plans_in, split_words, unknown_word
+from memlab.jupyter.parser import foresight_options, plans_in, processes, split_words, unknown_word
 from memlab.jupyter.state import state_text
 from memlab.measuring.runs import compare
 from memlab.measuring.steps import device_for
@@ -226,8 +226,9 @@ class LineMagic:
 
     def _export(self, words: list[str]) -> None:
         to = words.pop(0) if words and not words[0].startswith("-") else "torch"
-        plan = Plan.parse(" ".join(words)) if words else self._notebook.session().plan
-        print(export(plan, to))  # noqa: T201 - what was asked for
+        nproc, words = _nproc_in(words)
+        plan = parsed(" ".join(words)) if words else self._notebook.session().plan
+        print(export(plan, to, nproc=nproc))  # noqa: T201 - what was asked for
 
     def _device(self, words: list[str]) -> None:
         if words:
@@ -283,6 +284,15 @@ def _capacity_in(words: list[str]) -> str:
         return ""
     parse_bytes(value)
     return value
+
+
+def _nproc_in(words: list[str]) -> tuple[int, list[str]]:
+    """What ``--nproc`` says, two where it is not there, and the other words."""
+    split = " ".join(words).replace("--nproc=", "--nproc ").split()
+    if "--nproc" not in split:
+        return 2, words
+    at = split.index("--nproc")
+    return processes(" ".join(split[at + 1 : at + 2])), [*split[:at], *split[at + 2 :]]
 
 
 def _file_in(words: list[str], command: str) -> Path:

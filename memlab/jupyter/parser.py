@@ -174,7 +174,11 @@ WORDS = (
     Word("wait", "", "wait for the %%memfit --background cell; fails when it has failed"),
     Word("cancel", "", "end the %%memfit --background cell before its next step"),
     Word("undo", "[all]", "take the plan off the model of the last cell, or off all models"),
-    Word("export", "[torch|trainer|accelerate|deepspeed] [FLAGS]", "the plan in force, or the one given, as code"),
+    Word(
+        "export",
+        "[torch|trainer|accelerate|deepspeed|fsdp2] [FLAGS] [--scale ENGINE [--nproc N]]",
+        "the plan in force, or the one given, as code",
+    ),
     Word("device", "[--capacity SIZE|none]", "what memory is counted on, and the size it behaves as"),
     Word("snapshot", "FILE [--predicted] [FLAGS]", "save a memory snapshot of a step for pytorch.org/memory_viz"),
     Word("record", "FILE", "save what was measured as JSON"),
@@ -362,7 +366,7 @@ def cell_options(line: str) -> CellOptions:
         background="background" in given,
         inference="inference" in given,
         prove="prove" in given,
-        nproc=_processes(given["nproc"]) if "nproc" in given else 1,
+        nproc=processes(given["nproc"]) if "nproc" in given else 1,
         scale=_scale(plan, given),
         quiet="quiet" in given,
         help="help" in given,
@@ -403,7 +407,8 @@ def _scale(plan: Plan, given: dict[str, str]) -> Scale | None:
     return Scale(given["scale"], plan)
 
 
-def _processes(number: str) -> int:
+def processes(number: str) -> int:
+    """The number of processes a flag names."""
     if not number.isdecimal() or int(number) < 1:
         raise PlanError(f"--nproc {number}: expected a whole number of processes, 1 or more, as in '--nproc 2'")
     return int(number)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from IPython.core.error import UsageError
 
+from memlab.comparison import Comparison
 from memlab.errors import ScaleError, WorkloadError
 from memlab.jupyter import cells
 from memlab.jupyter.display import show
 from memlab.jupyter.live import Saying
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions
+from memlab.plan import Plan
 from memlab.scaleout.cell_code import Brought, CellCode
 from memlab.scaleout.launching import Launched, launch
 from memlab.scaleout.scale import Scale
 from memlab.workload import Workload
 
+_ONE = "one process"
 _NO_MODEL = (
     "no model found: a cell in several processes trains a model and an optimizer that are there before it; make them in "
     "a cell before"
@@ -88,7 +92,15 @@ class RanksCell:
             f"{seconds['there']:.1f} s there, {seconds['home']:.1f} s to come home"
         )
         if launched.comparison is not None:
-            show(launched.comparison)
+            show(self._beside_one(workload, launched.comparison))
+
+    def _beside_one(self, workload: Workload, ranks: Comparison) -> Comparison:
+        """The ranks below what the model needed in this process, where that has been measured."""
+        history = self._notebook.histories.get(workload.model)
+        one = history.measured(Plan().label) if history is not None else None
+        if one is None:
+            return ranks
+        return replace(ranks, measurements=(replace(one, plan=_ONE), *ranks.measurements))
 
 
 def _steps(value: Any, workload: Workload) -> bool:

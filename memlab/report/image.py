@@ -56,7 +56,7 @@ def png(comparison: Comparison) -> bytes:
     memory, throughput = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
     positions = [end - row / 2 for end, row in zip(accumulate(rows), rows, strict=True)]
     _draw_memory(memory, comparison, positions)
-    _draw_throughput(throughput, comparison.rows, positions)
+    _draw_throughput(throughput, comparison, positions)
     for axes in (memory, throughput):
         axes.set_ylim(sum(rows), 0)
         axes.grid(visible=True, axis="x", color=GRID, linewidth=0.8, linestyle="-")
@@ -92,9 +92,16 @@ def _draw_memory(axes: Axes, comparison: Comparison, positions: Sequence[float])
     for index, (row, position, end) in enumerate(zip(comparison.rows, positions, starts, strict=True)):
         _mark_predicted(axes, row, position, unit)
         right = max(end, row.prediction.peak_allocated_bytes / unit if row.prediction else 0)
-        _print_total(axes, row, (right + most_bytes / unit * 0.012, position), is_first=index == 0)
+        _print_total(
+            axes, row, (right + most_bytes / unit * 0.012, position), is_compared=_is_compared(comparison, index)
+        )
     axes.set_xlim(0, most_bytes / unit * 1.30)
     label_x(axes, f"peak memory allocated, {name}")
+
+
+def _is_compared(comparison: Comparison, index: int) -> bool:
+    """Whether a row is set against the first one."""
+    return index > 0 and not comparison.are_ranks
 
 
 def _bars(axes: Axes, positions: Sequence[float], sizes: Sequence[float], starts: Sequence[float], name: str) -> None:
@@ -108,14 +115,15 @@ def _mark_predicted(axes: Axes, row: Row, position: float, unit: int) -> None:
         axes.plot([at, at], [position - 0.42, position + 0.42], color=INK, linewidth=1.3, linestyle=(0, (2, 1.2)))
 
 
-def _print_total(axes: Axes, row: Row, at: tuple[float, float], *, is_first: bool) -> None:
+def _print_total(axes: Axes, row: Row, at: tuple[float, float], *, is_compared: bool) -> None:
     total = format_bytes(row.measurement.peak_allocated_bytes)
-    less = "" if is_first else f"  {change(row.memory_ratio)}"
+    less = f"  {change(row.memory_ratio)}" if is_compared else ""
     axes.text(*at, total + less, va="center", fontsize=9, color=INK, family=FONT, parse_math=False)
 
 
-def _draw_throughput(axes: Axes, rows: Sequence[Row], positions: Sequence[float]) -> None:
+def _draw_throughput(axes: Axes, comparison: Comparison, positions: Sequence[float]) -> None:
     plain(axes)
+    rows = comparison.rows
     rates = [finite(row.measurement.samples_per_second) for row in rows]
     spreads = [each * finite(row.measurement.spread) for each, row in zip(rates, rows, strict=True)]
     axes.barh(positions, rates, 0.30, color="#9AA5B1", edgecolor=PAPER, linewidth=0.7)
@@ -123,7 +131,7 @@ def _draw_throughput(axes: Axes, rows: Sequence[Row], positions: Sequence[float]
     most = max(*(each + spread for each, spread in zip(rates, spreads, strict=True)), 1e-12)
     for index, (row, each, spread) in enumerate(zip(rows, rates, spreads, strict=True)):
         text = rate(row.measurement.samples_per_second)
-        more = "" if index == 0 else f"  {change(row.speed_ratio)}"
+        more = f"  {change(row.speed_ratio)}" if _is_compared(comparison, index) else ""
         axes.text(each + spread + most * 0.03, positions[index], text + more, va="center", fontsize=9, color=INK,
                   family=FONT, parse_math=False)  # fmt: skip
     axes.set_xlim(0, most * 1.55)

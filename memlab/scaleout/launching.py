@@ -66,6 +66,9 @@ class Launched:
 
         return text.table(self.comparison) if self.comparison is not None else _NO_STEP
 
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         from memlab.report import html
 

@@ -23,6 +23,7 @@ from memlab.run_record import RunRecord
 from tests.bench import figures
 from tests.bench.building import building
 from tests.bench.figures import Figure
+from tests.bench.handover import handover
 from tests.bench.live import live
 from tests.bench.offloading import offloading
 
@@ -59,6 +60,7 @@ def measure(pairs: int) -> dict:
         ("live panel", live),
         ("building", building),
         ("offloading", lambda: offloading(device, pairs)),
+        ("handover", handover),
     ):
         print(f"measuring {name} …", flush=True)
         found += run()

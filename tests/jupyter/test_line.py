@@ -131,6 +131,8 @@ def test_export(made: Cell) -> None:
         "# memlab plan: --accumulate 4\nfrom transformers"
     )
     made(f"%%memfit --accumulate 2\n{TRAIN}")
+    assert "num_processes: 3\n" in made("%memfit export accelerate --scale zero3 --nproc=3").out
+    assert "--nproc-per-node 2 " in made("%memfit export fsdp2 --scale fsdp2 --checkpoint").out
     assert made("%memfit export").out.startswith("# memlab plan: --accumulate 2\nimport torch")
 
 
@@ -184,7 +186,12 @@ def test_record_and_replay(shell: Any, made: Cell, tmp_path: Path) -> None:
         ("undo everything", "%memfit undo everything: unknown; see %memfit help"),
         ("switch", "%memfit switch needs the flags of a plan, as in %memfit switch --accumulate 4"),
         ("switch --accumulate 4", "no plan is in force; put %%memfit on the cell that trains (%%memfit? explains)"),
-        ("export jax --fp16", "export to 'jax': allowed are torch, trainer, accelerate, deepspeed"),
+        ("export jax --fp16", "export to 'jax': allowed are torch, trainer, accelerate, deepspeed, fsdp2"),
+        ("export fsdp2 --scale zero3", "--scale zero3 to 'fsdp2': allowed are trainer, accelerate, deepspeed"),
+        (
+            "export fsdp2 --scale fsdp2 --nproc x",
+            "--nproc x: expected a whole number of processes, 1 or more, as in '--nproc 2'",
+        ),
         ("device 4GiB", "%memfit device 4GiB: expected --capacity SIZE, as in --capacity 4GiB, or --capacity none"),
         ("device --capacity 4", "size '4': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
         ("record", "%memfit record needs one file name, as in %memfit record run.json"),

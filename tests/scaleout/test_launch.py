@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from IPython.lib.pretty import pretty
 from torch import nn
 
 from memlab import Plan, Workload, fit, launch
@@ -105,6 +106,7 @@ def test_each_rank_says_what_it_needed(capsys: pytest.CaptureFixture[str]) -> No
     assert "vs first" not in str(launched)
     assert "no gain" not in str(launched)
     assert launched._repr_html_().count("<tr") >= 3
+    assert pretty(launched) == str(launched)
     assert len(launched.losses) == 3
     assert lines[-1].startswith("step 3 on 2 processes · loss ")
 
