@@ -11,7 +11,7 @@ from memlab.plan import Offloaded, Plan, Precision, Tier
 
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 # what a rank does within its own model call, under any engine
-_WITHIN_A_CALL = frozenset({"checkpointing", "precision", "offload"})
+_WITHIN_A_CALL = frozenset({"accumulation", "checkpointing", "precision", "offload"})
 
 
 @dataclass(frozen=True)

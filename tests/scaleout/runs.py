@@ -66,3 +66,54 @@ def trained_by_own_criterion(workload: Workload, batches: Sequence[torch.Tensor]
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def trained_in_odd_ways(workload: Workload, batches: Sequence[torch.Tensor]) -> list[float]:
+    """A step with each batch, in ways that loops are also written in; one after the other, over and over."""
+    (optimizer,) = workload.optimizers
+    ways = [_by_hand, _by_logits_too, _with_a_lost_loss, _without_targets_at_first]
+    losses = []
+    for number, ids in enumerate(batches):
+        losses += ways[number % len(ways)](workload, ids)
+        nn.utils.clip_grad_norm_(workload.model.parameters(), 0.3)
+        optimizer.step()
+        workload.scheduler.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _by_hand(workload: Workload, ids: torch.Tensor) -> list[float]:
+    """Gradients of two calls add up; they are dropped between a call and its backward pass, where there are none yet."""
+    losses = []
+    for part in (ids, ids.flip(0)):
+        loss = workload.model(input_ids=part, labels=part).loss
+        if not losses:
+            workload.optimizers[0].zero_grad()
+        (loss / 2).backward()
+        losses.append(loss.item())
+    return losses
+
+
+def _by_logits_too(workload: Workload, ids: torch.Tensor) -> list[float]:
+    """The model's loss, and one made from its logits."""
+    output = workload.model(input_ids=ids, labels=ids)
+    loss = output.loss + output.logits.logsumexp(-1).square().mean() / 100
+    loss.backward()
+    return [loss.item()]
+
+
+def _with_a_lost_loss(workload: Workload, ids: torch.Tensor) -> list[float]:
+    """A loss that is looked at and not trained on."""
+    lost = workload.model(input_ids=ids.flip(1), labels=ids).loss
+    loss = workload.model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [lost.item(), loss.item()]
+
+
+def _without_targets_at_first(workload: Workload, ids: torch.Tensor) -> list[float]:
+    """The rows that a first rank gets have no targets."""
+    labels = ids.clone()
+    labels[:3] = -100
+    loss = workload.model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    return [loss.item()]

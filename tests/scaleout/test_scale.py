@@ -32,7 +32,7 @@ def test_what_is_no_engine_is_named(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("--scale ddp --accumulate 2", r"^scale: accumulation is not available under --scale ddp; leave it out"),
+        ("--scale ddp --tile 2", r"^scale: tiling is not available under --scale ddp; leave it out"),
         ("--scale zero3 --adam8bit", r"^scale: optimizer is not available under --scale zero3"),
         ("--scale fsdp2 --fp16", r"^scale: --precision fp16 needs scaled losses .*; use --bf16$"),
         (

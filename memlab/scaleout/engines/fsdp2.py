@@ -52,7 +52,11 @@ class Fsdp2(Engine):
         return torch.empty(value.shape, dtype=value.dtype, device=self.device if value.dim() else "cpu")
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
+        output = self.inner(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            # no backward pass comes to do it, and until then the model has gathered parameters in place of its own
+            self.inner.reshard()  # type: ignore[operator] # `fully_shard` has changed its class
+        return output
 
     def save(self, folder: Path) -> None:
         tensors.store(tensors.all_of(self.workload), folder, together=True)
