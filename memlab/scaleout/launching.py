@@ -24,6 +24,7 @@ from memlab.plan import Plan
 from memlab.records import StepRecord
 from memlab.run_record import RunRecord
 from memlab.scaleout import shipping, tensors
+from memlab.scaleout.engines import tp
 from memlab.scaleout.homecoming import bring_home
 from memlab.scaleout.messages import DONE, ENDED, FAILED, SAID, STARTED, STEP, Listener, Message
 from memlab.scaleout.scale import Scale
@@ -140,6 +141,8 @@ def launch(
     """
     scale = plan if isinstance(plan, Scale) else Scale.parse(plan)
     _check(workload, nproc)
+    if scale.engine == "tp":
+        tp.check(workload.model, workload.name, nproc)
     seconds: dict[str, float] = {}
     with _folder(workload) as folder:
         with _timed(seconds, "out"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from memlab.errors import PlanError, RefusalError
 from memlab.plan import Offloaded, Plan, Precision, Tier
 
-ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+ENGINES = ("ddp", "fsdp2", "tp", "zero1", "zero2", "zero3")
 # what a rank does within its own model call, under any engine
 _WITHIN_A_CALL = frozenset({"accumulation", "checkpointing", "precision", "offload"})
 
@@ -82,7 +82,7 @@ class Scale:
                 raise RefusalError(
                     "scale", f"--offload {what} is not available under --scale {self.engine}", "use --checkpoint"
                 )
-            if self.engine in ("ddp", "zero1"):
+            if self.engine in ("ddp", "tp", "zero1"):
                 raise RefusalError(
                     "scale", f"{self.engine} keeps optimizer state on the device", "use --scale fsdp2 or zero2"
                 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from memlab import Workload
 
@@ -27,6 +27,29 @@ def gpt2() -> Workload:
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 30)
     return Workload(model, optimizer, scheduler=scheduler)
+
+
+_DECODER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 131, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def llama() -> Workload:
+    """A Llama of two blocks with grouped heads and tied embeddings, whose config says how it is cut for tensor parallelism."""
+    torch.manual_seed(0)
+    return _with_falling_rates(LlamaForCausalLM(LlamaConfig(**_DECODER, tie_word_embeddings=True)))
+
+
+def qwen() -> Workload:
+    """A Qwen3 of the same size, which normalises single heads, with embeddings of its own."""
+    torch.manual_seed(0)
+    return _with_falling_rates(Qwen3ForCausalLM(Qwen3Config(**_DECODER, head_dim=8, tie_word_embeddings=False)))
+
+
+def _with_falling_rates(model: nn.Module) -> Workload:
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
+    return Workload(model, optimizer, scheduler=torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 30))
 
 
 def texts(steps: int) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ def test_what_is_printed_is_read(engine: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("--bf16", r"^'--bf16': expected --scale and one of ddp, fsdp2, zero1"),
+        ("--bf16", r"^'--bf16': expected --scale and one of ddp, fsdp2, tp, zero1"),
         ("--scale", r"expected --scale and one of"),
         ("--scale fsdp", r"^--scale fsdp: allowed are ddp, .*; did you mean fsdp2\?$"),
         ("--scale ddp --fast", r"^unknown flag --fast"),

@@ -23,6 +23,10 @@ def engine_for(scale: Scale) -> Callable[[Workload, Path, torch.device], Engine]
         from memlab.scaleout.engines.fsdp2 import Fsdp2, OffloadedFsdp2
 
         return Fsdp2 if scale.plan.tier_of(Offloaded.OPTIMIZER) is None else OffloadedFsdp2
+    if scale.engine == "tp":
+        from memlab.scaleout.engines.tp import Tp
+
+        return Tp
     from memlab.scaleout.engines.zero import zero_engine
 
     return zero_engine(int(scale.engine.removeprefix("zero")), scale.plan)

@@ -29,7 +29,7 @@ class Fsdp2(Engine):
         model, optimizers = self.workload.model, self.workload.optimizers
         names = tensors.names_of(model)
         self._shard()
-        model._apply(self._with_memory)  # type: ignore[no-untyped-call]
+        self._allocate()
         exchange_parameters(optimizers, names, model)
         tensors.fill({**tensors.parameter_keys(model), **tensors.buffer_keys(model)}, self.folder)
         fill_state(optimizers, model, self.folder, self._state_like)
@@ -41,6 +41,9 @@ class Fsdp2(Engine):
         for block in _shardable(repeated_blocks(self.inner), self.inner):
             fully_shard(block, mesh=mesh, offload_policy=policy)
         fully_shard(self.inner, mesh=mesh, offload_policy=policy)
+
+    def _allocate(self) -> None:
+        self.workload.model._apply(self._with_memory)  # type: ignore[no-untyped-call]
 
     def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         home = torch.device("cpu") if self.offloads and isinstance(tensor, DTensor) else self.device
