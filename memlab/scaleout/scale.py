@@ -78,13 +78,48 @@ class Scale:
 
     def _refuse_offload(self) -> None:
         for what, tier in self.plan.offload:
-            if what is not Offloaded.OPTIMIZER:
+            if what is Offloaded.ACTIVATIONS:
                 raise RefusalError(
                     "scale", f"--offload {what} is not available under --scale {self.engine}", "use --checkpoint"
                 )
-            if self.engine in ("ddp", "tp", "zero1"):
+            if what is Offloaded.PARAMS and self.engine not in ("fsdp2", "zero3"):
+                raise RefusalError(
+                    "scale", f"{self.engine} keeps parameters on the device", "use --scale fsdp2 or zero3"
+                )
+            if what is Offloaded.OPTIMIZER and self.engine in ("ddp", "tp", "zero1"):
                 raise RefusalError(
                     "scale", f"{self.engine} keeps optimizer state on the device", "use --scale fsdp2 or zero2"
                 )
             if tier is Tier.DISK and self.engine != "zero3":
                 raise RefusalError("scale", f"{self.engine} does not offload to files", "use --scale zero3")
+        if (
+            self.engine == "fsdp2"
+            and self.plan.tier_of(Offloaded.PARAMS)
+            and not self.plan.tier_of(Offloaded.OPTIMIZER)
+        ):
+            raise RefusalError(
+                "scale",
+                "fsdp2 updates parameters where they rest, so their optimizer state rests there too",
+                "use --offload params,optimizer",
+            )
+        if self.plan.tier_of(Offloaded.PARAMS) is Tier.DISK:
+            raise RefusalError(
+                "scale",
+                "parameters that DeepSpeed 0.19 swaps to files come back with other values",
+                "use --offload optimizer:disk,params",
+            )
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether something is offloaded to the disk."""
+        return any(tier is Tier.DISK for _, tier in self.plan.offload)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the engine does beyond what was asked for, in words."""
+        asked = {what for what, _ in self.plan.offload}
+        if self.engine == "fsdp2" and asked == {Offloaded.OPTIMIZER}:
+            return (
+                "FSDP2 offloads parameters and gradients with the optimizer state: it updates them where they rest",
+            )
+        return ()

@@ -35,7 +35,7 @@ from memlab.snapshot import random_states, restore_random_states
 from memlab.techniques.base import ModelCall
 from memlab.workload import Batch, Workload
 
-PACKED, OUT, HOME, VALUE = "packed.pkl", "out", "home", "value.pkl"
+PACKED, OUT, HOME, VALUE, DISK = "packed.pkl", "out", "home", "value.pkl", "offloaded"
 Optimizer = torch.optim.Optimizer
 
 

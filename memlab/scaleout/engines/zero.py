@@ -42,6 +42,8 @@ from memlab.workload import Workload
 Optimizer = torch.optim.Optimizer
 _STEP = "step"
 _BUCKET_ELEMENTS = 50_000_000
+# folder beside that of the tensors, for what is offloaded to the disk
+DISK = "offloaded"
 
 
 def zero_engine(stage: int, plan: Plan) -> Callable[[Workload, Path, torch.device], Engine]:
@@ -116,16 +118,10 @@ class Zero(Engine):
         # the default buckets, of half a billion elements, would be most of a small model's memory
         elements = min(sum(p.numel() for p in self.workload.model.parameters()), _BUCKET_ELEMENTS)
         zero: dict[str, Any] = {"stage": self._stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements}
-        for what, name in ((Offloaded.OPTIMIZER, "offload_optimizer"),):
+        for what, name in ((Offloaded.OPTIMIZER, "offload_optimizer"), (Offloaded.PARAMS, "offload_param")):
             tier = self._plan.tier_of(what)
-            if tier is Tier.DISK:
-                zero[name] = {
-                    "device": "nvme",
-                    "nvme_path": str(self.folder / "nvme"),
-                    "pin_memory": self.device.type == "cuda",
-                }
-            elif tier is not None:
-                zero[name] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+            if tier is not None:
+                zero[name] = self._offloaded_to(tier)
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -138,6 +134,12 @@ class Zero(Engine):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
+
+    def _offloaded_to(self, tier: Tier) -> dict[str, Any]:
+        pinned = self.device.type == "cuda"
+        if tier is Tier.DISK:
+            return {"device": "nvme", "nvme_path": str(self.folder.parent / DISK), "pin_memory": pinned}
+        return {"device": "cpu", "pin_memory": pinned}
 
     def _hand_over(self, states: dict[str, dict[str, Any]], groups: list[list[str]]) -> None:
         steps = [_steps_of(states, names) for names in groups]
