@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from memlab.errors import PlanError, RefusalError
-from memlab.plan import Offloaded, Plan, Precision, Tier
+from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
 
 ENGINES = ("ddp", "fsdp2", "tp", "zero1", "zero2", "zero3")
 # what a rank does within its own model call, under any engine
@@ -39,7 +39,7 @@ class Scale:
             close = difflib.get_close_matches(self.engine, ENGINES, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise PlanError(f"--scale {self.engine}: allowed are {', '.join(ENGINES)}{hint}")
-        for refuse in (self._refuse_fields, self._refuse_precision, self._refuse_offload):
+        for refuse in (self._refuse_fields, self._refuse_checkpointing, self._refuse_precision, self._refuse_offload):
             refuse()
 
     @classmethod
@@ -60,12 +60,28 @@ class Scale:
         return f"--scale {self.engine} {self.plan}".strip()
 
     def _refuse_fields(self) -> None:
-        strange = [name for name in self.plan.changes() if name not in _WITHIN_A_CALL]
+        converted = self.plan.optimizer in (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
+        if converted and self.engine != "ddp":
+            raise RefusalError(
+                "scale",
+                f"8-bit moments have a scale for each block of a whole parameter, and {self.engine} keeps parts of parameters",
+                "use --scale ddp, or leave it out: each rank has only its part of the moments",
+            )
+        allowed = _WITHIN_A_CALL | {"optimizer"} if converted else _WITHIN_A_CALL
+        strange = [name for name in self.plan.changes() if name not in allowed]
         if strange:
             raise RefusalError(
                 "scale",
                 f"{strange[0]} is not available under --scale {self.engine}",
                 "leave it out, or train in one process",
+            )
+
+    def _refuse_checkpointing(self) -> None:
+        if self.engine == "zero3" and self.plan.checkpointing == "selective":
+            raise RefusalError(
+                "scale",
+                "--checkpoint selective replays operators one by one, and zero3 gathers parameters among them",
+                "use --checkpoint, or --scale fsdp2",
             )
 
     def _refuse_precision(self) -> None:

@@ -20,6 +20,7 @@ from memlab import stepping
 from memlab.comparison import Comparison
 from memlab.in_force import InForce
 from memlab.measuring.steps import Meter, device_for
+from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.run_record import RunRecord
 from memlab.scaleout import shipping, tensors
@@ -106,7 +107,12 @@ class Watched:
         self._meter.step_begins(optimizer)
         if self._engine.owns_steps and not self._engine.is_stepping:
             return stepping.take_over(self._engine.step)(optimizer, args, kwargs)
+        if any(technique.stepper(optimizer) is not None for technique in self._techniques.techniques):
+            return stepping.take_over(self._converted_step)(optimizer, args, kwargs)
         return None
+
+    def _converted_step(self, optimizer: Optimizer) -> None:
+        stepping.run_step(optimizer, self._techniques.techniques)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._engine.is_stepping:
@@ -203,6 +209,8 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     techniques.change(replace(scale.plan, offload=(), accumulation=1))
     engine = engine_for(scale)(workload, folder / OUT, device)
     engine.start()
+    for optimizer in workload.optimizers:
+        techniques.attach_optimizer(optimizer)
     clipping.engine_clips = engine.clip
     random_state = opened["random"]
     restore_random_states(random_state, device)
@@ -211,6 +219,7 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
         measured = watched.measurement(f"rank {rank}")
     if measured is not None:
         (folder / f"rank{rank}.json").write_text(RunRecord(Comparison(errand.name, (measured,))).to_json())
+    techniques.change(Plan())  # moments go home as they came
     engine.save(folder / HOME)
     if rank == 0:
         _leave(folder, workload, engine, value)

@@ -33,7 +33,11 @@ def test_what_is_no_engine_is_named(text: str, said: str) -> None:
     ("text", "said"),
     [
         ("--scale ddp --tile 2", r"^scale: tiling is not available under --scale ddp; leave it out"),
-        ("--scale zero3 --adam8bit", r"^scale: optimizer is not available under --scale zero3"),
+        ("--scale zero3 --adam8bit", r"^scale: 8-bit moments have a scale .*, and zero3 keeps parts"),
+        (
+            "--scale zero3 --checkpoint selective",
+            r"^scale: --checkpoint selective replays operators .*; use --checkpoint, or --scale fsdp2$",
+        ),
         ("--scale fsdp2 --fp16", r"^scale: --precision fp16 needs scaled losses .*; use --bf16$"),
         (
             "--scale fsdp2 --offload activations",
