@@ -49,10 +49,27 @@ def require(package: str) -> ModuleType:
         with _without_chatter(package):
             return importlib.import_module(package)
     except ImportError as error:
-        feature, extra = _EXTRAS[package]
-        raise MissingExtraError(
-            f"{feature} needs {package}, which is not installed: pip install 'memlab[{extra}]' (or pip install {package})"
-        ) from error
+        raise _missing(package) from error
+
+
+def require_installed(package: str) -> None:
+    """Raise as `require` does where an optional package is missing, without importing it.
+
+    Args:
+        package: import name, one of those memlab declares as an extra.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    if not available(package):
+        raise _missing(package)
+
+
+def _missing(package: str) -> MissingExtraError:
+    feature, extra = _EXTRAS[package]
+    return MissingExtraError(
+        f"{feature} needs {package}, which is not installed: pip install 'memlab[{extra}]' (or pip install {package})"
+    )
 
 
 @contextmanager

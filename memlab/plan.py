@@ -71,6 +71,8 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+# what others call a tier
+_TIER_NAMES = {"nvme": "disk", "cpu": "host"}
 Offload = tuple[tuple[Offloaded, Tier], ...]
 _E = TypeVar("_E", bound=StrEnum)
 
@@ -168,7 +170,7 @@ def _parse_offload(text: str) -> Offload:
             raise PlanError(
                 f"--offload {text}: {target} is named twice; name each once, as in 'optimizer:disk,activations'"
             )
-        tiers[target] = _choice(f"--offload {what}:", Tier)(where) if where else Tier.AUTO
+        tiers[target] = _choice(f"--offload {what}:", Tier)(_TIER_NAMES.get(where, where)) if where else Tier.AUTO
     return tuple(sorted(tiers.items()))
 
 

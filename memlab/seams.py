@@ -18,7 +18,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -79,6 +79,44 @@ class ForwardSeam:
 def class_forward(model: nn.Module, name: str = "forward") -> Any:
     """The forward a module has by its class; what copies of a patched module get."""
     return functools.partial(getattr(type(model), name), model)
+
+
+def chained(wrappers: Sequence[ForwardHandler], innermost: Callable[..., Any]) -> Callable[..., Any]:
+    """A model call within others.
+
+    Args:
+        wrappers: each called with the call it surrounds, its positional and its keyword arguments; the last one is
+            the outermost.
+        innermost: what they surround.
+
+    Example:
+        >>> doubled = chained([lambda call, args, kwargs: 2 * call(*args, **kwargs)], abs)
+        >>> doubled(-3)
+        6
+    """
+    call = innermost
+    for wrapper in wrappers:
+        call = functools.partial(_surrounded, wrapper, call)
+    return call
+
+
+def _surrounded(wrapper: ForwardHandler, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return wrapper(inner, args, kwargs)
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The loss in what a model call returned, or None when it returns none.
+
+    Example:
+        >>> loss_of({"loss": torch.tensor(1.0), "logits": torch.ones(2, 3)})
+        tensor(1.)
+        >>> loss_of(torch.ones(2, 3)) is None
+        True
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, tuple) and loss:
+        loss = loss[0]
+    return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else None
 
 
 StepHandler = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -28,7 +27,7 @@ from memlab.in_force import InForce
 from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
-from memlab.seams import ForwardSeam, install_step_seam, on_first_step
+from memlab.seams import ForwardSeam, chained, install_step_seam, loss_of, on_first_step
 from memlab.techniques import TECHNIQUES, Technique
 from memlab.uninterrupted import uninterrupted
 from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
@@ -309,7 +308,7 @@ class Session:
 
     def _on_forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not (self.workload.model.training and torch.is_grad_enabled()):
-            return _chained([t.evaluate for t in self.techniques], original)(*args, **kwargs)
+            return chained([t.evaluate for t in self.techniques], original)(*args, **kwargs)
         if not self._window_open:
             self._at_boundary()
         self._window_open = True
@@ -323,14 +322,14 @@ class Session:
                 observer.interrupted()
             raise
         if self.observers:
-            loss = _loss_of(output)
+            loss = loss_of(output)
             for observer in self.observers:
                 observer.forward_ended(loss)
         return output
 
     def _trained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            return _chained([t.forward for t in self.techniques], original)(*args, **kwargs)
+            return chained([t.forward for t in self.techniques], original)(*args, **kwargs)
 
         return run(*args, **kwargs) if self.rescuer is None else self.rescuer.call(run, args, kwargs)
 
@@ -478,28 +477,9 @@ def sessions() -> tuple[Session, ...]:
     return tuple(_attached.values())
 
 
-def _chained(wrappers: Sequence[Callable[..., Any]], innermost: Callable[..., Any]) -> Callable[..., Any]:
-    """Nest calls: the last wrapper is the outermost."""
-    call = innermost
-    for wrapper in wrappers:
-        call = partial(_wrapped, wrapper, call)
-    return call
-
-
-def _wrapped(wrapper: Callable[..., Any], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return wrapper(inner, args, kwargs)
-
-
 def _changes_the_step(technique: Technique, optimizer: torch.optim.Optimizer) -> bool:
     changes = technique.changes_state or technique.parameters_visit
     return changes or technique.stepper(optimizer) is not None
-
-
-def _loss_of(output: Any) -> torch.Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, tuple) and loss:
-        loss = loss[0]
-    return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else None
 
 
 def _refuse_foreign_engines(workload: Workload) -> None:

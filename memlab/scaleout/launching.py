@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,15 +20,17 @@ from typing import Any
 import torch
 
 from memlab.comparison import Comparison
-from memlab.errors import ScaleError
+from memlab.errors import RefusalError, ScaleError
+from memlab.extras import require_installed
 from memlab.plan import Plan
 from memlab.records import StepRecord
 from memlab.run_record import RunRecord
 from memlab.scaleout import shipping, tensors
+from memlab.scaleout.engines import tp
 from memlab.scaleout.homecoming import bring_home
 from memlab.scaleout.messages import DONE, ENDED, FAILED, SAID, STARTED, STEP, Listener, Message
 from memlab.scaleout.scale import Scale
-from memlab.scaleout.worker import HOME, OUT, PACKED, VALUE, Errand, Home
+from memlab.scaleout.worker import DISK, HOME, OUT, PACKED, VALUE, Errand, Home
 from memlab.session import session_of
 from memlab.snapshot import random_states
 from memlab.units import format_bytes
@@ -36,6 +39,11 @@ from memlab.workload import Workload
 _LISTEN_SECONDS = 0.1
 _TERM_SECONDS = 5.0
 _MOST_LINES = 12
+# DeepSpeed 0.19, runtime/swap_tensor/utils.py: MIN_AIO_BYTES, AIO_ALIGNED_BYTES
+_SWAPPED_FROM_BYTES = 1024**2
+_BLOCK_BYTES = 1024
+# what direct access to a disk asks of addresses
+_ALIGNED_BYTES = 512
 _UNCHANGED = "nothing here has changed"
 _NO_STEP = "no optimizer step ended on the ranks, so nothing was measured"
 
@@ -128,6 +136,7 @@ def launch(
             objects are then as they were.
         PlanError: a plan without an engine, or with flags that are none.
         RefusalError: the engine does not go together with the plan or the model.
+        MissingExtraError: DeepSpeed is not installed, and a ZeRO stage is asked for.
 
     Example:
         .. code-block:: python
@@ -143,8 +152,11 @@ def launch(
     """
     scale = plan if isinstance(plan, Scale) else Scale.parse(plan)
     _check(workload, nproc)
+    _check_engine(workload, scale, nproc)
     seconds: dict[str, float] = {}
-    with _folder(workload) as folder:
+    for note in scale.notes:
+        progress(note)
+    with _folder(workload, scale) as folder:
         with _timed(seconds, "out"):
             _send(folder, train, workload, scale, capacity_bytes)
         with _timed(seconds, "there"):
@@ -178,21 +190,78 @@ def _check(workload: Workload, nproc: int) -> None:
             )
 
 
+def _check_engine(workload: Workload, scale: Scale, nproc: int) -> None:
+    """Refuse what the engine cannot do here, before anything starts."""
+    if scale.engine == "tp":
+        tp.check(workload.model, workload.name, nproc)
+    if scale.engine.startswith("zero"):
+        require_installed("deepspeed")
+    if not scale.uses_files:
+        return
+    broken = _broken_in_files(workload, nproc)
+    if broken:
+        raise RefusalError(
+            "scale",
+            f"the part of {broken} that each of {nproc} processes has does not begin and end with a block of a disk, and "
+            "DeepSpeed 0.19 updates such parameters wrongly",
+            "use --offload optimizer, in host memory",
+        )
+    if not _has_libaio():
+        raise ScaleError(
+            f"--scale {scale.engine} {scale.plan} needs a C++ compiler and libaio with its header, and a program that uses "
+            "it could not be built: apt-get install g++ ninja-build libaio-dev (or CFLAGS and LDFLAGS that say where it is)"
+        )
+
+
+def _broken_in_files(workload: Workload, nproc: int) -> str:
+    """Name of a trained parameter whose shards DeepSpeed would read back wrongly; empty where there is none."""
+    names = tensors.names_of(workload.model)
+    for group in (group for optimizer in workload.optimizers for group in optimizer.param_groups):
+        begins_bytes = 0  # in the flat buffer of the group
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            shard_bytes = 4 * -(-parameter.numel() // nproc)
+            is_unaligned = begins_bytes % _ALIGNED_BYTES or shard_bytes % _BLOCK_BYTES
+            if shard_bytes >= _SWAPPED_FROM_BYTES and is_unaligned:
+                return names[id(parameter)]
+            begins_bytes += shard_bytes
+    return ""
+
+
+def _has_libaio() -> bool:
+    """Whether DeepSpeed will be able to build what reads and writes files for it."""
+    words = [word for name in ("CFLAGS", "LDFLAGS") for word in shlex.split(os.environ.get(name, ""))]
+    build = ["c++", "-x", "c++", "-shared", "-fPIC", "-", "-o", os.devnull, *words, "-laio"]
+    try:
+        built = subprocess.run(build, input=b"#include <libaio.h>\n", capture_output=True, check=False)  # noqa: S603 - its own words
+    except FileNotFoundError:
+        return False
+    return built.returncode == 0
+
+
 @contextmanager
-def _folder(workload: Workload) -> Iterator[Path]:
-    """A folder for one errand, with room for what goes out and what comes home."""
+def _folder(workload: Workload, scale: Scale) -> Iterator[Path]:
+    """A folder for one errand, with room for what goes out, what comes home and what is offloaded to it."""
     folder = Path(tempfile.mkdtemp(prefix="memlab-"))
     try:
-        size_bytes = sum(tensor.nbytes for tensor in tensors.all_of(workload).values())
+        size_bytes = 2 * sum(tensor.nbytes for tensor in tensors.all_of(workload).values())
+        offloaded_bytes = _offloaded_bytes(workload) if scale.uses_files else 0
         free_bytes = shutil.disk_usage(folder).free
-        if 2 * size_bytes > free_bytes:
+        if size_bytes + offloaded_bytes > free_bytes:
+            offloaded = f", and {format_bytes(offloaded_bytes)} are offloaded to others" if offloaded_bytes else ""
             raise ScaleError(
-                f"{workload.name} goes out and comes home through files of {format_bytes(2 * size_bytes)}, and "
+                f"{workload.name} goes out and comes home through files of {format_bytes(size_bytes)}{offloaded}, and "
                 f"{folder.parent} has {format_bytes(free_bytes)} free: set TMPDIR to a disk with more room"
             )
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _offloaded_bytes(workload: Workload) -> int:
+    """What DeepSpeed keeps in files of each trained parameter: itself, its gradient and two moments, in fp32."""
+    return 16 * sum(parameter.numel() for parameter in workload.model.parameters() if parameter.requires_grad)
 
 
 @contextmanager
@@ -215,7 +284,7 @@ def _send(
     }  # fmt: skip
     (folder / PACKED).write_bytes(shipping.pack(what, apart))
     tensors.store(apart, folder / OUT)
-    (folder / "nvme").mkdir()
+    (folder / DISK).mkdir()
 
 
 def _takes_an_argument(train: Callable[..., Any]) -> bool:

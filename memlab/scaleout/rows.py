@@ -5,7 +5,9 @@
 2. Outputs beside the loss are gathered. A loop that makes its own loss from them gets the right gradient as well.
 3. Engines average gradients over ranks. The gradient of a rank's part is multiplied by the number of ranks here, so
    that the average is the sum over parts.
-4. Random numbers drawn in the model differ between ranks; those of the loop (shuffling) stay the same on all.
+4. Accumulation splits a rank's rows again. All ranks know the weights of all micro-batches, so that none of them runs
+   the model once more than the others to find them out.
+5. Random numbers drawn in the model differ between ranks; those of the loop (shuffling) stay the same on all.
 
 Needs an initialized process group.
 """
@@ -18,83 +20,128 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from memlab.errors import RefusalError
+from memlab.scaleout.engines.base import Engine
+from memlab.scaleout.engines.micro import Share
 from memlab.techniques._aliases import RandomState
+from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._modules import without_cache
 from memlab.techniques._probe import Probe
 from memlab.techniques._split import Call, Outputs, row_ranges
-
-ModelCall = Callable[..., Any]
+from memlab.techniques.base import ModelCall
 
 
 class Rows:
     """One rank's share of every training call.
 
     Args:
-        model: whose calls are shared out.
-        name: how errors call it.
-        device: of the batches.
+        engine: runs the model.
+        around: puts what surrounds a call of the model around it.
+        accumulation: micro-batches that a rank's rows are split into.
+        name: how errors call the model.
         seed: from which the ranks' random numbers start.
     """
 
-    def __init__(self, model: nn.Module, name: str, device: torch.device, seed: int) -> None:
-        self._model = model
+    def __init__(
+        self, engine: Engine, around: Callable[[ModelCall], ModelCall], accumulation: int, name: str, seed: int
+    ) -> None:
+        self._engine = engine
+        self._around = around
+        self._accumulation = accumulation
+        self._model = engine.workload.model
         self._name = name
-        self._probe = Probe(model, name)
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._device = device
+        self._probe = Probe(self._model, name)
+        self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if engine.shares_rows else (0, 1)
+        self._split_before = False
         self._random = self._own_random(seed) if self._ranks > 1 else None
 
-    def call(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a training call on this rank's rows.
 
         Raises:
-            RefusalError: the batch cannot be split, or has fewer rows than there are ranks.
+            RefusalError: the batch cannot be split, or has too few rows.
         """
-        if self._ranks == 1:
-            return call(*args, **kwargs)
+        if self._ranks == self._accumulation == 1:
+            return self._around(self._engine.call)(*args, **kwargs)
         whole = Call.of(args, without_cache(self._model, kwargs))
         layout = self._probe.layout(whole)
-        if layout.rows < self._ranks:
+        each = self._micro_batches_for(layout.rows)
+        parts = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, self._ranks * each)]
+        weights = {i: _told(every) for i, every in self._probe.weights(whole, layout, parts).items()}
+        joins = self._probe.joins(whole)
+        own = slice(self._rank * each, (self._rank + 1) * each)
+        share = Share(parts[own], layout, {i: every[own] for i, every in weights.items()}, joins)
+        with self._own_randomness():
+            outputs, loss_weights = self._run(share)
+        rows = sum(part.leaves[layout.split[0]].size(layout.dim) for part in parts[own])
+        return outputs.rebuild(
+            [
+                self._whole(leaf, loss_weights.get(i), joins[i], layout.rows / rows)
+                for i, leaf in enumerate(outputs.leaves)
+            ]
+        )
+
+    def _micro_batches_for(self, rows: int) -> int:
+        """Micro-batches of each rank, the same number for all."""
+        wanted = self._ranks * (self._accumulation if not self._split_before else 1)
+        if rows < wanted:
+            under = f" and --accumulate {self._accumulation}" if wanted > self._ranks else ""
             raise RefusalError(
                 "scale",
-                f"a batch of {self._name} has {layout.rows} rows, for {self._ranks} processes",
-                f"use batches of {self._ranks} rows or more, or fewer processes",
+                f"a batch of {self._name} has {rows} rows, for {self._ranks} processes{under}",
+                f"use batches of {wanted} rows or more, or fewer processes" + (" or micro-batches" if under else ""),
             )
-        parts = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, self._ranks)]
-        weights = self._probe.weights(whole, layout, parts)
-        joins = self._probe.joins(whole)
-        with self._own_randomness():
-            outputs = Outputs.of(parts[self._rank].run(call))
-        return outputs.rebuild([self._whole(leaf, weights.get(i), joins[i]) for i, leaf in enumerate(outputs.leaves)])
+        # a last, smaller batch of an epoch is split as far as it goes
+        self._split_before = True
+        return min(self._accumulation, rows // self._ranks)
 
-    def _whole(self, leaf: Any, weights: list[float] | None, dim: int | None) -> Any:
-        if weights is not None:
-            # a part without any target weighs nothing, and its loss may be nan
-            return _Sum.apply(leaf if weights[self._rank] else torch.zeros_like(leaf), weights[self._rank], self._ranks)  # type: ignore[no-untyped-call]
-        if dim is not None:
-            return _Gather.apply(leaf, dim, self._rank, self._ranks)  # type: ignore[no-untyped-call]
-        return leaf
+    def _run(self, share: Share) -> tuple[Outputs, dict[int, float]]:
+        """Outputs for the rank's rows, and what each scalar among them weighs in the sum over ranks."""
+        if len(share.micro_batches) > 1:
+            # scalars come weighted
+            outputs = Outputs.of(self._engine.accumulate(share, self._around))
+            return outputs, dict.fromkeys(share.weights, 1.0)
+        outputs = Outputs.of(share.micro_batches[0].run(self._around(self._engine.call)))
+        return outputs, {i: weights[0] for i, weights in share.weights.items()}
+
+    def _whole(self, leaf: Any, weight: float | None, dim: int | None, batches: float) -> Any:
+        """An output for all rows; `batches` is how many times as many they are."""
+        if self._ranks == 1 or not isinstance(leaf, torch.Tensor):
+            return leaf
+        if weight is not None:
+            return _Sum.apply(leaf, weight, self._ranks)  # type: ignore[no-untyped-call]
+        if dim is None:
+            return leaf
+        if isinstance(leaf, LazyTensor):
+            shape = [*leaf.shape[:dim], round(leaf.size(dim) * batches), *leaf.shape[dim + 1 :]]
+            return LazyTensor(shape, leaf.dtype, leaf.device, lambda: self._whole(leaf.value(), None, dim, batches))
+        return _Gather.apply(leaf, dim, self._rank, self._ranks)  # type: ignore[no-untyped-call]
 
     def _own_random(self, seed: int) -> RandomState:
-        loops = RandomState(self._device)
+        loops = RandomState(self._engine.device)
         torch.manual_seed(seed + self._rank)
-        own = RandomState(self._device)
+        own = RandomState(self._engine.device)
         loops.restore()
         return own
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        assert self._random is not None
-        loops = RandomState(self._device)
+        if self._random is None:
+            yield
+            return
+        loops = RandomState(self._engine.device)
         self._random.restore()
         try:
             yield
         finally:
-            self._random = RandomState(self._device)
+            self._random = RandomState(self._engine.device)
             loops.restore()
+
+
+def _told(weights: list[float]) -> list[float]:
+    """Weights of parts; without a target in any of them, each gives its share of the model's own answer, 0/0."""
+    return weights if any(weights) else [1 / len(weights)] * len(weights)
 
 
 class _Sum(torch.autograd.Function):
@@ -103,7 +150,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, value: torch.Tensor, weight: float, ranks: int) -> torch.Tensor:
         context.factor = weight * ranks
-        total = value.detach() * weight
+        # a part without any target weighs nothing, and its loss may be nan
+        total = value.detach() * weight if weight else torch.zeros_like(value)
         dist.all_reduce(total)
         return total
 

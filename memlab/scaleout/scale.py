@@ -7,11 +7,11 @@ import shlex
 from dataclasses import dataclass, field
 
 from memlab.errors import PlanError, RefusalError
-from memlab.plan import Offloaded, Plan, Precision, Tier
+from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
 
-ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+ENGINES = ("ddp", "fsdp2", "tp", "zero1", "zero2", "zero3")
 # what a rank does within its own model call, under any engine
-_WITHIN_A_CALL = frozenset({"checkpointing", "precision", "offload"})
+_WITHIN_A_CALL = frozenset({"accumulation", "checkpointing", "precision", "offload"})
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Scale:
             close = difflib.get_close_matches(self.engine, ENGINES, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise PlanError(f"--scale {self.engine}: allowed are {', '.join(ENGINES)}{hint}")
-        for refuse in (self._refuse_fields, self._refuse_precision, self._refuse_offload):
+        for refuse in (self._refuse_fields, self._refuse_checkpointing, self._refuse_precision, self._refuse_offload):
             refuse()
 
     @classmethod
@@ -60,12 +60,28 @@ class Scale:
         return f"--scale {self.engine} {self.plan}".strip()
 
     def _refuse_fields(self) -> None:
-        strange = [name for name in self.plan.changes() if name not in _WITHIN_A_CALL]
+        converted = self.plan.optimizer in (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
+        if converted and self.engine != "ddp":
+            raise RefusalError(
+                "scale",
+                f"8-bit moments have a scale for each block of a whole parameter, and {self.engine} keeps parts of parameters",
+                "use --scale ddp, or leave it out: each rank has only its part of the moments",
+            )
+        allowed = _WITHIN_A_CALL | {"optimizer"} if converted else _WITHIN_A_CALL
+        strange = [name for name in self.plan.changes() if name not in allowed]
         if strange:
             raise RefusalError(
                 "scale",
                 f"{strange[0]} is not available under --scale {self.engine}",
                 "leave it out, or train in one process",
+            )
+
+    def _refuse_checkpointing(self) -> None:
+        if self.engine == "zero3" and self.plan.checkpointing == "selective":
+            raise RefusalError(
+                "scale",
+                "--checkpoint selective replays operators one by one, and zero3 gathers parameters among them",
+                "use --checkpoint, or --scale fsdp2",
             )
 
     def _refuse_precision(self) -> None:
@@ -78,13 +94,48 @@ class Scale:
 
     def _refuse_offload(self) -> None:
         for what, tier in self.plan.offload:
-            if what is not Offloaded.OPTIMIZER:
+            if what is Offloaded.ACTIVATIONS:
                 raise RefusalError(
                     "scale", f"--offload {what} is not available under --scale {self.engine}", "use --checkpoint"
                 )
-            if self.engine in ("ddp", "zero1"):
+            if what is Offloaded.PARAMS and self.engine not in ("fsdp2", "zero3"):
+                raise RefusalError(
+                    "scale", f"{self.engine} keeps parameters on the device", "use --scale fsdp2 or zero3"
+                )
+            if what is Offloaded.OPTIMIZER and self.engine in ("ddp", "tp", "zero1"):
                 raise RefusalError(
                     "scale", f"{self.engine} keeps optimizer state on the device", "use --scale fsdp2 or zero2"
                 )
             if tier is Tier.DISK and self.engine != "zero3":
                 raise RefusalError("scale", f"{self.engine} does not offload to files", "use --scale zero3")
+        if (
+            self.engine == "fsdp2"
+            and self.plan.tier_of(Offloaded.PARAMS)
+            and not self.plan.tier_of(Offloaded.OPTIMIZER)
+        ):
+            raise RefusalError(
+                "scale",
+                "fsdp2 updates parameters where they rest, so their optimizer state rests there too",
+                "use --offload params,optimizer",
+            )
+        if self.plan.tier_of(Offloaded.PARAMS) is Tier.DISK:
+            raise RefusalError(
+                "scale",
+                "parameters that DeepSpeed 0.19 swaps to files come back with other values",
+                "use --offload optimizer:disk,params",
+            )
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether something is offloaded to the disk."""
+        return any(tier is Tier.DISK for _, tier in self.plan.offload)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the engine does beyond what was asked for, in words."""
+        asked = {what for what, _ in self.plan.offload}
+        if self.engine == "fsdp2" and asked == {Offloaded.OPTIMIZER}:
+            return (
+                "FSDP2 offloads parameters and gradients with the optimizer state: it updates them where they rest",
+            )
+        return ()

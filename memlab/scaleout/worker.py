@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +20,7 @@ from memlab import stepping
 from memlab.comparison import Comparison
 from memlab.in_force import InForce
 from memlab.measuring.steps import Meter, device_for
+from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.run_record import RunRecord
 from memlab.scaleout import shipping, tensors
@@ -30,12 +30,13 @@ from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, Sender
 from memlab.scaleout.rows import Rows
 from memlab.scaleout.scale import Scale
-from memlab.seams import ForwardSeam, install_step_seam
+from memlab.seams import ForwardSeam, chained, install_step_seam, loss_of
 from memlab.shortage import is_out_of_memory
 from memlab.snapshot import random_states, restore_random_states
+from memlab.techniques.base import ModelCall
 from memlab.workload import Batch, Workload
 
-PACKED, OUT, HOME, VALUE = "packed.pkl", "out", "home", "value.pkl"
+PACKED, OUT, HOME, VALUE, DISK = "packed.pkl", "out", "home", "value.pkl", "offloaded"
 Optimizer = torch.optim.Optimizer
 
 
@@ -73,9 +74,9 @@ class Watched:
         self._engine = engine
         self._sender = sender
         self._techniques = techniques
-        self._rows = Rows(workload.model, errand.name, engine.device, errand.seed)
-        self._meter = Meter(workload.model, workload.optimizers, device_for(engine.device, errand.capacity_bytes))
         self._plan = Scale.parse(errand.scale).plan
+        self._rows = Rows(engine, self._around, self._plan.accumulation, errand.name, errand.seed)
+        self._meter = Meter(workload.model, workload.optimizers, device_for(engine.device, errand.capacity_bytes))
         self._meter.plan_changed(self._plan)
         self._told = 0
 
@@ -95,25 +96,28 @@ class Watched:
         if not (self._workload.model.training and torch.is_grad_enabled()):
             return self._engine.call(*args, **kwargs)
         self._meter.forward_begins(Batch(args, kwargs))
-        output = self._rows.call(self._call, args, kwargs)
-        self._meter.forward_ended(_loss_of(output))
+        output = self._rows.call(args, kwargs)
+        self._meter.forward_ended(loss_of(output))
         return output
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        call: Callable[..., Any] = self._engine.call
-        for technique in self._techniques.techniques:
-            call = partial(_wrapped, technique.forward, call)
-        return call(*args, **kwargs)
+    def _around(self, call: ModelCall) -> ModelCall:
+        return chained([technique.forward for technique in self._techniques.techniques], call)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._meter.step_begins(optimizer)
         if self._engine.owns_steps and not self._engine.is_stepping:
             return stepping.take_over(self._engine.step)(optimizer, args, kwargs)
+        if any(technique.stepper(optimizer) is not None for technique in self._techniques.techniques):
+            return stepping.take_over(self._converted_step)(optimizer, args, kwargs)
         return None
+
+    def _converted_step(self, optimizer: Optimizer) -> None:
+        stepping.run_step(optimizer, self._techniques.techniques)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._engine.is_stepping:
             return
+        self._engine.learnt.updates += 1
         self._meter.step_ended(optimizer)
         for step in self._meter.steps_after(self._told):
             self._told = step.step
@@ -140,17 +144,6 @@ def _tell_resizes(meter: Meter, undo: ExitStack) -> None:
 
     undo.callback(setattr, torch.UntypedStorage, "resize_", resize)
     torch.UntypedStorage.resize_ = told  # type: ignore[method-assign, assignment]
-
-
-def _wrapped(wrapper: Callable[..., Any], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return wrapper(inner, args, kwargs)
-
-
-def _loss_of(output: Any) -> torch.Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, tuple) and loss:
-        loss = loss[0]
-    return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else None
 
 
 class _Said(io.TextIOBase):
@@ -212,9 +205,12 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     workload: Workload = opened["workload"]
     scale = Scale.parse(errand.scale)
     techniques = InForce(Workload(workload.model, name=errand.name))
-    techniques.change(replace(scale.plan, offload=()))
+    # rows are split again by `rows`, and what is offloaded is the engine's
+    techniques.change(replace(scale.plan, offload=(), accumulation=1))
     engine = engine_for(scale)(workload, folder / OUT, device)
     engine.start()
+    for optimizer in workload.optimizers:
+        techniques.attach_optimizer(optimizer)
     clipping.engine_clips = engine.clip
     random_state = opened["random"]
     restore_random_states(random_state, device)
@@ -223,6 +219,7 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
         measured = watched.measurement(f"rank {rank}")
     if measured is not None:
         (folder / f"rank{rank}.json").write_text(RunRecord(Comparison(errand.name, (measured,))).to_json())
+    techniques.change(Plan())  # moments go home as they came
     engine.save(folder / HOME)
     if rank == 0:
         _leave(folder, workload, engine, value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ class Learnt:
 
 
 @dataclass
-class _Joined:
+class Joined:
     """One output, gathered over micro-batches.
 
     Args:
@@ -65,7 +66,7 @@ class _Joined:
     def value(self) -> torch.Tensor:
         if self.weights is not None:
             weighted = [part * weight for part, weight in zip(self.parts, self.weights, strict=True) if weight]
-            return torch.stack(weighted).sum(0)
+            return torch.stack(weighted).sum(0) if weighted else torch.zeros_like(self.parts[0])
         if self.dim is None:
             return self.parts[0].clone()
         return torch.cat(self.parts, self.dim)
@@ -83,11 +84,36 @@ class _Joined:
         return gradient.narrow(self.dim, sum(self.sizes[:index]), self.sizes[index])
 
 
+class Gatherer(Protocol):
+    """Where gradients of micro-batches gather until the loop's backward pass asks for them."""
+
+    @property
+    def originals(self) -> Sequence[torch.Tensor]:
+        """What the outer graph derives by."""
+
+    @property
+    def aliases(self) -> Sequence[Any]:
+        """Holders of the gathered gradients, as their `grad`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is run."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Context in which micro-batches run, and their gradients gather."""
+
+    def originals_untouched(self, model_name: str) -> AbstractContextManager[None]:
+        """Context of one backward pass."""
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Hand over what has been gathered, one for each of `originals`."""
+
+
 class MicroRun:
     """One split model call: its micro-batches, and what is needed to run one of them again.
 
     Args:
-        model: whose parameters are aliased.
+        model: what errors name, and whose parameters are aliased where no gatherer is given.
         call: the model call below accumulation.
         micro_batches: the parts of the call.
         layout: along which dimension they were cut.
@@ -95,6 +121,7 @@ class MicroRun:
         joins: for each output the dimension to join along, or None.
         learnt: what earlier calls taught; updated here.
         random_states: of an earlier run, to be repeated; None for a first run.
+        gatherer: where gradients gather; None for aliases of the model's parameters.
     """
 
     def __init__(
@@ -107,6 +134,7 @@ class MicroRun:
         joins: tuple[int | None, ...],
         learnt: Learnt,
         random_states: list[RandomState] | None = None,
+        gatherer: Gatherer | None = None,
     ) -> None:
         self._model = model
         self._call = call
@@ -119,10 +147,10 @@ class MicroRun:
         self._random_states = random_states or []
         self._updates = learnt.updates
         self._autocast = AutocastState()
-        self._aliases = Aliases(model)
+        self._aliases: Gatherer = gatherer if gatherer is not None else Aliases(model)
         self._inputs = [i for i, leaf in enumerate(micro_batches[0].leaves) if _requires_grad(leaf)]
         self._input_gradients: list[dict[int, torch.Tensor]] = []
-        self._joined: dict[int, _Joined] = {}
+        self._joined: dict[int, Joined] = {}
         self._template: Outputs | None = None
         self._kept: tuple[Call, Outputs] | None = None
         self._fused = False
@@ -156,7 +184,7 @@ class MicroRun:
     def _eager(self) -> list[int]:
         return [position for position, joined in self._joined.items() if joined.parts]
 
-    def _lazy(self, position: int, joined: _Joined) -> LazyTensor:
+    def _lazy(self, position: int, joined: Joined) -> LazyTensor:
         return LazyTensor(joined.whole_shape(), joined.dtype, joined.device, lambda: self._look(position))
 
     def _look(self, position: int) -> torch.Tensor:
@@ -168,16 +196,20 @@ class MicroRun:
                 "read it before the step (from the next batch on memlab keeps it)"
             )
         if self._looked_at is None:
-            again = MicroRun(
-                self._model, self._call, self._micro_batches, self._layout, self._weights, self._joins, self._learnt,
-                random_states=self._random_states,
-            )  # fmt: skip
+            again = self._again()
             now = RandomState(self._aliases.device)
             with self._autocast.entered():
                 self._looked_at = again._leaves()
             now.restore()
         value: torch.Tensor = self._looked_at[position]
         return value
+
+    def _again(self) -> MicroRun:
+        """The same call once more, with a graph to its outputs."""
+        return MicroRun(
+            self._model, self._call, self._micro_batches, self._layout, self._weights, self._joins, self._learnt,
+            random_states=self._random_states,
+        )  # fmt: skip
 
     # -- first pass ----------------------------------------------------------------------------
 
@@ -245,16 +277,16 @@ class MicroRun:
                 joined.differentiable |= value.requires_grad or (self._repeats and value.is_floating_point())
                 joined.parts.append(value.detach())
 
-    def _new_joined(self, position: int, leaf: torch.Tensor, outputs: Outputs) -> _Joined:
+    def _new_joined(self, position: int, leaf: torch.Tensor, outputs: Outputs) -> Joined:
         is_scalar = position in outputs.scalars
         weights = self._weights.get(position) if is_scalar else None
         if is_scalar and weights is None:
             weights = [1 / len(self._micro_batches)] * len(self._micro_batches)
         dim = None if is_scalar else self._joins[position]
-        joined = self._joined[position] = _Joined(dim, weights, leaf.shape, leaf.dtype, leaf.device)
+        joined = self._joined[position] = Joined(dim, weights, leaf.shape, leaf.dtype, leaf.device)
         return joined
 
-    def _may_wait(self, joined: _Joined, leaf: torch.Tensor) -> bool:
+    def _may_wait(self, joined: Joined, leaf: torch.Tensor) -> bool:
         """Whether an output is left out until somebody looks at it: a large one, or one not computed anyway."""
         if not self._fused or joined.dim is None or self._learnt.reads_outputs:
             return False

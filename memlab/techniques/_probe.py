@@ -175,6 +175,8 @@ class Probe:
                 return [order[0], 1 if order[0] == 0 else 0][: len(rows)]
             if len(order) >= 2 and counts[order[0]] != counts[order[-1]]:
                 return [order[0], *order[-2:]] if len(order) >= 3 else order
+            if 2 <= len(order) < len(rows):  # alike where they have targets, and some have none
+                return [order[0], next(row for row in range(len(rows)) if not counts[row]), order[-1]]
         return list(range(min(layout.rows, 3)))
 
     def _look(self, call: Call, layout: Layout, rows: Sequence[int]) -> tuple[Outputs, list[Outputs]]:

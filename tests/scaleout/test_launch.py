@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,15 +18,11 @@ from torch import nn
 from memlab import Plan, Workload, fit, launch
 from memlab.errors import ScaleError
 from memlab.snapshot import Snapshot
-from tests.helpers.needs import needs
+from tests.scaleout.handing import engines, handed_over
 from tests.scaleout.runs import gpt2, texts, trained, trained_by_own_criterion
 
 BATCHES = texts(9)
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-
-
-def engines(*flags: str) -> list[Any]:
-    return [pytest.param(f, marks=[needs(extra="deepspeed")] if "zero" in f else []) for f in flags]
 
 
 @pytest.fixture
@@ -42,26 +37,11 @@ def no_process_left() -> Any:
         time.sleep(0.1)
 
 
-def handed_over(
-    flags: str, nproc: int, train: Callable[[Workload, Any], list[float]] = trained
-) -> tuple[list[float], list[float], Workload, Workload]:
-    """Losses and workloads: of a run in this process, and of one with its middle third elsewhere."""
-    reference, workload = gpt2(), gpt2()
-    expected = train(reference, BATCHES)
-    parts = train(workload, BATCHES[:3])
-    kept = [*workload.model.parameters()], workload.optimizers[0], workload.model
-    parts += launch(lambda there: train(there, BATCHES[3:6]), workload, f"--scale {flags}", nproc=nproc).value
-    assert all(a is b for a, b in zip(kept[0], workload.model.parameters(), strict=True))
-    assert "forward" not in vars(workload.model)
-    parts += train(workload, BATCHES[6:])
-    return expected, parts, reference, workload
-
-
 @pytest.mark.parametrize(
     "flags", engines(*ENGINES, "fsdp2 --offload optimizer --checkpoint", "zero3 --offload optimizer")
 )
 def test_two_ranks_train_as_one_process_does(flags: str) -> None:
-    expected, losses, reference, workload = handed_over(flags, 2)
+    expected, losses, reference, workload = handed_over(flags, 2, BATCHES)
     assert losses == pytest.approx(expected, rel=1e-6)
     for (name, here), there in zip(reference.model.named_parameters(), workload.model.parameters(), strict=True):
         torch.testing.assert_close(here, there, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
@@ -73,14 +53,14 @@ def test_two_ranks_train_as_one_process_does(flags: str) -> None:
 @pytest.mark.parametrize("flags", engines("fsdp2", "zero1", "zero3"))
 def test_one_rank_makes_no_difference_at_all(flags: str) -> None:
     # engines add up the norm for clipping in another order
-    expected, losses, reference, workload = handed_over(flags, 1, partial(trained, clips=False))
+    expected, losses, reference, workload = handed_over(flags, 1, BATCHES, partial(trained, clips=False))
     assert losses == expected
     assert Snapshot(reference).differences(Snapshot(workload)) == []
 
 
 @pytest.mark.parametrize("flags", engines("fsdp2", "zero2"))
 def test_a_loss_of_the_loops_own_gets_the_outputs_of_all_rows(flags: str) -> None:
-    expected, losses, _, _ = handed_over(flags, 2, trained_by_own_criterion)
+    expected, losses, _, _ = handed_over(flags, 2, BATCHES, trained_by_own_criterion)
     assert losses == pytest.approx(expected, rel=1e-6)
 
 

@@ -46,6 +46,24 @@ def test_gradients_are_those_of_the_whole_batch_with_ragged_targets(parts: int) 
     assert split_loss.item() == pytest.approx(loss.item(), rel=1e-6)
 
 
+def test_rows_without_targets_do_not_hide_the_rule() -> None:
+    model, batch = gpt2(), ragged_batch()
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][:3] = -100  # the others have as many as each other
+    loss = model(**batch).loss
+    loss.backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 2"):
+        model(**ragged_batch()).loss.backward()
+        model.zero_grad()
+        rows = counted_calls(model.transformer.h[0])
+        split_loss = model(**batch).loss
+        split_loss.backward()
+    assert max(rows) <= (len(batch["labels"]) + 1) // 2
+    assert distance(gradients(model), expected) < 1e-6
+    assert split_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_rule_of_the_loss_is_found(reduction: str) -> None:
     model, batch = Regressor(reduction), regression_batch()

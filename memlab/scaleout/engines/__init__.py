@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from memlab.plan import Offloaded
 from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.scale import Scale
 from memlab.workload import Workload
@@ -22,7 +21,11 @@ def engine_for(scale: Scale) -> Callable[[Workload, Path, torch.device], Engine]
     if scale.engine == "fsdp2":
         from memlab.scaleout.engines.fsdp2 import Fsdp2, OffloadedFsdp2
 
-        return Fsdp2 if scale.plan.tier_of(Offloaded.OPTIMIZER) is None else OffloadedFsdp2
+        return OffloadedFsdp2 if scale.plan.offload else Fsdp2
+    if scale.engine == "tp":
+        from memlab.scaleout.engines.tp import Tp
+
+        return Tp
     from memlab.scaleout.engines.zero import zero_engine
 
     return zero_engine(int(scale.engine.removeprefix("zero")), scale.plan)

@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 from memlab.scaleout import tensors
+from memlab.scaleout.engines.micro import EngineRun, SetAside, Share
+from memlab.techniques._micro import Learnt, MicroRun
+from memlab.techniques.base import ModelCall
 from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
@@ -31,16 +34,20 @@ class Engine(ABC):
         owns_steps: whether the engine does the optimizer's steps.
         settings: names of the settings of the optimizers' groups.
         is_stepping: whether it is doing one, or one of its own.
+        shares_rows: whether each rank takes rows of its own; otherwise every rank sees all of them.
+        learnt: what split calls have taught.
     """
 
     owns_steps = False
     is_stepping = False
+    shares_rows = True
 
     def __init__(self, workload: Workload, folder: Path, device: torch.device) -> None:
         self.workload = workload
         self.folder = folder
         self.device = device
         self.inner = inner_of(workload.model)
+        self.learnt = Learnt()
         # engines add settings of their own to the groups
         self.settings = {
             name for optimizer in workload.optimizers for group in optimizer.param_groups for name in group
@@ -54,6 +61,21 @@ class Engine(ABC):
     @abstractmethod
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on some rows."""
+
+    def accumulate(self, share: Share, around: Callable[[ModelCall], ModelCall]) -> Any:
+        """Run the model on some rows, a few at a time.
+
+        Args:
+            share: the rows.
+            around: puts what surrounds a call of the model around it.
+        """
+        aside = SetAside(self.workload.model.parameters(), self.device)
+        return self._run_of(EngineRun, share, around(self.call), gatherer=aside).outputs()
+
+    def _run_of(self, kind: type[MicroRun], share: Share, call: ModelCall, **options: Any) -> MicroRun:
+        return kind(
+            self.inner, call, share.micro_batches, share.layout, share.weights, share.joins, self.learnt, **options
+        )
 
     def step(self, optimizer: Optimizer) -> None:  # noqa: B027 - most leave steps to the optimizer
         """Do an optimizer's step, where the engine `owns_steps`."""

@@ -29,7 +29,7 @@ class Fsdp2(Engine):
         model, optimizers = self.workload.model, self.workload.optimizers
         names = tensors.names_of(model)
         self._shard()
-        model._apply(self._with_memory)  # type: ignore[no-untyped-call]
+        self._allocate()
         exchange_parameters(optimizers, names, model)
         tensors.fill({**tensors.parameter_keys(model), **tensors.buffer_keys(model)}, self.folder)
         fill_state(optimizers, model, self.folder, self._state_like)
@@ -42,6 +42,9 @@ class Fsdp2(Engine):
             fully_shard(block, mesh=mesh, offload_policy=policy)
         fully_shard(self.inner, mesh=mesh, offload_policy=policy)
 
+    def _allocate(self) -> None:
+        self.workload.model._apply(self._with_memory)  # type: ignore[no-untyped-call]
+
     def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         home = torch.device("cpu") if self.offloads and isinstance(tensor, DTensor) else self.device
         return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(home)
@@ -52,7 +55,11 @@ class Fsdp2(Engine):
         return torch.empty(value.shape, dtype=value.dtype, device=self.device if value.dim() else "cpu")
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
+        output = self.inner(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            # no backward pass comes to do it, and until then the model has gathered parameters in place of its own
+            self.inner.reshard()  # type: ignore[operator] # `fully_shard` has changed its class
+        return output
 
     def save(self, folder: Path) -> None:
         tensors.store(tensors.all_of(self.workload), folder, together=True)

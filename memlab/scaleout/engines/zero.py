@@ -9,6 +9,11 @@ Rules of handing over live state, which `deepspeed.initialize` would drop:
 
 A shard has one count of steps, so parameters of one group that were stepped unequally often are refused.
 
+Which backward pass is the last before a step only the step tells, so DeepSpeed does not count micro-steps here
+(``managed_gradient_accumulation`` off): stage 1 gathers gradients on each rank and reduces their sum, stages 2 and 3 reduce every
+backward pass into shards. `clip_grad_norm_` comes before the step and needs the sum, so what DeepSpeed's step would
+begin with is done by whoever comes first.
+
 Source: https://deepspeed.readthedocs.io/en/latest/zero3.html ("Modifying partitioned states")
 """
 
@@ -30,11 +35,15 @@ from memlab.extras import require
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.base import Engine, exchange_parameters, materialize
+from memlab.scaleout.engines.micro import SetAside, ShardedLearnt, ShardedRun, Share
+from memlab.techniques.base import ModelCall
 from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 _STEP = "step"
 _BUCKET_ELEMENTS = 50_000_000
+# folder beside that of the tensors, for what is offloaded to the disk
+DISK = "offloaded"
 
 
 def zero_engine(stage: int, plan: Plan) -> Callable[[Workload, Path, torch.device], Engine]:
@@ -59,17 +68,20 @@ class Zero(Engine):
     Attributes:
         owns_steps: always.
 
-    Known limitations: one optimizer; one backward pass per step, since a shard is reduced after each.
+    Known limitations: one optimizer; under stages 2 and 3 gradients cannot be dropped between backward pass and step.
     """
 
     owns_steps = True
+    learnt: ShardedLearnt
 
     def __init__(self, workload: Workload, folder: Path, device: torch.device, stage: int, plan: Plan) -> None:
         super().__init__(workload, folder, device)
         self._stage = stage
         self._plan = plan
-        self._backwards = 0
         self._names: dict[int, str] = {}
+        self._gradients_finished = False
+        self._splitting = 0
+        self.learnt = ShardedLearnt()
 
     # -- there ---------------------------------------------------------------------------------
 
@@ -99,25 +111,21 @@ class Zero(Engine):
         )
         self._zero = self._engine.optimizer
         # the engine drops gradients after each step; the loop's call would drop the buffers it gathers them in
-        self._optimizer.zero_grad = _keep_gradients  # type: ignore[method-assign]
+        self._optimizer.zero_grad = self._drop_gradients  # type: ignore[method-assign]
+        self._zero.register_grad_acc_post_hook(self._backward_ended)
 
     def _config(self) -> dict[str, Any]:
         # the default buckets, of half a billion elements, would be most of a small model's memory
         elements = min(sum(p.numel() for p in self.workload.model.parameters()), _BUCKET_ELEMENTS)
         zero: dict[str, Any] = {"stage": self._stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements}
-        for what, name in ((Offloaded.OPTIMIZER, "offload_optimizer"),):
+        for what, name in ((Offloaded.OPTIMIZER, "offload_optimizer"), (Offloaded.PARAMS, "offload_param")):
             tier = self._plan.tier_of(what)
-            if tier is Tier.DISK:
-                zero[name] = {
-                    "device": "nvme",
-                    "nvme_path": str(self.folder / "nvme"),
-                    "pin_memory": self.device.type == "cuda",
-                }
-            elif tier is not None:
-                zero[name] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+            if tier is not None:
+                zero[name] = self._offloaded_to(tier)
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
             "steps_per_print": 2**31,
             # the default clips; the loop says whether gradients are clipped
             "gradient_clipping": 0.0,
@@ -126,6 +134,12 @@ class Zero(Engine):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
+
+    def _offloaded_to(self, tier: Tier) -> dict[str, Any]:
+        pinned = self.device.type == "cuda"
+        if tier is Tier.DISK:
+            return {"device": "nvme", "nvme_path": str(self.folder.parent / DISK), "pin_memory": pinned}
+        return {"device": "cpu", "pin_memory": pinned}
 
     def _hand_over(self, states: dict[str, dict[str, Any]], groups: list[list[str]]) -> None:
         steps = [_steps_of(states, names) for names in groups]
@@ -205,23 +219,71 @@ class Zero(Engine):
     # -- training ------------------------------------------------------------------------------
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if self.workload.model.training and torch.is_grad_enabled():
-            self._backwards += 1
-            if self._backwards > 1:
-                raise ScaleError(
-                    f"a second training call of {self.workload.name} before optimizer.step(): ZeRO reduces a shard "
-                    "after each backward pass; hand whole batches to the model, or use --scale fsdp2"
-                )
         return self._engine(*args, **kwargs)
 
+    def accumulate(self, share: Share, around: Callable[[ModelCall], ModelCall]) -> Any:
+        if self._stage == 1:
+            return super().accumulate(share, around)
+        nowhere = SetAside([], self.device)
+        self._splitting += 1
+        try:
+            return self._run_of(ShardedRun, share, around(self.call), gatherer=nowhere).outputs()
+        finally:
+            self._splitting -= 1
+
     def step(self, optimizer: Optimizer) -> None:
+        self._finish_gradients()
         self.is_stepping = True
         try:
-            self._engine.step()
+            with self._gradients_stay():
+                self._engine.step()
         finally:
             self.is_stepping = False
-            self._backwards = 0
+            self._gradients_finished = self.learnt.answered = False
             self._zero.clip_grad = 0.0
+
+    def _finish_gradients(self) -> None:
+        """Make of all backward passes since the last step the gradients of the next."""
+        if self._gradients_finished:
+            return
+        self.learnt.settle()
+        self._gradients_finished = True
+        if self._stage == 1:
+            self._engine._running_engine_step = True  # this is a boundary
+            try:
+                self._engine.allreduce_gradients()
+            finally:
+                self._engine._running_engine_step = False
+        else:
+            self._zero.finalize_gradient_accumulation_boundary()
+
+    @contextmanager
+    def _gradients_stay(self) -> Iterator[None]:
+        """DeepSpeed's step does not finish them a second time."""
+        self._engine.enable_backward_allreduce = False
+        self._zero.finalize_gradient_accumulation_boundary = _nothing
+        try:
+            yield
+        finally:
+            self._engine.enable_backward_allreduce = True
+            del self._zero.finalize_gradient_accumulation_boundary
+
+    def _backward_ended(self) -> None:
+        # those within a split call are answered when the loop asks for them
+        self.learnt.answered = self.learnt.answered or not self._splitting
+
+    def _drop_gradients(self, set_to_none: bool = True) -> None:
+        """Stands in for `zero_grad`."""
+        if not self.learnt.answered:
+            return
+        if self._stage > 1:
+            raise ScaleError(
+                f"optimizer.zero_grad() between backward() and step(): ZeRO-{self._stage} has added these gradients to shards "
+                "and cannot take them out; call zero_grad() after step(), or use --scale fsdp2"
+            )
+        self.learnt.answered = False
+        for parameter in self.workload.model.parameters():
+            parameter.grad = None
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor | None:
         """Have the next step clip, in the way of `torch.nn.utils.clip_grad_norm_`.
@@ -238,6 +300,7 @@ class Zero(Engine):
                 f"clip_grad_norm_ of {len(trained & given)} of {len(trained)} parameters: ZeRO clips all of them together; "
                 "give it model.parameters(), or use --scale fsdp2"
             )
+        self._finish_gradients()
         self._zero.clip_grad = float(max_norm)
         if self._stage < 3:
             norm = self._zero.scaled_global_norm()
@@ -304,8 +367,8 @@ class Zero(Engine):
         self._engine.destroy()
 
 
-def _keep_gradients(set_to_none: bool = True) -> None:
-    """Stands in for `zero_grad`."""
+def _nothing() -> None:
+    """What is done already."""
 
 
 def _steps_of(states: dict[str, dict[str, Any]], names: list[str]) -> Any:

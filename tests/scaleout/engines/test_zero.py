@@ -1,0 +1,63 @@
+"""ZeRO-3 with what is off the device: in host memory, and in files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memlab import Workload
+from memlab.scaleout import launching
+from tests.helpers.needs import needs
+from tests.scaleout.handing import handed_over
+
+
+def wide() -> Workload:
+    """Layers large enough for DeepSpeed to put their state into files."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 3))
+    return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+
+def rows(steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 768, generator=generator) for _ in range(steps)]
+
+
+def trained(workload: Workload, batches: Sequence[torch.Tensor]) -> list[float]:
+    (optimizer,) = workload.optimizers
+    losses = []
+    for batch in batches:
+        loss = (workload.model(batch) - batch[:, :3]).square().mean()  # [b, 3]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained_with_files(workload: Workload, batches: Sequence[torch.Tensor]) -> list[float]:
+    losses = trained(workload, batches)
+    if "RANK" in os.environ:
+        files = {path.name for path in (Path(sys.argv[1]) / "offloaded").rglob("*.swp")}
+        assert any(name.startswith("exp_avg-") for name in files), files
+    return losses
+
+
+@needs(extra="deepspeed")
+def test_parameters_in_host_memory_train_as_ever() -> None:
+    expected, losses, _, _ = handed_over("zero3 --offload params,optimizer", 2, rows(6), trained, wide)
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@needs(extra="deepspeed")
+@pytest.mark.skipif(not launching._has_libaio(), reason="needs a C++ compiler and libaio-dev")
+def test_optimizer_state_in_files_trains_as_ever() -> None:
+    # DeepSpeed builds its reader first, once on a machine, which takes minutes
+    expected, losses, _, _ = handed_over("zero3 --offload optimizer:nvme,params", 2, rows(6), trained_with_files, wide)
+    assert losses == pytest.approx(expected, rel=1e-6)

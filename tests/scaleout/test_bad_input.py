@@ -1,0 +1,145 @@
+"""What is missing, taken, full or interrupted: one clear line, nothing lost, nothing left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from memlab import Workload, launch
+from memlab.errors import MissingExtraError, RefusalError, ScaleError
+from memlab.scaleout import homecoming, launching, shipping, tensors
+from memlab.scaleout.worker import Home
+from memlab.snapshot import Snapshot, random_states
+from tests.helpers.needs import needs
+from tests.scaleout.runs import gpt2, texts, trained
+
+
+def folders() -> set[str]:
+    return {each.name for each in Path(tempfile.gettempdir()).glob("memlab-*")}
+
+
+def no_training() -> None:
+    """Where nothing is to begin."""
+
+
+def test_deepspeed_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(MissingExtraError, match=r"^ZeRO needs deepspeed, which is not installed: pip install 'memlab"):
+        launch(no_training, gpt2(), "--scale zero2")
+    assert not folders()
+
+
+@needs(extra="deepspeed")
+def test_libaio_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ScaleError, match=r"^--scale zero3 --offload optimizer:disk needs a C\+\+ compiler and libaio"):
+        launch(no_training, gpt2(), "--scale zero3 --offload optimizer:disk")
+    assert not folders()
+
+
+@needs(extra="deepspeed")
+@pytest.mark.parametrize(("size", "name"), [(1100, "0.weight"), (1056, "1.weight")])
+def test_what_files_would_spoil_is_refused(size: int, name: str) -> None:
+    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
+    workload = Workload(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(
+        RefusalError, match=rf"^scale: the part of {name} that each of 2 processes has does not begin and"
+    ):
+        launch(no_training, workload, "--scale zero3 --offload optimizer:nvme")
+
+
+@needs(extra="deepspeed")
+def test_a_disk_without_room_for_what_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = gpt2()
+    sent_bytes = 2 * sum(tensor.nbytes for tensor in tensors.all_of(workload).values())
+    usage = shutil._ntuple_diskusage(10**9, 10**9 - sent_bytes, sent_bytes)  # type: ignore[attr-defined]
+    monkeypatch.setattr(launching.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(launching, "_has_libaio", lambda: True)
+    with pytest.raises(ScaleError, match=r"goes out .* are offloaded to others, and .* free: set TMPDIR to a disk"):
+        launch(no_training, workload, "--scale zero3 --offload optimizer:disk")
+    assert not folders()
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_a_port_that_is_taken_is_not_used(monkeypatch: pytest.MonkeyPatch, taken_port: int) -> None:
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": taken_port, "RANK": 7, "WORLD_SIZE": 9}.items():
+        monkeypatch.setenv(name, str(value))
+    launched = launch(lambda: (os.environ["RANK"], os.environ["WORLD_SIZE"]), gpt2(), "--scale ddp", nproc=1)
+    assert launched.value == ("0", "1")
+
+
+def test_an_interrupt_while_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = gpt2()
+    before = Snapshot(workload)
+
+    def interrupted(*_args: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launching, "_listen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch(no_training, workload, "--scale ddp")
+    assert before.differences(Snapshot(workload)) == []
+    assert not folders()
+    left = [
+        child for child in psutil.Process().children(recursive=True) if "memlab.scaleout" in " ".join(child.cmdline())
+    ]
+    assert left == []
+
+
+def come_home(folder: Path) -> tuple[Workload, Home]:
+    """What ranks would have left of a run: the workload as it is there, and what comes beside its tensors."""
+    there = gpt2()
+    trained(there, texts(2))
+    tensors.store(tensors.all_of(there), folder)
+    groups = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in there.optimizers]
+    assert there.scheduler is not None
+    home = Home(None, groups, [{}], there.scheduler.state_dict(), random_states(there.device))
+    return there, shipping.unpack(shipping.pack({"home": home}, {}), shipping.Apart.placeholder)["home"]
+
+
+def test_an_interrupt_before_the_first_write_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, home = come_home(tmp_path)
+    workload = gpt2()
+    before = Snapshot(workload)
+
+    def interrupted(*_args: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(homecoming.tensors, "fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        homecoming.bring_home(tmp_path, home, workload)
+    assert before.differences(Snapshot(workload)) == []
+
+
+def test_an_interrupt_between_writes_waits_for_the_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    there, home = come_home(tmp_path)
+    workload = gpt2()
+    write = homecoming._write_model
+
+    def pressed(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        write(*args)
+
+    monkeypatch.setattr(homecoming, "_write_model", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        homecoming.bring_home(tmp_path, home, workload)
+    assert Snapshot(there).differences(Snapshot(workload)) == []
