@@ -7,6 +7,7 @@
 - `pareto`: memory against throughput, drawn by `pareto_image` and `pareto_figure`
 - `ladder`: what its table says; drawn by `ladder_image`
 - `inference`: calls that only run forward, in words and as a receipt
+- `ranks`: ranks of a run in many processes, and how many of which GPU do
 - `ranking`, `listing`: which predictions are shown, in which order and words
 
 matplotlib and plotly are imported when a picture is asked for, never before.
@@ -26,6 +27,7 @@ from memlab.report import (
     pareto_figure,
     pareto_image,
     ranking,
+    ranks,
     text,
 )
 
@@ -41,5 +43,6 @@ __all__ = [
     "pareto_figure",
     "pareto_image",
     "ranking",
+    "ranks",
     "text",
 ]

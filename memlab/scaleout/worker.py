@@ -66,15 +66,19 @@ class Watched:
         engine: started.
         errand: what is to be done.
         sender: where steps are told.
+        techniques: what else applies within a model call.
+        meter: of the workload; it has seen the engine start.
     """
 
-    def __init__(self, workload: Workload, engine: Engine, errand: Errand, sender: Sender, techniques: InForce) -> None:
+    def __init__(
+        self, workload: Workload, engine: Engine, errand: Errand, sender: Sender, techniques: InForce, meter: Meter
+    ) -> None:
         self._workload = workload
         self._engine = engine
         self._sender = sender
         self._techniques = techniques
         self._rows = Rows(workload.model, errand.name, engine.device, errand.seed)
-        self._meter = Meter(workload.model, workload.optimizers, device_for(engine.device, errand.capacity_bytes))
+        self._meter = meter
         self._plan = Scale.parse(errand.scale).plan
         self._meter.plan_changed(self._plan)
         self._told = 0
@@ -214,11 +218,13 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     techniques = InForce(Workload(workload.model, name=errand.name))
     techniques.change(replace(scale.plan, offload=()))
     engine = engine_for(scale)(workload, folder / OUT, device)
-    engine.start()
+    meter = Meter(workload.model, workload.optimizers, device_for(device, errand.capacity_bytes))
+    with meter.engine_starts():
+        engine.start()
     clipping.engine_clips = engine.clip
     random_state = opened["random"]
     restore_random_states(random_state, device)
-    with Watched(workload, engine, errand, sender, techniques) as watched, _spoken(sender, rank):
+    with Watched(workload, engine, errand, sender, techniques, meter) as watched, _spoken(sender, rank):
         value = opened["train"](workload) if opened["takes_workload"] else opened["train"]()
         measured = watched.measurement(f"rank {rank}")
     if measured is not None:
