@@ -17,8 +17,9 @@ _ENGINES = ("ddp", "zero2", "fsdp2", "zero3")
 # one of each size that is rented out today; `of` asks about others
 _GPUS = ("T4", "L4", "RTX 5090", "A100 40GB", "L40S", "A100 80GB", "H200", "B200")
 _TRACED_FOR = "A100 80GB"
-_POWERS = (
-    "numbers are powers of two; from more processes than the batch has rows on, a batch of one row for each is meant"
+_NOTES = (
+    "numbers are powers of two; from more processes than the batch has rows on, a batch of one row for each is meant",
+    "outputs beside the loss are not counted: memlab.launch gathers them on every rank, so let the model return its loss",
 )
 
 
@@ -55,7 +56,8 @@ def how_many(
     Example:
         >>> import torch
         >>> with torch.device("meta"):
-        ...     model = torch.nn.Sequential(*(torch.nn.Linear(16384, 16384) for _ in range(16)))
+        ...     blocks = (torch.nn.Sequential(torch.nn.Linear(16384, 16384), torch.nn.ReLU()) for _ in range(16))
+        ...     model = torch.nn.Sequential(*blocks)
         >>> workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.zeros(8, 16384, device="meta"),))
         >>> [how_many(workload, "", engines=["fsdp2"], of=[name]).rows[0].ranks for name in ("T4", "B200")]
         [4, 1]
@@ -72,7 +74,7 @@ def how_many(
     rows = tuple(search.fewest(listed, scale) for listed in asked for scale in scales)
     left_out = tuple(f"--scale {engine} is left out: {refusal}" for engine, refusal in refusals.items())
     label = f" · {wanted.label}" if wanted != Plan() else ""
-    return HowMany(f"{workload.describe()}{label}", most, rows, (_POWERS, *left_out))
+    return HowMany(f"{workload.describe()}{label}", most, rows, (*_NOTES, *left_out))
 
 
 def _scales(engines: Iterable[str], plan: Plan) -> tuple[list[Scale], dict[str, RefusalError]]:
@@ -113,5 +115,5 @@ class _Search:
         key = (str(scale), ranks)
         if key not in self._known:
             self._say(f"{scale} on {ranks}")
-            self._known[key] = self._foreteller.prediction(scale, ranks, may_grow=True)
+            self._known[key] = self._foreteller.prediction(scale, ranks, may_grow=True, gathers_outputs=False)
         return self._known[key]

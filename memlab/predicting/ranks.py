@@ -161,13 +161,16 @@ class RankForeteller:
         """Rows of the batch."""
         return self._passes.whole(Plan()).samples
 
-    def prediction(self, scale: Scale, ranks: int, *, may_grow: bool = False) -> RankPrediction:
+    def prediction(
+        self, scale: Scale, ranks: int, *, may_grow: bool = False, gathers_outputs: bool = True
+    ) -> RankPrediction:
         """What one rank of so many needs.
 
         Args:
             scale: engine and plan.
             ranks: how many.
             may_grow: whether the batch is taken to have a row for every rank if it has fewer.
+            gathers_outputs: whether ranks get the outputs of all, as under `memlab.launch`.
 
         Raises:
             RefusalError: as for `predict_ranks`.
@@ -180,7 +183,7 @@ class RankForeteller:
         book = Book(has_host=self.target.settings is not None)
         update = self._update(division)
         self._stand(book, division, update, of_model(replace(scale.plan, offload=())))
-        outputs_bytes = sum(traced.outputs_bytes(rows).values())
+        outputs_bytes = sum(traced.outputs_bytes(rows).values()) if gathers_outputs else 0
         # a second step finds what the first has left, and knows its order
         for _ in range(2):
             division.wire.clear()

@@ -40,7 +40,7 @@ def listing_of(forecast: RankForecast) -> Listing:
     Example:
         >>> p = RankPrediction("--scale ddp", "T4", 2, 4, 2**30, 0, {}, {"parameters": 2**20}, 2**21, (2**30, 2**30))
         >>> listing_of(RankForecast("gpt2", (p,))).rows
-        (('--scale ddp', '2', '1.00 GiB', '1.00 MiB', '–', '–', '2.00 MiB'),)
+        (('--scale ddp', '2', '1.00 GiB', '1.0 MiB', '–', '–', '2.0 MiB'),)
     """
     known = [each for each in forecast.predictions if not each.refused]
     has_host = any(each.host_bytes for each in known)
@@ -54,7 +54,6 @@ def listing_of(forecast: RankForecast) -> Listing:
         title=forecast.title,
         columns=tuple(Column[None](title, lambda _: "", is_number=title != "plan") for title in titles),
         rows=rows,
-        parts=tuple(_ordered(each.breakdown) for each in known),
         foot=tuple(_foot(forecast)),
     )
 
@@ -89,7 +88,7 @@ def how_many_listing(found: HowMany) -> Listing:
     Example:
         >>> p = RankPrediction("--scale fsdp2", "T4", 8, 1, 2**33, 0, {}, {}, 0, (2**33, 2**33))
         >>> how_many_listing(HowMany("gpt2", 64, (Fewest("T4", 2**34, "fsdp2", p),))).rows
-        (('T4', '16.0 GiB', '8 (8.00 GiB each)'),)
+        (('T4', '16.00 GiB', '8 (8.00 GiB each)'),)
     """
     engines = list(dict.fromkeys(row.engine for row in found.rows))
     rows = []
