@@ -37,7 +37,8 @@ from memlab.inference_record import BatchAdvice, InferenceRecord
 from memlab.inferring.inference import Inference, inference
 from memlab.measuring.runs import compare, measure
 from memlab.plan import Plan
-from memlab.predicting import predict, predict_all
+from memlab.predicting import compare_ranks, how_many, predict, predict_all, predict_ranks
+from memlab.rank_prediction import HowMany, RankForecast, RankPrediction
 from memlab.records import Measurement, Prediction
 from memlab.run_record import RunRecord
 from memlab.rungs import Ladder
@@ -53,6 +54,7 @@ __all__ = [
     "BuildError",
     "Comparison",
     "FoundPlan",
+    "HowMany",
     "Inference",
     "InferenceRecord",
     "Ladder",
@@ -62,6 +64,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prediction",
+    "RankForecast",
+    "RankPrediction",
     "RefusalError",
     "RunRecord",
     "ScaleError",
@@ -72,9 +76,11 @@ __all__ = [
     "WorkloadError",
     "build",
     "compare",
+    "compare_ranks",
     "export",
     "find_plan",
     "fit",
+    "how_many",
     "inference",
     "ladder",
     "launch",
@@ -82,6 +88,7 @@ __all__ = [
     "panel",
     "predict",
     "predict_all",
+    "predict_ranks",
 ]
 
 

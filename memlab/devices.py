@@ -163,6 +163,19 @@ def smallest_that_holds(size_bytes: int) -> Gpu | None:
     return min(large_enough, key=lambda listed: (listed.memory_bytes, listed.bandwidth_bytes_per_second), default=None)
 
 
+def usable_bytes(listed: Gpu) -> int:
+    """What the caching allocator may have of a GPU: CUDA's context and what the driver keeps are left out.
+
+    Args:
+        listed: of the catalogue.
+
+    Example:
+        >>> round(usable_bytes(gpu("T4")) / 2**30, 1)
+        14.9
+    """
+    return round(listed.memory_bytes * _USABLE_SHARE) - _CONTEXT_BYTES
+
+
 def gpu_for(needed_bytes: int) -> str:
     """Which GPU would do, in words; CUDA's context and what the driver keeps are allowed for.
 
@@ -175,7 +188,10 @@ def gpu_for(needed_bytes: int) -> str:
     """
     gpu = smallest_that_holds(round((needed_bytes + _CONTEXT_BYTES) / _USABLE_SHARE))
     if gpu is None:
-        return "no single GPU of the catalogue holds that: spread the model over several"
+        return (
+            "no single GPU of the catalogue holds that: spread the model over several (memlab.how_many(workload) says how "
+            "many of which, %%memfit --nproc N --scale fsdp2 trains on them)"
+        )
     return f"use a GPU with the memory of a {gpu.name} ({format_bytes(gpu.memory_bytes)})"
 
 

@@ -1,6 +1,6 @@
 """Receipts in every format a front end may want.
 
-A `Comparison`, a `Forecast`, a `FoundPlan` and a `Ladder` are taught to the shell's formatters, so they show as tables and
+A `Comparison`, a `Forecast`, a `FoundPlan`, a `Ladder` and what is foretold for ranks are taught to the shell's formatters, so they show as tables and
 pictures wherever a notebook shows values: HTML for live pages, PNG for pages that drop HTML, plain text for terminals and GitHub's diff.
 All three are static: a saved notebook needs no kernel, no widget and no script to show them.
 """
@@ -18,7 +18,20 @@ from memlab.comparison import Comparison, FoundPlan
 from memlab.extras import available
 from memlab.jupyter.config import MemLab
 from memlab.jupyter.forecast import Forecast
-from memlab.report import figure, html, image, ladder, ladder_image, listing, pareto, pareto_figure, pareto_image, text
+from memlab.rank_prediction import HowMany, RankForecast
+from memlab.report import (
+    figure,
+    html,
+    image,
+    ladder,
+    ladder_image,
+    listing,
+    pareto,
+    pareto_figure,
+    pareto_image,
+    ranks,
+    text,
+)
 from memlab.rungs import Ladder
 
 
@@ -40,6 +53,16 @@ _FORMATS: dict[type, tuple[Callable[[Any], str], Callable[[Any], str], Callable[
     Comparison: (text.table, html.table, image.png),
     Forecast: (lambda forecast: forecast.text, lambda forecast: forecast.html, lambda forecast: forecast.png),
     FoundPlan: (text.found_table, html.found_table, lambda found: pareto_image.png(pareto.found_chart(found))),
+    HowMany: (
+        lambda found: text.listing(ranks.how_many_listing(found)),
+        lambda found: html.listing(ranks.how_many_listing(found)),
+        lambda _: None,
+    ),
+    RankForecast: (
+        lambda forecast: text.listing(ranks.listing_of(forecast)),
+        lambda forecast: html.listing(ranks.listing_of(forecast)),
+        ranks.png,
+    ),
     Ladder: (text.ladder_table, html.ladder_table, ladder_image.png),
 }
 

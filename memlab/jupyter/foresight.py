@@ -24,9 +24,11 @@ from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import compare
 from memlab.measuring.steps import Device
 from memlab.plan import Plan
+from memlab.rank_prediction import RankForecast
 from memlab.records import Measurement, Prediction
 from memlab.report.ranking import verdict_words
 from memlab.rungs import Ladder
+from memlab.scaleout.scale import Scale
 from memlab.session import Session
 from memlab.units import format_bytes, parse_bytes
 from memlab.workload import Batch, Workload
@@ -100,6 +102,18 @@ def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
 
 
 # -- %memfit predict, find, ladder, snapshot ---------------------------------------------------------------
+
+
+def rank_forecast(workload: Workload, options: ForesightOptions, scale: Scale) -> RankForecast:
+    """Predict a rank of 1, 2, 4 … processes under an engine."""
+    from memlab.predicting import compare_ranks
+
+    if options.words:
+        raise PlanError(f"%memfit predict {options.words[0]}: unknown; see %memfit help")
+    powers = [2**power for power in range(options.nproc.bit_length()) if 2**power < options.nproc]
+    return compare_ranks(
+        workload, scale.plan, engines=[scale.engine], nprocs=[*powers, options.nproc], device=options.device
+    )
 
 
 def forecast(workload: Workload, options: ForesightOptions, budget: str, history: History, say: Say) -> Forecast:

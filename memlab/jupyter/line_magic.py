@@ -22,13 +22,14 @@ from memlab.jupyter.state import state_text
 from memlab.measuring.runs import compare
 from memlab.measuring.steps import device_for
 from memlab.plan import Plan
+from memlab.rank_prediction import RankForecast
 from memlab.run_record import RunRecord
 from memlab.rungs import Ladder
 from memlab.session import session_of
 from memlab.units import parse_bytes
 from memlab.workload import Workload
 
-Shown = Comparison | Forecast | FoundPlan | Ladder
+Shown = Comparison | Forecast | RankForecast | FoundPlan | Ladder
 
 
 class LineMagic:
@@ -105,9 +106,11 @@ class LineMagic:
         if opened is not None:
             show(opened)
 
-    def _predict(self, words: list[str]) -> Forecast | Comparison:
+    def _predict(self, words: list[str]) -> Forecast | RankForecast | Comparison:
         options = foresight_options("predict", words)
         workload, history = self._notebook.subject("predict", options)
+        if options.scale is not None:
+            return foresight.rank_forecast(workload, options, options.scale)
         budget = (
             options.budget or self._notebook.config.budget or ("" if options.device else self._notebook.config.capacity)
         )

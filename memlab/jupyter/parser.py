@@ -116,6 +116,8 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
         _GPU,
         Flag("all", "--all", "", "show every plan, not the best ones only"),
         Flag("wide", "--wide", "", "every combination of techniques, and pure bf16; takes several times as long"),
+        Flag("nproc", "--nproc", "N", "with --scale: foretell a rank of 1, 2, 4 … N processes"),
+        Flag("scale", "--scale", "|".join(ENGINES), "with --nproc: the engine the processes train under"),
         Flag("plans", "--plans", '"FLAGS" …', "predict these plans; the last flag of the line"),
         _LOSSLESS,
         *_WORKLOAD_FLAGS,
@@ -152,7 +154,9 @@ _LAST_FLAG = {"predict": "--plans", "ladder": "--levers"}
 WORDS = (
     Word("panel", "[--budget SIZE] [--batch NAME]", "switch settings with the mouse, and watch memory and throughput"),
     Word(
-        "predict", "[FLAGS] [--budget SIZE] [--device GPU] [--all]", "foretell memory and speed of all plans, or of one"
+        "predict",
+        "[FLAGS] [--budget SIZE] [--device GPU] [--all]",
+        "foretell memory and speed of all plans, or of one; with --scale and --nproc what each rank needs",
     ),
     Word(
         "find",
@@ -246,6 +250,8 @@ class ForesightOptions:
         predicted: foretell instead of recording.
         order: which lever is added next.
         steps: steps to time.
+        nproc: most processes to foretell ranks of.
+        scale: what they would train under, or None for one process.
     """
 
     words: tuple[str, ...] = ()
@@ -263,6 +269,8 @@ class ForesightOptions:
     predicted: bool = False
     order: str = "documented"
     steps: int = 5
+    nproc: int = 1
+    scale: Scale | None = None
 
 
 def foresight_options(command: str, words: list[str]) -> ForesightOptions:
@@ -304,7 +312,18 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
         predicted="predicted" in given,
         order=given.get("order", "documented"),
         steps=_whole(given.get("steps", "5")),
+        nproc=_processes(given["nproc"]) if "nproc" in given else 1,
+        scale=_foretold_scale(plan, given, quoted),
     )
+
+
+def _foretold_scale(plan: Plan, given: dict[str, str], plans: list[str]) -> Scale | None:
+    scale = _scale(plan, {name: given[name] for name in ("nproc", "scale") if name in given})
+    if scale is not None and (left := [name for name in ("budget", "lossless", "all", "wide") if name in given]):
+        raise PlanError(f"--{left[0]} with --scale: ranks are foretold for one plan; leave it out")
+    if scale is not None and plans:
+        raise PlanError("--plans with --scale: ranks are foretold for one plan; give its flags")
+    return scale
 
 
 def _whole(steps: str) -> int:

@@ -19,6 +19,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter
@@ -262,6 +263,11 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
                 self._assign(storage, category)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
+    def know_the_rest(self, category: Category) -> None:
+        """Assign a category to every storage that has none yet."""
+        for alive in self._live.values():
+            self._assigned.setdefault(alive.number, category)
+
     def finish(self) -> Observation:
         """What was seen since `begin`."""
         return Observation(
@@ -283,6 +289,16 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
         self._watching = False
         if self in _get_current_dispatch_mode_stack():
             _restack(lambda modes: [mode for mode in modes if mode is not self])
+
+    @contextmanager
+    def without_limit(self) -> Iterator[None]:
+        """Watch, and let everything be born whatever the capacity."""
+        limit, self._limit = self._limit, math.inf
+        try:
+            with self:
+                yield
+        finally:
+            self._limit = limit
 
     def close(self) -> None:
         """Stop, and forget every storage."""

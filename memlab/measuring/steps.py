@@ -18,6 +18,7 @@ import statistics
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import Any, Protocol, TypeGuard
@@ -32,7 +33,7 @@ from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, st
 from memlab.measuring.ledger import Holding, Ledger, Observation
 from memlab.observer import Observer
 from memlab.plan import Plan
-from memlab.records import Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
+from memlab.records import Category, Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
 from memlab.workload import Batch
 
 _WARMUP_STEPS = 1
@@ -257,6 +258,17 @@ class Meter(Observer):
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         """An engine has given memory to a storage, or taken it away, without an operator."""
         self._ledger.resized(storage)
+
+    @contextmanager
+    def engine_starts(self) -> Iterator[None]:
+        """Watch an engine start: buffers it makes for itself then are counted in every step.
+
+        Nothing is refused meanwhile: on the way some of what the ledger counts is in host memory beside a GPU.
+        """
+        with self._ledger.without_limit():
+            yield
+        self._ledger.know([*self._parameters(), *self._state()])
+        self._ledger.know_the_rest(Category.WORKSPACES)
 
     def plan_changed(self, plan: Plan) -> None:
         """Begin a new period: at a step boundary, or within a step whose batch is done again under the new plan."""

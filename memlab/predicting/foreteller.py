@@ -112,7 +112,7 @@ class Foreteller:
     """
 
     def __init__(self, workload: Workload, device: str | Gpu | None = None) -> None:
-        _require_complete(workload)
+        require_complete(workload)
         self.target: Target = target_for(workload, device)
         self._tracer = Tracer(workload, self.target.device, self.target.choices)
         self._passes = Passes(self._tracer, self.target.rates)
@@ -184,7 +184,7 @@ class Foreteller:
         )
 
     def _composed(self, plan: Plan) -> Parts:
-        settings = _of_model(plan)
+        settings = of_model(plan)
         is_split = plan.accumulation > 1
         whole = self._passes.whole(without_budget(settings) if is_split else settings)
         sizes = [stop - start for start, stop in row_ranges(whole.samples, plan.accumulation)]
@@ -251,7 +251,7 @@ def _asked(question: Callable[..., None], about: object) -> RefusalError | None:
     return None
 
 
-def _of_model(plan: Plan) -> Plan:
+def of_model(plan: Plan) -> Plan:
     """The settings that work on the model within a pass."""
     offload = tuple(item for item in plan.offload if item[0] is Offloaded.ACTIVATIONS)
     return replace(plan, accumulation=1, optimizer=OptimizerChoice.KEEP, offload=offload)
@@ -271,7 +271,8 @@ def _sizes(trace: Trace, category: Category) -> dict[int, int]:
     return {number: size_bytes for number, size_bytes in baseline if categories.get(number) is category}
 
 
-def _require_complete(workload: Workload) -> None:
+def require_complete(workload: Workload) -> None:
+    """Raise a `WorkloadError` where a batch or the optimizer is missing."""
     if workload.batch is None:
         raise WorkloadError("a prediction needs a batch: Workload(model, optimizer, batch={…})")
     if not workload.optimizers:

@@ -71,6 +71,16 @@ class Passes:
             found.append(traced.segment(rows, accumulating=number > 0, kept=kept))
         return [*found, self._joined(settings)] if places else found
 
+    def traced(self, settings: Plan, rows: int, *, is_split: bool) -> TracedPass:
+        """What serves a pass with so many rows.
+
+        Args:
+            settings: those of a plan that work on the model.
+            rows: of the batch.
+            is_split: whether they are some of a larger batch's rows.
+        """
+        return self._sized(settings, rows, is_split=is_split)
+
     def notes(self, settings: Plan, rows: int) -> tuple[str, ...]:
         """What a pass with so many rows has to say."""
         return self._sized(settings, rows, is_split=rows != self._rows).trace.notes

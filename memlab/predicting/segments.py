@@ -185,6 +185,20 @@ class TracedPass:
             self._segments[key] = self._made(rows, accumulating=accumulating, kept=kept)
         return self._segments[key]
 
+    def events(self, rows: int) -> list[tuple[int, int, Category, Phase]]:
+        """Births and deaths with so many rows, one for each of the trace: bytes, number, category, what ran."""
+        share = self.share(rows)
+        sizes = [_between(a, b, share) for a, b in zip(self._sizes, self._other_sizes, strict=True)]
+        return [
+            (size_bytes, number, _CATEGORIES[place], PHASES[moment])
+            for size_bytes, (number, moment), place in zip(sizes, self._numbers, self._places, strict=True)
+        ]
+
+    def hidden(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Bytes that live inside an operator with so many rows, and how many births and deaths come before."""
+        hidden, factor = self._hidden(self.share(rows))
+        return ((each.event, round(sum(each.sizes) * factor)) for each in hidden)
+
     def host_bytes(self, rows: int) -> int:
         """Bytes kept off the device during a pass."""
         other = self.trace.host_bytes if self._other is None else self._other.host_bytes

@@ -9,6 +9,7 @@
 - `ladder`: what its table says; drawn by `ladder_image`
 - `inference`: calls that only run forward, in words and as a receipt
 - `showing`: which of them `print` and a cell use for which record
+- `ranks`: ranks of a run in many processes, and how many of which GPU do
 - `ranking`, `listing`: which predictions are shown, in which order and words
 
 matplotlib and plotly are imported when a picture is asked for, never before.
@@ -28,6 +29,7 @@ from memlab.report import (
     pareto_figure,
     pareto_image,
     ranking,
+    ranks,
     text,
     timeline_image,
 )
@@ -44,6 +46,7 @@ __all__ = [
     "pareto_figure",
     "pareto_image",
     "ranking",
+    "ranks",
     "text",
     "timeline_image",
 ]

@@ -193,7 +193,10 @@ def _fitted(figures: tuple[Column[Any], ...], widths: list[int], gap: str) -> li
 
 
 def _listed(figures: tuple[Column[Any], ...], widths: list[int], texts: tuple[str, ...], gap: str) -> list[str]:
-    at = [column.title for column in figures].index(PLAN.title)
+    titles = [column.title for column in figures]
+    if PLAN.title not in titles:
+        return [_line(figures, widths, list(texts), gap)]
+    at = titles.index(PLAN.title)
     plan, *more = flag_lines(texts[at], widths[at] - 2) if len(texts[at]) > widths[at] else [texts[at]]
     first = _line(figures, widths, [*texts[:at], plan, *texts[at + 1 :]], gap)
     indent = " " * (sum(widths[:at]) + len(gap) * at + 2)

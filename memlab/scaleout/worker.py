@@ -67,16 +67,20 @@ class Watched:
         engine: started.
         errand: what is to be done.
         sender: where steps are told.
+        techniques: what else applies within a model call.
+        meter: of the workload; it has seen the engine start.
     """
 
-    def __init__(self, workload: Workload, engine: Engine, errand: Errand, sender: Sender, techniques: InForce) -> None:
+    def __init__(
+        self, workload: Workload, engine: Engine, errand: Errand, sender: Sender, techniques: InForce, meter: Meter
+    ) -> None:
         self._workload = workload
         self._engine = engine
         self._sender = sender
         self._techniques = techniques
+        self._meter = meter
         self._plan = Scale.parse(errand.scale).plan
         self._rows = Rows(engine, self._around, self._plan.accumulation, errand.name, errand.seed)
-        self._meter = Meter(workload.model, workload.optimizers, device_for(engine.device, errand.capacity_bytes))
         self._meter.plan_changed(self._plan)
         self._told = 0
 
@@ -208,13 +212,15 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     # rows are split again by `rows`, and what is offloaded is the engine's
     techniques.change(replace(scale.plan, offload=(), accumulation=1))
     engine = engine_for(scale)(workload, folder / OUT, device)
-    engine.start()
+    meter = Meter(workload.model, workload.optimizers, device_for(device, errand.capacity_bytes))
+    with meter.engine_starts():
+        engine.start()
     for optimizer in workload.optimizers:
         techniques.attach_optimizer(optimizer)
     clipping.engine_clips = engine.clip
     random_state = opened["random"]
     restore_random_states(random_state, device)
-    with Watched(workload, engine, errand, sender, techniques) as watched, _spoken(sender, rank):
+    with Watched(workload, engine, errand, sender, techniques, meter) as watched, _spoken(sender, rank):
         value = opened["train"](workload) if opened["takes_workload"] else opened["train"]()
         measured = watched.measurement(f"rank {rank}")
     if measured is not None:

@@ -111,6 +111,11 @@ class Recorder(Ledger):  # type: ignore[no-untyped-call] # torch leaves __init_s
         self._live_storages = {tensor.untyped_storage()._cdata for tensor in live if tensor.is_floating_point()}
         self._hidden_bytes = hidden_bytes
 
+    @property
+    def events(self) -> int:
+        """Number of births and deaths booked so far."""
+        return len(self._events)
+
     def numbers_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Numbers of the storages that tensors lie in."""
         found = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)

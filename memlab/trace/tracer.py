@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import gc
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from memlab.techniques._probe import Probe
 from memlab.techniques._split import Call, Layout, row_ranges
 from memlab.techniques.gradient_release import loop_is_known
 from memlab.trace.fast_fakes import FastFakes
+from memlab.trace.marks import Mark, marking
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
 from memlab.trace.twin import Twin, live_tensors
 from memlab.trace.work import work_of
@@ -72,6 +73,7 @@ class Trace:
         outputs: numbers of the storages the model's outputs lie in, beside scalars.
         trained: numbers of the parameters that got a gradient.
         settled: number of births and deaths before a gradient was complete, by number of its storage.
+        marks: of the modules that were to be marked, in order.
     """
 
     observation: Observation
@@ -84,6 +86,7 @@ class Trace:
     outputs: tuple[int, ...] = ()
     trained: frozenset[int] = frozenset()
     settled: Mapping[int, int] = field(default_factory=dict)
+    marks: tuple[Mark, ...] = ()
 
     @property
     def has_surrogate_loss(self) -> bool:
@@ -104,6 +107,9 @@ class Tracer:
         device: the device the twin says it is on; by default the workload's.
         choices: what makes operators choose as on that device.
 
+    Attributes:
+        marked: modules of the twin that are marked in passes (see `memlab.trace.marks`).
+
     Raises:
         TraceError: the model cannot be copied.
 
@@ -121,6 +127,7 @@ class Tracer:
         self._live = workload
         self._choices = choices or Choices()
         self.twin = Twin(workload, device)
+        self.marked: Sequence[nn.Module] = ()
         self._fakes = FastFakes(self.twin.fake_mode)
         self._parameters = {id(p): number for number, p in enumerate(self.twin.workload.model.parameters())}
 
@@ -163,13 +170,17 @@ class Tracer:
                 self._let_learn(session, earlier, seen)
             seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
             seen.start()
-            with _settling(workload.model, seen.recorder):
+            marks: list[Mark] = []
+            with _settling(workload.model, seen.recorder), self._marking(workload.model, seen.recorder, marks):
                 loss = self._backward(workload, seen)
             seen.recorder.know(gradients_of(workload.model))
             trained = frozenset(self._parameters[id(p)] for p in workload.model.parameters() if p.grad is not None)
-            trace = seen.finish(session, trained=trained)
+            trace = replace(seen.finish(session, trained=trained), marks=tuple(marks))
             del loss
             return trace
+
+    def _marking(self, model: nn.Module, recorder: Recorder, marks: list[Mark]) -> AbstractContextManager[None]:
+        return marking(model, self.marked, recorder, marks) if self.marked else nullcontext()
 
     def _let_learn(self, session: Session, workload: Workload, seen: _Seen) -> None:
         """Run a forward beforehand where the first one decides how those after it are run."""
@@ -219,6 +230,41 @@ class Tracer:
         seen.start()
         self._update(seen)
         return seen.finish(session)
+
+    def update_of_flats(self, elements: Sequence[int]) -> Trace:
+        """Trace an update like all that follow the first, of optimizers that step one flat tensor for each group.
+
+        Args:
+            elements: of the tensor of each group, of all optimizers; 0 for no tensor.
+        """
+        with self._session(Plan()) as (_, seen):
+            groups = [group for optimizer in seen.workload.optimizers for group in optimizer.param_groups]
+            before = [group["params"] for group in groups]
+            try:
+                for group, size in zip(groups, elements, strict=True):
+                    group["params"] = [self._flat(size)] if size else []
+                return [self._one_update_of(groups, seen) for _ in range(_STEPS)][-1]
+            finally:
+                for group, parameters in zip(groups, before, strict=True):
+                    group["params"] = parameters
+
+    def _flat(self, elements: int) -> nn.Parameter:
+        with self.twin.fake_mode:
+            return nn.Parameter(torch.empty(elements))
+
+    def _one_update_of(self, groups: Sequence[Mapping[str, Any]], seen: _Seen) -> Trace:
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        held = [(Category.PARAMETERS, parameter) for parameter in parameters]
+        gradients = [(Category.GRADIENTS, parameter.grad) for parameter in parameters]
+        seen.recorder.begin([*held, *gradients, *state_of(seen.workload.optimizers)])
+        seen.recorder.start()
+        for optimizer in seen.workload.optimizers:
+            type(optimizer).step(optimizer)
+        seen.recorder.know([*state_of(seen.workload.optimizers), *held])
+        seen.recorder.stop()
+        return Trace(seen.recorder.finish(), tuple(seen.recorder.priced), tuple(seen.recorder.hidden), 0, 0, 0, ())
 
     def one_probe(self, parts: int) -> Trace:
         """Trace the look at a few rows that accumulation takes before it first splits a batch.

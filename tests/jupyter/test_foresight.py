@@ -5,6 +5,7 @@ What is foretold is made up here: the predictor and the search have tests of the
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch
 
 from memlab.comparison import Comparison, FoundPlan
 from memlab.devices import gpu
-from memlab.errors import BudgetError, TraceError
+from memlab.errors import BudgetError, PlanError, TraceError
 from memlab.jupyter import foresight
 from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.parser import FORESIGHT_FLAGS, foresight_options
@@ -153,6 +154,32 @@ def test_the_batch_of_the_last_cell_is_taken(shell: Any, made: Cell, oracle: Ora
     made("p = %memfit predict --device T4")
     assert [each.plan if each else None for each in oracle.measured] == ["as written", None]
     assert shell.user_ns["p"].measurements == ()
+
+
+def test_ranks_of_several_processes(shell: Any, made: Cell) -> None:
+    ran = made("p = %memfit predict --scale zero3 --nproc 3 --batch inputs")
+    assert ran.error is None, ran.err
+    forecast = shell.user_ns["p"]
+    assert [(each.scale, each.ranks) for each in forecast.predictions] == [("--scale zero3", n) for n in (1, 2, 3)]
+    assert sessions() == ()
+    shown = made("p").out
+    assert "Sequential 1.73k · AdamW · cpu · CPU ledger" in shown
+    assert "sent a step" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--scale fsdp2", "--scale fsdp2 needs --nproc"),
+        ("--nproc 2", "--nproc 2 needs --scale"),
+        ("--scale fsdp2 --nproc 2 --budget 1GiB", "--budget with --scale: ranks are foretold for one plan"),
+        ('--scale fsdp2 --nproc 2 --plans "--bf16"', "--plans with --scale: ranks are foretold for one plan"),
+        ("--scale fsdp2 --nproc 0", "--nproc 0: expected a whole number of processes"),
+    ],
+)
+def test_ranks_that_cannot_be_foretold(line: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        foresight_options("predict", shlex.split(line))
 
 
 def test_one_plan_stands_beside_the_one_as_written(shell: Any, made: Cell, oracle: Oracle) -> None:
@@ -479,7 +506,7 @@ def test_every_flag_is_read() -> None:
     assert (options.batch, options.budget, str(options.plan)) == (("x", "y"), "1GiB", "--fp16")
     assert {flag.name for flags in FORESIGHT_FLAGS.values() for flag in flags} == {
         "budget", "device", "all", "wide", "plans", "lossless", "batch", "loss_fn", "model", "optimizer", "predicted",
-        "order", "steps", "levers",
+        "order", "steps", "levers", "nproc", "scale",
     }  # fmt: skip
 
 

@@ -224,4 +224,7 @@ def test_text_when_every_plan_is_refused() -> None:
 
 
 def test_text_when_no_gpu_is_large_enough() -> None:
-    assert gpu_for(2**40) == "no single GPU of the catalogue holds that: spread the model over several"
+    assert gpu_for(2**40) == (
+        "no single GPU of the catalogue holds that: spread the model over several (memlab.how_many(workload) says how many "
+        "of which, %%memfit --nproc N --scale fsdp2 trains on them)"
+    )

@@ -1,0 +1,209 @@
+"""Ranks of a run in many processes: what each needs, by engine and number of processes, and how many of which GPU do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from memlab.rank_prediction import Fewest, HowMany, RankForecast, RankPrediction
+from memlab.report.canvas import FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
+from memlab.report.columns import NOTHING, Column
+from memlab.report.listing import Listing
+from memlab.report.segments import REST, Swatch, scale, swatch
+from memlab.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# what ranks need beyond one process, with looks of its own; the rest looks as in every picture
+_SWATCHES = {
+    "gathered parameters": Swatch("#66B3E0", "oo", "."),
+    "communication buffers": Swatch("#D55E00", "--", "-"),
+}
+_ORDER = (
+    "parameters", "gradients", "optimizer state", "gathered parameters", "activations", "communication buffers",
+    "temporaries", "workspaces", REST,
+)  # fmt: skip
+_ROW_INCHES, _GAP_ROWS = 0.26, 0.5
+_HEAD_INCHES, _FOOT_INCHES = 0.75, 0.5
+_THICK = 0.7
+
+
+def listing_of(forecast: RankForecast) -> Listing:
+    """Reduce a forecast to the table that people read.
+
+    Args:
+        forecast: predictions of ranks, in order.
+
+    Example:
+        >>> p = RankPrediction("--scale ddp", "T4", 2, 4, 2**30, 0, {}, {"parameters": 2**20}, 2**21, (2**30, 2**30))
+        >>> listing_of(RankForecast("gpt2", (p,))).rows
+        (('--scale ddp', '2', '1.00 GiB', '1.0 MiB', '–', '–', '2.0 MiB'),)
+    """
+    known = [each for each in forecast.predictions if not each.refused]
+    has_host = any(each.host_bytes for each in known)
+    was_run = any(forecast.measured(each) is not None for each in known)
+    titles = [
+        "plan", "ranks", "peak a rank", *(["measured"] if was_run else []), *(["on host"] if has_host else []),
+        "parameters", "gradients", "optimizer state", "sent a step",
+    ]  # fmt: skip
+    rows = tuple(tuple(_cells(each, forecast, was_run=was_run, has_host=has_host)) for each in known)
+    return Listing(
+        title=forecast.title,
+        columns=tuple(Column[None](title, lambda _: "", is_number=title != "plan") for title in titles),
+        rows=rows,
+        foot=tuple(_foot(forecast)),
+    )
+
+
+def _cells(each: RankPrediction, forecast: RankForecast, *, was_run: bool, has_host: bool) -> Iterator[str]:
+    yield from (each.scale, str(each.ranks), format_bytes(each.peak_allocated_bytes))
+    if was_run:
+        measured = forecast.measured(each)
+        yield NOTHING if measured is None else format_bytes(measured)
+    if has_host:
+        yield _size(each.host_bytes)
+    yield from (_size(each.divided.get(kind, 0)) for kind in _ORDER[:3])
+    yield _size(each.wire_bytes)
+
+
+def _size(size_bytes: int) -> str:
+    return format_bytes(size_bytes) if size_bytes else NOTHING
+
+
+def _foot(forecast: RankForecast) -> Iterator[str]:
+    for refusal in dict.fromkeys(each.refused for each in forecast.predictions if each.refused):
+        yield f"left out: {refusal}"
+    yield from dict.fromkeys(note for each in forecast.predictions for note in each.notes)
+
+
+def how_many_listing(found: HowMany) -> Listing:
+    """Reduce the answer to a table: a line for each GPU, a column for each engine.
+
+    Args:
+        found: GPUs and engines.
+
+    Example:
+        >>> p = RankPrediction("--scale fsdp2", "T4", 8, 1, 2**33, 0, {}, {}, 0, (2**33, 2**33))
+        >>> how_many_listing(HowMany("gpt2", 64, (Fewest("T4", 2**34, "fsdp2", p),))).rows
+        (('T4', '16.00 GiB', '8 (8.00 GiB each)'),)
+    """
+    engines = list(dict.fromkeys(row.engine for row in found.rows))
+    rows = []
+    for gpu, listed in groupby(found.rows, key=lambda row: (row.gpu, row.memory_bytes)):
+        by_engine = {row.engine: row for row in listed}
+        numbers = (_number(by_engine.get(engine), found.most) for engine in engines)
+        rows.append((gpu[0], format_bytes(gpu[1]), *numbers))
+    titles = ["GPU", "memory", *engines]
+    columns = tuple(Column[None](title, lambda _: "", is_number=title != "GPU") for title in titles)
+    return Listing(f"{found.title} · how many of which GPU", columns, tuple(rows), foot=found.notes)
+
+
+def _number(row: Fewest | None, most: int) -> str:
+    if row is None:
+        return NOTHING
+    if row.prediction is None:
+        return f"more than {most}"
+    return f"{row.prediction.ranks} ({format_bytes(row.prediction.peak_allocated_bytes)} each)"
+
+
+def png(forecast: RankForecast) -> bytes | None:
+    """Draw memory per rank: a bar for each engine, groups for the numbers of ranks, on one axis.
+
+    Args:
+        forecast: predictions of ranks, in order.
+
+    Returns:
+        The bytes of a PNG file, with a one-sentence description in its metadata; None where nothing is known.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> p = RankPrediction("--scale ddp", "T4", 2, 4, 2**30, 0, {"parameters": 2**30}, {}, 0, (2**30, 2**30))
+        >>> png(RankForecast("gpt2", (p,)))[1:4]
+        b'PNG'
+    """
+    known = [each for each in forecast.predictions if not each.refused]
+    if not known:
+        return None
+    places = _places(known)
+    height = _HEAD_INCHES + _FOOT_INCHES + _ROW_INCHES * (places[-1] + 1)
+    figure = paper(height)
+    write(figure, 0.012, 1 - 0.10 / height, forecast.title, size=11, weight="bold", va="top")
+    axes = figure.add_axes((0.26, _FOOT_INCHES / height, 0.72, 1 - (_HEAD_INCHES + _FOOT_INCHES) / height))
+    _draw(axes, forecast, known, places)
+    _legend(figure, known, 1 - 0.36 / height)
+    return encode(figure, title=forecast.title, description=sentence(forecast))
+
+
+def sentence(forecast: RankForecast) -> str:
+    """All of it in one sentence."""
+    known = [each for each in forecast.predictions if not each.refused]
+    if not known:
+        return f"{forecast.title}: no engine applies"
+    said = (f"{each.scale} on {each.ranks}: {format_bytes(each.peak_allocated_bytes)} a rank" for each in known)
+    return f"{forecast.title}: {'; '.join(said)}"
+
+
+def _places(known: Sequence[RankPrediction]) -> list[float]:
+    """Where each bar is, with a gap between numbers of ranks."""
+    found: list[float] = []
+    for number, each in enumerate(known):
+        is_new = number > 0 and each.ranks != known[number - 1].ranks
+        found.append(0.0 if not found else found[-1] + 1 + (_GAP_ROWS if is_new else 0))
+    return found
+
+
+def _draw(axes: Axes, forecast: RankForecast, known: Sequence[RankPrediction], places: Sequence[float]) -> None:
+    plain(axes)
+    measured = [forecast.measured(each) for each in known]
+    most_bytes = max(1, *(each.peak_allocated_bytes for each in known), *(size or 0 for size in measured))
+    unit_bytes, name = scale(most_bytes)
+    axes.set_xlim(0, 1.12 * most_bytes / unit_bytes)
+    axes.set_ylim(places[-1] + 0.6, -0.6)
+    axes.grid(visible=True, axis="x", color=GRID, linewidth=0.8, linestyle="-")
+    for place, each, size_bytes in zip(places, known, measured, strict=True):
+        left = 0.0
+        for part, part_bytes in _ordered(each.breakdown).items():
+            look = _look(part)
+            axes.barh(
+                place, part_bytes / unit_bytes, _THICK, left, color=look.colour, hatch=look.hatch, edgecolor=PAPER,
+                linewidth=0.4,
+            )  # fmt: skip
+            left += part_bytes / unit_bytes
+        if size_bytes is not None:
+            at = size_bytes / unit_bytes
+            axes.plot([at, at], [place - 0.45, place + 0.45], color=INK, linewidth=1.6)
+        axes.text(
+            left, place, f" {format_bytes(each.peak_allocated_bytes)}", va="center", size=8, color=INK, family=FONT
+        )
+    axes.set_yticks(list(places))
+    axes.set_yticklabels([f"{each.scale.removeprefix('--scale ')} × {each.ranks}" for each in known], size=8)
+    ran = "; the stroke is what was measured" if any(size is not None for size in measured) else ""
+    label_x(axes, f"{name} on each rank at its peak, predicted{ran}")
+
+
+def _legend(figure: Figure, known: Sequence[RankPrediction], top: float) -> None:
+    from matplotlib.patches import Patch
+
+    parts = _ordered({part: 1 for each in known for part in each.breakdown})
+    handles = [
+        Patch(facecolor=_look(part).colour, hatch=_look(part).hatch, edgecolor=PAPER, label=part) for part in parts
+    ]
+    legend = figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(0.005, top), ncols=len(handles), frameon=False, fontsize=8,
+        handlelength=1.1, columnspacing=1.2, prop={"family": FONT, "size": 8},
+    )  # fmt: skip
+    for text in legend.get_texts():
+        text.set_color(FAINT)
+
+
+def _look(part: str) -> Swatch:
+    return _SWATCHES.get(part) or swatch(part)
+
+
+def _ordered(breakdown: Mapping[str, int]) -> dict[str, int]:
+    return {part: breakdown[part] for part in _ORDER if breakdown.get(part, 0) > 0}

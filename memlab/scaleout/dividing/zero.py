@@ -1,0 +1,401 @@
+"""DeepSpeed's divisions: optimizer state (1), gradients as well (2), parameters as well (3).
+
+Stages 1 and 2:
+
+1. Parameters of a group lie in one flat tensor, filled up to a multiple of twice the ranks. A rank has a second copy of
+   its part of it, which the optimizer steps, whatever the parameters' own format.
+2. Gradients are copied into a bucket, made at the first of them: as they come (2), or when backward is over (1). A full
+   bucket is flattened once more to be reduced; what is a rank's own goes into a tensor of its own.
+3. The update flattens that once more, group by group.
+
+Stage 3:
+
+4. A rank has its part of every parameter twice, and a buffer for its part of every gradient. The bucket is kept.
+5. Parameters with fewer elements than a threshold stay gathered.
+6. Others are gathered as modules come, and beforehand as far as the prefetch reaches. Several at once are gathered into a
+   flat tensor and copied out of it, which goes when the last of them has been used.
+7. A parameter that is used again within the reuse distance stays.
+8. What was decided about that in a pass without a backward is remembered for all forward passes that follow: and with two
+   ranks or more `memlab.scaleout.rows` looks at a few rows first.
+
+Source: https://github.com/deepspeedai/DeepSpeed/tree/master/deepspeed/runtime/zero
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from memlab.scaleout.dividing.book import Book, Part
+from memlab.scaleout.dividing.division import Division, Flats
+from memlab.scaleout.dividing.shape import ModelShape
+
+# what a rank's part of a flat tensor is a multiple of, in elements
+_ALIGNMENT = 2
+_FP32_BYTES = 4
+# offloaded gradients are normed one by one in double precision
+_NORM_FACTOR = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes that DeepSpeed is configured with, in elements; the defaults are those of `memlab.scaleout.engines.zero`.
+
+    Args:
+        bucket: most that are reduced at once, and never more than the model has.
+        persistence_threshold: smaller parameters stay gathered.
+        prefetch: how many are gathered beforehand.
+        max_live: how many may be gathered before prefetching pauses.
+        max_reuse: parameters that are used again within so many stay.
+    """
+
+    bucket: int = 50_000_000
+    persistence_threshold: int = 100_000
+    prefetch: int = 50_000_000
+    max_live: int = 1_000_000_000
+    max_reuse: int = 1_000_000_000
+
+
+class Zero12(Division):
+    """Stages 1 and 2."""
+
+    copies_outputs = (False, True)
+
+    def __init__(
+        self, model: ModelShape, ranks: int, *, stage: int, offloads: bool = False, settings: Settings | None = None
+    ) -> None:
+        super().__init__(model, ranks, offloads=offloads)
+        self._stage = stage
+        settings = settings or Settings()
+        self._bucket_elements = min(settings.bucket, model.elements())
+        self._in_bucket = 0
+        self._bucketed_bytes = 0
+        self._bucket_bytes = 0
+        self._own_bytes = 0
+        # all of every parameter of which the first rank has a part
+        self._owned_bytes = sum(self._owned(group) for group in model.groups)
+
+    @property
+    def stepped(self) -> Flats:
+        return tuple(self._part(group) for group in self.model.groups)
+
+    def stands(self, book: Book) -> None:
+        stepped = {number for group in self.model.groups for number in group}
+        others = [number for number in range(len(self.model.parameters)) if number not in stepped]
+        book.add(Part.PARAMETERS, self.model.size_bytes(others) + self.model.buffer_bytes + self._flat_bytes)
+        book.add(Part.OPTIMIZER_STATE, self._part_elements * _FP32_BYTES, host=self.offloads)
+        if self.offloads:
+            largest_bytes = self._largest_bytes
+            book.add(Part.PARAMETERS, self._part_bytes, host=True)
+            # those DeepSpeed makes, and those that the state is made with (`memlab.scaleout.engines.zero`)
+            book.add(Part.GRADIENTS, 2 * self._part_elements * _FP32_BYTES, host=True)
+            book.add(Part.BUFFERS, largest_bytes, host=True)
+            book.add(Part.BUFFERS, largest_bytes)
+
+    def settled(self, book: Book, parameter: int) -> None:
+        self._need_bucket(book)
+        if self._stage == 2:
+            self._into_bucket(book, parameter)
+
+    def backward_over(self, book: Book) -> None:
+        for parameter in [number for group in self.model.groups for number in group]:
+            if parameter in book.gradients:
+                self._into_bucket(book, parameter)
+        self._reduce(book)
+        book.add(Part.BUFFERS, -self._bucket_bytes)
+        self._bucket_bytes = 0
+
+    def update_begins(self, book: Book) -> None:
+        if self.offloads:
+            return
+        book.add(Part.GRADIENTS, self._part_elements * _FP32_BYTES)
+        book.add(Part.GRADIENTS, -self._own_bytes)
+
+    def update_over(self, book: Book) -> None:
+        super().update_over(book)
+        if not self.offloads:
+            book.add(Part.GRADIENTS, -self._part_elements * _FP32_BYTES)
+        self._own_bytes = 0
+        self.wire.all_gathered(self._flat_bytes)
+
+    # -- steps of it ---------------------------------------------------------------------------
+
+    def _part(self, group: tuple[int, ...]) -> int:
+        """A rank's elements of a group."""
+        multiple = _ALIGNMENT * self.ranks
+        return -(-self.model.elements(group) // multiple) * _ALIGNMENT
+
+    def _owned(self, group: tuple[int, ...]) -> int:
+        left, size_bytes = self._part(group), 0
+        for number in group:
+            if left > 0:
+                size_bytes += self.model.parameters[number].size_bytes
+            left -= self.model.parameters[number].elements
+        return size_bytes
+
+    @property
+    def _part_elements(self) -> int:
+        return sum(self._part(group) for group in self.model.groups if group)
+
+    @property
+    def _largest_bytes(self) -> int:
+        return max((self.model.parameters[number].size_bytes for g in self.model.groups for number in g), default=0)
+
+    @property
+    def _part_bytes(self) -> int:
+        return sum(self._part(g) * self.model.parameters[g[0]].itemsize for g in self.model.groups if g)
+
+    @property
+    def _flat_bytes(self) -> int:
+        return self.ranks * self._part_bytes
+
+    def _need_bucket(self, book: Book) -> None:
+        if not self._bucket_bytes:
+            self._bucket_bytes = self._bucket_elements * self._itemsize
+            book.add(Part.BUFFERS, self._bucket_bytes)
+
+    @property
+    def _itemsize(self) -> int:
+        return max((self.model.parameters[number].itemsize for number in self.model.trained), default=_FP32_BYTES)
+
+    def _into_bucket(self, book: Book, parameter: int) -> None:
+        shape = self.model.parameters[parameter]
+        if self._in_bucket + shape.elements > self._bucket_elements:
+            self._reduce(book)
+        self._in_bucket += shape.elements
+        self._bucketed_bytes += shape.size_bytes
+        if shape.elements <= self._bucket_elements:
+            book.drop_gradient(parameter)
+        else:
+            self._reduce(book, alone=parameter)
+
+    def _reduce(self, book: Book, alone: int | None = None) -> None:
+        if not self._in_bucket:
+            return
+        if alone is None:
+            book.touch(Part.BUFFERS, self._bucketed_bytes)
+        if self.offloads:
+            book.touch(Part.BUFFERS, _NORM_FACTOR * self._largest_bytes)
+        self.wire.all_reduced(self._bucketed_bytes)
+        self._in_bucket = self._bucketed_bytes = 0
+        if not self._own_bytes and not self.offloads:
+            self._own_bytes = self._owned_bytes
+            book.add(Part.GRADIENTS, self._own_bytes)
+        if alone is not None:
+            book.drop_gradient(alone)
+
+
+class Zero3(Division):
+    """Stage 3."""
+
+    copies_outputs = (False, True)
+
+    def __init__(
+        self, model: ModelShape, ranks: int, *, offloads: bool = False, settings: Settings | None = None
+    ) -> None:
+        super().__init__(model, ranks, offloads=offloads)
+        self._settings = settings or Settings()
+        self._bucket_elements = min(self._settings.bucket, model.elements())
+        self._in_bucket_bytes = self._in_bucket = 0
+        self._kept = {n for n, p in enumerate(model.parameters) if p.elements < self._settings.persistence_threshold}
+        self._available: set[int] = set(self._kept)
+        self._flat: dict[int, _Flat] = {}
+        self._order: list[int] = []
+        self._recorded: list[int] = []
+        self._queue: deque[tuple[int, int]] = deque()
+        self._fetched_for: dict[int, int] = {}
+        self._step = 0
+        self._forwards = self._order_forwards = 0
+        self._using: dict[int, set[int]] = {}
+
+    @property
+    def stepped(self) -> Flats:
+        return tuple(self._parts(group) for group in self.model.groups)
+
+    def stands(self, book: Book) -> None:
+        everything = tuple(range(len(self.model.parameters)))
+        book.add(Part.PARAMETERS, sum(self.model.parameters[n].part_bytes(self.ranks) for n in everything))
+        book.add(Part.PARAMETERS, self.model.buffer_bytes)
+        book.add(Part.GATHERED, self.model.size_bytes(self._kept))
+        stepped = sum(self._parts(group) for group in self.model.groups)
+        book.add(Part.OPTIMIZER_STATE, stepped * _FP32_BYTES, host=self.offloads)
+        book.add(Part.GRADIENTS, stepped * _FP32_BYTES, host=self.offloads)
+        if self.offloads:
+            # gradients the optimizer is handed, beside the buffer they are gathered in
+            book.add(Part.GRADIENTS, stepped * _FP32_BYTES, host=True)
+        book.add(Part.BUFFERS, self._bucket_elements * self._itemsize)
+
+    def forward_begins(self, book: Book, module: int) -> None:
+        self._fetch(book, module)
+
+    def forward_ends(self, book: Book, module: int) -> None:
+        self._release(book, module)
+
+    def backward_begins(self, book: Book, module: int) -> None:
+        self._forwards = self._forwards or self._step
+        self._fetch(book, module)
+
+    def backward_ends(self, book: Book, module: int) -> None:
+        self._release(book, module)
+
+    def settled(self, book: Book, parameter: int) -> None:
+        shape = self.model.parameters[parameter]
+        if self._in_bucket and self._in_bucket + shape.elements > self._bucket_elements:
+            self._reduce(book)
+        self._in_bucket += shape.elements
+        self._in_bucket_bytes += shape.size_bytes
+        if shape.elements <= self._bucket_elements:
+            book.drop_gradient(parameter)
+        else:
+            self._reduce(book)
+            book.drop_gradient(parameter)
+
+    def backward_over(self, book: Book) -> None:
+        self._reduce(book)
+        for flat in {id(flat): flat for flat in self._flat.values()}.values():
+            book.add(Part.BUFFERS, -flat.size_bytes)
+        self._flat.clear()
+        for number in self._available - self._kept:
+            book.add(Part.GATHERED, -self.model.parameters[number].size_bytes)
+        self._available = set(self._kept)
+        self._order, self._recorded = self._recorded, []
+        self._order_forwards = self._forwards
+        self._queue = deque(
+            (number, step) for step, module in enumerate(self._order) for number in sorted(self.model.modules[module])
+        )
+        self._fetched_for.clear()
+        self._using.clear()
+        self._step = self._forwards = 0
+
+    def update_begins(self, book: Book) -> None:
+        kept_bytes = self.model.size_bytes(self._kept)
+        book.add(Part.GATHERED, -kept_bytes)
+        if not self.offloads:
+            book.add(Part.GRADIENTS, self._largest_group_bytes)
+
+    def update_over(self, book: Book) -> None:
+        super().update_over(book)
+        if not self.offloads:
+            book.add(Part.GRADIENTS, -self._largest_group_bytes)
+        kept_bytes = self.model.size_bytes(self._kept)
+        book.add(Part.GATHERED, kept_bytes)
+        self.wire.all_gathered(kept_bytes if self.ranks > 1 else 0)
+
+    # -- steps of it ---------------------------------------------------------------------------
+
+    def _parts(self, group: tuple[int, ...]) -> int:
+        return sum(-(-self.model.parameters[number].elements // self.ranks) for number in group)
+
+    @property
+    def _largest_group_bytes(self) -> int:
+        return max((self._parts(group) for group in self.model.groups), default=0) * _FP32_BYTES
+
+    @property
+    def _itemsize(self) -> int:
+        return max((self.model.parameters[number].itemsize for number in self.model.trained), default=_FP32_BYTES)
+
+    @property
+    def _norm_bytes(self) -> int:
+        parts = (self.model.parameters[number].part_bytes(self.ranks) for number in self.model.trained)
+        return _NORM_FACTOR * max(parts, default=0) if self.offloads and self.ranks > 1 else 0
+
+    def _reduce(self, book: Book) -> None:
+        book.touch(Part.BUFFERS, self._in_bucket_bytes + self._norm_bytes)
+        self.wire.reduce_scattered(self._in_bucket_bytes)
+        self._in_bucket = self._in_bucket_bytes = 0
+
+    def _fetch(self, book: Book, module: int) -> None:
+        wanted = self.model.modules[module]
+        self._gather(book, [number for number in wanted if number not in self._available and number not in self._flat])
+        for number in wanted:
+            self._using.setdefault(number, set()).add(module)
+            self._take_out(book, number)
+        self._recorded.append(module)
+        if self._order:
+            self._pass_over(wanted)
+            self._prefetch(book)
+        self._step += 1
+
+    def _pass_over(self, wanted: tuple[int, ...]) -> None:
+        """Take what is used now off the queue, unless it was taken off when it was fetched beforehand."""
+        missing = {number for number in wanted if self._fetched_for.get(number, -1) < self._step}
+        while self._queue and missing:
+            number, step = self._queue.popleft()
+            self._fetched_for[number] = step
+            missing.discard(number)
+
+    def _prefetch(self, book: Book) -> None:
+        gathered = self.model.elements([*(self._available - self._kept), *self._flat])
+        most = min(self._settings.max_live - gathered, self._settings.prefetch)
+        chosen: list[int] = []
+        elements = 0
+        while self._queue and elements < most:
+            number, step = self._queue.popleft()
+            self._fetched_for[number] = max(self._fetched_for.get(number, -1), step)
+            if number not in self._available and number not in self._flat and number not in chosen:
+                chosen.append(number)
+                elements += self.model.parameters[number].elements
+        self._gather(book, chosen)
+
+    def _gather(self, book: Book, numbers: list[int]) -> None:
+        if not numbers:
+            return
+        size_bytes = sum(self.ranks * self.model.parameters[number].part_bytes(self.ranks) for number in numbers)
+        self.wire.all_gathered(size_bytes if self.ranks > 1 else 0)
+        flat = _Flat(size_bytes, set(numbers), is_taken_over=len(numbers) == 1)
+        book.add(Part.BUFFERS, size_bytes)
+        for number in numbers:
+            self._flat[number] = flat
+
+    def _take_out(self, book: Book, number: int) -> None:
+        """What is in flight arrives: all of a flat tensor is copied when the first of it is needed."""
+        flat = self._flat.pop(number, None)
+        if flat is None:
+            return
+        if not flat.has_arrived:
+            flat.has_arrived = True
+            arrived_bytes = self.model.size_bytes(flat.numbers)
+            if flat.is_taken_over:
+                book.add(Part.BUFFERS, -flat.size_bytes)
+            book.add(Part.GATHERED, arrived_bytes)
+            self._available |= flat.numbers
+        flat.waiting.discard(number)
+        if not flat.waiting and not flat.is_taken_over:
+            book.add(Part.BUFFERS, -flat.size_bytes)
+
+    def _release(self, book: Book, module: int) -> None:
+        for number in self.model.modules[module]:
+            using = self._using.get(number, set())
+            using.discard(module)
+            if number in self._kept or using or number not in self._available or self._is_used_soon(number):
+                continue
+            self._available.discard(number)
+            book.add(Part.GATHERED, -self.model.parameters[number].size_bytes)
+
+    def _is_used_soon(self, number: int) -> bool:
+        if not self._order:
+            return False
+        traversed = 0
+        for module in self._order[self._step : self._seen_until]:
+            if traversed >= self._settings.max_reuse:
+                return False
+            if number in self.model.modules[module]:
+                return True
+            traversed += self.model.elements(self.model.modules[module])
+        return False
+
+    @property
+    def _seen_until(self) -> int | None:
+        """In a forward pass, how much of the order is looked through for a further use (rule 8)."""
+        return self._order_forwards if self.ranks > 1 and not self._forwards else None
+
+
+class _Flat:
+    """Parameters that are gathered together."""
+
+    def __init__(self, size_bytes: int, numbers: set[int], *, is_taken_over: bool) -> None:
+        self.size_bytes = size_bytes
+        self.numbers = set(numbers)
+        self.waiting = set(numbers)
+        self.is_taken_over = is_taken_over
+        self.has_arrived = False
