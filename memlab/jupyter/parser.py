@@ -312,7 +312,7 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
         predicted="predicted" in given,
         order=given.get("order", "documented"),
         steps=_whole(given.get("steps", "5")),
-        nproc=_processes(given["nproc"]) if "nproc" in given else 1,
+        nproc=processes(given["nproc"]) if "nproc" in given else 1,
         scale=_foretold_scale(plan, given, quoted),
     )
 
