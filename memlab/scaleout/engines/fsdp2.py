@@ -28,19 +28,11 @@ class Fsdp2(Engine):
     def start(self) -> None:
         model, optimizers = self.workload.model, self.workload.optimizers
         names = tensors.names_of(model)
-        self._shard()
+        shard(self.inner, self.device, offloads=self.offloads)
         model._apply(self._with_memory)  # type: ignore[no-untyped-call]
         exchange_parameters(optimizers, names, model)
         tensors.fill({**tensors.parameter_keys(model), **tensors.buffer_keys(model)}, self.folder)
         fill_state(optimizers, model, self.folder, self._state_like)
-
-    def _shard(self) -> None:
-        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        pinned = self.device.type == "cuda"
-        policy = CPUOffloadPolicy(pin_memory=pinned) if self.offloads else OffloadPolicy()
-        for block in _shardable(repeated_blocks(self.inner), self.inner):
-            fully_shard(block, mesh=mesh, offload_policy=policy)
-        fully_shard(self.inner, mesh=mesh, offload_policy=policy)
 
     def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         home = torch.device("cpu") if self.offloads and isinstance(tensor, DTensor) else self.device
@@ -62,6 +54,22 @@ class OffloadedFsdp2(Fsdp2):
     """The same with shards in host memory, where the update is done too."""
 
     offloads = True
+
+
+def shard(model: nn.Module, device: torch.device, *, offloads: bool) -> None:
+    """Put `fully_shard` on every repeated block and on the whole.
+
+    Args:
+        model: with parameters on the device, or without data.
+        device: of this rank.
+        offloads: whether shards are kept in host memory, where the update is done too.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    pinned = device.type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pinned) if offloads else OffloadPolicy()
+    for block in _shardable(repeated_blocks(model), model):
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
 
 
 def _shardable(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:
