@@ -16,7 +16,6 @@ Rules, beside those of `in_kernel`:
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -186,7 +185,6 @@ class LiveZero(InKernel):
         folder = tempfile.TemporaryDirectory(prefix="memlab-", ignore_cleanup_errors=True)
         undo.callback(folder.cleanup)
         with one_rank.same_environment():
-            os.environ["LOCAL_RANK"] = str(self.device.index or 0)
             deepspeed = _deepspeed(self.device)
             undo.callback(_forget_group, _names_of_groups())
             self._engine, *_ = deepspeed.initialize(
@@ -207,6 +205,8 @@ class LiveZero(InKernel):
         }
         if self._tier is Tier.DISK:
             zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder), "pin_memory": pinned}
+            # a shard for each parameter: gradients are read wrongly to where no page of the shard begins
+            zero["sub_group_size"] = 1
         elif self._tier is not None:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
         if self.plan.tier_of(Offloaded.PARAMS) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,12 @@ import torch.distributed as dist
 from memlab.errors import RefusalError
 
 _MANY = "use %%memfit --nproc, which starts processes of its own"
-# engines that hold the group; it counts only where it was made here
+# DeepSpeed asks for it at every turn
+_VARIABLE = "LOCAL_RANK"
+# engines that hold the group
 _holders: set[int] = set()
-_is_made_here = False
+# what takes back what was made for them
+_undo = ExitStack()
 
 
 def check() -> None:
@@ -39,31 +42,30 @@ def hold(holder: object, device: torch.device) -> None:
         holder: whoever needs it.
         device: that tensors are on.
     """
-    global _is_made_here  # noqa: PLW0603 - a process has one default group
+    if not _holders:
+        if _VARIABLE not in os.environ:
+            os.environ[_VARIABLE] = str(device.index or 0)
+            _undo.callback(os.environ.pop, _VARIABLE, None)
+        if not dist.is_initialized():
+            _make_group(device)
+            _undo.callback(dist.destroy_process_group)
     _holders.add(id(holder))
-    if dist.is_initialized():
-        return
+
+
+def release(holder: object) -> None:
+    """Let it go; harmless when done."""
+    _holders.discard(id(holder))
+    if not _holders:
+        _undo.close()
+
+
+def _make_group(device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     hook = sys.excepthook
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    sys.excepthook = hook  # torch's names the rank in front of every line
-    _is_made_here = True
-
-
-def release(holder: object) -> bool:
-    """Let it go; harmless when done.
-
-    Returns:
-        Whether nobody holds it any more.
-    """
-    global _is_made_here  # noqa: PLW0603 - as above
-    _holders.discard(id(holder))
-    if _holders:
-        return False
-    if _is_made_here and dist.is_initialized():
-        dist.destroy_process_group()
-    _is_made_here = False
-    return True
+    try:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    finally:
+        sys.excepthook = hook  # torch's names the rank in front of every line
 
 
 
