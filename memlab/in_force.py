@@ -177,7 +177,9 @@ class InForce:
     def _once(self, act: Callable[[], None], interrupts: Interrupts | None, *, sparing: bool) -> None:
         before = Memento(self._workload.model, self.optimizers, [*self._entries.values()])
         entries, plan = dict(self._entries), self.plan
-        self._exchanged = before.spare if sparing else _nothing
+        # an engine keeps what it shows, so sending that away would free nothing, and it would not be the engine's again
+        spares = sparing and not any(technique.is_engine for technique in self.techniques)
+        self._exchanged = before.spare if spares else _nothing
         try:
             act()
             if interrupts is not None:
@@ -267,7 +269,7 @@ class InForce:
 
 def _let_go(before: dict[type[Technique], _Entry], now: dict[type[Technique], _Entry]) -> None:
     for kind, entry in before.items():
-        if now.get(kind) is not entry:
+        if entry.technique.is_engine and now.get(kind) is not entry:
             entry.technique.let_go()
 
 

@@ -396,7 +396,8 @@ class Session:
             self.note("gradients were not finite: update skipped, loss scale halved")
         elif not self._updated(optimizer):
             self._skipped = True
-            self.note("gradients were not finite: update skipped, as the loop's own scaler asks")
+            who = "by the engine" if any(t.owns_steps for t in self.techniques) else "as the loop's own scaler asks"
+            self.note(f"gradients were not finite: update skipped, {who}")
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> bool:
         owner = next((technique for technique in self.techniques if technique.owns_steps), None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from memlab.errors import PlanError
 from memlab.inferring.inference import precision_of
-from memlab.plan import Plan, unknown_flag
+from memlab.plan import Plan, ScaleOut, unknown_flag
 from memlab.rescue.ladder import pinned
 from memlab.scaleout.scale import ENGINES, Scale
 from memlab.units import parse_bytes
@@ -87,8 +87,7 @@ CELL_FLAGS = (
         "",
         "with --inference: find the largest batch that fits --budget, or the device, by running it",
     ),
-    Flag("nproc", "--nproc", "N", "train in N processes and bring everything home; with --scale"),
-    Flag("scale", "--scale", "|".join(ENGINES), "with --nproc: the engine the processes train under"),
+    Flag("nproc", "--nproc", "N", f"train in N processes and bring everything home; with --scale {'|'.join(ENGINES)}"),
     Flag("quiet", "--quiet", "", "show no progress while the cell runs"),
     Flag("help", "--help", "", "show this and run nothing", also="-h"),
 )
@@ -335,7 +334,8 @@ def cell_options(line: str) -> CellOptions:
         '--scale zero3 --checkpoint'
     """
     words = split_words(line)
-    plan, rest = Plan.parse_known(words)
+    engine, others = _engine_of_processes(words)
+    plan, rest = Plan.parse_known(others)
     given, loose = _read_flags(rest, CELL_FLAGS)
     if loose:
         raise unknown_flag(loose[0], tuple(flag.flag for flag in CELL_FLAGS))
@@ -344,6 +344,10 @@ def cell_options(line: str) -> CellOptions:
         _check_inference(plan, given)
     elif "prove" in given:
         raise PlanError("--prove runs the largest batch of an inference cell; give it with --inference")
+    if budget is not None and plan.scale is not ScaleOut.NONE:
+        raise PlanError(
+            f"--budget with --scale {plan.scale}: a budget is chosen for by what is foretold, and engines are not; leave one out"
+        )
     if "lossless" in given and budget is None:
         raise PlanError("--lossless says what --budget may choose; give a budget, as in --budget 8GiB --lossless")
     if "keep" in given and "no_rescue" in given:
@@ -363,7 +367,7 @@ def cell_options(line: str) -> CellOptions:
         inference="inference" in given,
         prove="prove" in given,
         nproc=_processes(given["nproc"]) if "nproc" in given else 1,
-        scale=_scale(plan, given),
+        scale=_scale(plan, engine, given),
         quiet="quiet" in given,
         help="help" in given,
     )
@@ -390,17 +394,29 @@ _NOT_FOR_PROCESSES = {
 }
 
 
-def _scale(plan: Plan, given: dict[str, str]) -> Scale | None:
-    if "scale" not in given and "nproc" not in given:
-        return None
-    if "scale" not in given:
-        raise PlanError(f"--nproc {given['nproc']} needs --scale and one of {', '.join(ENGINES)}, as in --scale fsdp2")
+def _engine_of_processes(words: list[str]) -> tuple[str | None, list[str]]:
+    """The engine that several processes train under, and the other words; in this process it is part of the plan."""
+    if not any(word.partition("=")[0] == "--nproc" for word in words):
+        return None, words
+    flag = Flag("scale", "--scale", "|".join(ENGINES), "")
+    split = [part for word in words for part in (word.split("=", 1) if word.startswith("--scale=") else [word])]
+    if flag.flag not in split:
+        return None, words
+    at = split.index(flag.flag)
+    if at + 1 == len(split) or split[at + 1].startswith("-"):
+        raise PlanError(f"{flag.flag} needs a value: {flag.usage}")
+    return split[at + 1], [*split[:at], *split[at + 2 :]]
+
+
+def _scale(plan: Plan, engine: str | None, given: dict[str, str]) -> Scale | None:
     if "nproc" not in given:
-        raise PlanError(f"--scale {given['scale']} needs --nproc and a number of processes, as in --nproc 2")
+        return None
+    if engine is None:
+        raise PlanError(f"--nproc {given['nproc']} needs --scale and one of {', '.join(ENGINES)}, as in --scale fsdp2")
     for flag in CELL_FLAGS:
         if flag.name in given and flag.name in _NOT_FOR_PROCESSES:
             raise PlanError(f"{flag.flag} with --nproc: {_NOT_FOR_PROCESSES[flag.name]}; leave it out")
-    return Scale(given["scale"], plan)
+    return Scale(engine, plan)
 
 
 def _processes(number: str) -> int:

@@ -7,28 +7,33 @@ Rules:
 2. What the loop does to them in place (clipping, scaling, writing weights) is done to the engine's.
 3. Giving back leaves the engine as it is, and closing it comes last: a change of plans that fails in between goes back
    to an engine that still runs.
-4. The process group has one rank and ends with the last engine (`one_rank`).
+4. Where a call, a backward pass or a step has failed, the engine is in a state of its own making. It is made anew before
+   the next call.
+5. The process group has one rank and ends with the last engine (`one_rank`).
 """
 
 from __future__ import annotations
 
 import gc
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.in_force import InForce
+from memlab.measuring.ledger import tensors_in
 from memlab.plan import Plan, ScaleOut
 from memlab.scaleout import one_rank
 from memlab.scaleout.replica import Replica, refuse_hooks
 from memlab.techniques.scale import LiveEngine
+from memlab.uninterrupted import uninterrupted
 from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
@@ -69,6 +74,9 @@ class InKernel(ABC):
         self._replica: Replica | None = None
         self._techniques: InForce | None = None
         self._homes: list[tuple[nn.Parameter, tuple[int, ...]]] = []
+        self._optimizers: list[Optimizer] = []
+        self._storage_resized: Resized = lambda _storage: None
+        self._is_under_way = False  # a call, a backward pass or a step; afterwards, whether one has failed
 
     # -- on ------------------------------------------------------------------------------------
 
@@ -91,10 +99,12 @@ class InKernel(ABC):
     def start(self, storage_resized: Resized) -> None:
         """Take the model over: wholly, or not at all."""
         self._require_one_device()
+        self._storage_resized = storage_resized
         with ExitStack() as undo:
             undo.callback(one_rank.release, self)
             one_rank.hold(self, self.device)
             _tell_resizes(storage_resized, undo)
+            _hush(undo)
             self._replica = Replica(self.workload.model, self.workload.name)
             self._techniques = InForce(Workload(self._replica.model, name=self.workload.name))
             self._techniques.change(replace(self.plan, scale=ScaleOut.NONE, offload=()))
@@ -119,32 +129,67 @@ class InKernel(ABC):
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer over."""
+        self._take_over(optimizer)
+        self._optimizers.append(optimizer)
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        """Have the engine see to an optimizer's state."""
 
     # -- training ------------------------------------------------------------------------------
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a training forward."""
-        assert self._techniques is not None
-        call: Callable[..., Any] = self._run
-        for technique in self._techniques.techniques:
-            call = partial(_wrapped, technique.forward, call)
-        return self._followed(call, args, kwargs)
+        output = self._called("forward", args, kwargs)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._backward_begins)
+        return output
 
     def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward in eval mode or without gradients."""
+        return self._called("evaluate", args, kwargs)
+
+    def _called(self, moment: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._recover()
+        assert self._replica is not None
         assert self._techniques is not None
         call: Callable[..., Any] = self._run
         for technique in self._techniques.techniques:
-            call = partial(_wrapped, technique.evaluate, call)
-        return self._followed(call, args, kwargs)
-
-    def _followed(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        assert self._replica is not None
+            call = partial(_wrapped, getattr(technique, moment), call)
         self._replica.follow()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self._replica.carry_back()
+        with self._under_way():
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._replica.carry_back()
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        self._is_under_way = True
+        yield
+        self._is_under_way = False
+
+    def _backward_begins(self, _gradient: torch.Tensor) -> None:
+        if not self._is_under_way:
+            self._is_under_way = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined] # untyped
+
+    def _backward_ended(self) -> None:
+        self._is_under_way = False
+
+    def _recover(self) -> None:
+        """An engine in which something has failed is made anew; weights, moments and gradients are with the user."""
+        if self._replica is not None and not self._is_under_way:
+            return
+        with uninterrupted():
+            optimizers = self._optimizers
+            for optimizer in optimizers if self._replica is not None else ():
+                self.give_back_optimizer(optimizer)
+            self.give_back()
+            self.close()
+            self.start(self._storage_resized)
+            for optimizer in optimizers:
+                self.add_optimizer(optimizer)
 
     @abstractmethod
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +220,7 @@ class InKernel(ABC):
         """End the engine; harmless when it never started."""
         self._undo.close()
         self._replica = self._techniques = None
-        self._homes = []
+        self._homes, self._optimizers, self._is_under_way = [], [], False
         # engines are full of cycles
         gc.collect()
 
@@ -212,6 +257,14 @@ def _at_home(value: torch.Tensor, device: torch.device, stride: tuple[int, ...])
 
 def _wrapped(wrapper: Callable[..., Any], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return wrapper(inner, args, kwargs)
+
+
+def _hush(undo: ExitStack) -> None:
+    """DeepSpeed calls functions of torch by names that torch warns of, within the loop's own backward pass."""
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    filters = cast("list[Any]", warnings.filters)
+    entry = filters[0]
+    undo.callback(lambda: filters.remove(entry) if entry in filters else None)
 
 
 def _tell_resizes(storage_resized: Resized, undo: ExitStack) -> None:

@@ -66,7 +66,7 @@ class LiveFsdp2(InKernel):
         if self._offloads:
             super().give_back()
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
+    def _take_over(self, optimizer: Optimizer) -> None:
         if self._offloads:
             _move_state(optimizer, torch.device("cpu"))
 

@@ -17,7 +17,7 @@ Rules, beside those of `in_kernel`:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from memlab.workload import Workload
 Optimizer = torch.optim.Optimizer
 State = dict[str, Any]
 _STEP = "step"
+_SETTINGS = ("mpu", "mesh_device")
 _BUCKET_ELEMENTS, _PERSISTENT_ELEMENTS = 50_000_000, 100_000
 _PERSISTENT_SHARE = 100
 # whose updates treat elements one by one, and whose state is of the parameter's shape but for the count of steps
@@ -108,7 +109,8 @@ class LiveZero(InKernel):
         if len(optimizers) != 1:
             raise RefusalError("scale", f"ZeRO serves one optimizer, {name} has {len(optimizers)}", "use --scale fsdp2")
         self.check_optimizer(optimizers[0])
-        require("deepspeed")
+        with one_rank.same_environment():
+            _deepspeed(self.device)
         if self._tier is Tier.DISK:
             self._check_files()
 
@@ -162,7 +164,7 @@ class LiveZero(InKernel):
     def _begin(self, undo: ExitStack) -> None:
         """The engine begins with the optimizer."""
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
+    def _take_over(self, optimizer: Optimizer) -> None:
         assert self._replica is not None
         with ExitStack() as undo:
             self._initialize(optimizer, undo)
@@ -186,7 +188,7 @@ class LiveZero(InKernel):
         undo.callback(folder.cleanup)
         with one_rank.same_environment():
             deepspeed = _deepspeed(self.device)
-            undo.callback(_forget_group, _names_of_groups())
+            one_rank.at_end(_forgetting())
             self._engine, *_ = deepspeed.initialize(
                 model=self._replica.model, optimizer=second, config=self._config(Path(folder.name)), dist_init_required=False
             )
@@ -294,7 +296,7 @@ class LiveZero(InKernel):
         zero, optimizer = self._zero, self._optimizer
         assert optimizer is not None
         prologue = zero.backward_prologue
-        zero.backward_prologue = lambda: (self._backward_begins(), prologue())[1]
+        zero.backward_prologue = lambda: (self._begin_gradients(), prologue())[1]
         # DeepSpeed's own comes first
         zero.register_grad_acc_post_hook(self._show_gradients)
         for place in self._places:
@@ -309,7 +311,7 @@ class LiveZero(InKernel):
         self._take_written()
         return self._engine(*args, **kwargs)
 
-    def _backward_begins(self) -> None:
+    def _begin_gradients(self) -> None:
         shown = [place for place in self._places if place.users.grad is not None]
         if self._gradients and not shown:
             self._drop_gradients()
@@ -379,7 +381,8 @@ class LiveZero(InKernel):
         self._take_written()
         for users, own in self._groups:
             own.update({name: value for name, value in users.items() if name != "params"})
-        self._engine.step()
+        with self._under_way():
+            self._engine.step()
         self._gradients.clear()
         self._touched.clear()
         self._show_state()
@@ -452,6 +455,9 @@ class LiveZero(InKernel):
     def _destroy(self) -> None:
         with suppress(AttributeError):  # of an engine that was not complete
             self._engine.destroy()
+        if self._stage == 3:
+            assert self._replica is not None
+            _let_go_of(self._replica.model)
         self._engine = self._zero = self._optimizer = None
         self._groups, self._places = [], []
         self._gradients, self._touched = {}, set()
@@ -495,16 +501,37 @@ def _refuse_saving(_optimizer: Optimizer) -> None:
     raise ScaleError("state_dict while ZeRO has the optimizer's state in files: undo the session first")
 
 
-def _names_of_groups() -> dict[str, Any]:
-    """What DeepSpeed keeps of process groups, which would outlive them."""
+def _forgetting() -> Callable[[], None]:
+    """What makes DeepSpeed forget the process group, and gives torch its functions back."""
+    from torch.nn import functional
+
+    from deepspeed.comm import comm
     from deepspeed.utils import groups
 
-    return {name: value for name, value in vars(groups).items() if name.isupper() or name in ("mpu", "mesh_device")}
+    kept = {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in vars(groups).items()
+        if name.isupper() or name in _SETTINGS
+    }
+    linear, backend = functional.linear, comm.cdb
+
+    def forget() -> None:
+        vars(groups).update(kept)
+        comm.cdb = backend
+        functional.linear = linear
+
+    return forget
 
 
-def _forget_group(before: dict[str, Any]) -> None:
-    import deepspeed.comm.comm
-    from deepspeed.utils import groups
+def _let_go_of(model: nn.Module) -> None:
+    """ZeRO 3 leaves modules on a stack, and itself in a cache."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
-    vars(groups).update(before)
-    deepspeed.comm.comm.cdb = None
+    own = {id(module) for module in model.modules()}
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if id(module) not in own]
+    for method in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
+        # wrapped once more, in a closure
+        for cell in getattr(method, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()

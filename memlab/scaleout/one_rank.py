@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -50,6 +50,11 @@ def hold(holder: object, device: torch.device) -> None:
             _make_group(device)
             _undo.callback(dist.destroy_process_group)
     _holders.add(id(holder))
+
+
+def at_end(callback: Callable[[], object]) -> None:
+    """Have something called when the last holder lets go, before the group ends."""
+    _undo.callback(callback)
 
 
 def release(holder: object) -> None:
