@@ -107,7 +107,7 @@ def _live_engine(plan: Plan, workload: Workload) -> LiveEngine:
     return live_engine(plan, workload)
 
 
-Scaling.maker = staticmethod(_live_engine)
+Scaling.makers.append(_live_engine)
 
 
 def load_ipython_extension(shell: Any) -> None:

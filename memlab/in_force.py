@@ -220,7 +220,9 @@ class InForce:
 
     def _leaves(self, kind: type[Technique], plan: Plan) -> bool:
         entry = self._entries.get(kind)
-        return entry is not None and (not is_wanted(kind, plan) or kind.setting(plan) != kind.setting(entry.technique.plan))
+        return entry is not None and (
+            not is_wanted(kind, plan) or kind.setting(plan) != kind.setting(entry.technique.plan)
+        )
 
     def _put_in(self, technique: Technique) -> None:
         technique.in_force = lambda: self.techniques

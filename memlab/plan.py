@@ -187,7 +187,9 @@ def _parse_offload(text: str) -> Offload:
 
 def _parse_scale(text: str) -> ScaleOut:
     if text in _OF_MANY_PROCESSES:
-        raise PlanError(f"--scale {text} is of several processes: give it to a cell, as in '%%memfit --nproc 2 --scale {text}'")
+        raise PlanError(
+            f"--scale {text} is of several processes: give it to a cell, as in '%%memfit --nproc 2 --scale {text}'"
+        )
     return _choice("--scale", ScaleOut)(text)
 
 
@@ -516,7 +518,9 @@ def _an_engine_has_its_own_ways(plan: Plan) -> None:
     beside = [name for name in plan.changes() if name not in _BESIDE_AN_ENGINE]
     if beside:
         flag = _BY_NAME[beside[0]].show(getattr(plan, beside[0]))
-        raise PlanError(f"--scale {plan.scale} and {flag} exclude each other: the engine has the model; drop one of the two")
+        raise PlanError(
+            f"--scale {plan.scale} and {flag} exclude each other: the engine has the model; drop one of the two"
+        )
     if plan.precision in (Precision.FP16, Precision.PURE_BF16):
         raise PlanError(
             f"--scale {plan.scale} and --precision {plan.precision} exclude each other: it needs scaled losses or converted "
@@ -534,9 +538,13 @@ def _an_engine_offloads_what_it_can(plan: Plan) -> None:
         if plan.scale is ScaleOut.ZERO2 and what is Offloaded.PARAMS:
             raise PlanError(f"{flag}: ZeRO 2 keeps parameters on the device; use --scale zero3")
         if tier is Tier.DISK and (plan.scale is not ScaleOut.ZERO3 or what is Offloaded.PARAMS):
-            raise PlanError(f"{flag}: of the engines only ZeRO 3 offloads to files, and optimizer state only; drop ':disk'")
+            raise PlanError(
+                f"{flag}: of the engines only ZeRO 3 offloads to files, and optimizer state only; drop ':disk'"
+            )
         if plan.scale is ScaleOut.ZERO3 and plan.tier_of(Offloaded.OPTIMIZER) is None:
-            raise PlanError(f"{flag}: ZeRO 3 offloads parameters only with the optimizer's state; use --offload optimizer,params")
+            raise PlanError(
+                f"{flag}: ZeRO 3 offloads parameters only with the optimizer's state; use --offload optimizer,params"
+            )
 
 
 _BESIDE_AN_ENGINE = frozenset({"scale", "checkpointing", "precision", "offload"})

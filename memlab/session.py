@@ -85,7 +85,9 @@ class Session:
         self.observers: list[Observer] = list(observers)
         self.rescuer = rescuer
         self._pending: Plan | None = None
-        self._in_force = InForce(workload, lambda: self._gradients_complete(), lambda storage: self._storage_resized(storage))
+        self._in_force = InForce(
+            workload, lambda: self._gradients_complete(), lambda storage: self._storage_resized(storage)
+        )
         self._seams = ExitStack()
         self._steps = 0
         self._window_open = False

@@ -16,7 +16,7 @@ from memlab.exporting._accelerate import to_accelerate
 from memlab.exporting._deepspeed import to_deepspeed
 from memlab.exporting._torch import to_torch
 from memlab.exporting._trainer import to_trainer
-from memlab.plan import Plan
+from memlab.plan import Plan, ScaleOut
 
 
 def export(plan: Plan, to: str) -> str:
@@ -31,7 +31,7 @@ def export(plan: Plan, to: str) -> str:
         Text that runs, or loads, as it stands.
 
     Raises:
-        PlanError: an unknown target.
+        PlanError: an unknown target, or a plan with an engine.
 
     Example:
         >>> print(export(Plan.parse("--accumulate 4 --adam8bit"), to="trainer"))  # doctest: +ELLIPSIS
@@ -41,6 +41,11 @@ def export(plan: Plan, to: str) -> str:
     """
     if to not in TARGETS:
         raise PlanError(f"export to {to!r}: allowed are {', '.join(TARGETS)}")
+    if plan.scale is not ScaleOut.NONE:
+        raise PlanError(
+            f"export of --scale {plan.scale}: an engine's configuration is for several processes, and a plan's is for one; "
+            "leave --scale out"
+        )
     return TARGETS[to](plan)
 
 

@@ -32,12 +32,12 @@ from memlab.measuring.ledger import tensors_in
 from memlab.plan import Plan, ScaleOut
 from memlab.scaleout import one_rank
 from memlab.scaleout.replica import Replica, refuse_hooks
+from memlab.scaleout.resizes import Resized, tell_resizes
 from memlab.techniques.scale import LiveEngine
 from memlab.uninterrupted import uninterrupted
 from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
-Resized = Callable[[torch.UntypedStorage], None]
 
 
 def live_engine(plan: Plan, workload: Workload) -> LiveEngine:
@@ -93,7 +93,7 @@ class InKernel(ABC):
                 raise RefusalError("scale", f"{key} of {name} is a {type(parameter).__name__}", "train without --scale")
             refuse_hooks(key, parameter)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most serve any
         """Refuse an optimizer it cannot serve; most serve any."""
 
     def start(self, storage_resized: Resized) -> None:
@@ -101,10 +101,12 @@ class InKernel(ABC):
         self._require_one_device()
         self._storage_resized = storage_resized
         with ExitStack() as undo:
+            undo.callback(setattr, self.workload, "trained_on", self.workload.trained_on)
+            self.workload.trained_on = self.device
             undo.callback(one_rank.release, self)
             one_rank.hold(self, self.device)
-            _tell_resizes(storage_resized, undo)
-            _hush(undo)
+            tell_resizes(storage_resized, undo)
+            _hush()
             self._replica = Replica(self.workload.model, self.workload.name)
             self._techniques = InForce(Workload(self._replica.model, name=self.workload.name))
             self._techniques.change(replace(self.plan, scale=ScaleOut.NONE, offload=()))
@@ -132,7 +134,7 @@ class InKernel(ABC):
         self._take_over(optimizer)
         self._optimizers.append(optimizer)
 
-    def _take_over(self, optimizer: Optimizer) -> None:
+    def _take_over(self, optimizer: Optimizer) -> None:  # noqa: B027 - most have nothing to do
         """Have the engine see to an optimizer's state."""
 
     # -- training ------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ class InKernel(ABC):
         output = self._called("forward", args, kwargs)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._backward_begins)
+                tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
         return output
 
     def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -172,7 +174,7 @@ class InKernel(ABC):
     def _backward_begins(self, _gradient: torch.Tensor) -> None:
         if not self._is_under_way:
             self._is_under_way = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined] # untyped
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._is_under_way = False
@@ -199,12 +201,12 @@ class InKernel(ABC):
         """Do a step, where it `owns_steps`."""
         raise NotImplementedError
 
-    def step_ended(self) -> None:
+    def step_ended(self) -> None:  # noqa: B027 - most have nothing to do
         """A step is over."""
 
     # -- off -----------------------------------------------------------------------------------
 
-    def give_back_optimizer(self, optimizer: Optimizer) -> None:
+    def give_back_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most have nothing to do
         """Give an optimizer its state back."""
 
     def give_back(self) -> None:
@@ -244,6 +246,17 @@ class InKernel(ABC):
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
 
 
+def on_gradient(parameter: torch.Tensor, called: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    """Have something called whenever a gradient of a parameter is complete.
+
+    Returns:
+        What takes that back.
+    """
+    handle: Any = parameter.register_post_accumulate_grad_hook(called)  # type: ignore[no-untyped-call]
+    remove: Callable[[], None] = handle.remove
+    return remove
+
+
 def show(parameter: nn.Parameter, data: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Give a parameter other data and another gradient, which may be on another device than before."""
     parameter.grad = None
@@ -259,22 +272,9 @@ def _wrapped(wrapper: Callable[..., Any], inner: Callable[..., Any], *args: Any,
     return wrapper(inner, args, kwargs)
 
 
-def _hush(undo: ExitStack) -> None:
+def _hush() -> None:
     """DeepSpeed calls functions of torch by names that torch warns of, within the loop's own backward pass."""
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     filters = cast("list[Any]", warnings.filters)
     entry = filters[0]
-    undo.callback(lambda: filters.remove(entry) if entry in filters else None)
-
-
-def _tell_resizes(storage_resized: Resized, undo: ExitStack) -> None:
-    """FSDP2 keeps gathered blocks in storages that it resizes to nothing and back, which no operator shows."""
-    resize = torch.UntypedStorage.resize_
-
-    def told(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        storage_resized(storage)
-        return result
-
-    undo.callback(setattr, torch.UntypedStorage, "resize_", resize)
-    torch.UntypedStorage.resize_ = told  # type: ignore[method-assign, assignment]
+    one_rank.at_end(lambda: filters.remove(entry) if entry in filters else None)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from memlab.errors import RefusalError
 from memlab.scaleout.engines.fsdp2 import shard
-from memlab.scaleout.in_kernel import InKernel
+from memlab.scaleout.in_kernel import InKernel, on_gradient
 
 Optimizer = torch.optim.Optimizer
 State = dict[str, Any]
@@ -39,15 +39,12 @@ class LiveFsdp2(InKernel):
     def _begin(self, undo: ExitStack) -> None:
         assert self._replica is not None
         shard(self._replica.model, self.device, offloads=self._offloads)
-        # shards are padded and pinned now, not at the first call, when they have been shown already
-        undo.callback(self._replica.model.reshard)  # type: ignore[operator] # FSDP's module has it
         for name, parameter, sharded in self._replica.parameters():
             if not isinstance(sharded, DTensor):
                 raise RefusalError("scale", f"FSDP2 did not shard {name}", "train without --scale")
-            self._show(parameter, sharded.detach().to_local())
+            self._show(parameter, sharded._local_tensor.detach())
             if sharded.requires_grad:
-                handle = sharded.register_post_accumulate_grad_hook(_deliver_to(parameter))
-                undo.callback(handle.remove)
+                undo.callback(on_gradient(sharded, _deliver_to(parameter)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         assert self._replica is not None

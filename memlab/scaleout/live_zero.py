@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from memlab.extras import require
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.scaleout import one_rank
 from memlab.scaleout.engines.zero import _deepspeed
-from memlab.scaleout.in_kernel import InKernel
+from memlab.scaleout.gathered import Gathered
+from memlab.scaleout.in_kernel import InKernel, on_gradient
 from memlab.stepping import second_of
+from memlab.techniques._modules import repeated_blocks
 from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
@@ -87,6 +90,7 @@ class LiveZero(InKernel):
         self._optimizer: Optimizer | None = None
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._places: list[_Place] = []
+        self._gathered: Gathered | None = None
         self._touched: set[str] = set()
         self._gradients: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
@@ -109,7 +113,7 @@ class LiveZero(InKernel):
         if len(optimizers) != 1:
             raise RefusalError("scale", f"ZeRO serves one optimizer, {name} has {len(optimizers)}", "use --scale fsdp2")
         self.check_optimizer(optimizers[0])
-        with one_rank.same_environment():
+        with one_rank.nothing_set():
             _deepspeed(self.device)
         if self._tier is Tier.DISK:
             self._check_files()
@@ -159,7 +163,9 @@ class LiveZero(InKernel):
             )
         builder = require("deepspeed").ops.op_builder.AsyncIOBuilder()
         if not builder.is_compatible(verbose=False):
-            raise RefusalError("scale", "DeepSpeed writes files through libaio, which is missing", "apt install libaio-dev")
+            raise RefusalError(
+                "scale", "DeepSpeed writes files through libaio, which is missing", "apt install libaio-dev"
+            )
 
     def _begin(self, undo: ExitStack) -> None:
         """The engine begins with the optimizer."""
@@ -186,11 +192,17 @@ class LiveZero(InKernel):
         second.param_groups = [mine for _, mine in self._groups]
         folder = tempfile.TemporaryDirectory(prefix="memlab-", ignore_cleanup_errors=True)
         undo.callback(folder.cleanup)
-        with one_rank.same_environment():
+        with one_rank.nothing_set():
             deepspeed = _deepspeed(self.device)
             one_rank.at_end(_forgetting())
+            # gathered as one: hooks on what is within a block would change the order in which its gradients are added up
+            for block in repeated_blocks(self._replica.model) if self._stage == 3 else ():
+                deepspeed.utils.set_z3_leaf_module(block, True)
             self._engine, *_ = deepspeed.initialize(
-                model=self._replica.model, optimizer=second, config=self._config(Path(folder.name)), dist_init_required=False
+                model=self._replica.model,
+                optimizer=second,
+                config=self._config(Path(folder.name)),
+                dist_init_required=False,
             )
         self._zero = self._engine.optimizer
 
@@ -203,6 +215,8 @@ class LiveZero(InKernel):
             "reduce_bucket_size": elements + elements % 2,
             "allgather_bucket_size": elements + elements % 2,
             "overlap_comm": False,
+            # see `gathered`
+            "memory_efficient_linear": False,
             "stage3_param_persistence_threshold": min(_PERSISTENT_ELEMENTS, total // _PERSISTENT_SHARE),
         }
         if self._tier is Tier.DISK:
@@ -233,7 +247,13 @@ class LiveZero(InKernel):
             offset = 0
             for place, own in enumerate(group):
                 name, users = known[id(own)]
-                yield _Place(name, users, own, number, offset if self._stage == 3 else zero.round_robin_bit16_offsets[number][place])
+                yield _Place(
+                    name,
+                    users,
+                    own,
+                    number,
+                    offset if self._stage == 3 else zero.round_robin_bit16_offsets[number][place],
+                )
                 offset += own.partition_numel() if self._stage == 3 else 0
 
     @property
@@ -296,20 +316,25 @@ class LiveZero(InKernel):
         zero, optimizer = self._zero, self._optimizer
         assert optimizer is not None
         prologue = zero.backward_prologue
-        zero.backward_prologue = lambda: (self._begin_gradients(), prologue())[1]
+        zero.backward_prologue = partial(_one_after_the_other, self._begin_gradients, prologue)
+        if self._stage == 3:
+            assert self._replica is not None
+            self._gathered = Gathered(self._replica.model, undo)
         # DeepSpeed's own comes first
         zero.register_grad_acc_post_hook(self._show_gradients)
         for place in self._places:
-            touched = self._touched
-            handle = place.own.register_post_accumulate_grad_hook(lambda _, name=place.name: touched.add(name))
-            undo.callback(handle.remove)
+            undo.callback(on_gradient(place.own, partial(self._touch, place.name)))
         undo.callback(optimizer.register_load_state_dict_pre_hook(_refuse_loading).remove)
         if any(self._is_in_file(number) for number in range(len(self._shards))):
             undo.callback(optimizer.register_state_dict_pre_hook(_refuse_saving).remove)
 
+    def _touch(self, name: str, _parameter: torch.Tensor) -> None:
+        self._touched.add(name)
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._take_written()
-        return self._engine(*args, **kwargs)
+        with nullcontext() if self._gathered is None else self._gathered.keeping():
+            return self._engine(*args, **kwargs)
 
     def _begin_gradients(self) -> None:
         shown = [place for place in self._places if place.users.grad is not None]
@@ -458,7 +483,7 @@ class LiveZero(InKernel):
         if self._stage == 3:
             assert self._replica is not None
             _let_go_of(self._replica.model)
-        self._engine = self._zero = self._optimizer = None
+        self._engine = self._zero = self._optimizer = self._gathered = None
         self._groups, self._places = [], []
         self._gradients, self._touched = {}, set()
 
@@ -468,9 +493,15 @@ class LiveZero(InKernel):
         if self._zero is None:
             return ()
         zero = self._zero
-        flats = zero.lp_param_buffer if self._stage == 3 else zero.bit16_groups_flat
-        both = [*([flats] if isinstance(flats, torch.Tensor) else flats), *self._shards]
-        return tuple(tensor.detach() for tensor in both if tensor is not None and tensor.device == self.device)
+        flats = zero.fp16_partitioned_groups_flat if self._stage == 3 else zero.bit16_groups_flat
+        return tuple(
+            flat.detach() for flat in (*flats, *self._shards) if flat is not None and flat.device == self.device
+        )
+
+
+def _one_after_the_other(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def _joined(shard: torch.Tensor, places: list[_Place], optimizer: Optimizer) -> State:
@@ -502,9 +533,7 @@ def _refuse_saving(_optimizer: Optimizer) -> None:
 
 
 def _forgetting() -> Callable[[], None]:
-    """What makes DeepSpeed forget the process group, and gives torch its functions back."""
-    from torch.nn import functional
-
+    """What makes DeepSpeed forget the process group."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -513,12 +542,11 @@ def _forgetting() -> Callable[[], None]:
         for name, value in vars(groups).items()
         if name.isupper() or name in _SETTINGS
     }
-    linear, backend = functional.linear, comm.cdb
+    backend = comm.cdb
 
     def forget() -> None:
         vars(groups).update(kept)
         comm.cdb = backend
-        functional.linear = linear
 
     return forget
 

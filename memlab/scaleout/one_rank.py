@@ -10,9 +10,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from memlab.errors import RefusalError
 
@@ -68,19 +70,29 @@ def _make_group(device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     hook = sys.excepthook
     try:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     finally:
         sys.excepthook = hook  # torch's names the rank in front of every line
 
 
-
 @contextmanager
-def same_environment() -> Iterator[None]:
-    """Take back the environment variables that a library sets within."""
+def nothing_set() -> Iterator[None]:
+    """Take back what a library sets within on the environment and on torch's classes."""
     before = dict(os.environ)
+    classes = [(each, dict(vars(each))) for each in (torch.nn.Module, torch.Tensor)]
     try:
         yield
     finally:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+        for each, attributes in classes:
+            _restore(each, attributes)
+
+
+def _restore(kind: type, attributes: dict[str, Any]) -> None:
+    for name, value in list(vars(kind).items()):
+        if name not in attributes:
+            delattr(kind, name)
+        elif attributes[name] is not value:
+            setattr(kind, name, attributes[name])

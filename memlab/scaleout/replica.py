@@ -135,7 +135,9 @@ class Replica:
         """The same object, unless something in it has a second."""
         items = list(value.items()) if isinstance(value, dict) else list(value)
         self._made[id(value)] = value  # should it hold itself
-        mapped = [(key, self._mapped(one)) for key, one in items] if isinstance(value, dict) else [*map(self._mapped, items)]
+        mapped = (
+            [(key, self._mapped(one)) for key, one in items] if isinstance(value, dict) else [*map(self._mapped, items)]
+        )
         del self._made[id(value)]
         of_items = [one for _, one in items] if isinstance(value, dict) else items
         of_mapped = [one for _, one in mapped] if isinstance(value, dict) else mapped
@@ -150,7 +152,9 @@ class Replica:
             forward = forward.original
         own = self._mapped(forward)
         if own is forward:
-            raise _no_second(f"the forward of {type(module).__name__} was replaced by another function ({forward!r:.80})")
+            raise _no_second(
+                f"the forward of {type(module).__name__} was replaced by another function ({forward!r:.80})"
+            )
         vars(second)["forward"] = own
         if isinstance(own, types.MethodType) and own.__func__ is getattr(type(module), "forward", None):
             del vars(second)["forward"]
@@ -167,7 +171,9 @@ def refuse_hooks(name: str, parameter: nn.Parameter) -> None:
 
 
 def _no_second(reason: str) -> RefusalError:
-    return RefusalError("scale", f"{reason}, and an engine needs a model of its own to take apart", "train without --scale")
+    return RefusalError(
+        "scale", f"{reason}, and an engine needs a model of its own to take apart", "train without --scale"
+    )
 
 
 def _is_hooks(key: str) -> bool:

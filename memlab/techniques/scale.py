@@ -77,12 +77,12 @@ class Scaling(Technique):
     """Hands the model to an engine.
 
     Attributes:
-        maker: makes the engine of a plan for a workload; `memlab` sets it to that of `memlab.scaleout`.
+        makers: the last one makes the engine of a plan for a workload; `memlab` gives that of `memlab.scaleout`.
     """
 
     field = "scale"
     is_engine = True
-    maker: ClassVar[EngineMaker | None] = None
+    makers: ClassVar[list[EngineMaker]] = []
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -148,5 +148,5 @@ class Scaling(Technique):
         return self._engine
 
     def _made_for(self, workload: Workload) -> LiveEngine:
-        assert self.maker is not None, "memlab sets it when it is imported"
-        return type(self).maker(self.plan, workload)  # type: ignore[misc] # as above
+        assert self.makers, "memlab gives one when it is imported"
+        return self.makers[-1](self.plan, workload)
