@@ -1,8 +1,8 @@
 """`Gathered`: what autograd keeps of a gathered parameter, kept as the parameter itself.
 
 A linear layer has autograd keep a view of its weight until the backward pass, and with it the gathered copy that ZeRO 3
-frees after the layer's forward. DeepSpeed puts a linear function of its own in place of torch's for the whole process,
-whose gradients differ in their last bits. Here the view is made again in the backward pass, of the parameter as it has
+frees after the layer's forward. Against that DeepSpeed puts a linear function of its own in place of torch's, for the
+whole process and for good. Here the view is made again in the backward pass, of the parameter as it has
 been gathered anew by then.
 """
 
@@ -59,7 +59,7 @@ class Gathered:
         # a storage that was freed may have given its address to another one
         if parameter is None or not parameter.numel() or parameter.untyped_storage().data_ptr() != address:
             return tensor
-        start = tensor.storage_offset() - parameter.storage_offset()
+        start = int(tensor.storage_offset() - parameter.storage_offset())
         return _View(parameter, tensor.size(), tensor.stride(), start)
 
 

@@ -35,7 +35,6 @@ from memlab.scaleout.engines.zero import _deepspeed
 from memlab.scaleout.gathered import Gathered
 from memlab.scaleout.in_kernel import InKernel, on_gradient
 from memlab.stepping import second_of
-from memlab.techniques._modules import repeated_blocks
 from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
@@ -195,9 +194,6 @@ class LiveZero(InKernel):
         with one_rank.nothing_set():
             deepspeed = _deepspeed(self.device)
             one_rank.at_end(_forgetting())
-            # gathered as one: hooks on what is within a block would change the order in which its gradients are added up
-            for block in repeated_blocks(self._replica.model) if self._stage == 3 else ():
-                deepspeed.utils.set_z3_leaf_module(block, True)
             self._engine, *_ = deepspeed.initialize(
                 model=self._replica.model,
                 optimizer=second,

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 Resized = Callable[[torch.UntypedStorage], None]
+# one engine may begin before another has ended, so there is one stand-in for all
+_resize = torch.UntypedStorage.resize_
+_listeners: list[Resized] = []
 
 
 def tell_resizes(resized: Resized, undo: ExitStack) -> None:
@@ -26,12 +29,20 @@ def tell_resizes(resized: Resized, undo: ExitStack) -> None:
         >>> len(seen)
         1
     """
-    resize = torch.UntypedStorage.resize_
+    if not _listeners:
+        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
+    _listeners.append(resized)
+    undo.callback(_stop, resized)
 
-    def told(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
+
+def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    result = _resize(storage, size)
+    for resized in _listeners:
         resized(storage)
-        return result
+    return result
 
-    undo.callback(setattr, torch.UntypedStorage, "resize_", resize)
-    torch.UntypedStorage.resize_ = told  # type: ignore[method-assign, assignment]
+
+def _stop(resized: Resized) -> None:
+    _listeners.remove(resized)
+    if not _listeners:
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
