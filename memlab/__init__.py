@@ -44,6 +44,7 @@ from memlab.run_record import RunRecord
 from memlab.rungs import Ladder
 from memlab.search import find_plan, ladder
 from memlab.session import Session, fit
+from memlab.techniques.scale import LiveEngine, Scaling
 from memlab.workload import Workload
 
 __version__ = "0.1.0"
@@ -104,6 +105,16 @@ def launch(train: Any, workload: Workload, plan: str, **options: Any) -> Any:
     from memlab.scaleout.launching import launch as launched
 
     return launched(train, workload, plan, **options)
+
+
+def _live_engine(plan: Plan, workload: Workload) -> LiveEngine:
+    """The engine of a plan; imported when one is wanted, since what it needs of torch is slow to import."""
+    from memlab.scaleout.in_kernel import live_engine
+
+    return live_engine(plan, workload)
+
+
+Scaling.makers.append(_live_engine)
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -8,7 +8,8 @@ Rules of a change:
    the loss scale and the hooks. Nothing is converted back, so going back needs no memory.
 3. References keep the old form alive until the new one is complete. Where there is no room for both, the
    change is made a second time, and what has been replaced leaves the device as it goes.
-4. Ctrl-C is held back (`memlab.uninterrupted`). It takes back a change it comes into the middle of, but never
+4. What references cannot keep (an engine of a library) is let go of last, when the change has succeeded or failed.
+5. Ctrl-C is held back (`memlab.uninterrupted`). It takes back a change it comes into the middle of, but never
    one that gives the workload back; that one is completed first.
 """
 
@@ -27,7 +28,7 @@ from memlab import layers
 from memlab.memento import Memento
 from memlab.plan import Plan
 from memlab.shortage import is_out_of_memory, release
-from memlab.techniques import TECHNIQUES, Technique
+from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.uninterrupted import Interrupts, uninterrupted
 from memlab.workload import Workload
 
@@ -89,6 +90,7 @@ class InForce:
     Args:
         workload: the live objects.
         gradients_complete: called in the middle of a backward pass, when gradients are complete and about to go.
+        storage_resized: called with a storage that got or lost memory without an operator.
 
     Attributes:
         plan: the plan in force.
@@ -104,9 +106,15 @@ class InForce:
         >>> in_force.change(Plan())
     """
 
-    def __init__(self, workload: Workload, gradients_complete: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        gradients_complete: Callable[[], None] = lambda: None,
+        storage_resized: Callable[[torch.UntypedStorage], None] = lambda _storage: None,
+    ) -> None:
         self.plan = Plan()
         self.gradients_complete = gradients_complete
+        self.storage_resized = storage_resized
         self.techniques: list[Technique] = []
         self.optimizers: list[Optimizer] = []
         self._workload = workload
@@ -169,7 +177,9 @@ class InForce:
     def _once(self, act: Callable[[], None], interrupts: Interrupts | None, *, sparing: bool) -> None:
         before = Memento(self._workload.model, self.optimizers, [*self._entries.values()])
         entries, plan = dict(self._entries), self.plan
-        self._exchanged = before.spare if sparing else _nothing
+        # an engine keeps what it shows, so sending that away would free nothing, and it would not be the engine's again
+        spares = sparing and not any(technique.is_engine for technique in self.techniques)
+        self._exchanged = before.spare if spares else _nothing
         try:
             act()
             if interrupts is not None:
@@ -177,10 +187,13 @@ class InForce:
         except BaseException as error:
             if is_out_of_memory(error):
                 release(error)
-            self._entries, self.plan = entries, plan
+            tried, self._entries, self.plan = self._entries, entries, plan
             self._refresh()
             before.restore()
+            _let_go(tried, entries)
             raise
+        else:
+            _let_go(entries, self._entries)
         finally:
             self._exchanged = _nothing
 
@@ -202,16 +215,19 @@ class InForce:
         return [
             kind(plan)
             for kind in TECHNIQUES
-            if kind.wanted(plan) and (kind not in self._entries or self._leaves(kind, plan))
+            if is_wanted(kind, plan) and (kind not in self._entries or self._leaves(kind, plan))
         ]
 
     def _leaves(self, kind: type[Technique], plan: Plan) -> bool:
         entry = self._entries.get(kind)
-        return entry is not None and (not kind.wanted(plan) or kind.setting(plan) != kind.setting(entry.technique.plan))
+        return entry is not None and (
+            not is_wanted(kind, plan) or kind.setting(plan) != kind.setting(entry.technique.plan)
+        )
 
     def _put_in(self, technique: Technique) -> None:
         technique.in_force = lambda: self.techniques
         technique.gradients_complete = self.gradients_complete
+        technique.storage_resized = self.storage_resized
         entry = self._entries[type(technique)] = _Entry(technique)
         self._refresh()
         undo = self._undo_of(entry)
@@ -251,6 +267,12 @@ class InForce:
     def _above(self, technique: Technique) -> Sequence[Technique]:
         place = TECHNIQUES.index(type(technique))
         return [other for other in self.techniques if other.changes_state and TECHNIQUES.index(type(other)) > place]
+
+
+def _let_go(before: dict[type[Technique], _Entry], now: dict[type[Technique], _Entry]) -> None:
+    for kind, entry in before.items():
+        if entry.technique.is_engine and now.get(kind) is not entry:
+            entry.technique.let_go()
 
 
 def _nothing() -> None:

@@ -71,10 +71,21 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+class ScaleOut(StrEnum):
+    """The engine that trains the model, where it is not the loop's own way."""
+
+    NONE = "none"
+    FSDP2 = "fsdp2"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+
+
 # what others call a tier
 _TIER_NAMES = {"nvme": "disk", "cpu": "host"}
 Offload = tuple[tuple[Offloaded, Tier], ...]
 _E = TypeVar("_E", bound=StrEnum)
+_OF_MANY_PROCESSES = ("ddp", "tp")
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,7 @@ class PlanField:
         offer: of the choices, the one a panel offers first.
         title: what it is called where people pick.
         names: what choices are called there, where their text does not say it.
+        is_foretold: whether what its settings would give can be predicted.
     """
 
     name: str
@@ -108,6 +120,7 @@ class PlanField:
     offer: str = ""
     title: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
+    is_foretold: bool = True
 
     def text(self, value: Any) -> str:
         """Text of a value, as `parse` reads it; where it is one of the choices, the choice.
@@ -172,6 +185,14 @@ def _parse_offload(text: str) -> Offload:
             )
         tiers[target] = _choice(f"--offload {what}:", Tier)(_TIER_NAMES.get(where, where)) if where else Tier.AUTO
     return tuple(sorted(tiers.items()))
+
+
+def _parse_scale(text: str) -> ScaleOut:
+    if text in _OF_MANY_PROCESSES:
+        raise PlanError(
+            f"--scale {text} is of several processes: give it to a cell, as in '%%memfit --nproc 2 --scale {text}'"
+        )
+    return _choice("--scale", ScaleOut)(text)
 
 
 def _show_offload(offload: Offload) -> str:
@@ -265,6 +286,13 @@ FIELDS: tuple[PlanField, ...] = (
         choices=("1", "2", "4", "8", "16"), offer="4", title="Tiled layers",
         names={"2": "2 tiles", "4": "4 tiles", "8": "8 tiles", "16": "16 tiles"},
     ),
+    PlanField(
+        "scale", "--scale", "|".join(ScaleOut),
+        "train under PyTorch's FSDP2 or DeepSpeed's ZeRO, in this process; with --nproc in several",
+        _parse_scale, lambda scale: "" if scale is ScaleOut.NONE else f"--scale {scale}",
+        choices=tuple(ScaleOut), offer="fsdp2", title="Engine",
+        names={"fsdp2": "FSDP2", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}, is_foretold=False,
+    ),
 )  # fmt: skip
 _BY_NAME = {spec.name: spec for spec in FIELDS}
 _BY_FLAG = {flag: spec for spec in FIELDS for flag in (spec.flag, *spec.shorthands)}
@@ -293,6 +321,7 @@ class Plan:
         loss: a `Loss`, or its text.
         gradients: a `Gradients`, or its text.
         tiling: tiles in which large linear layers are computed, 1 or more.
+        scale: a `ScaleOut`, or its text.
 
     Raises:
         PlanError: a value that is not allowed, or parts that exclude each other.
@@ -313,6 +342,7 @@ class Plan:
     loss: Loss = Loss.KEEP
     gradients: Gradients = Gradients.KEEP
     tiling: int = 1
+    scale: ScaleOut = ScaleOut.NONE
 
     def __post_init__(self) -> None:
         for spec in FIELDS:
@@ -484,9 +514,47 @@ def _nothing_is_kept_where_all_leaves(plan: Plan) -> None:
         )
 
 
+def _an_engine_has_its_own_ways(plan: Plan) -> None:
+    if plan.scale is ScaleOut.NONE:
+        return
+    beside = [name for name in plan.changes() if name not in _BESIDE_AN_ENGINE]
+    if beside:
+        flag = _BY_NAME[beside[0]].show(getattr(plan, beside[0]))
+        raise PlanError(
+            f"--scale {plan.scale} and {flag} exclude each other: the engine has the model; drop one of the two"
+        )
+    if plan.precision in (Precision.FP16, Precision.PURE_BF16):
+        raise PlanError(
+            f"--scale {plan.scale} and --precision {plan.precision} exclude each other: it needs scaled losses or converted "
+            "moments; use --bf16"
+        )
+
+
+def _an_engine_offloads_what_it_can(plan: Plan) -> None:
+    for what, tier in plan.offload if plan.scale is not ScaleOut.NONE else ():
+        flag = f"--scale {plan.scale} and --offload {what}{'' if tier is Tier.AUTO else f':{tier}'} exclude each other"
+        if what is Offloaded.ACTIVATIONS:
+            raise PlanError(f"{flag}: the engine runs the model; use --checkpoint")
+        if plan.scale is ScaleOut.ZERO1:
+            raise PlanError(f"{flag}: ZeRO 1 keeps all on the device; use --scale zero2")
+        if plan.scale is ScaleOut.ZERO2 and what is Offloaded.PARAMS:
+            raise PlanError(f"{flag}: ZeRO 2 keeps parameters on the device; use --scale zero3")
+        if tier is Tier.DISK and (plan.scale is not ScaleOut.ZERO3 or what is Offloaded.PARAMS):
+            raise PlanError(
+                f"{flag}: of the engines only ZeRO 3 offloads to files, and optimizer state only; drop ':disk'"
+            )
+        if plan.scale is ScaleOut.ZERO3 and plan.tier_of(Offloaded.OPTIMIZER) is None:
+            raise PlanError(
+                f"{flag}: ZeRO 3 offloads parameters only with the optimizer's state; use --offload optimizer,params"
+            )
+
+
+_BESIDE_AN_ENGINE = frozenset({"scale", "checkpointing", "precision", "offload"})
 _CONFLICTS: tuple[Callable[[Plan], None], ...] = (
     _paged_state_is_offloaded_already,
     _sgd_has_no_state,
     _overflow_shows_at_the_end,
     _nothing_is_kept_where_all_leaves,
+    _an_engine_has_its_own_ways,
+    _an_engine_offloads_what_it_can,
 )

@@ -46,6 +46,11 @@ class ForwardSeam:
         self._handler: ForwardHandler | None = handler
         self.__signature__ = inspect.signature(self._original)
 
+    @property
+    def original(self) -> Any:
+        """What it stands in for."""
+        return self._original
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._handler is None:
             return self._original(*args, **kwargs)

@@ -28,7 +28,7 @@ from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
 from memlab.seams import ForwardSeam, chained, install_step_seam, loss_of, on_first_step
-from memlab.techniques import TECHNIQUES, Technique
+from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.uninterrupted import uninterrupted
 from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
 
@@ -84,7 +84,9 @@ class Session:
         self.observers: list[Observer] = list(observers)
         self.rescuer = rescuer
         self._pending: Plan | None = None
-        self._in_force = InForce(workload, lambda: self._gradients_complete())
+        self._in_force = InForce(
+            workload, lambda: self._gradients_complete(), lambda storage: self._storage_resized(storage)
+        )
         self._seams = ExitStack()
         self._steps = 0
         self._window_open = False
@@ -331,7 +333,13 @@ class Session:
         def run(*args: Any, **kwargs: Any) -> Any:
             return chained([t.forward for t in self.techniques], original)(*args, **kwargs)
 
-        return run(*args, **kwargs) if self.rescuer is None else self.rescuer.call(run, args, kwargs)
+        rescuer = self._rescuing
+        return run(*args, **kwargs) if rescuer is None else rescuer.call(run, args, kwargs)
+
+    @property
+    def _rescuing(self) -> Rescuer | None:
+        """The rescuer, where it can do something: a failed call cannot be taken back within an engine."""
+        return None if any(technique.is_engine for technique in self.techniques) else self.rescuer
 
     def _at_boundary(self) -> None:
         self._thread = threading.get_ident()
@@ -352,6 +360,10 @@ class Session:
         for observer in self.observers:
             observer.gradients_complete()
 
+    def _storage_resized(self, storage: torch.UntypedStorage) -> None:
+        for observer in self.observers:
+            observer.storage_resized(storage)
+
     # -- the optimizer step --------------------------------------------------------------------
 
     def _before_step(
@@ -363,9 +375,9 @@ class Session:
         for observer in self.observers:
             observer.step_begins(optimizer)
         # a closure runs the backward pass, so what it leaves behind is looked at after it
-        is_rescued = self.rescuer is not None and self.rescuer.step_begins(optimizer)
+        is_rescued = self._rescuing is not None and self._rescuing.step_begins(optimizer)
         self._skipped = not has_closure and self._must_skip(optimizer)
-        takes_over = any(t.takes_step or _changes_the_step(t, optimizer) for t in self.techniques)
+        takes_over = any(t.takes_step or t.owns_steps or _changes_the_step(t, optimizer) for t in self.techniques)
         may_skip = has_closure and any(technique.may_skip for technique in self.techniques)
         if not (self._skipped or takes_over or may_skip or is_rescued):
             return None
@@ -385,19 +397,23 @@ class Session:
             self.note("gradients were not finite: update skipped, loss scale halved")
         elif not self._updated(optimizer):
             self._skipped = True
-            self.note("gradients were not finite: update skipped, as the loop's own scaler asks")
+            who = "by the engine" if any(t.owns_steps for t in self.techniques) else "as the loop's own scaler asks"
+            self.note(f"gradients were not finite: update skipped, {who}")
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self.rescuer is not None:
-            return self.rescuer.update(optimizer)
+        owner = next((technique for technique in self.techniques if technique.owns_steps), None)
+        if owner is not None:
+            return owner.step(optimizer)
+        if self._rescuing is not None:
+            return self._rescuing.update(optimizer)
         if any(_changes_the_step(technique, optimizer) for technique in self.techniques):
             return stepping.run_step(optimizer, self.techniques)
         # an update that is the loop's own in all but its order has no copies, as in the loop
         return stepping.run_step(optimizer, self.techniques, stepping.share_of(optimizer), backup=False)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.rescuer is not None:
-            self.rescuer.step_ended()
+        if self._rescuing is not None:
+            self._rescuing.step_ended()
         skipped, self._skipped = self._skipped, False
         for technique in self.techniques:
             technique.step_ended(optimizer, skipped=skipped)
@@ -463,7 +479,7 @@ def check(workload: Workload, plan: Plan) -> None:
         RefusalError: the first one that does not.
     """
     session = session_of(workload.model)
-    coming = [kind(plan) for kind in TECHNIQUES if kind.wanted(plan)]
+    coming = [kind(plan) for kind in TECHNIQUES if is_wanted(kind, plan)]
     in_force.check(coming, workload, workload.optimizers, session.techniques if session is not None else ())
 
 

@@ -16,7 +16,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,16 @@ def _already(closure: Callable[[], Any]) -> Callable[[], Any]:
     with torch.enable_grad():
         loss = closure()
     return lambda: loss
+
+
+def second_of(optimizer: Optimizer) -> Optimizer:
+    """A second optimizer with the settings of the first, no state and no hooks, whose `param_groups` are to be set."""
+    second = standin(optimizer)
+    # a scheduler's wrapper, say, that belongs to the first one
+    for name in [name for name in vars(second) if hasattr(type(second), name)]:
+        del second.__dict__[name]
+    second.state = defaultdict(dict)
+    return second
 
 
 def standin(optimizer: Optimizer) -> Optimizer:

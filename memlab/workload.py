@@ -54,6 +54,9 @@ class Workload:
         scheduler: learning-rate scheduler, kept as it is by measurements.
         name: how reports call it; by default the model's class.
 
+    Attributes:
+        trained_on: the device, while an engine keeps parameters elsewhere between uses.
+
     Raises:
         WorkloadError: not a module, no trainable parameter, or an optimizer that steps none of the
             model's parameters.
@@ -82,6 +85,7 @@ class Workload:
         self.loss_fn = loss_fn
         self.scheduler = scheduler
         self.name = name or _model_name(self.model)
+        self.trained_on: torch.device | None = None
         self._check()
 
     def _check(self) -> None:
@@ -98,7 +102,9 @@ class Workload:
 
     @property
     def device(self) -> torch.device:
-        """Where the first trainable parameter lives."""
+        """Where the first trainable parameter lives, or is trained."""
+        if self.trained_on is not None:
+            return self.trained_on
         return next(p for p in self.model.parameters() if p.requires_grad).device
 
     def describe(self) -> str:

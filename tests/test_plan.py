@@ -16,7 +16,7 @@ from memlab.plan import FIELDS, Offloaded, OptimizerChoice, Plan, Precision, Tie
 
 FLAGS = (
     "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--gradients, --release-grads, --tile"
+    "--gradients, --release-grads, --tile, --scale"
 )
 
 _checkpointing = st.one_of(
@@ -186,6 +186,39 @@ def test_flags_are_listed() -> None:
             "--checkpoint budget and --offload activations exclude each other: activations off the device take "
             "nothing of a budget on it; drop one of the two",
         ),
+        ("--scale", "--scale needs a value: --scale none|fsdp2|zero1|zero2|zero3"),
+        ("--scale fsdp", "--scale fsdp: allowed are none, fsdp2, zero1, zero2, zero3; did you mean fsdp2?"),
+        ("--scale tp", "--scale tp is of several processes: give it to a cell, as in '%%memfit --nproc 2 --scale tp'"),
+        (
+            "--scale zero2 --adam8bit",
+            "--scale zero2 and --adam8bit exclude each other: the engine has the model; drop one of the two",
+        ),
+        (
+            "--scale fsdp2 --fp16",
+            "--scale fsdp2 and --precision fp16 exclude each other: it needs scaled losses or converted moments; use --bf16",
+        ),
+        (
+            "--scale fsdp2 --offload activations",
+            "--scale fsdp2 and --offload activations exclude each other: the engine runs the model; use --checkpoint",
+        ),
+        (
+            "--scale zero1 --offload optimizer",
+            "--scale zero1 and --offload optimizer exclude each other: ZeRO 1 keeps all on the device; use --scale zero2",
+        ),
+        (
+            "--scale zero2 --offload params",
+            "--scale zero2 and --offload params exclude each other: ZeRO 2 keeps parameters on the device; use --scale zero3",
+        ),
+        (
+            "--scale zero2 --offload optimizer:disk",
+            "--scale zero2 and --offload optimizer:disk exclude each other: of the engines only ZeRO 3 offloads to files, "
+            "and optimizer state only; drop ':disk'",
+        ),
+        (
+            "--scale zero3 --offload params",
+            "--scale zero3 and --offload params exclude each other: ZeRO 3 offloads parameters only with the optimizer's "
+            "state; use --offload optimizer,params",
+        ),
         (
             "--precision fp61",
             "--precision fp61: allowed are keep, fp32, tf32, fp16, bf16, pure-bf16; did you mean fp16?",
@@ -276,5 +309,5 @@ def test_json_is_an_object_of_fields() -> None:
     assert json.loads(Plan.parse("--fp16 --offload activations").to_json()) == {
         "accumulation": 1, "checkpointing": "off", "precision": "fp16", "optimizer": "keep",
         "offload": [["activations", "auto"]], "loss": "keep", "gradients": "keep",
-        "tiling": 1,
+        "tiling": 1, "scale": "none",
     }  # fmt: skip

@@ -583,6 +583,8 @@ class TestSwitching:
             "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer,params "
             "--chunk-loss --release-grads --tile 2"
         )
+        if kind.is_engine:
+            plan = "--scale fsdp2"
         original = kind.attach_model
 
         def failing(self: Any, workload: Workload, undo: ExitStack) -> None:

@@ -13,6 +13,7 @@ chunked loss serves causal language models with a plain linear head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from memlab.errors import PlanError
 from memlab.exporting._accelerate import to_accelerate
@@ -20,7 +21,7 @@ from memlab.exporting._deepspeed import to_deepspeed
 from memlab.exporting._ranks import to_ranks
 from memlab.exporting._torch import to_torch
 from memlab.exporting._trainer import to_trainer
-from memlab.plan import Plan
+from memlab.plan import Plan, ScaleOut
 from memlab.scaleout.scale import ENGINES, Scale
 
 _ZERO = tuple(engine for engine in ENGINES if engine.startswith("zero"))
@@ -75,9 +76,12 @@ def export(plan: Plan | Scale | str, to: str, *, nproc: int = 2) -> str:
         raise PlanError(f"nproc {nproc!r}: expected a whole number of processes, 1 or more")
     asked = parsed(plan) if isinstance(plan, str) else plan
     if isinstance(asked, Plan):
-        if to in _PLANS:
+        if asked.scale is not ScaleOut.NONE:
+            asked = Scale(str(asked.scale), replace(asked, scale=ScaleOut.NONE))
+        elif to in _PLANS:
             return _PLANS[to](asked)
-        asked = Scale(to, asked)
+        else:
+            asked = Scale(to, asked)
     engines, written = _SCALES[to]
     if asked.engine not in engines:
         others = [target for target, (known, _) in _SCALES.items() if asked.engine in known]

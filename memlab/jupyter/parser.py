@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from memlab.errors import PlanError
 from memlab.inferring.inference import precision_of
-from memlab.plan import Plan, unknown_flag
+from memlab.plan import Plan, ScaleOut, unknown_flag
 from memlab.rescue.ladder import pinned
 from memlab.scaleout.scale import ENGINES, Scale
 from memlab.units import parse_bytes
@@ -87,8 +87,7 @@ CELL_FLAGS = (
         "",
         "with --inference: find the largest batch that fits --budget, or the device, by running it",
     ),
-    Flag("nproc", "--nproc", "N", "train in N processes and bring everything home; with --scale"),
-    Flag("scale", "--scale", "|".join(ENGINES), "with --nproc: the engine the processes train under"),
+    Flag("nproc", "--nproc", "N", f"train in N processes and bring everything home; with --scale {'|'.join(ENGINES)}"),
     Flag("quiet", "--quiet", "", "show no progress while the cell runs"),
     Flag("help", "--help", "", "show this and run nothing", also="-h"),
 )
@@ -116,8 +115,7 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
         _GPU,
         Flag("all", "--all", "", "show every plan, not the best ones only"),
         Flag("wide", "--wide", "", "every combination of techniques, and pure bf16; takes several times as long"),
-        Flag("nproc", "--nproc", "N", "with --scale: foretell a rank of 1, 2, 4 … N processes"),
-        Flag("scale", "--scale", "|".join(ENGINES), "with --nproc: the engine the processes train under"),
+        Flag("nproc", "--nproc", "N", f"foretell a rank of 1, 2, 4 … N processes, with --scale {'|'.join(ENGINES)}"),
         Flag("plans", "--plans", '"FLAGS" …', "predict these plans; the last flag of the line"),
         _LOSSLESS,
         *_WORKLOAD_FLAGS,
@@ -292,13 +290,14 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
     quoted = words[at + 1 :]
     if at < len(words) and not quoted:
         raise PlanError(f'{last} needs plans, each in quotes, as in {last} "--accumulate 4" "--checkpoint"')
-    plan, rest = Plan.parse_known(words[:at])
+    engine, others = _engine_of_processes(words[:at])
+    plan, rest = Plan.parse_known(others)
     given, loose = _read_flags(rest, flags)
     if given.get("budget"):
         parse_bytes(given["budget"])
     return ForesightOptions(
         words=tuple(loose),
-        plan=plan if len(rest) < at else None,
+        plan=plan if len(rest) < len(others) else None,
         plans=tuple(Plan.parse(text) for text in plans_in(quoted)),
         budget=given.get("budget", ""),
         device=given.get("device"),
@@ -313,12 +312,12 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
         order=given.get("order", "documented"),
         steps=_whole(given.get("steps", "5")),
         nproc=processes(given["nproc"]) if "nproc" in given else 1,
-        scale=_foretold_scale(plan, given, quoted),
+        scale=_foretold_scale(plan, engine, given, quoted),
     )
 
 
-def _foretold_scale(plan: Plan, given: dict[str, str], plans: list[str]) -> Scale | None:
-    scale = _scale(plan, {name: given[name] for name in ("nproc", "scale") if name in given})
+def _foretold_scale(plan: Plan, engine: str | None, given: dict[str, str], plans: list[str]) -> Scale | None:
+    scale = _scale(plan, engine, {name: given[name] for name in ("nproc",) if name in given})
     if scale is not None and (left := [name for name in ("budget", "lossless", "all", "wide") if name in given]):
         raise PlanError(f"--{left[0]} with --scale: ranks are foretold for one plan; leave it out")
     if scale is not None and plans:
@@ -358,7 +357,8 @@ def cell_options(line: str) -> CellOptions:
         '--scale zero3 --checkpoint'
     """
     words = split_words(line)
-    plan, rest = Plan.parse_known(words)
+    engine, others = _engine_of_processes(words)
+    plan, rest = Plan.parse_known(others)
     given, loose = _read_flags(rest, CELL_FLAGS)
     if loose:
         raise unknown_flag(loose[0], tuple(flag.flag for flag in CELL_FLAGS))
@@ -367,6 +367,10 @@ def cell_options(line: str) -> CellOptions:
         _check_inference(plan, given)
     elif "prove" in given:
         raise PlanError("--prove runs the largest batch of an inference cell; give it with --inference")
+    if budget is not None and plan.scale is not ScaleOut.NONE:
+        raise PlanError(
+            f"--budget with --scale {plan.scale}: a budget is chosen for by what is foretold, and engines are not; leave one out"
+        )
     if "lossless" in given and budget is None:
         raise PlanError("--lossless says what --budget may choose; give a budget, as in --budget 8GiB --lossless")
     if "keep" in given and "no_rescue" in given:
@@ -386,7 +390,7 @@ def cell_options(line: str) -> CellOptions:
         inference="inference" in given,
         prove="prove" in given,
         nproc=processes(given["nproc"]) if "nproc" in given else 1,
-        scale=_scale(plan, given),
+        scale=_scale(plan, engine, given),
         quiet="quiet" in given,
         help="help" in given,
     )
@@ -413,17 +417,29 @@ _NOT_FOR_PROCESSES = {
 }
 
 
-def _scale(plan: Plan, given: dict[str, str]) -> Scale | None:
-    if "scale" not in given and "nproc" not in given:
-        return None
-    if "scale" not in given:
-        raise PlanError(f"--nproc {given['nproc']} needs --scale and one of {', '.join(ENGINES)}, as in --scale fsdp2")
+def _engine_of_processes(words: list[str]) -> tuple[str | None, list[str]]:
+    """The engine that several processes train under, and the other words; in this process it is part of the plan."""
+    if not any(word.partition("=")[0] == "--nproc" for word in words):
+        return None, words
+    flag = Flag("scale", "--scale", "|".join(ENGINES), "")
+    split = [part for word in words for part in (word.split("=", 1) if word.startswith("--scale=") else [word])]
+    if flag.flag not in split:
+        return None, words
+    at = split.index(flag.flag)
+    if at + 1 == len(split) or split[at + 1].startswith("-"):
+        raise PlanError(f"{flag.flag} needs a value: {flag.usage}")
+    return split[at + 1], [*split[:at], *split[at + 2 :]]
+
+
+def _scale(plan: Plan, engine: str | None, given: dict[str, str]) -> Scale | None:
     if "nproc" not in given:
-        raise PlanError(f"--scale {given['scale']} needs --nproc and a number of processes, as in --nproc 2")
+        return None
+    if engine is None:
+        raise PlanError(f"--nproc {given['nproc']} needs --scale and one of {', '.join(ENGINES)}, as in --scale fsdp2")
     for flag in CELL_FLAGS:
         if flag.name in given and flag.name in _NOT_FOR_PROCESSES:
             raise PlanError(f"{flag.flag} with --nproc: {_NOT_FOR_PROCESSES[flag.name]}; leave it out")
-    return Scale(given["scale"], plan)
+    return Scale(engine, plan)
 
 
 def processes(number: str) -> int:

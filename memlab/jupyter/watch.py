@@ -99,7 +99,8 @@ class CellWatch:
         Raises:
             RefusalError: a technique does not apply; everything is as it was.
         """
-        device = device_for(workload.device, self._capacity_bytes)
+        attached = session_of(workload.model)
+        device = device_for((attached.workload if attached is not None else workload).device, self._capacity_bytes)
         self._undo.callback(device.close)
         session = _session_for(workload, None if self._choose is not None else self._plan)
         self.session = session
@@ -113,7 +114,8 @@ class CellWatch:
         self.attach(session.workload if session is not None else Workload(model, optimizers_of(model)))
 
     def _observe(self, session: Session, device: Device) -> None:
-        meter = Meter(session.workload.model, session.workload.optimizers, device, lambda: session.host_bytes)
+        live = session.workload
+        meter = Meter(live.model, live.optimizers, device, lambda: session.host_bytes, lambda: session.held_tensors)
         self._meter = meter
         # callbacks run in reverse: first nobody calls the meter any more, then it closes
         self._undo.callback(meter.close)

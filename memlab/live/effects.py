@@ -66,7 +66,7 @@ def settings_beside(plan: Plan) -> tuple[Plan, ...]:
     """
     beside = [plan]
     for spec in FIELDS:
-        for text in spec.choices:
+        for text in spec.choices if spec.is_foretold else ():
             try:
                 beside.append(plan.with_setting(spec.name, text))
             except PlanError:  # excluded by another setting

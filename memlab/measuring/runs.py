@@ -218,7 +218,7 @@ def _session_for(workload: Workload) -> Iterator[Session]:
 
 
 def _measured_in(session: Session, workload: Workload, plan: Plan, steps: int, device: Device) -> Measurement:
-    meter = Meter(workload.model, workload.optimizers, device, lambda: session.host_bytes)
+    meter = Meter(workload.model, workload.optimizers, device, lambda: session.host_bytes, lambda: session.held_tensors)
     session.observers = [meter]
     try:
         meter.plan_changed(plan)

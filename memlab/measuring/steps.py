@@ -191,6 +191,7 @@ class Meter(Observer):
         optimizers: those known so far.
         device: what memory is counted on; it stays open when the meter closes.
         host_bytes: tells how many bytes techniques keep off the device at present.
+        held: parts of parameters that techniques keep on the device at present, beside the model.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -219,11 +220,13 @@ class Meter(Observer):
         optimizers: Iterable[torch.optim.Optimizer],
         device: Device,
         host_bytes: Callable[[], int] = int,
+        held: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         self.device = device
         self._model: torch.nn.Module | None = model
         self._optimizers = list(optimizers)
         self._host_bytes = host_bytes
+        self._held = held
         self._ledger = device.ledger()
         self._period = _Period(number=0, plan=Plan())
         self._periods: dict[Plan, _Period] = {}
@@ -477,7 +480,9 @@ class Meter(Observer):
             return [step for step in self._timed if step.period == period.number]
 
     def _parameters(self) -> Iterator[Holding]:
-        return iter(()) if self._model is None else parameters_of(self._model)
+        if self._model is not None:
+            yield from parameters_of(self._model)
+            yield from ((Category.PARAMETERS, tensor) for tensor in self._held())
 
     def _gradients(self) -> Iterator[Holding]:
         return iter(()) if self._model is None else gradients_of(self._model)

@@ -32,7 +32,7 @@ from memlab.predicting.segments import (
 )
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category
-from memlab.techniques import TECHNIQUES
+from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques._split import row_ranges
 from memlab.trace.tracer import Trace, Tracer
 from memlab.units import MIB, format_bytes
@@ -131,7 +131,7 @@ class Foreteller:
         """Why a plan does not apply here; None when it does. Each setting of a technique is asked once."""
         twin = self._tracer.twin.workload
         for kind in TECHNIQUES:
-            if not kind.wanted(plan):
+            if not is_wanted(kind, plan):
                 continue
             key = (kind, kind.setting(plan))
             if key not in self._refusals:

@@ -28,6 +28,7 @@ from memlab.scaleout.clipping import Clipping
 from memlab.scaleout.engines import engine_for
 from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, Sender
+from memlab.scaleout.resizes import tell_resizes
 from memlab.scaleout.rows import Rows
 from memlab.scaleout.scale import Scale
 from memlab.seams import ForwardSeam, chained, install_step_seam, loss_of
@@ -86,7 +87,7 @@ class Watched:
 
     def __enter__(self) -> Self:
         self._undo = ExitStack()
-        _tell_resizes(self._meter, self._undo)
+        tell_resizes(self._meter.storage_resized, self._undo)
         ForwardSeam(self._workload.model, self._on_forward).install(self._undo)
         for optimizer in self._workload.optimizers:
             install_step_seam(optimizer, self._before_step, self._after_step, self._undo)
@@ -135,19 +136,6 @@ class Watched:
         if not self._told:
             return None
         return replace(self._meter.measurement(self._plan), plan=label)
-
-
-def _tell_resizes(meter: Meter, undo: ExitStack) -> None:
-    """FSDP2 keeps gathered blocks in storages that it resizes to nothing and back, which no operator shows."""
-    resize = torch.UntypedStorage.resize_
-
-    def told(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        meter.storage_resized(storage)
-        return result
-
-    undo.callback(setattr, torch.UntypedStorage, "resize_", resize)
-    torch.UntypedStorage.resize_ = told  # type: ignore[method-assign, assignment]
 
 
 class _Said(io.TextIOBase):

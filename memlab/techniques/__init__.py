@@ -3,10 +3,12 @@
 Order matters twice: a forward runs through the list from the last to the first (accumulation splits
 the batch before precision and the rest see it), and optimizer state is packed from the first to
 the last (converted to 8 bit, then moved off the device).
+An engine stands alone.
 """
 
 from __future__ import annotations
 
+from memlab.plan import Plan
 from memlab.techniques.accumulation import Accumulation
 from memlab.techniques.base import Technique
 from memlab.techniques.checkpointing import Checkpointing
@@ -17,6 +19,7 @@ from memlab.techniques.offload_optimizer import OffloadOptimizer
 from memlab.techniques.offload_params import OffloadParams
 from memlab.techniques.optimizer import OptimizerConversion
 from memlab.techniques.precision import PrecisionChoice
+from memlab.techniques.scale import Scaling
 from memlab.techniques.tiling import Tiling
 
 TECHNIQUES: tuple[type[Technique], ...] = (
@@ -30,6 +33,13 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     OffloadActivations,
     Accumulation,
     GradientRelease,
+    Scaling,
 )
 
-__all__ = ["TECHNIQUES", "Technique"]
+
+def is_wanted(kind: type[Technique], plan: Plan) -> bool:
+    """Whether a plan puts a technique on the model: an engine is there alone, and sees to the rest of the plan itself."""
+    return kind.wanted(plan) and (kind.is_engine or not Scaling.wanted(plan))
+
+
+__all__ = ["TECHNIQUES", "Technique", "is_wanted"]

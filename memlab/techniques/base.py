@@ -55,6 +55,9 @@ class Technique:
         learns_from_calls: whether the first training forward of a batch's shape decides how those after it are run.
         parameters_visit: whether parameters come to the device for an update, so that buckets are kept small.
         updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
+        is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
+        owns_steps: whether `step` does the optimizer's steps.
+        storage_resized: to be called when a storage got or lost memory without an operator.
         predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
         in_force: all techniques that are on the workload, in the order of their list.
         gradients_complete: to be called when gradients are complete in the middle of a backward pass, before they go.
@@ -69,9 +72,12 @@ class Technique:
     learns_from_calls: bool = False
     parameters_visit: bool = False
     updates_in_backward: bool = False
+    is_engine: bool = False
+    owns_steps: bool = False
     predecessor: Technique | None = None
     in_force: Callable[[], Sequence[Technique]] = staticmethod(lambda: ())
     gradients_complete: Callable[[], None] = staticmethod(lambda: None)
+    storage_resized: Callable[[torch.UntypedStorage], None] = staticmethod(lambda _storage: None)
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -145,6 +151,10 @@ class Technique:
         """What updates parameters in place of the user's optimizer; None to leave it to that one."""
         return None
 
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Do a step, where the technique `owns_steps`; False when nothing was updated."""
+        return False
+
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """The loop calls ``optimizer.step()``; nobody has looked at gradients yet."""
 
@@ -163,6 +173,9 @@ class Technique:
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         """Called after each update, skipped or not."""
+
+    def let_go(self) -> None:
+        """The technique is out for good: drop what its undo had to leave, should the change of plans be taken back."""
 
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype a parameter or buffer had before this technique; that of the tensor when it changed none."""

@@ -64,7 +64,10 @@ def test_a_rank_that_fails_shows_its_line_and_one_sentence(cell: Cell) -> None:
     ("line", "said"),
     [
         ("--nproc 2", "--nproc 2 needs --scale and one of ddp, fsdp2"),
-        ("--scale ddp", "--scale ddp needs --nproc and a number of processes, as in --nproc 2"),
+        (
+            "--scale ddp",
+            "--scale ddp is of several processes: give it to a cell, as in '%%memfit --nproc 2 --scale ddp'",
+        ),
         ("--nproc two --scale ddp", "--nproc two: expected a whole number of processes, 1 or more"),
         ("--nproc 2 --scale zero", "--scale zero: allowed are ddp, fsdp2, zero1, zero2, zero3; did you mean"),
         (

@@ -18,7 +18,7 @@ from tests.jupyter.conftest import STEP, TRAIN, Cell
 
 FLAGS = (
     "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--gradients, --release-grads, --tile, --model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --inference, --prove, --nproc, --scale, --quiet, --help"
+    "--gradients, --release-grads, --tile, --scale, --model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --inference, --prove, --nproc, --quiet, --help"
 )
 
 

@@ -336,7 +336,7 @@ def test_in_the_update_predictions_of_passes_do_not_count() -> None:
 
 def test_names_of_fields_and_of_flags() -> None:
     names = ["accumulate", "--checkpoint", "precision", "bf16", "optim", "offload ", "chunk-loss", "--release-grads"]
-    names.append("--tile")
+    names += ["--tile", "scale"]
 
     assert pinned(names) == set(NAMES)
     assert pinned([]) == frozenset()
@@ -347,7 +347,7 @@ def test_an_unknown_name() -> None:
         pinned(["presicion"])
     assert str(raised.value) == (
         "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, "
-        "tiling, and the flags that set them; did you mean precision?"
+        "tiling, scale, and the flags that set them; did you mean precision?"
     )
 
 

@@ -35,12 +35,7 @@ class Fsdp2(Engine):
         fill_state(optimizers, model, self.folder, self._state_like)
 
     def _shard(self) -> None:
-        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        pinned = self.device.type == "cuda"
-        policy = CPUOffloadPolicy(pin_memory=pinned) if self.offloads else OffloadPolicy()
-        for block in _shardable(repeated_blocks(self.inner), self.inner):
-            fully_shard(block, mesh=mesh, offload_policy=policy)
-        fully_shard(self.inner, mesh=mesh, offload_policy=policy)
+        shard(self.inner, self.device, offloads=self.offloads)
 
     def _allocate(self) -> None:
         self.workload.model._apply(self._with_memory)  # type: ignore[no-untyped-call]
@@ -69,6 +64,22 @@ class OffloadedFsdp2(Fsdp2):
     """The same with shards in host memory, where the update is done too."""
 
     offloads = True
+
+
+def shard(model: nn.Module, device: torch.device, *, offloads: bool) -> None:
+    """Put `fully_shard` on every repeated block and on the whole.
+
+    Args:
+        model: with parameters on the device, or without data.
+        device: of this rank.
+        offloads: whether shards are kept in host memory, where the update is done too.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    pinned = device.type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pinned) if offloads else OffloadPolicy()
+    for block in _shardable(repeated_blocks(model), model):
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
 
 
 def _shardable(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,280 @@
+"""Engines in this process: one rank, over the live objects, put on and taken off between two steps.
+
+Rules:
+
+1. The engine has a model of its own (`replica`), with the plan's other techniques on it. The user's modules and
+   parameters stay the same objects; while the engine runs, parameters show its data, and their `grad` its gradients.
+2. What the loop does to them in place (clipping, scaling, writing weights) is done to the engine's.
+3. Giving back leaves the engine as it is, and closing it comes last: a change of plans that fails in between goes back
+   to an engine that still runs.
+4. Where a call, a backward pass or a step has failed, the engine is in a state of its own making. It is made anew before
+   the next call.
+5. The process group has one rank and ends with the last engine (`one_rank`).
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from memlab.errors import RefusalError
+from memlab.in_force import InForce
+from memlab.measuring.ledger import tensors_in
+from memlab.plan import Plan, ScaleOut
+from memlab.scaleout import one_rank
+from memlab.scaleout.replica import Replica, refuse_hooks
+from memlab.scaleout.resizes import Resized, tell_resizes
+from memlab.techniques.scale import LiveEngine
+from memlab.uninterrupted import uninterrupted
+from memlab.workload import Workload
+
+Optimizer = torch.optim.Optimizer
+
+
+def live_engine(plan: Plan, workload: Workload) -> LiveEngine:
+    """The engine of a plan.
+
+    Args:
+        plan: with an engine as its scale.
+        workload: the live objects.
+    """
+    if plan.scale is ScaleOut.FSDP2:
+        from memlab.scaleout.live_fsdp2 import LiveFsdp2
+
+        return LiveFsdp2(plan, workload)
+    from memlab.scaleout.live_zero import LiveZero
+
+    return LiveZero(plan, workload)
+
+
+class InKernel(ABC):
+    """What engines in this process have in common.
+
+    Args:
+        plan: the engine and what it offloads; checkpointing and precision apply to its model.
+        workload: the live objects.
+    """
+
+    owns_steps = False
+
+    def __init__(self, plan: Plan, workload: Workload) -> None:
+        self.plan = plan
+        self.workload = workload
+        self.device = workload.device
+        self._undo = ExitStack()
+        self._replica: Replica | None = None
+        self._techniques: InForce | None = None
+        self._homes: list[tuple[nn.Parameter, tuple[int, ...]]] = []
+        self._optimizers: list[Optimizer] = []
+        self._storage_resized: Resized = lambda _storage: None
+        self._is_under_way = False  # a call, a backward pass or a step; afterwards, whether one has failed
+
+    # -- on ------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse what it cannot serve.
+
+        Raises:
+            RefusalError: several ranks, or parameters that are no plain ones.
+        """
+        one_rank.check()
+        name = self.workload.name
+        for key, parameter in self.workload.model.named_parameters():
+            if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+                raise RefusalError("scale", f"{key} of {name} is a {type(parameter).__name__}", "train without --scale")
+            refuse_hooks(key, parameter)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most serve any
+        """Refuse an optimizer it cannot serve; most serve any."""
+
+    def start(self, storage_resized: Resized) -> None:
+        """Take the model over: wholly, or not at all."""
+        self._require_one_device()
+        self._storage_resized = storage_resized
+        with ExitStack() as undo:
+            undo.callback(setattr, self.workload, "trained_on", self.workload.trained_on)
+            self.workload.trained_on = self.device
+            undo.callback(one_rank.release, self)
+            one_rank.hold(self, self.device)
+            tell_resizes(storage_resized, undo)
+            _hush()
+            self._replica = Replica(self.workload.model, self.workload.name)
+            self._techniques = InForce(Workload(self._replica.model, name=self.workload.name))
+            self._techniques.change(replace(self.plan, scale=ScaleOut.NONE, offload=()))
+            undo.callback(self._techniques.change, Plan())
+            self._begin(undo)
+            self._undo = undo.pop_all()
+
+    def _require_one_device(self) -> None:
+        tensors = [*self.workload.model.parameters(), *self.workload.model.buffers()]
+        devices = sorted({str(tensor.device) for tensor in tensors})
+        if len(devices) > 1:
+            raise RefusalError("scale", f"{self.workload.name} is on {', '.join(devices)}", "move it to one device")
+
+    def _show(self, parameter: nn.Parameter, data: torch.Tensor) -> None:
+        """Have a parameter show the engine's data, until that is given back."""
+        self._homes.append((parameter, parameter.stride()))
+        show(parameter, data, None if parameter.grad is None else parameter.grad.to(data.device))
+
+    @abstractmethod
+    def _begin(self, undo: ExitStack) -> None:
+        """Have the engine take the replica apart; `undo` ends it."""
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Take an optimizer over."""
+        self._take_over(optimizer)
+        self._optimizers.append(optimizer)
+
+    def _take_over(self, optimizer: Optimizer) -> None:  # noqa: B027 - most have nothing to do
+        """Have the engine see to an optimizer's state."""
+
+    # -- training ------------------------------------------------------------------------------
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a training forward."""
+        output = self._called("forward", args, kwargs)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+        return output
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a forward in eval mode or without gradients."""
+        return self._called("evaluate", args, kwargs)
+
+    def _called(self, moment: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._recover()
+        assert self._replica is not None
+        assert self._techniques is not None
+        call: Callable[..., Any] = self._run
+        for technique in self._techniques.techniques:
+            call = partial(_wrapped, getattr(technique, moment), call)
+        self._replica.follow()
+        with self._under_way():
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._replica.carry_back()
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        self._is_under_way = True
+        yield
+        self._is_under_way = False
+
+    def _backward_begins(self, _gradient: torch.Tensor) -> None:
+        if not self._is_under_way:
+            self._is_under_way = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._is_under_way = False
+
+    def _recover(self) -> None:
+        """An engine in which something has failed is made anew; weights, moments and gradients are with the user."""
+        if self._replica is not None and not self._is_under_way:
+            return
+        with uninterrupted():
+            optimizers = self._optimizers
+            for optimizer in optimizers if self._replica is not None else ():
+                self.give_back_optimizer(optimizer)
+            self.give_back()
+            self.close()
+            self.start(self._storage_resized)
+            for optimizer in optimizers:
+                self.add_optimizer(optimizer)
+
+    @abstractmethod
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model under the engine."""
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Do a step, where it `owns_steps`."""
+        raise NotImplementedError
+
+    def step_ended(self) -> None:  # noqa: B027 - most have nothing to do
+        """A step is over."""
+
+    # -- off -----------------------------------------------------------------------------------
+
+    def give_back_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most have nothing to do
+        """Give an optimizer its state back."""
+
+    def give_back(self) -> None:
+        """Give the model its values back, in memory of its own; all of it, or nothing."""
+        if self._replica is None:
+            return
+        values = [_at_home(parameter.detach(), self.device, stride) for parameter, stride in self._homes]
+        gradients = [None if p.grad is None else p.grad.to(self.device, copy=True) for p, _ in self._homes]
+        for (parameter, _), value, gradient in zip(self._homes, values, gradients, strict=True):
+            show(parameter, value, gradient)
+
+    def close(self) -> None:
+        """End the engine; harmless when it never started."""
+        self._undo.close()
+        self._replica = self._techniques = None
+        self._homes, self._optimizers, self._is_under_way = [], [], False
+        # engines are full of cycles
+        gc.collect()
+
+    @property
+    def held_tensors(self) -> Sequence[torch.Tensor]:
+        """Copies of parameters on the device, beside those the model shows."""
+        return ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of parameters, gradients and state off the device."""
+        if self.device.type == "cpu":
+            return 0
+        return sum(tensor.nbytes for tensor in self._tensors() if tensor.device.type == "cpu")
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for parameter, _ in self._homes:
+            yield from (parameter, *(() if parameter.grad is None else (parameter.grad,)))
+        for optimizer in self.workload.optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+
+
+def on_gradient(parameter: torch.Tensor, called: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    """Have something called whenever a gradient of a parameter is complete.
+
+    Returns:
+        What takes that back.
+    """
+    handle: Any = parameter.register_post_accumulate_grad_hook(called)  # type: ignore[no-untyped-call]
+    remove: Callable[[], None] = handle.remove
+    return remove
+
+
+def show(parameter: nn.Parameter, data: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Give a parameter other data and another gradient, which may be on another device than before."""
+    parameter.grad = None
+    parameter.data = data
+    parameter.grad = gradient
+
+
+def _at_home(value: torch.Tensor, device: torch.device, stride: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=device).copy_(value)
+
+
+def _wrapped(wrapper: Callable[..., Any], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return wrapper(inner, args, kwargs)
+
+
+def _hush() -> None:
+    """DeepSpeed calls functions of torch by names that torch warns of, within the loop's own backward pass."""
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    filters = cast("list[Any]", warnings.filters)
+    entry = filters[0]
+    one_rank.at_end(lambda: filters.remove(entry) if entry in filters else None)

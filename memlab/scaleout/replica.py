@@ -1,0 +1,184 @@
+"""`Replica`: a second model for an engine to take apart, so that the user's modules stay as they are.
+
+1. Modules are new and of the same classes; parameters are new and share their data with the user's; buffers, hooks,
+   configurations and whatever else a module holds are the same objects.
+2. What leads from an attribute to a module or a parameter (lists, dicts, bound methods, partials) leads to the new one.
+3. What the user changes on a module between calls (train or eval mode, a rate of dropout, a buffer) is carried over
+   before a call, and buffers that a call replaces are carried back.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab.errors import RefusalError, ScaleError
+from memlab.seams import ForwardSeam
+
+_MOST_ENTRIES = 10_000  # longer containers are data
+_CONTAINERS = (list, tuple, dict, set)
+
+
+class Replica:
+    """A model and its second.
+
+    Args:
+        model: the user's.
+        name: how errors call it.
+
+    Attributes:
+        model: the second one.
+
+    Raises:
+        RefusalError: a module that has no second (scripted, compiled, with a function in place of its forward).
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model[1].weight = model[0].weight
+        >>> second = Replica(model, "model").model
+        >>> second[0].weight is second[1].weight, second[0].weight is model[0].weight
+        (True, False)
+        >>> second[0].weight.data_ptr() == model[0].weight.data_ptr()
+        True
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._name = name
+        self._made: dict[int, Any] = {}
+        self._trained = {n: p.requires_grad for n, p in model.named_parameters()}
+        self._users = model
+        for parameter in model.parameters():
+            self._made[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        self._pairs: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
+        self.model: nn.Module = self._second(model)
+        # hooks of the outermost module run when the user's is called
+        for key in [key for key in vars(model) if _is_hooks(key)]:
+            vars(self.model)[key] = type(vars(model)[key])()
+        for module, second, _ in self._pairs:
+            self._require_own_forward(module, second)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Each parameter of the user's, with its name and what the second model has in its place by now."""
+        now = dict(self.model.named_parameters())
+        for name, parameter in self._users.named_parameters():
+            yield name, parameter, now[name]
+
+    def follow(self) -> None:
+        """Carry over what has changed on the user's modules.
+
+        Raises:
+            ScaleError: parameters were frozen or thawed, or got hooks, which the engine cannot follow.
+        """
+        self._require_same_parameters()
+        for module, second, seen in self._pairs:
+            for key, value in vars(module).items():
+                if value is not seen.get(key) and not _is_table(key) and key != "forward":
+                    seen[key] = value
+                    vars(second)[key] = self._mapped(value)
+            second._buffers.update(module._buffers)
+
+    def carry_back(self) -> None:
+        """Give the user's modules the buffers that a call has replaced."""
+        for module, second, _ in self._pairs:
+            for key, value in second._buffers.items():
+                if module._buffers.get(key) is not value:
+                    module._buffers[key] = value
+
+    def _require_same_parameters(self) -> None:
+        for name, parameter in self._users.named_parameters():
+            if self._trained.get(name) is not parameter.requires_grad:
+                raise ScaleError(
+                    f"{name} of {self._name} was {'thawed' if parameter.requires_grad else 'frozen'} or exchanged, which an "
+                    "engine that runs cannot follow: take it off first, and put it on again"
+                )
+            refuse_hooks(name, parameter)
+
+    # -- seconds -------------------------------------------------------------------------------
+
+    def _second(self, module: nn.Module) -> nn.Module:
+        if id(module) in self._made:
+            return self._made[id(module)]  # type: ignore[no-any-return] # a module's is one
+        if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:
+            raise _no_second(f"{self._name} has a part that is compiled ({type(module).__name__})")
+        second = object.__new__(type(module))
+        self._made[id(module)] = second
+        seen = {key: value for key, value in vars(module).items() if not _is_table(key)}
+        self._pairs.append((module, second, seen))
+        for key, value in vars(module).items():
+            vars(second)[key] = self._table(value) if _is_table(key) else self._mapped(value)
+        return second
+
+    def _table(self, table: Any) -> Any:
+        """A module adds to its tables, so they are always new."""
+        return type(table)((key, self._mapped(value)) for key, value in table.items()) if table is not None else None
+
+    def _mapped(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self._second(value)
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if type(value) in _CONTAINERS and 0 < len(value) <= _MOST_ENTRIES:
+            return self._mapped_container(value)
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+            return types.MethodType(value.__func__, self._second(value.__self__))
+        if type(value) is functools.partial:
+            function, arguments, keywords = map(self._mapped, (value.func, value.args, value.keywords))
+            return functools.partial(function, *arguments, **keywords)
+        return value
+
+    def _mapped_container(self, value: Any) -> Any:
+        """The same object, unless something in it has a second."""
+        items = list(value.items()) if isinstance(value, dict) else list(value)
+        self._made[id(value)] = value  # should it hold itself
+        mapped = (
+            [(key, self._mapped(one)) for key, one in items] if isinstance(value, dict) else [*map(self._mapped, items)]
+        )
+        del self._made[id(value)]
+        of_items = [one for _, one in items] if isinstance(value, dict) else items
+        of_mapped = [one for _, one in mapped] if isinstance(value, dict) else mapped
+        is_same = all(one is other for one, other in zip(of_items, of_mapped, strict=True))
+        return value if is_same else type(value)(mapped)
+
+    def _require_own_forward(self, module: nn.Module, second: nn.Module) -> None:
+        forward = vars(module).get("forward")
+        if forward is None:
+            return
+        if isinstance(forward, ForwardSeam):
+            forward = forward.original
+        own = self._mapped(forward)
+        if own is forward:
+            raise _no_second(
+                f"the forward of {type(module).__name__} was replaced by another function ({forward!r:.80})"
+            )
+        vars(second)["forward"] = own
+        if isinstance(own, types.MethodType) and own.__func__ is getattr(type(module), "forward", None):
+            del vars(second)["forward"]
+
+
+def refuse_hooks(name: str, parameter: nn.Parameter) -> None:
+    """An engine has parameters of its own, on which hooks of the user's would not run.
+
+    Raises:
+        RefusalError: there are some.
+    """
+    if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise RefusalError("scale", f"{name} has gradient hooks, which an engine would not run", "remove them first")
+
+
+def _no_second(reason: str) -> RefusalError:
+    return RefusalError(
+        "scale", f"{reason}, and an engine needs a model of its own to take apart", "train without --scale"
+    )
+
+
+def _is_hooks(key: str) -> bool:
+    return key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+
+
+def _is_table(key: str) -> bool:
+    return key in ("_parameters", "_buffers", "_modules") or _is_hooks(key)

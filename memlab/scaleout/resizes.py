@@ -1,0 +1,48 @@
+"""Storages that are resized: FSDP2 keeps gathered blocks in storages that it resizes to nothing and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+Resized = Callable[[torch.UntypedStorage], None]
+# one engine may begin before another has ended, so there is one stand-in for all
+_resize = torch.UntypedStorage.resize_
+_listeners: list[Resized] = []
+
+
+def tell_resizes(resized: Resized, undo: ExitStack) -> None:
+    """Have something told of every storage that is resized from Python, which no operator shows.
+
+    Args:
+        resized: called with the storage, after it.
+        undo: takes it back.
+
+    Example:
+        >>> seen = []
+        >>> with ExitStack() as undo:
+        ...     tell_resizes(seen.append, undo)
+        ...     _ = torch.zeros(2).untyped_storage().resize_(0)
+        >>> len(seen)
+        1
+    """
+    if not _listeners:
+        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
+    _listeners.append(resized)
+    undo.callback(_stop, resized)
+
+
+def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    result = _resize(storage, size)
+    for resized in _listeners:
+        resized(storage)
+    return result
+
+
+def _stop(resized: Resized) -> None:
+    _listeners.remove(resized)
+    if not _listeners:
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

@@ -1,0 +1,152 @@
+"""An engine of PyTorch or DeepSpeed that trains the model in this process: FSDP2, or ZeRO 1, 2 and 3.
+
+Engines sit above the session (`memlab.scaleout`), so this technique does not know them: what makes one is given to
+it. It stands on the model alone; the rest of the plan applies where the engine has the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.errors import RefusalError
+from memlab.plan import Plan, ScaleOut
+from memlab.techniques.base import ModelCall, Technique
+from memlab.workload import Workload
+
+Optimizer = torch.optim.Optimizer
+
+
+class LiveEngine(Protocol):
+    """An engine over live objects, in this process."""
+
+    @property
+    def owns_steps(self) -> bool:
+        """Whether it does the optimizer's steps."""
+
+    @property
+    def held_tensors(self) -> Sequence[torch.Tensor]:
+        """Copies of parameters that it keeps on the device, beside those the model shows."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes it keeps off the device."""
+
+    def check(self) -> None:
+        """Refuse what it cannot serve; nothing is touched yet."""
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer it cannot serve."""
+
+    def start(self, storage_resized: Callable[[torch.UntypedStorage], None]) -> None:
+        """Take the model over."""
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Take an optimizer over."""
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a training forward."""
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a forward in eval mode or without gradients."""
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Do a step, where it `owns_steps`; False when nothing was updated."""
+
+    def step_ended(self) -> None:
+        """A step is over."""
+
+    def give_back_optimizer(self, optimizer: Optimizer) -> None:
+        """Give an optimizer its state back; the engine stays as it is."""
+
+    def give_back(self) -> None:
+        """Give the model its values back; the engine stays as it is."""
+
+    def close(self) -> None:
+        """End the engine; harmless when it never started."""
+
+
+EngineMaker = Callable[[Plan, Workload], LiveEngine]
+
+
+class Scaling(Technique):
+    """Hands the model to an engine.
+
+    Attributes:
+        makers: the last one makes the engine of a plan for a workload; `memlab` gives that of `memlab.scaleout`.
+    """
+
+    field = "scale"
+    is_engine = True
+    makers: ClassVar[list[EngineMaker]] = []
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._engine: LiveEngine | None = None
+
+    @classmethod
+    def wanted(cls, plan: Plan) -> bool:
+        return plan.scale is not ScaleOut.NONE
+
+    @classmethod
+    def setting(cls, plan: Plan) -> Any:
+        return plan
+
+    def check(self, workload: Workload) -> None:
+        if any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters()):
+            raise RefusalError(
+                "scale", f"what {self.plan.scale} needs is not foretold", "measure it: %%memfit, or memlab.measure"
+            )
+        self._made_for(workload).check()
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        if self._engine is not None:
+            self._engine.check_optimizer(optimizer)
+
+    def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        self._engine = engine = self._made_for(workload)
+        undo.callback(engine.give_back)
+        engine.start(self.storage_resized)
+        self.owns_steps = engine.owns_steps
+
+    def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
+        undo.callback(self._at_work.give_back_optimizer, optimizer)
+        self._at_work.add_optimizer(optimizer)
+
+    def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self._at_work.call(args, kwargs)
+
+    def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self._at_work.evaluate(args, kwargs)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        return self._at_work.step(optimizer)
+
+    def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        self._at_work.step_ended()
+
+    def let_go(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+
+    @property
+    def held_tensors(self) -> Sequence[torch.Tensor]:
+        return () if self._engine is None else self._engine.held_tensors
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self._engine is None else self._engine.host_bytes
+
+    @property
+    def _at_work(self) -> LiveEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def _made_for(self, workload: Workload) -> LiveEngine:
+        assert self.makers, "memlab gives one when it is imported"
+        return self.makers[-1](self.plan, workload)

@@ -1,0 +1,441 @@
+"""Engines in this process, put on a live run and taken off again: bit for bit as if they had not been there."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memlab import Workload, fit, measure
+from memlab.errors import RefusalError, ScaleError
+from memlab.scaleout import live_fsdp2
+from memlab.session import Session
+from memlab.snapshot import Snapshot
+from tests.helpers.needs import needs
+from tests.scaleout.live_runs import Tower, bert, go, loss_of, tower
+from tests.scaleout.runs import gpt2
+
+ENGINES = (
+    "--scale fsdp2",
+    "--scale fsdp2 --offload optimizer --checkpoint",
+    "--scale zero1",
+    "--scale zero2",
+    "--scale zero2 --offload optimizer",
+    "--scale zero3 --checkpoint",
+    "--scale zero3 --offload optimizer,params",
+)
+ONE_OF_EACH = ("--scale fsdp2", "--scale zero1", "--scale zero2", "--scale zero3")
+
+
+def engines(*flags: str) -> Any:
+    marked = [pytest.param(each, marks=[needs(extra="deepspeed")] if "zero" in each else []) for each in flags]
+    return pytest.mark.parametrize("flags", marked)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def transformers_has_added_to_torch_what_it_does() -> None:
+    gpt2()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No process group, environment variable, hook of the interpreter or patch of torch outlives an engine."""
+    before = _surroundings()
+    yield
+    after = _surroundings()
+    for what, value in before.items():
+        assert after[what] == value, what
+    assert not dist.is_initialized()
+
+
+def _surroundings() -> dict[str, Any]:
+    return {
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "hooks": (sys.excepthook, threading.excepthook),
+        "filters": [*map(str, warnings.filters)],
+        "functional": {k: v for k, v in vars(nn.functional).items() if callable(v)},
+        "module": {k: v for k, v in vars(nn.Module).items() if callable(v)},
+        "tensor": {k: v for k, v in vars(torch.Tensor).items() if callable(v)},
+        "storage": torch.UntypedStorage.resize_,
+        "dtype": torch.get_default_dtype(),
+    }
+
+
+def structure_of(workload: Workload) -> dict[str, Any]:
+    """What must be the very same objects, and what hangs on them."""
+    model, (optimizer,) = workload.model, workload.optimizers
+    return {
+        "parameters": [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)],
+        "buffers": [(name, id(b)) for name, b in model.named_buffers()],
+        "modules": [(name, id(m), type(m)) for name, m in model.named_modules()],
+        "attributes": [(name, sorted(vars(m))) for name, m in model.named_modules()],
+        "hooks": [
+            (name, key, len(value))
+            for name, m in model.named_modules()
+            for key, value in vars(m).items()
+            if "_hooks" in key
+        ],
+        "of parameters": [(p.stride(), p.device, sorted(vars(p)), bool(p._backward_hooks)) for p in model.parameters()],
+        "groups": [[id(p) for p in group["params"]] for group in optimizer.param_groups],
+        "optimizer": (id(optimizer), sorted(vars(optimizer)), sorted(map(id, optimizer.state))),
+    }
+
+
+def same(one: Workload, other: Workload) -> list[str]:
+    return Snapshot(one).differences(Snapshot(other))
+
+
+@pytest.mark.parametrize(
+    ("flags", "make"),
+    [
+        pytest.param(flags, make, marks=[needs(extra="deepspeed")] if "zero" in flags else [])
+        for make, flagged in ((tower, ENGINES), (gpt2, ONE_OF_EACH), (bert, ONE_OF_EACH[:3]))
+        for flags in flagged
+    ],
+)
+def test_there_and_back_makes_no_difference_at_all(flags: str, make: Callable[[], Workload]) -> None:
+    reference = make()
+    expected = [each for first in (0, 3, 6) for each in go(reference, first, first + 3)]
+    workload = make()
+    losses = go(workload, 0, 3)
+    before = structure_of(workload)
+    with fit(workload, flags) as session:
+        losses += go(workload, 3, 6)
+        assert session.plan.label.endswith(flags.split()[1])
+        assert structure_of(workload)["parameters"] == before["parameters"]
+    assert structure_of(workload) == before
+    losses += go(workload, 6, 9)
+    assert losses == expected
+    assert same(reference, workload) == []
+
+
+@needs(extra="deepspeed")
+def test_zero3_adds_up_three_gradients_in_another_order() -> None:
+    """Query, key and value of BERT and what goes past them: each has hooks of DeepSpeed's in front of it."""
+    reference, workload = bert(), bert()
+    for run in (reference, workload):
+        go(run, 0, 3)
+    with fit(workload, "--scale zero3"):
+        for run in (reference, workload):
+            go(run, 3, 6)
+    for one, other in zip(reference.model.parameters(), workload.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@engines(*ONE_OF_EACH)
+@pytest.mark.parametrize("loop", [{"every": 2}, {"to_none": False}, {"clips": False}], ids=str)
+def test_loops_that_accumulate_or_clear_in_another_way(flags: str, loop: dict[str, Any]) -> None:
+    reference, workload = tower(), tower()
+    go(reference, 0, 8, **loop)
+    with fit(workload, flags):
+        go(workload, 0, 8, **loop)
+    assert same(reference, workload) == []
+
+
+@needs(extra="deepspeed")
+def test_from_engine_to_engine_between_two_steps() -> None:
+    reference, workload = tower(), tower()
+    for first in range(0, 10, 2):
+        go(reference, first, first + 2)
+    session = fit(workload)
+    plans = ("--scale zero3", "--scale zero1", "", "--scale fsdp2 --offload optimizer", "--checkpoint")
+    for first, plan in zip(range(0, 10, 2), plans, strict=True):
+        session.switch(plan)
+        go(workload, first, first + 2)
+    session.undo()
+    assert same(reference, workload) == []
+
+
+@needs(extra="deepspeed")
+def test_state_in_files() -> None:
+    deepspeed = pytest.importorskip("deepspeed")
+    if not deepspeed.ops.op_builder.AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("needs libaio")
+    # DeepSpeed leaves less than a MiB in memory
+    reference, workload = tower(601), tower(601)
+    for first, last in ((0, 3), (3, 5), (5, 6)):
+        go(reference, first, last)
+    go(workload, 0, 3)
+    with fit(workload, "--scale zero3 --offload optimizer:disk,params"):
+        engine = _engine_of(workload)
+        assert any(engine._is_in_file(place.shard) for place in engine._places)
+        go(workload, 3, 5)
+        kept = {name: value.clone() for name, value in workload.model.state_dict().items()}
+        with torch.no_grad():
+            workload.model.head.weight.zero_()
+            workload.model.blocks[1][0].weight.zero_()
+        workload.model.load_state_dict(kept)
+        with pytest.raises(ScaleError, match=r"^state_dict while ZeRO has the optimizer's state in files"):
+            workload.optimizers[0].state_dict()
+        go(workload, 5, 6)
+    assert same(reference, workload) == []
+
+
+def _engine_of(workload: Workload) -> Any:
+    from memlab.session import session_of
+
+    session = session_of(workload.model)
+    assert session is not None
+    return session.techniques[0]._engine  # type: ignore[attr-defined] # an engine's
+
+
+@engines("--scale fsdp2", "--scale zero2", "--scale zero3")
+def test_what_the_loop_sees_and_writes_is_what_trains(flags: str) -> None:
+    reference, workload = tower(), tower()
+    for run in (reference, workload):
+        go(run, 0, 2)
+    with fit(workload, flags):
+        for run in (reference, workload):
+            (optimizer,) = run.optimizers
+            torch.manual_seed(0)
+            loss_of(run, 3).backward()
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad = parameter.grad * 0.5
+                run.model.head.bias.add_(1)
+            optimizer.param_groups[0]["lr"] = 0.02
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [run.optimizers[0].state_dict()["state"] for run in (reference, workload)]
+        for number, state in states[0].items():
+            assert all(torch.equal(value, states[1][number][entry]) for entry, value in state.items())
+        for name, value in reference.model.state_dict().items():
+            assert torch.equal(value, workload.model.state_dict()[name]), name
+        torch.manual_seed(0)
+        expected = loss_of(reference, 4)
+        torch.manual_seed(0)
+        assert torch.equal(expected, loss_of(workload, 4))
+
+
+@engines(*ONE_OF_EACH, "--scale zero2 --offload optimizer")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failure_leaves_weights_and_moments_and_the_loop_goes_on(
+    flags: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, workload = tower(), tower()
+    go(reference, 0, 2)
+    go(workload, 0, 2)
+    with fit(workload, flags):
+        go(reference, 2, 4)
+        go(workload, 2, 4)
+        before = Snapshot(workload)
+        with monkeypatch.context() as patched:
+            original = Tower.forward
+            patched.setattr(Tower, "forward", lambda model, rows: _Failing.apply(original(model, rows), where))  # type: ignore[no-untyped-call]
+            with pytest.raises(KeyboardInterrupt if where == "forward" else torch.OutOfMemoryError):
+                loss_of(workload, 4).backward()
+        workload.optimizers[0].zero_grad()
+        changed = before.differences(Snapshot(workload))
+        assert {name.partition(".")[0] for name in changed} <= {"norm", "random state"}
+        before.restore()
+        go(reference, 4, 6)
+        go(workload, 4, 6)
+    assert same(reference, workload) == []
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, where: str) -> torch.Tensor:
+        if where == "forward":
+            raise KeyboardInterrupt
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        raise torch.OutOfMemoryError("in the backward pass")
+
+
+@needs(extra="deepspeed")
+def test_a_change_that_fails_goes_back_to_an_engine_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, workload = tower(), tower()
+    go(reference, 0, 3)
+    go(reference, 3, 5)
+    session = fit(workload, "--scale zero3")
+    go(workload, 0, 3)
+
+    def no_room(*_args: Any, **_kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError, match="no room"):
+        patched.setattr(live_fsdp2, "shard", no_room)
+        session.switch("--scale fsdp2", now=True)
+    assert session.plan.label == "--scale zero3"
+    go(workload, 3, 5)
+    session.undo()
+    assert same(reference, workload) == []
+
+
+@engines("--scale fsdp2 --offload optimizer", "--scale zero1", "--scale zero3")
+def test_ten_times_on_and_off_leave_nothing_behind(flags: str) -> None:
+    workload = tower()
+
+    def times(number: int) -> tuple[int, ...]:
+        for _ in range(number):
+            with fit(workload, flags):
+                go(workload, 0, 1)
+        gc.collect()
+        alive = [type(each) for each in gc.get_objects()]
+        process = psutil.Process()
+        return (
+            sum(issubclass(each, torch.Tensor) for each in alive),
+            sum(issubclass(each, nn.Module) for each in alive),
+            process.num_threads(),
+            process.num_fds(),
+            len(process.children(recursive=True)),
+            sum(issubclass(each, Session) for each in alive),
+        )
+
+    times(1)
+    assert times(1) == times(9)
+
+
+@engines("--scale fsdp2", "--scale zero3")
+def test_memory_is_measured_under_an_engine(flags: str) -> None:
+    workload = Workload(Tower(), None)
+    workload = Workload(workload.model, torch.optim.AdamW(workload.model.parameters()), batch=torch.randn(4, 37))
+    workload.loss_fn, workload.batch = nn.functional.cross_entropy, (torch.randn(4, 37), torch.randint(0, 3, (4,)))
+    weights = sum(p.nbytes for p in workload.model.parameters())
+    before = Snapshot(workload)
+    plain, measured = (measure(workload, plan, steps=1) for plan in ("", flags))
+    assert measured.losses == plain.losses
+    assert measured.peak_allocated_bytes > plain.peak_allocated_bytes  # gathered, or a second copy
+    assert measured.breakdown["optimizer state"] >= 2 * weights
+    assert before.differences(Snapshot(workload)) == []
+
+
+def test_a_group_of_ones_own_is_used_and_stays() -> None:
+    workload = tower()
+    hook = sys.excepthook
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # not listed
+    try:
+        with fit(workload, "--scale fsdp2"):
+            go(workload, 0, 1)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def _half_stepped() -> Workload:
+    workload = tower()
+    model, (optimizer,) = workload.model, workload.optimizers
+    model.head(torch.randn(2, 37)).sum().backward()
+    model.blocks[1][0](torch.randn(2, 37)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return workload
+
+
+def _with(**changes: Any) -> Workload:
+    workload = tower()
+    for name, change in changes.items():
+        change(workload) if callable(change) else setattr(workload, name, change)
+    return workload
+
+
+def _exchange_forward(workload: Workload) -> None:
+    original = workload.model.forward
+    workload.model.forward = lambda *args: original(*args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "make", "said"),
+    [
+        (
+            "--scale fsdp2",
+            lambda: _with(hook=lambda run: run.model.head.weight.register_hook(lambda gradient: gradient)),
+            r"^scale: head.weight has gradient hooks, which an engine would not run; remove them first$",
+        ),
+        (
+            "--scale fsdp2",
+            lambda: _with(forward=_exchange_forward),
+            r"^scale: the forward of Tower was replaced by another function .*; train without --scale$",
+        ),
+        (
+            "--scale zero2",
+            lambda: _with(optimizers=[]),
+            r"^scale: ZeRO serves one optimizer, Tower has 0; use --scale fsdp2$",
+        ),
+        (
+            "--scale zero2",
+            lambda: _with(
+                optimizer=lambda run: run.optimizers.__setitem__(0, torch.optim.Adafactor(run.model.parameters()))
+            ),
+            r"^scale: ZeRO updates many parameters as one, which Adafactor is not known to allow; use --scale fsdp2",
+        ),
+        (
+            "--scale zero2",
+            lambda: _with(part=lambda run: run.optimizers.__setitem__(0, torch.optim.SGD(run.model.head.parameters()))),
+            r"^scale: SGD steps 2 of the 12 trained parameters of Tower, or others",
+        ),
+        ("--scale zero1", lambda: _with(half=lambda run: run.model.bfloat16()), r"^scale: blocks.1.0.weight is not in fp32"),
+        (
+            "--scale zero1",
+            _half_stepped,
+            r"^scale: ZeRO keeps one count of steps per group, and blocks.1.3.weight was stepped 0 times, blocks.1.0.weight 1 ",
+        ),
+    ],
+)  # fmt: skip
+def test_what_an_engine_cannot_serve_is_refused_and_nothing_has_changed(
+    flags: str, make: Callable[[], Workload], said: str
+) -> None:
+    if "zero" in flags:
+        pytest.importorskip("deepspeed")
+    workload = make()
+    before = Snapshot(workload)
+    with pytest.raises(RefusalError, match=said):
+        fit(workload, flags)
+    assert before.differences(Snapshot(workload)) == []
+
+
+@needs(extra="deepspeed")
+def test_what_zero_would_do_otherwise_than_the_loop_is_an_error() -> None:
+    workload = tower()
+    (optimizer,) = workload.optimizers
+    with fit(workload, "--scale zero2"):
+        loss_of(workload, 0).backward()
+        optimizer.step()
+        with pytest.raises(
+            ScaleError, match=r"^gradients of the last step of Tower are still there: call optimizer.zero"
+        ):
+            loss_of(workload, 1).backward()
+        optimizer.zero_grad()
+        with pytest.raises(ScaleError, match=r"^load_state_dict under ZeRO"):
+            optimizer.load_state_dict(optimizer.state_dict())
+        loss_of(workload, 1).backward()
+        workload.model.head.bias.grad = None
+        with pytest.raises(
+            ScaleError, match=r"^head.bias has no gradient \(1 of 12 have none\), and ZeRO would step it"
+        ):
+            optimizer.step()
+        optimizer.zero_grad()
+        workload.model.head.bias.requires_grad_(False)
+        with pytest.raises(ScaleError, match=r"^head.bias of Tower was frozen or exchanged, which an engine that runs"):
+            loss_of(workload, 1)
+        workload.model.head.bias.requires_grad_(True)
+
+
+@needs(extra="deepspeed")
+def test_a_step_that_overflows_is_said_to_be_skipped() -> None:
+    workload = tower()
+    with fit(workload, "--scale zero1") as session:
+        go(workload, 0, 1)
+        before = Snapshot(workload)
+        (loss_of(workload, 1) * float("inf")).backward()
+        workload.optimizers[0].step()
+        workload.optimizers[0].zero_grad()
+        assert session.log[-1].text == "gradients were not finite: update skipped, by the engine"
+        changed = before.differences(Snapshot(workload))
+        assert {name.partition(".")[0] for name in changed} <= {"norm", "random state"}
