@@ -69,12 +69,12 @@ def test_a_rank_that_fails_shows_its_line_and_one_sentence(cell: Cell) -> None:
             "--scale ddp is of several processes: give it to a cell, as in '%%memfit --nproc 2 --scale ddp'",
         ),
         ("--nproc two --scale ddp", "--nproc two: expected a whole number of processes, 1 or more"),
-        ("--nproc 2 --scale zero", "--scale zero: allowed are ddp, fsdp2, zero1, zero2, zero3; did you mean"),
+        ("--nproc 2 --scale zero", "--scale zero: allowed are ddp, fsdp2, tp, zero1, zero2, zero3; did you mean"),
         (
             "--nproc 2 --scale ddp --budget 1GiB",
             "--budget with --nproc: plans are chosen for one process; leave it out",
         ),
-        ("--nproc 2 --scale ddp --accumulate 2", "scale: accumulation is not available under --scale ddp"),
+        ("--nproc 2 --scale ddp --release-grads", "scale: gradients is not available under --scale ddp"),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(cell: Cell, line: str, said: str) -> None:
