@@ -284,12 +284,12 @@ def test_unknown_field_of_a_panel() -> None:
     with pytest.raises(PlanError) as caught:
         Plan().with_setting("colour", "red")
     assert str(caught.value) == (
-        "no field 'colour' in a plan; there are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling"
+        "no field 'colour' in a plan; there are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale"
     )
 
 
 def test_json_that_is_no_plan() -> None:
-    fields = "accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling"
+    fields = "accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale"
     for text, expected in (
         ("[1]", f"plan '[1]': expected a JSON object with some of {fields}"),
         ('{"speed": 1}', f"plan '{{\"speed\": 1}}': expected a JSON object with some of {fields}; got ['speed']"),

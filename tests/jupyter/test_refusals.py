@@ -84,12 +84,12 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--keep", "--keep needs a value: --keep FIELD[,FIELD…]"),
         (
             "--keep presicion",
-            "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, and the flags "
+            "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale, and the flags "
             "that set them; did you mean precision?",
         ),
         (
             "--keep precision --keep speed",
-            "--keep speed: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, and the flags "
+            "--keep speed: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale, and the flags "
             "that set them",
         ),
         (
