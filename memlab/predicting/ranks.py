@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -51,6 +52,17 @@ _PART_OF = {
 _KEPT = (Part.PARAMETERS, Part.GRADIENTS, Part.OPTIMIZER_STATE)
 # of the peak: outputs larger than this are worth a word
 _MOST_OUTPUTS_SHARE = 0.1
+
+
+# by engine; what memlab does within a rank's model call is in the trace
+_DIVISIONS: dict[str, Callable[..., Division]] = {
+    "ddp": Ddp,
+    "fsdp2": Fsdp2,
+    "zero1": partial(Zero12, stage=1),
+    "zero2": partial(Zero12, stage=2),
+    "zero3": Zero3,
+}
+_KNOWN_FIELDS = frozenset({"checkpointing", "precision", "offload"})
 
 
 def predict_ranks(
@@ -228,14 +240,9 @@ class RankForeteller:
         return stop - start
 
     def _division(self, scale: Scale, ranks: int) -> Division:
+        _refuse_what_is_not_known(scale)
         offloads = scale.plan.tier_of(Offloaded.OPTIMIZER) is not None
-        if scale.engine == "ddp":
-            return Ddp(self.shape, ranks)
-        if scale.engine == "fsdp2":
-            return Fsdp2(self.shape, ranks, offloads=offloads)
-        if scale.engine == "zero3":
-            return Zero3(self.shape, ranks, offloads=offloads)
-        return Zero12(self.shape, ranks, stage=int(scale.engine[-1]), offloads=offloads)
+        return _DIVISIONS[scale.engine](self.shape, ranks, offloads=offloads)
 
     def _update(self, division: Division) -> _Update:
         stepped = division.stepped
@@ -246,6 +253,19 @@ class RankForeteller:
         if stepped not in self._flats:
             self._flats[stepped] = self._tracer.update_of_flats(stepped)
         return _Update(self._flats[stepped])
+
+
+def _refuse_what_is_not_known(scale: Scale) -> None:
+    strange = [name for name in scale.plan.changes() if name not in _KNOWN_FIELDS]
+    strange += [f"offload of {what}" for what, _ in scale.plan.offload if what is not Offloaded.OPTIMIZER]
+    if scale.engine not in _DIVISIONS:
+        strange.insert(0, f"the engine {scale.engine}")
+    if strange:
+        raise RefusalError(
+            "scale",
+            f"{strange[0]} is not foretold for ranks",
+            f"leave it out ({', '.join(_DIVISIONS)} with --checkpoint, --bf16 and --offload optimizer are known)",
+        )
 
 
 @dataclass(frozen=True)
