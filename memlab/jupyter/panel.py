@@ -16,9 +16,9 @@ from html import escape
 from typing import Any
 
 from memlab.comparison import Comparison
+from memlab.errors import PlanError
 from memlab.exporting import TARGETS, export
 from memlab.extras import require
-from memlab.errors import PlanError
 from memlab.jupyter.comms import Hearing, let_through, tree
 from memlab.jupyter.controls import BudgetRow, RunRow, setting_rows
 from memlab.jupyter.figure_widget import LiveFigure
