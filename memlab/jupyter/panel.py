@@ -16,6 +16,7 @@ from html import escape
 from typing import Any
 
 from memlab.comparison import Comparison
+from memlab.errors import PlanError
 from memlab.exporting import TARGETS, export
 from memlab.extras import require
 from memlab.jupyter.comms import Hearing, let_through, tree
@@ -25,7 +26,7 @@ from memlab.jupyter.status import status_class
 from memlab.live.effects import default_text, effect_of
 from memlab.live.source import Source
 from memlab.moment import Activity, Asked, Moment
-from memlab.plan import FIELDS
+from memlab.plan import FIELDS, Plan
 from memlab.report import html
 from memlab.units import format_bytes
 
@@ -213,9 +214,17 @@ def as_text(source: Source) -> str:
         instead = spec.offer if is_off else default_text(spec)
         effect = effect_of(moment, spec.name, instead if is_off else toggle.value)
         gives = "not foretold" if effect is None else effect.text if is_off else f"no more {effect.text}"
-        flags = str(moment.plan.with_setting(spec.name, instead))
-        lines.append(f"{spec.title:<22}{toggle.value:<16}{instead:<16}{gives:<36}%memfit {flags or 'undo'}")
+        by = _magic_for(moment.plan, spec.name, instead)
+        lines.append(f"{spec.title:<22}{toggle.value:<16}{instead:<16}{gives:<36}{by}")
     return "\n".join((*lines, moment.status))
+
+
+def _magic_for(plan: Plan, field: str, text: str) -> str:
+    try:
+        flags = str(plan.with_setting(field, text))
+    except PlanError:
+        return "not beside the others"
+    return f"%memfit {flags or 'undo'}"
 
 
 def _table(moment: Moment) -> str:
