@@ -139,7 +139,7 @@ print(json.dumps([difference, one.peak_allocated_bytes, peaks, left]))
 
 
 @pytest.mark.xdist_group("notebooks")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_beyond_one_gpu_hands_over_and_comes_home() -> None:
     build = _build()
     source = (_NOTEBOOKS / "source" / "09_beyond_one_gpu.md").read_text(encoding="utf-8")
