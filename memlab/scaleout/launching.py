@@ -95,6 +95,7 @@ class _Told:
     pids: dict[int, int] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
     reached: dict[int, int] = field(default_factory=dict)
+    peak_bytes: dict[int, int] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     failed: list[Message] = field(default_factory=list)
     exit_codes: dict[int, int] = field(default_factory=dict)
@@ -347,9 +348,11 @@ def _listen(
             told.pids[message.rank] = content["pid"]
         elif message.kind == STEP:
             told.reached[message.rank] = content["step"]
+            if content["peak_bytes"] is not None:
+                told.peak_bytes[message.rank] = content["peak_bytes"]
             if message.rank == 0:
                 told.steps.append(_step(content))
-                progress(_line(told.steps[-1], nproc))
+                progress(_line(told.steps[-1], nproc, told.peak_bytes))
         elif message.kind == SAID:
             say(content["text"])
         elif message.kind == DONE:
@@ -367,9 +370,25 @@ def _step(content: Mapping[str, Any]) -> StepRecord:
     )  # fmt: skip
 
 
-def _line(step: StepRecord, nproc: int) -> str:
+def _line(step: StepRecord, nproc: int, peak_bytes: Mapping[int, int]) -> str:
+    """How far the run is; peaks are those of the last step that each rank has told of."""
     loss = f" · loss {step.loss:.4g}" if step.loss is not None else ""
-    return f"step {step.step} on {nproc} processes{loss} · {step.samples / max(step.seconds, 1e-9):.3g} samples/s"
+    speed = f"{step.samples / max(step.seconds, 1e-9):.3g} samples/s"
+    return f"step {step.step} on {nproc} processes{loss} · {speed}{_peaks(peak_bytes)}"
+
+
+def _peaks(peak_bytes: Mapping[int, int]) -> str:
+    """What the ranks needed, in words.
+
+    Example:
+        >>> _peaks({0: 2**30, 1: 2**30}), _peaks({0: 2**30, 1: 2**31}), _peaks({})
+        (' · peak 1.00 GiB a rank', ' · peaks 1.00 GiB (rank 0) to 2.00 GiB (rank 1)', '')
+    """
+    if not peak_bytes:
+        return ""
+    least, most = min(peak_bytes, key=peak_bytes.__getitem__), max(peak_bytes, key=peak_bytes.__getitem__)
+    low, high = format_bytes(peak_bytes[least]), format_bytes(peak_bytes[most])
+    return f" · peak {low} a rank" if low == high else f" · peaks {low} (rank {least}) to {high} (rank {most})"
 
 
 def _end(agent: subprocess.Popen[bytes], told: _Told) -> None:

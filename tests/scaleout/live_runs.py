@@ -63,11 +63,12 @@ def bert() -> Workload:
 def loss_of(workload: Workload, step: int) -> torch.Tensor:
     """The loss of a workload's model on a batch."""
     model = workload.model
+    rows, ids, labels = (each[step].to(workload.device) for each in (ROWS, IDS, LABELS))
     if isinstance(model, Tower):
         width = model.head.in_features
-        return nn.functional.cross_entropy(model(ROWS[step].repeat(1, 1 + width // 37)[:, :width]), LABELS[step])
-    labels = LABELS[step] if isinstance(model, BertForSequenceClassification) else IDS[step]
-    loss: torch.Tensor = model(input_ids=IDS[step], labels=labels).loss
+        return nn.functional.cross_entropy(model(rows.repeat(1, 1 + width // 37)[:, :width]), labels)
+    is_classifier = isinstance(model, BertForSequenceClassification)
+    loss: torch.Tensor = model(input_ids=ids, labels=labels if is_classifier else ids).loss
     return loss
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -58,6 +59,21 @@ def test_one_rank_makes_no_difference_at_all(flags: str) -> None:
     assert Snapshot(reference).differences(Snapshot(workload)) == []
 
 
+@pytest.mark.parametrize(
+    "flags",
+    engines(
+        "ddp", "fsdp2", "fsdp2 --offload optimizer,params", "zero1", "zero2 --offload optimizer", "zero3",
+        "zero3 --offload optimizer,params",
+    ),
+)  # fmt: skip
+def test_there_and_back_without_a_step_changes_nothing(flags: str) -> None:
+    workload = gpt2()
+    trained(workload, BATCHES[:2])
+    before = Snapshot(workload)
+    assert launch(lambda: "there", workload, f"--scale {flags}", nproc=2).value == "there"
+    assert differing(workload, before) == []
+
+
 @pytest.mark.parametrize("flags", engines("fsdp2", "zero2"))
 def test_a_loss_of_the_loops_own_gets_the_outputs_of_all_rows(flags: str) -> None:
     expected, losses, _, _ = handed_over(flags, 2, BATCHES, trained_by_own_criterion)
@@ -89,6 +105,7 @@ def test_each_rank_says_what_it_needed(capsys: pytest.CaptureFixture[str]) -> No
     assert pretty(launched) == str(launched)
     assert len(launched.losses) == 3
     assert lines[-1].startswith("step 3 on 2 processes · loss ")
+    assert re.search(r" samples/s · peaks? [0-9.]+ [KM]iB", lines[-1]), lines[-1]
 
 
 def differing(workload: Workload, before: Snapshot) -> list[str]:
