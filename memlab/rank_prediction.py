@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memlab.records import Fit, Verdict
+from memlab.shown import Shown
 
 
 @dataclass(frozen=True)
-class RankPrediction:
+class RankPrediction(Shown):
     """What one rank is foretold to need; all ranks need the same but for a row.
 
     Args:
@@ -54,7 +55,7 @@ class RankPrediction:
 
 
 @dataclass(frozen=True)
-class RankForecast:
+class RankForecast(Shown):
     """Ranks of runs under several engines or numbers of processes, side by side.
 
     Args:
@@ -95,7 +96,7 @@ class Fewest:
 
 
 @dataclass(frozen=True)
-class HowMany:
+class HowMany(Shown):
     """How many of which GPU hold a workload.
 
     Args:

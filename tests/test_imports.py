@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"errors", "units"},
     "shown": set(),
     "records": {"errors", "plan", "shown"},
-    "rank_prediction": {"records"},
+    "rank_prediction": {"records", "shown"},
     "comparison": {"errors", "plan", "records", "shown"},
     "rungs": {"comparison", "errors", "lattice", "plan", "records", "shown", "units"},
     "inference_record": {"records"},

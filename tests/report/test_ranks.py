@@ -100,3 +100,13 @@ def test_a_picture_says_what_it_shows() -> None:
     assert "--scale zero3 on 2: 6.00 GiB a rank" in picture.text["Description"]  # type: ignore[attr-defined]
     assert ranks.png(RankForecast("gpt2", (REFUSED,))) is None
     assert ranks.sentence(RankForecast("gpt2", (REFUSED,))) == "gpt2: no engine applies"
+
+
+def test_print_shows_the_tables() -> None:
+    assert str(FORECAST) == text.listing(ranks.listing_of(FORECAST))
+    assert FORECAST._repr_html_() == html.listing(ranks.listing_of(FORECAST))
+    alone = str(ZERO3).splitlines()
+    assert alone[0] == "a rank of 2 · T4"
+    assert "6.00 GiB" in alone[3]
+    found = HowMany("gpt2", 8, (Fewest("T4", 16 * GIB, "zero3", ZERO3),))
+    assert str(found) == text.listing(ranks.how_many_listing(found))
