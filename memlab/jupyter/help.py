@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from memlab.jupyter.parser import CELL_FLAGS, FORESIGHT_FLAGS, WORDS, Flag
+from memlab.jupyter.flags import CELL_FLAGS, FORESIGHT_FLAGS, WORDS, Flag
 from memlab.plan import FIELDS, PlanField
 
 _CELL_EXAMPLES = """\

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -13,38 +12,29 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memlab.comparison import Comparison
-from memlab.errors import RefusalError, ScaleError
-from memlab.extras import require_installed
-from memlab.plan import Plan
+from memlab.errors import ScaleError
 from memlab.records import StepRecord
 from memlab.run_record import RunRecord
 from memlab.scaleout import shipping, tensors
-from memlab.scaleout.engines import tp
+from memlab.scaleout.checks import check, check_engine
+from memlab.scaleout.failures import Told, failure, hung
 from memlab.scaleout.homecoming import bring_home
-from memlab.scaleout.messages import DONE, ENDED, FAILED, SAID, STARTED, STEP, Listener, Message
+from memlab.scaleout.messages import DONE, ENDED, FAILED, SAID, STARTED, STEP, Listener
 from memlab.scaleout.scale import Scale
 from memlab.scaleout.worker import DISK, HOME, OUT, PACKED, VALUE, Errand, Home
-from memlab.session import session_of
 from memlab.snapshot import random_states
 from memlab.units import format_bytes
 from memlab.workload import Workload
 
 _LISTEN_SECONDS = 0.1
 _TERM_SECONDS = 5.0
-_MOST_LINES = 12
-# DeepSpeed 0.19, runtime/swap_tensor/utils.py: MIN_AIO_BYTES, AIO_ALIGNED_BYTES
-_SWAPPED_FROM_BYTES = 1024**2
-_BLOCK_BYTES = 1024
-# what direct access to a disk asks of addresses
-_ALIGNED_BYTES = 512
-_UNCHANGED = "nothing here has changed"
 _NO_STEP = "no optimizer step ended on the ranks, so nothing was measured"
 
 
@@ -86,20 +76,6 @@ class Launched:
         from memlab.report import image
 
         return image.png(self.comparison) if self.comparison is not None else None
-
-
-@dataclass
-class _Told:
-    """What the ranks have said so far."""
-
-    pids: dict[int, int] = field(default_factory=dict)
-    steps: list[StepRecord] = field(default_factory=list)
-    reached: dict[int, int] = field(default_factory=dict)
-    peak_bytes: dict[int, int] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
-    failed: list[Message] = field(default_factory=list)
-    exit_codes: dict[int, int] = field(default_factory=dict)
-    last: float = field(default_factory=time.monotonic)
 
 
 def launch(
@@ -152,8 +128,8 @@ def launch(
             memlab.launch(train, memlab.Workload(model, optimizer), "--scale zero3", nproc=2)
     """
     scale = plan if isinstance(plan, Scale) else Scale.parse(plan)
-    _check(workload, nproc)
-    _check_engine(workload, scale, nproc)
+    check(workload, nproc)
+    check_engine(workload, scale, nproc)
     seconds: dict[str, float] = {}
     for note in scale.notes:
         progress(note)
@@ -169,76 +145,6 @@ def launch(
             ]
             bring_home(folder / HOME, home, workload)
     return Launched(home.value, comparison, tuple(told.steps), seconds)
-
-
-def _check(workload: Workload, nproc: int) -> None:
-    if not isinstance(nproc, int) or nproc < 1:
-        raise ScaleError(f"nproc {nproc!r}: expected a whole number of processes, 1 or more")
-    gpus = torch.cuda.device_count() if workload.device.type == "cuda" else nproc
-    if nproc > gpus:
-        raise ScaleError(f"nproc {nproc}: this machine has {gpus} GPUs; use nproc={gpus}, or move the model to the CPU")
-    session = session_of(workload.model)
-    if session is not None and session.plan != Plan():
-        raise ScaleError(
-            f"{session.plan.label} is in force on {workload.name}: undo it first (session.undo(), %memfit undo), and give "
-            "what the ranks are to use with --scale"
-        )
-    for module_name, module in workload.model.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and nproc > 1:
-            raise ScaleError(
-                f"{workload.name} has BatchNorm ({module_name}), whose statistics depend on the whole batch: replace it "
-                "by GroupNorm"
-            )
-
-
-def _check_engine(workload: Workload, scale: Scale, nproc: int) -> None:
-    """Refuse what the engine cannot do here, before anything starts."""
-    if scale.engine == "tp":
-        tp.check(workload.model, workload.name, nproc)
-    if scale.engine.startswith("zero"):
-        require_installed("deepspeed")
-    if not scale.uses_files:
-        return
-    broken = _broken_in_files(workload, nproc)
-    if broken:
-        raise RefusalError(
-            "scale",
-            f"the part of {broken} that each of {nproc} processes has does not begin and end with a block of a disk, and "
-            "DeepSpeed 0.19 updates such parameters wrongly",
-            "use --offload optimizer, in host memory",
-        )
-    if not _has_libaio():
-        raise ScaleError(
-            f"--scale {scale.engine} {scale.plan} needs a C++ compiler and libaio with its header, and a program that uses "
-            "it could not be built: apt-get install g++ ninja-build libaio-dev (or CFLAGS and LDFLAGS that say where it is)"
-        )
-
-
-def _broken_in_files(workload: Workload, nproc: int) -> str:
-    """Name of a trained parameter whose shards DeepSpeed would read back wrongly; empty where there is none."""
-    names = tensors.names_of(workload.model)
-    for group in (group for optimizer in workload.optimizers for group in optimizer.param_groups):
-        begins_bytes = 0  # in the flat buffer of the group
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            shard_bytes = 4 * -(-parameter.numel() // nproc)
-            is_unaligned = begins_bytes % _ALIGNED_BYTES or shard_bytes % _BLOCK_BYTES
-            if shard_bytes >= _SWAPPED_FROM_BYTES and is_unaligned:
-                return names[id(parameter)]
-            begins_bytes += shard_bytes
-    return ""
-
-
-def _has_libaio() -> bool:
-    """Whether DeepSpeed will be able to build what reads and writes files for it."""
-    words = [word for name in ("CFLAGS", "LDFLAGS") for word in shlex.split(os.environ.get(name, ""))]
-    build = ["c++", "-x", "c++", "-shared", "-fPIC", "-", "-o", os.devnull, *words, "-laio"]
-    try:
-        built = subprocess.run(build, input=b"#include <libaio.h>\n", capture_output=True, check=False)  # noqa: S603 - its own words
-    except FileNotFoundError:
-        return False
-    return built.returncode == 0
 
 
 @contextmanager
@@ -305,8 +211,8 @@ def _takes_an_argument(train: Callable[..., Any]) -> bool:
 
 def _run(
     folder: Path, nproc: int, hang_seconds: float, say: Callable[[str], Any], progress: Callable[[str], None]
-) -> _Told:
-    told = _Told()
+) -> Told:
+    told = Told()
     listener = Listener(folder, nproc)
     log = (folder / "log").open("wb")
     agent = subprocess.Popen(  # noqa: S603 - this interpreter, with paths of our own
@@ -318,13 +224,13 @@ def _run(
             time.sleep(_LISTEN_SECONDS)
             _listen(listener, told, nproc, say, progress)
             if time.monotonic() - told.last > hang_seconds:
-                raise ScaleError(_hung(told, nproc, hang_seconds))
+                raise ScaleError(hung(told, nproc, hang_seconds))
         _listen(listener, told, nproc, say, progress)
     finally:
         _end(agent, told)
         log.close()
     if len(told.done) < nproc:
-        raise _failure(told, nproc, (folder / "log").read_text(errors="replace"))
+        raise failure(told, nproc, (folder / "log").read_text(errors="replace"))
     return told
 
 
@@ -339,7 +245,7 @@ def _environment(nproc: int) -> dict[str, str]:
 
 
 def _listen(
-    listener: Listener, told: _Told, nproc: int, say: Callable[[str], Any], progress: Callable[[str], None]
+    listener: Listener, told: Told, nproc: int, say: Callable[[str], Any], progress: Callable[[str], None]
 ) -> None:
     for message in listener.news():
         told.last = time.monotonic()
@@ -391,7 +297,7 @@ def _peaks(peak_bytes: Mapping[int, int]) -> str:
     return f" · peak {low} a rank" if low == high else f" · peaks {low} (rank {least}) to {high} (rank {most})"
 
 
-def _end(agent: subprocess.Popen[bytes], told: _Told) -> None:
+def _end(agent: subprocess.Popen[bytes], told: Told) -> None:
     """End whatever still runs of a run, ranks included: they have process groups of their own."""
     if agent.poll() is None:
         agent.send_signal(signal.SIGTERM)
@@ -403,62 +309,6 @@ def _end(agent: subprocess.Popen[bytes], told: _Told) -> None:
     for pid in told.pids.values():
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-
-
-# -- what went wrong -------------------------------------------------------------------------------
-
-
-def _failure(told: _Told, nproc: int, log: str) -> ScaleError:
-    # ranks that lose a peer fail as well, and some say so before anybody knows that the peer is dead
-    said = {message.rank for message in told.failed}
-    silent = {rank: code for rank, code in told.exit_codes.items() if rank not in said | told.done}
-    killed = [rank for rank, code in silent.items() if code != -signal.SIGTERM]
-    if killed or (silent and not said):
-        rank = min(killed or silent)
-        return ScaleError(f"rank {rank} of {nproc} {_ended_with(silent[rank])}{_at_step(told, rank)}; {_UNCHANGED}")
-    if told.failed:
-        return _said_failure(min(told.failed, key=lambda message: message.at), told, nproc)
-    error = ScaleError(f"the ranks could not be started; {_UNCHANGED}")
-    error.add_note(_last_lines(log))
-    return error
-
-
-def _said_failure(first: Message, told: _Told, nproc: int) -> ScaleError:
-    how = "ran out of memory" if first.content["ran_out"] else "failed"
-    error = ScaleError(
-        f"rank {first.rank} of {nproc} {how}{_at_step(told, first.rank)}: {first.content['error']}: "
-        f"{first.content['text']}; {_UNCHANGED}"
-    )
-    error.add_note(f"on rank {first.rank}:\n{first.content['traceback']}")
-    return error
-
-
-def _ended_with(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "was killed (SIGKILL: the system does so when host memory runs out)"
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
-def _at_step(told: _Told, rank: int) -> str:
-    reached = told.reached.get(rank, 0)
-    return f" in step {reached + 1}" if reached else " before its first step ended"
-
-
-def _hung(told: _Told, nproc: int, hang_seconds: float) -> str:
-    if not told.pids:
-        return f"no rank has started within {hang_seconds:g} s; {_UNCHANGED}"
-    slowest = min(range(nproc), key=lambda rank: told.reached.get(rank, 0))
-    steps = ", ".join(f"rank {rank}: {told.reached.get(rank, 0)}" for rank in range(nproc))
-    return (
-        f"all ranks have been silent for {hang_seconds:g} s and were ended (steps done: {steps}): rank {slowest} may wait "
-        f"for the others in code that only some ranks run, or a step takes longer: raise hang_seconds; {_UNCHANGED}"
-    )
-
-
-def _last_lines(log: str) -> str:
-    return "\n".join(log.strip().splitlines()[-_MOST_LINES:])
 
 
 def _comparison(folder: Path, nproc: int, workload: Workload, scale: Scale) -> Comparison | None:

@@ -20,8 +20,9 @@ from memlab.comparison import Comparison, FoundPlan
 from memlab.devices import gpu
 from memlab.errors import BudgetError, PlanError, TraceError
 from memlab.jupyter import foresight
+from memlab.jupyter.flags import FORESIGHT_FLAGS
 from memlab.jupyter.forecast import Forecast
-from memlab.jupyter.parser import FORESIGHT_FLAGS, foresight_options
+from memlab.jupyter.parser import foresight_options
 from memlab.jupyter.watch import without_graph
 from memlab.lattice import lattice
 from memlab.live.control import control_of

@@ -12,9 +12,9 @@ import torch
 
 from memlab.comparison import Comparison
 from memlab.jupyter import live
+from memlab.jupyter.flags import CELL_FLAGS, FORESIGHT_FLAGS, WORDS
 from memlab.jupyter.help import cell_help, line_help
 from memlab.jupyter.live import NotebookLine, Progress, TerminalLine
-from memlab.jupyter.parser import CELL_FLAGS, FORESIGHT_FLAGS, WORDS
 from memlab.moment import Activity, LivePoint, Moment
 from memlab.plan import FIELDS, Plan, plan_flags
 from memlab.session import session_of, sessions

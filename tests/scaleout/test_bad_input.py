@@ -19,7 +19,7 @@ from torch import nn
 
 from memlab import Workload, launch
 from memlab.errors import MissingExtraError, RefusalError, ScaleError
-from memlab.scaleout import homecoming, launching, shipping, tensors
+from memlab.scaleout import checks, homecoming, launching, shipping, tensors
 from memlab.scaleout.worker import Home
 from memlab.snapshot import Snapshot, random_states
 from tests.helpers.needs import needs
@@ -66,7 +66,7 @@ def test_a_disk_without_room_for_what_is_offloaded(monkeypatch: pytest.MonkeyPat
     sent_bytes = 2 * sum(tensor.nbytes for tensor in tensors.all_of(workload).values())
     usage = shutil._ntuple_diskusage(10**9, 10**9 - sent_bytes, sent_bytes)  # type: ignore[attr-defined]
     monkeypatch.setattr(launching.shutil, "disk_usage", lambda _: usage)
-    monkeypatch.setattr(launching, "_has_libaio", lambda: True)
+    monkeypatch.setattr(checks, "has_libaio", lambda: True)
     with pytest.raises(ScaleError, match=r"goes out .* are offloaded to others, and .* free: set TMPDIR to a disk"):
         launch(no_training, workload, "--scale zero3 --offload optimizer:disk")
     assert not folders()

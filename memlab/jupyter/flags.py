@@ -1,0 +1,182 @@
+"""The flags of `%%memfit` and the words of `%memfit` as tables, from which they are read (`parser`) and explained (`help`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memlab.scaleout.scale import ENGINES
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that is about the cell, not about the plan.
+
+    Args:
+        name: attribute of `CellOptions` it sets.
+        flag: the flag.
+        metavar: how its value reads in help; empty for a flag without one.
+        help: one sentence.
+        also: another spelling.
+        repeats: whether it may be given several times; values are joined by commas.
+    """
+
+    name: str
+    flag: str
+    metavar: str
+    help: str
+    also: str = ""
+    repeats: bool = False
+
+    @property
+    def usage(self) -> str:
+        """The flag as help shows it."""
+        spelled = f"{self.also}, {self.flag}" if self.also else self.flag
+        return f"{spelled} {self.metavar}".rstrip()
+
+
+@dataclass(frozen=True)
+class Word:
+    """A subcommand of `%memfit`."""
+
+    word: str
+    arguments: str
+    help: str
+
+    @property
+    def usage(self) -> str:
+        """The subcommand as help shows it."""
+        return f"{self.word} {self.arguments}".rstrip()
+
+
+CELL_FLAGS = (
+    Flag("model", "--model", "NAME", "variable that holds the model, where there are several"),
+    Flag("optimizer", "--optimizer", "NAME", "variable that holds the optimizer, where there are several"),
+    Flag("budget", "--budget", "SIZE", "choose the fastest plan predicted to fit; flags of techniques are kept in it"),
+    Flag("lossless", "--lossless", "", "with --budget: only techniques that leave the gradient as it is"),
+    Flag("capacity", "--capacity", "SIZE", "size the device is to behave as in this cell, as in 4GiB"),
+    Flag(
+        "keep",
+        "--keep",
+        "FIELD[,FIELD…]",
+        "settings that must stay as they are when memory runs out: precision, optimizer, checkpointing and so on",
+        repeats=True,
+    ),
+    Flag("no_rescue", "--no-rescue", "", "let the cell fail when memory runs out, instead of changing the plan"),
+    Flag(
+        "background",
+        "--background",
+        "",
+        "run the cell on a thread of its own, so that clicks and other cells come through",
+    ),
+    Flag(
+        "inference",
+        "--inference",
+        "",
+        "for a cell that only runs forward or generate: gradients off, eval mode; with --fp16 or --bf16 weights in that format",
+    ),
+    Flag(
+        "prove",
+        "--prove",
+        "",
+        "with --inference: find the largest batch that fits --budget, or the device, by running it",
+    ),
+    Flag("nproc", "--nproc", "N", f"train in N processes and bring everything home; with --scale {'|'.join(ENGINES)}"),
+    Flag("quiet", "--quiet", "", "show no progress while the cell runs"),
+    Flag("help", "--help", "", "show this and run nothing", also="-h"),
+)
+
+_BUDGET = Flag("budget", "--budget", "SIZE", "what the plans are to fit into, as in 8GiB")
+_WORKLOAD_FLAGS = (
+    Flag(
+        "batch",
+        "--batch",
+        "NAME[,NAME…]",
+        "variables that make a batch; by default the largest batch of the last %%memfit cell",
+    ),
+    Flag("loss_fn", "--loss-fn", "NAME", "variable called with output and target; the batch is then inputs,target"),
+    Flag("model", "--model", "NAME", "variable that holds the model, where there are several"),
+    Flag("optimizer", "--optimizer", "NAME", "variable that holds the optimizer, where there are several"),
+)
+_LOSSLESS = Flag("lossless", "--lossless", "", "only techniques that leave the gradient as it is")
+_GPU = Flag(
+    "device", "--device", "GPU", "a GPU of the catalogue to predict for, as in T4; by default the model's device"
+)
+# flags of the subcommands that foretell; those of a plan come on top
+FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
+    "predict": (
+        _BUDGET,
+        _GPU,
+        Flag("all", "--all", "", "show every plan, not the best ones only"),
+        Flag("wide", "--wide", "", "every combination of techniques, and pure bf16; takes several times as long"),
+        Flag("nproc", "--nproc", "N", f"foretell a rank of 1, 2, 4 … N processes, with --scale {'|'.join(ENGINES)}"),
+        Flag("plans", "--plans", '"FLAGS" …', "predict these plans; the last flag of the line"),
+        _LOSSLESS,
+        *_WORKLOAD_FLAGS,
+    ),
+    "find": (_BUDGET, _LOSSLESS, *_WORKLOAD_FLAGS),
+    "ladder": (
+        _BUDGET,
+        Flag(
+            "order",
+            "--order",
+            "documented|gain",
+            "what comes next: exact and cheap levers, or what is foretold to gain most",
+        ),
+        Flag("steps", "--steps", "N", "steps to time on each rung; by default 5"),
+        Flag("levers", "--levers", '"FLAGS" …', "these levers, in this order; the last flag of the line"),
+        _LOSSLESS,
+        *_WORKLOAD_FLAGS,
+    ),
+    "panel": (_BUDGET, *_WORKLOAD_FLAGS),
+    "snapshot": (
+        Flag(
+            "predicted",
+            "--predicted",
+            "",
+            "foretell the snapshot instead of running two steps for it",
+        ),
+        _GPU,
+        *_WORKLOAD_FLAGS,
+    ),
+}
+# flags that take the rest of the line
+LAST_FLAG = {"predict": "--plans", "ladder": "--levers"}
+
+WORDS = (
+    Word("panel", "[--budget SIZE] [--batch NAME]", "switch settings with the mouse, and watch memory and throughput"),
+    Word(
+        "predict",
+        "[FLAGS] [--budget SIZE] [--device GPU] [--all]",
+        "foretell memory and speed of all plans, or of one; with --scale and --nproc what each rank needs",
+    ),
+    Word(
+        "find",
+        "--budget SIZE [FLAGS]",
+        "search the fastest plan that fits, and prove it by running it; returns the FoundPlan",
+    ),
+    Word(
+        "ladder",
+        "[--budget SIZE] [FLAGS]",
+        "add one lever after another and measure what each gives, then put everything back; returns the Ladder",
+    ),
+    Word("report", "", "the settings measured so far, as a table and as figures; returns the Comparison"),
+    Word(
+        "compare",
+        '"FLAGS" …',
+        "measure plans from the same starting point, then put everything back; returns the Comparison",
+    ),
+    Word("switch", "FLAGS", "change the plan now; %memfit FLAGS does the same"),
+    Word("wait", "", "wait for the %%memfit --background cell; fails when it has failed"),
+    Word("cancel", "", "end the %%memfit --background cell before its next step"),
+    Word("undo", "[all]", "take the plan off the model of the last cell, or off all models"),
+    Word(
+        "export",
+        "[torch|trainer|accelerate|deepspeed|fsdp2] [FLAGS] [--scale ENGINE [--nproc N]]",
+        "the plan in force, or the one given, as code",
+    ),
+    Word("device", "[--capacity SIZE|none]", "what memory is counted on, and the size it behaves as"),
+    Word("snapshot", "FILE [--predicted] [FLAGS]", "save a memory snapshot of a step for pytorch.org/memory_viz"),
+    Word("record", "FILE", "save what was measured as JSON"),
+    Word("replay", "FILE", "show a saved file, measured here or elsewhere; returns the Comparison"),
+    Word("help", "", "show this"),
+)
