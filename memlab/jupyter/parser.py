@@ -119,6 +119,10 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
     engine, others = _engine_of_processes(words[:at])
     plan, rest = Plan.parse_known(others)
     given, loose = _read_flags(rest, flags)
+    if command == "predict" and plan.scale is not ScaleOut.NONE:
+        raise PlanError(
+            f"--scale {plan.scale} needs --nproc: engines are foretold for ranks, as in --scale {plan.scale} --nproc 2"
+        )
     if given.get("budget"):
         parse_bytes(given["budget"])
     return ForesightOptions(

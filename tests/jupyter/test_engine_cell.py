@@ -45,5 +45,8 @@ def test_what_does_not_go_with_an_engine_is_one_line(cell: Cell) -> None:
     assert said.startswith("--budget with --scale fsdp2: a budget is chosen for by what is foretold")
     assert "exclude each other" in str(cell(f"%%memfit --scale fsdp2 --accumulate 2\n{TRAIN}").error)
     cell(f"%%memfit\n{TRAIN}")
-    assert "is not foretold; measure it" in str(cell("%memfit predict --scale fsdp2").error)
-    assert str(cell("%memfit export torch --scale fsdp2").error).startswith("export of --scale fsdp2: an engine's")
+    assert "--scale fsdp2 needs --nproc: engines are foretold for ranks" in str(
+        cell("%memfit predict --scale fsdp2").error
+    )
+    said = str(cell("%memfit export deepspeed --scale fsdp2").error)
+    assert said == "--scale fsdp2 to 'deepspeed': allowed are torch, trainer, accelerate, fsdp2"

@@ -507,7 +507,7 @@ def test_every_flag_is_read() -> None:
     assert (options.batch, options.budget, str(options.plan)) == (("x", "y"), "1GiB", "--fp16")
     assert {flag.name for flags in FORESIGHT_FLAGS.values() for flag in flags} == {
         "budget", "device", "all", "wide", "plans", "lossless", "batch", "loss_fn", "model", "optimizer", "predicted",
-        "order", "steps", "levers", "nproc", "scale",
+        "order", "steps", "levers", "nproc",
     }  # fmt: skip
 
 
