@@ -145,7 +145,7 @@ def test_beyond_one_gpu_hands_over_and_comes_home() -> None:
     source = (_NOTEBOOKS / "source" / "09_beyond_one_gpu.md").read_text(encoding="utf-8")
     # each engine is a launch of its own: one is enough here, beside the two handovers
     assert source.count(_ALL_ENGINES) == 1
-    notebook = build.notebook_of(source.replace(_ALL_ENGINES, 'ENGINES = ("zero2",) if'))
+    notebook = build.notebook_of(source.replace(_ALL_ENGINES, 'ENGINES = ("fsdp2",) if'))
     notebook.cells.append(nbformat.v4.new_code_cell(_HANDED_OVER))
     client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
     client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})

@@ -37,7 +37,7 @@ def held(workload: Workload, ranks: list[int]) -> dict[str, int]:
         "bytes of tensors": sum(storages.values()),
         "threads": threading.active_count(),
         "threads of the system": psutil.Process().num_threads(),
-        "child processes": len(psutil.Process().children(recursive=True)),
+        "child processes": sum(map(_is_of_a_launch, psutil.Process().children(recursive=True))),
         "open files": psutil.Process().num_fds(),
         "temporary files": sum(1 for _ in Path(tempfile.gettempdir()).glob("memlab-*")),
         "shared memory": shared_memory(ranks),
@@ -55,6 +55,14 @@ def shared_memory(ranks: list[int]) -> int:
     folder = Path("/dev/shm")
     names = [path.name for path in folder.glob("*")] if folder.exists() else []
     return sum(any(str(rank) in name for rank in ranks) for name in names)
+
+
+def _is_of_a_launch(process: psutil.Process) -> bool:
+    """Browsers and kernels of other tests come and go."""
+    try:
+        return any("memlab.scaleout" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, tuple[int, int]]:

@@ -22,6 +22,7 @@ from memlab.errors import RefusalError, ScaleError
 from memlab.scaleout import live_fsdp2
 from memlab.session import Session
 from memlab.snapshot import Snapshot
+from tests.helpers.files_reader import needs_files_reader
 from tests.helpers.needs import needs
 from tests.scaleout.live_runs import Tower, bert, go, loss_of, tower
 from tests.scaleout.runs import gpt2
@@ -164,10 +165,9 @@ def test_from_engine_to_engine_between_two_steps() -> None:
 
 
 @needs(extra="deepspeed")
+@needs_files_reader
+@pytest.mark.timeout(1200)
 def test_state_in_files() -> None:
-    deepspeed = pytest.importorskip("deepspeed")
-    if not deepspeed.ops.op_builder.AsyncIOBuilder().is_compatible(verbose=False):
-        pytest.skip("needs libaio")
     # DeepSpeed leaves less than a MiB in memory
     reference, workload = tower(601), tower(601)
     for first, last in ((0, 3), (3, 5), (5, 6)):
