@@ -3,7 +3,7 @@
 python -m tests.bench.rank_accuracy            run, and write tests/bench/results/accuracy/ranks/cpu.json
 python -m tests.bench.rank_accuracy --show     show what was run last
 
-Ranks are counted by the CPU ledger, over gloo. A peak is that of the lowest of a rank's steps: what a thread of gloo still
+Ranks are counted by the CPU ledger, over gloo. A peak is the middle one of a rank's steps: what a thread of gloo still
 holds when the next tensor is made lifts some of them.
 """
 

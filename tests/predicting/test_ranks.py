@@ -19,15 +19,11 @@ from tests.helpers.needs import needs
 from tests.scaleout.ranks import bert, gpt2, perceptron, run, small, workload_of
 
 _FIGURE = 0.03
-# the rules were measured before gradients of several backward passes were added up in host memory, which takes a copy more
-_KNOWN_TO_BE_LOW = "zero2 --offload optimizer"
 _WIRE = 0.03
 
 
 def _case(make: Callable[..., Any], flags: str, nproc: int) -> Any:
     marks = [needs(extra="deepspeed")] if "zero" in flags else []
-    if flags == _KNOWN_TO_BE_LOW:
-        marks.append(pytest.mark.xfail(reason="foretold 9 % too low, see the README", strict=False))
     return pytest.param(make, flags, nproc, marks=marks, id=f"{make.__name__}-{flags}-{nproc}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,11 +133,12 @@ class Run:
     """What ranks needed.
 
     Args:
-        peak_bytes: of rank 0, in the lowest of its steps: what a thread of the backend still holds makes others higher.
+        peak_bytes: of rank 0, in the middle one of its steps: what a thread of the backend still holds makes some of
+            them higher.
         sent_bytes: that a rank sent in its last step.
     """
 
-    peak_bytes: int
+    peak_bytes: float
     sent_bytes: float
 
 
@@ -153,4 +155,4 @@ def run(workload: Workload, flags: str, nproc: int) -> Run:
     launched = launch(train, workload, flags, nproc=nproc, capacity_bytes=8 * GIB)
     peaks = [step.peak_allocated_bytes for step in launched.steps if step.peak_allocated_bytes is not None]
     assert len(peaks) == _STEPS
-    return Run(min(peaks[1:]), launched.value)
+    return Run(statistics.median(peaks[1:]), launched.value)

@@ -19,10 +19,9 @@ from torch import nn
 
 from memlab import Workload, fit, measure
 from memlab.errors import RefusalError, ScaleError
-from memlab.scaleout import live_fsdp2
+from memlab.scaleout import checks, live_fsdp2
 from memlab.session import Session
 from memlab.snapshot import Snapshot
-from tests.helpers.files_reader import needs_files_reader
 from tests.helpers.needs import needs
 from tests.scaleout.live_runs import Tower, bert, go, loss_of, tower
 from tests.scaleout.runs import gpt2
@@ -165,7 +164,7 @@ def test_from_engine_to_engine_between_two_steps() -> None:
 
 
 @needs(extra="deepspeed")
-@needs_files_reader
+@pytest.mark.skipif(not checks.has_libaio(), reason="needs a C++ compiler and libaio-dev")
 @pytest.mark.timeout(1200)
 def test_state_in_files() -> None:
     # DeepSpeed leaves less than a MiB in memory

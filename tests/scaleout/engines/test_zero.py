@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memlab import Workload
-from tests.helpers.files_reader import needs_files_reader
+from memlab.scaleout import checks
 from tests.helpers.needs import needs
 from tests.scaleout.handing import handed_over
 
@@ -56,7 +56,7 @@ def test_parameters_in_host_memory_train_as_ever() -> None:
 
 
 @needs(extra="deepspeed")
-@needs_files_reader
+@pytest.mark.skipif(not checks.has_libaio(), reason="needs a C++ compiler and libaio-dev")
 @pytest.mark.timeout(1200)
 def test_optimizer_state_in_files_trains_as_ever() -> None:
     expected, losses, _, _ = handed_over("zero3 --offload optimizer:nvme,params", 2, rows(6), trained_with_files, wide)
