@@ -129,17 +129,7 @@ def test_programs_weigh_rows_by_their_targets(tmp_path: Path, batches: list[dict
 
 
 # four rows for each rank: together, a batch
-WITH_ACCELERATE = """
-import json, os, sys
-import torch
-from accelerate import Accelerator
-from memlab.exporting import export
-from tests.helpers.cpu_ranks import take_the_cpu_for_a_gpu, without_compiling
-from tests.test_export_ranks import RATE, namespace_of
-
-take_the_cpu_for_a_gpu()
-if "DeepSpeed" in sys.argv:
-    without_compiling()
+PREPARED_LOOP = """
 accelerator = Accelerator()
 program = namespace_of(export("--scale ddp", "torch"))
 model = program["make_model"]().train()
@@ -154,10 +144,23 @@ for batch in loader:
     optimizer.step()
     optimizer.zero_grad()
     losses.append(accelerator.reduce(loss.detach(), "mean").item())
+"""
+WITH_ACCELERATE = f"""
+import json, os, sys
+import torch
+from accelerate import Accelerator
+from memlab.exporting import export
+from tests.helpers.cpu_ranks import take_the_cpu_for_a_gpu, without_compiling
+from tests.test_export_ranks import RATE, namespace_of
+
+take_the_cpu_for_a_gpu()
+if "DeepSpeed" in sys.argv:
+    without_compiling()
+{PREPARED_LOOP}
 if accelerator.is_main_process:
     shards = [type(parameter).__name__ for parameter in model.parameters()]
     stage = accelerator.state.deepspeed_plugin.zero_stage if accelerator.state.deepspeed_plugin else None
-    print(json.dumps({"type": accelerator.distributed_type, "shard": shards[0], "stage": stage}))
+    print(json.dumps({{"type": accelerator.distributed_type, "shard": shards[0], "stage": stage}}))
     print(json.dumps(losses), flush=True)
 accelerator.wait_for_everyone()
 os._exit(0)

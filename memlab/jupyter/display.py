@@ -21,7 +21,6 @@ from memlab.jupyter.forecast import Forecast
 from memlab.rank_prediction import HowMany, RankForecast
 from memlab.report import (
     figure,
-    html,
     image,
     ladder,
     ladder_image,
@@ -30,6 +29,7 @@ from memlab.report import (
     pareto_figure,
     pareto_image,
     ranks,
+    showing,
     text,
 )
 from memlab.rungs import Ladder
@@ -37,10 +37,10 @@ from memlab.rungs import Ladder
 
 def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:
     """Let the shell show what the magics return; `undo` makes it forget."""
-    for shown, (plain, rich, picture) in _FORMATS.items():
+    for shown, picture in _PICTURES.items():
         known = {
-            "text/plain": _printed(plain),
-            "text/html": rich,
+            "text/plain": _printed,
+            "text/html": showing.html_of,
             "image/png": _where_wanted(picture, config),
         }
         for kind, formatter in known.items():
@@ -49,26 +49,18 @@ def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:
             undo.callback(formatters.pop, shown, None)
 
 
-_FORMATS: dict[type, tuple[Callable[[Any], str], Callable[[Any], str], Callable[[Any], bytes | None]]] = {
-    Comparison: (text.table, html.table, image.png),
-    Forecast: (lambda forecast: forecast.text, lambda forecast: forecast.html, lambda forecast: forecast.png),
-    FoundPlan: (text.found_table, html.found_table, lambda found: pareto_image.png(pareto.found_chart(found))),
-    HowMany: (
-        lambda found: text.listing(ranks.how_many_listing(found)),
-        lambda found: html.listing(ranks.how_many_listing(found)),
-        lambda _: None,
-    ),
-    RankForecast: (
-        lambda forecast: text.listing(ranks.listing_of(forecast)),
-        lambda forecast: html.listing(ranks.listing_of(forecast)),
-        ranks.png,
-    ),
-    Ladder: (text.ladder_table, html.ladder_table, ladder_image.png),
+_PICTURES: dict[type, Callable[[Any], bytes | None]] = {
+    Comparison: image.png,
+    Forecast: lambda forecast: forecast.png,
+    FoundPlan: lambda found: pareto_image.png(pareto.found_chart(found)),
+    HowMany: lambda _: None,
+    RankForecast: ranks.png,
+    Ladder: ladder_image.png,
 }
 
 
-def _printed(plain: Callable[[Any], str]) -> Callable[[Any, Any, bool], None]:
-    return lambda value, printer, _cycle: printer.text(plain(value))
+def _printed(value: Any, printer: Any, _cycle: bool) -> None:
+    printer.text(showing.text_of(value))
 
 
 def _where_wanted(picture: Callable[[Any], bytes | None], config: MemLab) -> Callable[[Any], bytes | None]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memlab.records import Measurement, Prediction
-from memlab.report import html, listing, pareto, pareto_image, text, timeline_image
+from memlab.report import html, listing, pareto, pareto_image, showing, text, timeline_image
 from memlab.report.pareto import Chart
 from memlab.report.ranking import speed_of
 
@@ -85,3 +85,7 @@ class Forecast:
         """The one to look at closely, of a plan or two; None for a cloud of them."""
         known = self._known
         return known[-1] if known and len(self.predictions) < _LEAST_OF_CLOUD else None
+
+
+showing.text_of.register(Forecast, lambda forecast: forecast.text)
+showing.html_of.register(Forecast, lambda forecast: forecast.html)

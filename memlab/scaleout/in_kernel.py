@@ -198,8 +198,8 @@ class InKernel(ABC):
         """Call the model under the engine."""
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Do a step, where it `owns_steps`."""
-        raise NotImplementedError
+        """Do a step, where it `owns_steps`; False when nothing was updated."""
+        return False
 
     def step_ended(self) -> None:  # noqa: B027 - most have nothing to do
         """A step is over."""

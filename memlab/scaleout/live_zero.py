@@ -34,6 +34,7 @@ from memlab.scaleout import one_rank
 from memlab.scaleout.engines.zero import _deepspeed
 from memlab.scaleout.gathered import Gathered
 from memlab.scaleout.in_kernel import InKernel, on_gradient
+from memlab.scaleout.zero_sizes import ZeroSizes
 from memlab.stepping import second_of
 from memlab.workload import Workload
 
@@ -41,8 +42,6 @@ Optimizer = torch.optim.Optimizer
 State = dict[str, Any]
 _STEP = "step"
 _SETTINGS = ("mpu", "mesh_device")
-_BUCKET_ELEMENTS, _PERSISTENT_ELEMENTS = 50_000_000, 100_000
-_PERSISTENT_SHARE = 100
 # whose updates treat elements one by one, and whose state is of the parameter's shape but for the count of steps
 _SERVED = (
     torch.optim.Adadelta, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD,
@@ -203,17 +202,16 @@ class LiveZero(InKernel):
         self._zero = self._engine.optimizer
 
     def _config(self, folder: Path) -> dict[str, Any]:
-        # the defaults, of half a billion elements, would be most of a small model's memory
-        total = sum(p.numel() for p in self.workload.model.parameters())
-        elements, pinned = min(total, _BUCKET_ELEMENTS), self.device.type == "cuda"
+        sizes, pinned = (
+            ZeroSizes.of(sum(p.numel() for p in self.workload.model.parameters())),
+            self.device.type == "cuda",
+        )
         zero: dict[str, Any] = {
             "stage": self._stage,
-            "reduce_bucket_size": elements + elements % 2,
-            "allgather_bucket_size": elements + elements % 2,
+            **sizes.configuration(self._stage),
             "overlap_comm": False,
             # see `gathered`
             "memory_efficient_linear": False,
-            "stage3_param_persistence_threshold": min(_PERSISTENT_ELEMENTS, total // _PERSISTENT_SHARE),
         }
         if self._tier is Tier.DISK:
             zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder), "pin_memory": pinned}

@@ -8,7 +8,7 @@ import pytest
 
 from memlab.exporting import export
 from tests.helpers.needs import needs
-from tests.test_export_ranks import RATE, losses_in, namespace_of, plain, run
+from tests.test_export_ranks import PREPARED_LOOP, RATE, losses_in, namespace_of, plain, run
 
 pytestmark = [needs(gpu=2), pytest.mark.timeout(600)]
 # GPUs round in other places than the CPU, which the plain loop runs on
@@ -23,28 +23,14 @@ def test_the_program_for_torchrun_runs_on_two_gpus(flags: str, tmp_path: Path) -
     assert losses_in(printed) == pytest.approx(plain(list(namespace_of(program)["make_batches"]()), 5e-5), rel=CLOSE)
 
 
-# four rows for each rank: together, a batch
-WITH_ACCELERATE = """
+WITH_ACCELERATE = f"""
 import json
 import torch
 from accelerate import Accelerator
 from memlab.exporting import export
 from tests.test_export_ranks import RATE, namespace_of
 
-accelerator = Accelerator()
-program = namespace_of(export("--scale ddp", "torch"))
-model = program["make_model"]().train()
-rows = [{name: value[row] for name, value in batch.items()} for batch in program["make_batches"]() for row in range(8)]
-loader = torch.utils.data.DataLoader(rows, batch_size=4)
-optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-losses = []
-for batch in loader:
-    loss = model(**batch).loss
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(accelerator.reduce(loss.detach(), "mean").item())
+{PREPARED_LOOP}
 if accelerator.is_main_process:
     print(json.dumps(losses), flush=True)
 accelerator.end_training()

@@ -76,6 +76,19 @@ def trained(workload: Workload, batches: Sequence[torch.Tensor], *, clips: bool 
     return losses
 
 
+def regressed(workload: Workload, batches: Sequence[torch.Tensor]) -> list[float]:
+    """Losses of a plain net that is to return the first three columns of its rows."""
+    (optimizer,) = workload.optimizers
+    losses = []
+    for batch in batches:
+        loss = (workload.model(batch) - batch[:, :3]).square().mean()  # [b, 3]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def trained_by_own_criterion(workload: Workload, batches: Sequence[torch.Tensor]) -> list[float]:
     """The same with a loss the loop makes from the outputs."""
     (optimizer,) = workload.optimizers

@@ -11,7 +11,8 @@ from memlab.scaleout.dividing.division import Ddp, Division
 from memlab.scaleout.dividing.fsdp2 import Fsdp2
 from memlab.scaleout.dividing.shape import ROOT, ModelShape, ParameterShape
 from memlab.scaleout.dividing.wire import Wire
-from memlab.scaleout.dividing.zero import Settings, Zero3, Zero12
+from memlab.scaleout.dividing.zero import Zero3, Zero12
+from memlab.scaleout.zero_sizes import ZeroSizes
 
 KIB = 2**10
 
@@ -62,7 +63,7 @@ def test_a_step_leaves_what_it_found(engine: str, ranks: int) -> None:
         "fsdp2": lambda: Fsdp2(MODEL, ranks),
         "zero1": lambda: Zero12(MODEL, ranks, stage=1),
         "zero2": lambda: Zero12(MODEL, ranks, stage=2),
-        "zero3": lambda: Zero3(MODEL, ranks, settings=Settings(persistence_threshold=500, prefetch=1000)),
+        "zero3": lambda: Zero3(MODEL, ranks, sizes=ZeroSizes(persistence_threshold=500, prefetch=1000)),
     }[engine]()
     book = Book(has_host=False)
     division.stands(book)
@@ -91,7 +92,7 @@ def test_fsdp2_gathers_one_block_at_a_time_and_the_next_beforehand() -> None:
 
 
 def test_a_full_bucket_is_reduced_at_once() -> None:
-    book, division = Book(has_host=False), Zero12(MODEL, 2, stage=2, settings=Settings(bucket=1200))
+    book, division = Book(has_host=False), Zero12(MODEL, 2, stage=2, sizes=ZeroSizes(bucket=1200))
     division.stands(book)
     a_step(division, book)
     # two blocks do not fit into it together, so two are reduced

@@ -7,15 +7,17 @@ Stages 1 and 2:
 2. Gradients are copied into a bucket, made at the first of them: as they come (2), or when backward is over (1). A full
    bucket is flattened once more to be reduced; what is a rank's own goes into a tensor of its own.
 3. The update flattens that once more, group by group.
+4. Stage 2 with the optimizer's state in host memory adds up every whole gradient of which a rank has a part there, since
+   more backward passes may follow, and keeps those tensors; before the update they come back one by one.
 
 Stage 3:
 
-4. A rank has its part of every parameter twice, and a buffer for its part of every gradient. The bucket is kept.
-5. Parameters with fewer elements than a threshold stay gathered.
-6. Others are gathered as modules come, and beforehand as far as the prefetch reaches. Several at once are gathered into a
+5. A rank has its part of every parameter twice, and a buffer for its part of every gradient. The bucket is kept.
+6. Parameters with fewer elements than a threshold stay gathered.
+7. Others are gathered as modules come, and beforehand as far as the prefetch reaches. Several at once are gathered into a
    flat tensor and copied out of it, which goes when the last of them has been used.
-7. A parameter that is used again within the reuse distance stays.
-8. What was decided about that in a pass without a backward is remembered for all forward passes that follow: and with two
+8. A parameter that is used again within the reuse distance stays.
+9. What was decided about that in a pass without a backward is remembered for all forward passes that follow: and with two
    ranks or more `memlab.scaleout.rows` looks at a few rows first.
 
 Source: https://github.com/deepspeedai/DeepSpeed/tree/master/deepspeed/runtime/zero
@@ -24,11 +26,11 @@ Source: https://github.com/deepspeedai/DeepSpeed/tree/master/deepspeed/runtime/z
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from memlab.scaleout.dividing.book import Book, Part
 from memlab.scaleout.dividing.division import Division, Flats
 from memlab.scaleout.dividing.shape import ModelShape
+from memlab.scaleout.zero_sizes import ZeroSizes
 
 # what a rank's part of a flat tensor is a multiple of, in elements
 _ALIGNMENT = 2
@@ -37,37 +39,17 @@ _FP32_BYTES = 4
 _NORM_FACTOR = 2
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Sizes that DeepSpeed is configured with, in elements; the defaults are those of `memlab.scaleout.engines.zero`.
-
-    Args:
-        bucket: most that are reduced at once, and never more than the model has.
-        persistence_threshold: smaller parameters stay gathered.
-        prefetch: how many are gathered beforehand.
-        max_live: how many may be gathered before prefetching pauses.
-        max_reuse: parameters that are used again within so many stay.
-    """
-
-    bucket: int = 50_000_000
-    persistence_threshold: int = 100_000
-    prefetch: int = 50_000_000
-    max_live: int = 1_000_000_000
-    max_reuse: int = 1_000_000_000
-
-
 class Zero12(Division):
     """Stages 1 and 2."""
 
     copies_outputs = (False, True)
 
     def __init__(
-        self, model: ModelShape, ranks: int, *, stage: int, offloads: bool = False, settings: Settings | None = None
+        self, model: ModelShape, ranks: int, *, stage: int, offloads: bool = False, sizes: ZeroSizes | None = None
     ) -> None:
         super().__init__(model, ranks, offloads=offloads)
         self._stage = stage
-        settings = settings or Settings()
-        self._bucket_elements = min(settings.bucket, model.elements())
+        self._bucket_elements = (sizes or ZeroSizes.of(model.elements())).bucket
         self._in_bucket = 0
         self._bucketed_bytes = 0
         self._bucket_bytes = 0
@@ -89,6 +71,7 @@ class Zero12(Division):
             book.add(Part.PARAMETERS, self._part_bytes, host=True)
             # those DeepSpeed makes, and those that the state is made with (`memlab.scaleout.engines.zero`)
             book.add(Part.GRADIENTS, 2 * self._part_elements * _FP32_BYTES, host=True)
+            book.add(Part.GRADIENTS, self._owned_bytes if self._stage == 2 else 0, host=True)
             book.add(Part.BUFFERS, largest_bytes, host=True)
             book.add(Part.BUFFERS, largest_bytes)
 
@@ -107,6 +90,8 @@ class Zero12(Division):
 
     def update_begins(self, book: Book) -> None:
         if self.offloads:
+            if self._stage == 2:
+                book.touch(Part.BUFFERS, (1 + _NORM_FACTOR) * self._largest_bytes)
             return
         book.add(Part.GRADIENTS, self._part_elements * _FP32_BYTES)
         book.add(Part.GRADIENTS, -self._own_bytes)
@@ -174,7 +159,7 @@ class Zero12(Division):
             return
         if alone is None:
             book.touch(Part.BUFFERS, self._bucketed_bytes)
-        if self.offloads:
+        if self.offloads and self._stage == 1:
             book.touch(Part.BUFFERS, _NORM_FACTOR * self._largest_bytes)
         self.wire.all_reduced(self._bucketed_bytes)
         self._in_bucket = self._bucketed_bytes = 0
@@ -191,13 +176,13 @@ class Zero3(Division):
     copies_outputs = (False, True)
 
     def __init__(
-        self, model: ModelShape, ranks: int, *, offloads: bool = False, settings: Settings | None = None
+        self, model: ModelShape, ranks: int, *, offloads: bool = False, sizes: ZeroSizes | None = None
     ) -> None:
         super().__init__(model, ranks, offloads=offloads)
-        self._settings = settings or Settings()
-        self._bucket_elements = min(self._settings.bucket, model.elements())
+        self._sizes = sizes or ZeroSizes.of(model.elements())
+        self._bucket_elements = self._sizes.bucket
         self._in_bucket_bytes = self._in_bucket = 0
-        self._kept = {n for n, p in enumerate(model.parameters) if p.elements < self._settings.persistence_threshold}
+        self._kept = {n for n, p in enumerate(model.parameters) if p.elements < self._sizes.persistence_threshold}
         self._available: set[int] = set(self._kept)
         self._flat: dict[int, _Flat] = {}
         self._order: list[int] = []
@@ -326,7 +311,7 @@ class Zero3(Division):
 
     def _prefetch(self, book: Book) -> None:
         gathered = self.model.elements([*(self._available - self._kept), *self._flat])
-        most = min(self._settings.max_live - gathered, self._settings.prefetch)
+        most = min(self._sizes.max_live - gathered, self._sizes.prefetch)
         chosen: list[int] = []
         elements = 0
         while self._queue and elements < most:
@@ -377,7 +362,7 @@ class Zero3(Division):
             return False
         traversed = 0
         for module in self._order[self._step : self._seen_until]:
-            if traversed >= self._settings.max_reuse:
+            if traversed >= self._sizes.max_reuse:
                 return False
             if number in self.model.modules[module]:
                 return True
@@ -386,7 +371,7 @@ class Zero3(Division):
 
     @property
     def _seen_until(self) -> int | None:
-        """In a forward pass, how much of the order is looked through for a further use (rule 8)."""
+        """In a forward pass, how much of the order is looked through for a further use (rule 9)."""
         return self._order_forwards if self.ranks > 1 and not self._forwards else None
 
 

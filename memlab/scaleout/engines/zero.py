@@ -36,12 +36,12 @@ from memlab.plan import Offloaded, Plan, Tier
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.base import Engine, exchange_parameters, materialize
 from memlab.scaleout.engines.micro import SetAside, ShardedLearnt, ShardedRun, Share
+from memlab.scaleout.zero_sizes import ZeroSizes
 from memlab.techniques.base import ModelCall
 from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 _STEP = "step"
-_BUCKET_ELEMENTS = 50_000_000
 # folder beside that of the tensors, for what is offloaded to the disk
 DISK = "offloaded"
 
@@ -115,9 +115,8 @@ class Zero(Engine):
         self._zero.register_grad_acc_post_hook(self._backward_ended)
 
     def _config(self) -> dict[str, Any]:
-        # the default buckets, of half a billion elements, would be most of a small model's memory
-        elements = min(sum(p.numel() for p in self.workload.model.parameters()), _BUCKET_ELEMENTS)
-        zero: dict[str, Any] = {"stage": self._stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements}
+        sizes = ZeroSizes.of(sum(p.numel() for p in self.workload.model.parameters()))
+        zero: dict[str, Any] = {"stage": self._stage, **sizes.configuration(self._stage)}
         for what, name in ((Offloaded.OPTIMIZER, "offload_optimizer"), (Offloaded.PARAMS, "offload_param")):
             tier = self._plan.tier_of(what)
             if tier is not None:

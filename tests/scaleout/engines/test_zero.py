@@ -15,6 +15,7 @@ from memlab import Workload
 from memlab.scaleout import checks
 from tests.helpers.needs import needs
 from tests.scaleout.handing import handed_over
+from tests.scaleout.runs import regressed
 
 
 def wide() -> Workload:
@@ -29,20 +30,8 @@ def rows(steps: int) -> list[torch.Tensor]:
     return [torch.randn(6, 768, generator=generator) for _ in range(steps)]
 
 
-def trained(workload: Workload, batches: Sequence[torch.Tensor]) -> list[float]:
-    (optimizer,) = workload.optimizers
-    losses = []
-    for batch in batches:
-        loss = (workload.model(batch) - batch[:, :3]).square().mean()  # [b, 3]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def trained_with_files(workload: Workload, batches: Sequence[torch.Tensor]) -> list[float]:
-    losses = trained(workload, batches)
+    losses = regressed(workload, batches)
     if "RANK" in os.environ:
         files = {path.name for path in (Path(sys.argv[1]) / "offloaded").rglob("*.swp")}
         assert any(name.startswith("exp_avg-") for name in files), files
@@ -51,7 +40,7 @@ def trained_with_files(workload: Workload, batches: Sequence[torch.Tensor]) -> l
 
 @needs(extra="deepspeed")
 def test_parameters_in_host_memory_train_as_ever() -> None:
-    expected, losses, _, _ = handed_over("zero3 --offload params,optimizer", 2, rows(6), trained, wide)
+    expected, losses, _, _ = handed_over("zero3 --offload params,optimizer", 2, rows(6), regressed, wide)
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
