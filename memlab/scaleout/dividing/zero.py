@@ -16,7 +16,7 @@ Stage 3:
 6. Parameters with fewer elements than a threshold stay gathered.
 7. Others are gathered as modules come, and beforehand as far as the prefetch reaches. Several at once are gathered into a
    flat tensor and copied out of it, which goes when the last of them has been used.
-8. A parameter that is used again within the reuse distance stays.
+8. A parameter that is used again within the reuse distance stays, and one whose next use prefetching has passed by.
 9. What was decided about that in a pass without a backward is remembered for all forward passes that follow: and with two
    ranks or more `memlab.scaleout.rows` looks at a few rows first.
 
@@ -360,6 +360,8 @@ class Zero3(Division):
     def _is_used_soon(self, number: int) -> bool:
         if not self._order:
             return False
+        if self._seen_until is None and self._fetched_for.get(number, -1) > self._step:
+            return True
         traversed = 0
         for module in self._order[self._step : self._seen_until]:
             if traversed >= self._sizes.max_reuse:
