@@ -110,7 +110,7 @@ class LineMagic:
         options = foresight_options("predict", words)
         workload, history = self._notebook.subject("predict", options)
         if options.scale is not None:
-            return foresight.rank_forecast(workload, options, options.scale)
+            return foresight.rank_forecast(workload, options, options.scale, history)
         budget = (
             options.budget or self._notebook.config.budget or ("" if options.device else self._notebook.config.capacity)
         )
