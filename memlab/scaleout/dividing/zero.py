@@ -26,6 +26,7 @@ Source: https://github.com/deepspeedai/DeepSpeed/tree/master/deepspeed/runtime/z
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from memlab.scaleout.dividing.book import Book, Part
 from memlab.scaleout.dividing.division import Division, Flats
@@ -54,8 +55,10 @@ class Zero12(Division):
         self._bucketed_bytes = 0
         self._bucket_bytes = 0
         self._own_bytes = 0
-        # all of every parameter of which the first rank has a part
-        self._owned_bytes = sum(self._owned(group) for group in model.groups)
+        # of which the first rank has a part; their gradients are kept whole
+        self._owned = {number for group in model.groups for number in self._first(group)}
+        self._owned_bytes = model.size_bytes(self._owned)
+        self._bucket_has_owned = False
 
     @property
     def stepped(self) -> Flats:
@@ -110,13 +113,14 @@ class Zero12(Division):
         multiple = _ALIGNMENT * self.ranks
         return -(-self.model.elements(group) // multiple) * _ALIGNMENT
 
-    def _owned(self, group: tuple[int, ...]) -> int:
-        left, size_bytes = self._part(group), 0
+    def _first(self, group: tuple[int, ...]) -> Iterator[int]:
+        """Parameters of a group of which the first rank has a part."""
+        left = self._part(group)
         for number in group:
-            if left > 0:
-                size_bytes += self.model.parameters[number].size_bytes
+            if left <= 0:
+                return
+            yield number
             left -= self.model.parameters[number].elements
-        return size_bytes
 
     @property
     def _part_elements(self) -> int:
@@ -149,6 +153,7 @@ class Zero12(Division):
             self._reduce(book)
         self._in_bucket += shape.elements
         self._bucketed_bytes += shape.size_bytes
+        self._bucket_has_owned |= parameter in self._owned
         if shape.elements <= self._bucket_elements:
             book.drop_gradient(parameter)
         else:
@@ -163,9 +168,10 @@ class Zero12(Division):
             book.touch(Part.BUFFERS, _NORM_FACTOR * self._largest_bytes)
         self.wire.all_reduced(self._bucketed_bytes)
         self._in_bucket = self._bucketed_bytes = 0
-        if not self._own_bytes and not self.offloads:
+        if self._bucket_has_owned and not self._own_bytes and not self.offloads:
             self._own_bytes = self._owned_bytes
             book.add(Part.GRADIENTS, self._own_bytes)
+        self._bucket_has_owned = False
         if alone is not None:
             book.drop_gradient(alone)
 
