@@ -20,9 +20,9 @@ from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.history import History
 from memlab.jupyter.parser import CellOptions, ForesightOptions
 from memlab.measuring.batches import shapes_of, tokens_of
+from memlab.measuring.device import Device
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import compare
-from memlab.measuring.steps import Device
 from memlab.plan import Plan
 from memlab.rank_prediction import RankForecast
 from memlab.records import Measurement, Prediction

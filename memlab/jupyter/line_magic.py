@@ -19,8 +19,8 @@ from memlab.jupyter.notebook import Notebook
 from memlab.jupyter.panels import bring_up_to_date, open_live, open_recorded
 from memlab.jupyter.parser import foresight_options, plans_in, processes, split_words, unknown_word
 from memlab.jupyter.state import state_text
+from memlab.measuring.device import device_for
 from memlab.measuring.runs import compare
-from memlab.measuring.steps import device_for
 from memlab.plan import Plan
 from memlab.rank_prediction import RankForecast
 from memlab.run_record import RunRecord
