@@ -7,7 +7,7 @@ hands the cache of one forward to the next. A generation has a *prefill*, the pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from memlab.records import Measurement, TimelinePoint, ratio
@@ -133,7 +133,7 @@ class InferenceRecord:
     device: str
     calls: tuple[CallRecord, ...]
     breakdown: Mapping[str, int] | None = None
-    timeline: tuple[TimelinePoint, ...] = ()
+    timeline: tuple[TimelinePoint, ...] = field(default=(), repr=False)  # hundreds of points
     host_bytes: int = 0
     cache: CacheUse | None = None
     notes: tuple[str, ...] = ()
