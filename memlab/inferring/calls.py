@@ -23,9 +23,10 @@ from memlab.inference_record import CacheUse, CallKind, CallRecord, InferenceRec
 from memlab.inferring import cache
 from memlab.inferring.cache import CacheShape
 from memlab.measuring.batches import samples_of
+from memlab.measuring.device import Device, Mark
 from memlab.measuring.holdings import inputs_of
-from memlab.measuring.ledger import Holding, Observation, tensors_in
-from memlab.measuring.steps import Device, Mark
+from memlab.measuring.ledger import Holding, tensors_in
+from memlab.measuring.observation import Observation
 from memlab.records import Category, Phase
 from memlab.workload import Batch
 

@@ -29,9 +29,9 @@ from memlab.inferring.batches import Call, elements_of, proven
 from memlab.inferring.cache import caches_in, shape_of
 from memlab.inferring.calls import CallMeter
 from memlab.inferring.weights import HalfWeights
+from memlab.measuring.device import Device, device_for
 from memlab.measuring.holdings import gradients_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding
-from memlab.measuring.steps import Device, device_for
 from memlab.plan import FIELDS, Plan, Precision
 from memlab.records import Category
 from memlab.seams import ForwardSeam, on_first_step

@@ -20,9 +20,9 @@ from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.history import History
 from memlab.jupyter.parser import CellOptions, ForesightOptions
 from memlab.measuring.batches import shapes_of, tokens_of
+from memlab.measuring.device import Device
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import compare
-from memlab.measuring.steps import Device
 from memlab.plan import Plan
 from memlab.rank_prediction import RankForecast
 from memlab.records import Measurement, Prediction
@@ -30,7 +30,7 @@ from memlab.report.ranking import verdict_words
 from memlab.rungs import Ladder
 from memlab.scaleout.scale import Scale
 from memlab.session import Session
-from memlab.units import format_bytes, parse_bytes
+from memlab.units import format_bytes, format_change, parse_bytes
 from memlab.workload import Batch, Workload
 
 if TYPE_CHECKING:
@@ -104,16 +104,17 @@ def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
 # -- %memfit predict, find, ladder, snapshot ---------------------------------------------------------------
 
 
-def rank_forecast(workload: Workload, options: ForesightOptions, scale: Scale) -> RankForecast:
-    """Predict a rank of 1, 2, 4 … processes under an engine."""
+def rank_forecast(workload: Workload, options: ForesightOptions, scale: Scale, history: History) -> RankForecast:
+    """Predict a rank of 1, 2, 4 … processes under an engine, beside those that were measured."""
     from memlab.predicting import compare_ranks
 
     if options.words:
         raise PlanError(f"%memfit predict {options.words[0]}: unknown; see %memfit help")
     powers = [2**power for power in range(options.nproc.bit_length()) if 2**power < options.nproc]
-    return compare_ranks(
+    foretold = compare_ranks(
         workload, scale.plan, engines=[scale.engine], nprocs=[*powers, options.nproc], device=options.device
     )
+    return foretold if options.device else replace(foretold, measured_bytes=history.rank_peaks)
 
 
 def forecast(workload: Workload, options: ForesightOptions, budget: str, history: History, say: Say) -> Forecast:
@@ -324,6 +325,24 @@ def foretell_rows(history: History, workload: Workload, plans: Iterable[Plan], s
     if problem:
         history.is_foretelling = False
         history.say(problem)
+
+
+def foretell_ranks(history: History, live: Workload, scale: Scale, ranks: Comparison, say: Say) -> tuple[str, ...]:
+    """What is foretold for a rank of a run that the history knows, in a line; none where no batch of its size is known."""
+    nproc = len(ranks.measurements)
+    workload = Workload(live.model, live.optimizers, history.batch, name=live.name)
+    whole = replace(ranks.measurements[0], tokens_per_step=sum(each.tokens_per_step for each in ranks.measurements))
+    if history.batch is None or not history.is_foretelling or not _is_of_such_batches(whole, workload):
+        return ()
+    say(f"predicting {scale}")
+    try:
+        from memlab.predicting import predict_ranks
+
+        foretold_bytes = predict_ranks(workload, scale, nproc=nproc).peak_allocated_bytes
+    except MemlabError as error:
+        return (f"no prediction: {error}",)
+    off = format_change(foretold_bytes / history.rank_peaks[str(scale), nproc])
+    return (f"foretold for a rank: {format_bytes(foretold_bytes)}, {off} of the highest peak measured",)
 
 
 def with_predictions(comparison: Comparison, workload: Workload, say: Say) -> Comparison:

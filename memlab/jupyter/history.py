@@ -32,6 +32,7 @@ class History:
         foretold: what was predicted for the measured plans.
         lattice: what was predicted last for all plans on the model's own device.
         chosen: the plan that was chosen for a budget, by what it was chosen for.
+        rank_peaks: highest peak of a rank in bytes, by engine and plan and by number of processes.
         is_foretelling: whether receipts show predictions; no more after one failed or took too long.
     """
 
@@ -41,6 +42,7 @@ class History:
     foretold: dict[str, Prediction] = field(default_factory=dict)
     lattice: tuple[Prediction, ...] = ()
     chosen: dict[Any, Plan] = field(default_factory=dict)
+    rank_peaks: dict[tuple[str, int], int] = field(default_factory=dict)
     is_foretelling: bool = True
 
     def add(self, title: str, measurements: list[Measurement], events: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions
 from memlab.jupyter.watch import optimizers_of, was_raised_by_memlab
-from memlab.measuring.steps import device_for
+from memlab.measuring.device import device_for
 from memlab.report.inference import batch_line, graph_line, lines
 from memlab.seams import FirstCall
 from memlab.shortage import is_out_of_memory

@@ -19,8 +19,8 @@ from memlab.jupyter.notebook import Notebook
 from memlab.jupyter.panels import bring_up_to_date, open_live, open_recorded
 from memlab.jupyter.parser import foresight_options, plans_in, processes, split_words, unknown_word
 from memlab.jupyter.state import state_text
+from memlab.measuring.device import device_for
 from memlab.measuring.runs import compare
-from memlab.measuring.steps import device_for
 from memlab.plan import Plan
 from memlab.rank_prediction import RankForecast
 from memlab.run_record import RunRecord
@@ -110,7 +110,7 @@ class LineMagic:
         options = foresight_options("predict", words)
         workload, history = self._notebook.subject("predict", options)
         if options.scale is not None:
-            return foresight.rank_forecast(workload, options, options.scale)
+            return foresight.rank_forecast(workload, options, options.scale, history)
         budget = (
             options.budget or self._notebook.config.budget or ("" if options.device else self._notebook.config.capacity)
         )

@@ -9,7 +9,7 @@ from IPython.core.error import UsageError
 
 from memlab.comparison import Comparison
 from memlab.errors import ScaleError, WorkloadError
-from memlab.jupyter import cells
+from memlab.jupyter import cells, foresight
 from memlab.jupyter.display import show
 from memlab.jupyter.live import Saying
 from memlab.jupyter.notebook import Notebook, one_line
@@ -44,7 +44,7 @@ class RanksCell:
             code = CellCode(source.python, self._notebook.shell.user_ns)
             launched = self._launch(options, scale, workload, code)
         self._take(launched.value)
-        self._show(workload, launched, options.nproc)
+        self._show(workload, launched, scale, options.nproc)
 
     def _workload(self, options: CellOptions, source: cells.Source) -> Workload:
         variables = dict(self._notebook.shell.user_ns)
@@ -84,7 +84,7 @@ class RanksCell:
         for name, reason in brought.left.items():
             print(f"memfit: {name} stays on the ranks: {reason}")  # noqa: T201 - it is missing here
 
-    def _show(self, workload: Workload, launched: Launched, nproc: int) -> None:
+    def _show(self, workload: Workload, launched: Launched, scale: Scale, nproc: int) -> None:
         self._notebook.remember(workload)
         seconds = launched.seconds
         print(  # noqa: T201 - what the way there cost
@@ -92,12 +92,21 @@ class RanksCell:
             f"{seconds['there']:.1f} s there, {seconds['home']:.1f} s to come home"
         )
         if launched.comparison is not None:
-            show(self._beside_one(workload, launched.comparison))
+            show(self._receipt(workload, launched.comparison, scale))
 
-    def _beside_one(self, workload: Workload, ranks: Comparison) -> Comparison:
-        """The ranks below what the model needed in this process, where that has been measured."""
+    def _receipt(self, workload: Workload, ranks: Comparison, scale: Scale) -> Comparison:
+        """The ranks below what the model needed in this process, where that was measured, and what was foretold."""
         history = self._notebook.histories.get(workload.model)
-        one = history.measured(Plan().label) if history is not None else None
+        if history is None:
+            return ranks
+        history.rank_peaks[str(scale), len(ranks.measurements)] = max(
+            r.peak_allocated_bytes for r in ranks.measurements
+        )
+        if self._notebook.config.predict:
+            with self._notebook.saying() as say:
+                foretold = foresight.foretell_ranks(history, workload, scale, ranks, say)
+            ranks = replace(ranks, events=(*ranks.events, *foretold))
+        one = history.measured(Plan().label)
         if one is None:
             return ranks
         return replace(ranks, measurements=(replace(one, plan=_ONE), *ranks.measurements))

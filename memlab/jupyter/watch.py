@@ -23,9 +23,10 @@ from memlab.errors import MemlabError
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress
 from memlab.live.control import Control
+from memlab.measuring.device import Device, device_for
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import row_of_failure
-from memlab.measuring.steps import Device, Meter, device_for
+from memlab.measuring.steps import Meter
 from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.records import Measurement

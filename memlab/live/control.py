@@ -33,8 +33,9 @@ from memlab.live.stage import AtOnce, Playing, Stage
 from memlab.live.views import Drawn, Views
 from memlab.live.wishes import Wishes
 from memlab.measuring.batches import samples_of
+from memlab.measuring.device import device_for
 from memlab.measuring.runs import call_of
-from memlab.measuring.steps import Meter, device_for
+from memlab.measuring.steps import Meter
 from memlab.moment import Activity, Asked, Moment
 from memlab.observer import Observer
 from memlab.plan import FIELDS, Plan

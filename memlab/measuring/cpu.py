@@ -8,7 +8,8 @@ from typing import Self
 
 import torch
 
-from memlab.measuring.ledger import Ledger, breakdown_at_peak
+from memlab.measuring.ledger import Ledger
+from memlab.measuring.observation import breakdown_at_peak
 from memlab.records import TimelinePoint
 from memlab.units import format_bytes
 

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import torch
 
-from memlab.measuring.ledger import Ledger, breakdown_at_peak
+from memlab.measuring.ledger import Ledger
+from memlab.measuring.observation import breakdown_at_peak
 from memlab.records import Category, TimelinePoint
 from memlab.units import format_bytes
 

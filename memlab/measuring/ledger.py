@@ -15,13 +15,10 @@ Rules of the ledger, in the order in which they matter:
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import IntEnum
 from operator import attrgetter
 from time import perf_counter
 from types import TracebackType
@@ -37,70 +34,22 @@ from torch.utils._python_dispatch import (
 )
 
 from memlab.dispatch import WatchingMode, defers
-from memlab.records import AllocEvent, Category, Phase, TimelinePoint, thin, timeline_of
+from memlab.measuring.effects import EFFECTS, Effect, effect_of
+from memlab.measuring.observation import (
+    BACKWARD,
+    FORWARD_LIKE,
+    MOMENT_OF_PHASE,
+    PHASES,
+    RECOMPUTE,
+    Moment,
+    Observation,
+    RawEvent,
+)
+from memlab.records import Category, Phase
 from memlab.techniques.spill import is_spilled
 from memlab.units import format_bytes
 
 Holding = tuple[Category, torch.Tensor]
-
-
-class _Moment(IntEnum):
-    """What ran when a storage was born or freed; RECOMPUTE is a checkpoint's forward inside backward."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    RECOMPUTE = 2
-    STEP = 3
-    OTHER = 4
-
-
-# plain integers for the hot path, where looking up a member of an enum costs as much as the rest
-_BACKWARD, _RECOMPUTE = int(_Moment.BACKWARD), int(_Moment.RECOMPUTE)
-_FORWARD_LIKE = frozenset({int(_Moment.FORWARD), _RECOMPUTE, int(_Moment.OTHER)})
-PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.STEP, Phase.OTHER)
-_MOMENT_OF_PHASE = {
-    Phase.FORWARD: int(_Moment.FORWARD),
-    Phase.BACKWARD: _BACKWARD,
-    Phase.STEP: int(_Moment.STEP),
-    Phase.OTHER: int(_Moment.OTHER),
-}
-
-# seconds, bytes gained or lost, number of the storage, moment
-RawEvent = tuple[float, int, int, int]
-
-
-class Effect(IntEnum):
-    """What an operator can do to storages, from its schema."""
-
-    NONE = 0
-    BIRTH = 1
-    RESIZE = 2
-
-
-_RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
-# their schemas promise a view, but `torch.tensor(...)` shows its new storage only through this one
-_BEARING_VIEWS = frozenset({"aten::lift_fresh"})
-# their schemas promise a new tensor, but it shares its input's storage
-_UNSAFE_VIEWS = frozenset({"aten::_unsafe_view"})
-_effects: dict[Any, int] = {}
-
-
-def effect_of(operator: Any) -> int:
-    """Look up, or learn, what an operator can do to storages."""
-    effect = _effects.get(operator)
-    if effect is None:
-        effect = _effects[operator] = _learn_effect(getattr(operator, "_schema", None))
-    return effect
-
-
-def _learn_effect(schema: Any) -> int:
-    if schema is None or schema.name in _BEARING_VIEWS:
-        return Effect.BIRTH
-    if schema.name in _RESIZING or any(argument.is_out for argument in schema.arguments):
-        return Effect.RESIZE
-    if schema.name in _UNSAFE_VIEWS:
-        return Effect.NONE
-    return Effect.BIRTH if any(returned.alias_info is None for returned in schema.returns) else Effect.NONE
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
@@ -112,79 +61,6 @@ class _Alive(weakref.ref[torch.UntypedStorage]):
     moment: int
     number: int
     size_bytes: int
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What a ledger saw in one step.
-
-    Args:
-        peak_bytes: highest live bytes of the step.
-        baseline: bytes of every storage that lived when the step began, by number.
-        raw: births and deaths in order: seconds, bytes, number of the storage, moment.
-    """
-
-    peak_bytes: int
-    baseline: Mapping[int, int]
-    raw: tuple[RawEvent, ...]
-    _assigned: Mapping[int, Category]
-    _start: float
-
-    @property
-    def events(self) -> tuple[AllocEvent, ...]:
-        """Births and deaths in order, each with its category."""
-        categories = self.categories
-        return tuple(
-            AllocEvent(
-                seconds=seconds - self._start,
-                size_bytes=size_bytes,
-                storage=number,
-                category=categories.get(number, Category.TEMPORARIES),
-                phase=PHASES[moment],
-            )
-            for seconds, size_bytes, number, moment in self.raw
-        )
-
-    @property
-    def baseline_bytes(self) -> dict[Category, int]:
-        """Bytes by category that lived when the step began."""
-        categories = self.categories
-        summed: dict[Category, int] = {}
-        for number, size_bytes in self.baseline.items():
-            category = categories.get(number, Category.TEMPORARIES)
-            summed[category] = summed.get(category, 0) + size_bytes
-        return summed
-
-    def timeline(self) -> tuple[TimelinePoint, ...]:
-        """Live bytes by category over the step, thinned."""
-        return thin(timeline_of(self.events, self.baseline_bytes))
-
-    @functools.cached_property
-    def categories(self) -> dict[int, Category]:
-        """What each storage is for, by number; those that are missing are temporaries."""
-        saved = dict.fromkeys(_saved_for_backward(self.raw), Category.ACTIVATIONS)
-        return {**saved, **self._assigned}
-
-
-def breakdown_at_peak(timeline: Iterable[TimelinePoint]) -> dict[str, int]:
-    """Live bytes by category at the highest point, without the categories that are empty there."""
-    highest = max(timeline, key=lambda point: point.total_bytes)
-    return {str(category): size for category, size in highest.live_bytes.items() if size}
-
-
-def _saved_for_backward(raw: Iterable[RawEvent]) -> set[int]:
-    """Storages born outside backward, or by a recomputation, that live when backward work follows."""
-    waiting: set[int] = set()
-    saved: set[int] = set()
-    for _, size_bytes, number, moment in raw:
-        if moment == _BACKWARD and waiting:
-            saved |= waiting
-            waiting.clear()
-        if size_bytes < 0:
-            waiting.discard(number)
-        elif moment in _FORWARD_LIKE:
-            waiting.add(number)
-    return saved
 
 
 class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
@@ -224,7 +100,7 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
         self._baseline: dict[int, int] = {}
         self._born = 0
         self._start = 0.0
-        self._moment = int(_Moment.OTHER)
+        self._moment = int(Moment.OTHER)
         self._watching = False
         # reading the attribute is five times as fast as comparing `tensor.device.type`
         self._is_here = attrgetter(f"is_{device_type}")
@@ -236,7 +112,7 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
 
     @phase.setter
     def phase(self, phase: Phase) -> None:
-        self._moment = _MOMENT_OF_PHASE[phase]
+        self._moment = MOMENT_OF_PHASE[phase]
 
     @property
     def watching(self) -> bool:
@@ -325,7 +201,7 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         first = self._born
         out = func(*args, **kwargs) if kwargs else func(*args)
-        effect = _effects.get(func)
+        effect = EFFECTS.get(func)
         if effect is None:
             effect = effect_of(func)
         if not effect or not self._watching:
@@ -395,7 +271,7 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
     def _now(self) -> int:
         if torch._C._current_graph_task_id() == -1:
             return self._moment
-        return _RECOMPUTE if torch.is_grad_enabled() else _BACKWARD
+        return RECOMPUTE if torch.is_grad_enabled() else BACKWARD
 
     def _assign(self, storage: torch.UntypedStorage, category: Category) -> None:
         if storage._cdata not in self._live:
@@ -406,7 +282,7 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
 
     def _category_of_survivor(self, alive: _Alive) -> Category:
         """A storage that outlived its step unnamed is an output the loop still holds, unless the step made it."""
-        unnamed = Category.ACTIVATIONS if alive.moment in _FORWARD_LIKE else Category.TEMPORARIES
+        unnamed = Category.ACTIVATIONS if alive.moment in FORWARD_LIKE else Category.TEMPORARIES
         return self._assigned.get(alive.number, unnamed)
 
     def _asks_for_more(self, first: int, effect: int) -> bool:

@@ -15,7 +15,8 @@ import torch
 
 from memlab.comparison import Comparison
 from memlab.errors import WorkloadError
-from memlab.measuring.steps import Device, Meter, device_for
+from memlab.measuring.device import Device, device_for
+from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
 from memlab.session import Session, fit, session_of

@@ -21,16 +21,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
-from typing import Any, Protocol, TypeGuard
+from typing import TypeGuard
 
 import torch
 
-from memlab.errors import MemlabError, WorkloadError
+from memlab.errors import MemlabError
 from memlab.measuring.batches import samples_of, tokens_of
-from memlab.measuring.cpu import CpuDevice
-from memlab.measuring.cuda import CudaDevice
+from memlab.measuring.device import Device, Mark
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
-from memlab.measuring.ledger import Holding, Ledger, Observation
+from memlab.measuring.ledger import Holding
+from memlab.measuring.observation import Observation
 from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.records import Category, Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
@@ -44,73 +44,6 @@ _OBSERVING_SHARE = 0.005
 _MOST_RECORDS = 10_000
 # steps that the state of a running cell is reduced from
 _MOST_SO_FAR = 200
-
-
-class Mark(Protocol):
-    """A moment on a device."""
-
-    def passed(self) -> bool:
-        """Whether the device has come this far; never waits."""
-
-    def seconds_since(self, earlier: Any) -> float:
-        """Time from an earlier mark of the same device; may wait until this one is reached."""
-
-
-class Device(Protocol):
-    """What memory is counted on.
-
-    Attributes:
-        name: the device in words, with its capacity when it was given one.
-        capacity_bytes: size it was given, or None.
-        observes_every_step: whether the ledger must watch all steps, because it enforces the capacity.
-    """
-
-    name: str
-    capacity_bytes: int | None
-    observes_every_step: bool
-
-    def ledger(self) -> Ledger:
-        """A new ledger for this kind of device."""
-
-    def mark(self) -> Mark:
-        """This moment."""
-
-    def keep(self, loss: torch.Tensor) -> torch.Tensor:
-        """A copy of a loss, readable without waiting once a mark made after it has passed."""
-
-    def reset_peaks(self) -> None:
-        """Begin a step: peaks start from what lives now."""
-
-    def peaks(self, observed_bytes: int | None) -> tuple[int | None, int | None]:
-        """Peak allocated and peak reserved bytes of the step that ends, given what a ledger saw of it."""
-
-    def driver_bytes(self) -> int | None:
-        """Bytes in use by everyone, where a driver reports them."""
-
-    def breakdown(
-        self, timeline: Iterable[TimelinePoint], allocated_bytes: int | None, reserved_bytes: int | None
-    ) -> dict[str, int]:
-        """Bytes by category at the peak of an observed step."""
-
-    def close(self) -> None:
-        """Give back what the device was given."""
-
-
-def device_for(device: torch.device, capacity_bytes: int | None = None) -> Device:
-    """The device that counts the memory of tensors on `device`.
-
-    Args:
-        device: where the model is.
-        capacity_bytes: size to make it behave as.
-
-    Raises:
-        WorkloadError: neither a CPU nor a CUDA device.
-    """
-    if device.type == "cpu":
-        return CpuDevice(capacity_bytes)
-    if device.type == "cuda":
-        return CudaDevice(device, capacity_bytes)
-    raise WorkloadError(f"device {device}: memory is measured on cpu and cuda; move the model to one of them")
 
 
 @dataclass
@@ -194,6 +127,7 @@ class Meter(Observer):
         held: parts of parameters that techniques keep on the device at present, beside the model.
 
     Example:
+        >>> from memlab.measuring.device import device_for
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> meter = Meter(model, [optimizer], device_for(torch.device("cpu")))

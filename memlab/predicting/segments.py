@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memlab.measuring.ledger import PHASES, RawEvent
+from memlab.measuring.observation import PHASES, RawEvent
 from memlab.records import Category, Phase, TimelinePoint
 from memlab.roofline import Bill, Rates, Work
 from memlab.trace.recorder import Hidden

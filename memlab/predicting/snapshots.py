@@ -19,10 +19,11 @@ import torch
 from memlab.allocator import Allocator, Event, Frame, Settings, memory_viz
 from memlab.devices import Gpu
 from memlab.errors import MemlabError
+from memlab.measuring.device import device_for
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
-from memlab.measuring.ledger import PHASES, Holding, Ledger, Observation
+from memlab.measuring.ledger import Holding, Ledger
+from memlab.measuring.observation import PHASES, Observation
 from memlab.measuring.runs import call_of, rehearsal, training_step
-from memlab.measuring.steps import device_for
 from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.predicting.foreteller import Foreteller, Parts

@@ -13,8 +13,8 @@ import torch
 from memlab.allocator import Settings
 from memlab.devices import Gpu, gpu, gpus
 from memlab.errors import WorkloadError
+from memlab.measuring.device import device_for
 from memlab.measuring.host_rates import host_rates
-from memlab.measuring.steps import device_for
 from memlab.roofline import Rates, rates_of
 from memlab.trace.tracer import Choices
 from memlab.workload import Workload

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from memlab import stepping
 from memlab.comparison import Comparison
 from memlab.in_force import InForce
-from memlab.measuring.steps import Meter, device_for
+from memlab.measuring.device import device_for
+from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.run_record import RunRecord

@@ -21,8 +21,8 @@ from typing import Literal, get_args
 
 from memlab.errors import MemlabError, MissingExtraError, PlanError, RefusalError, TraceError, WorkloadError
 from memlab.lattice import EXACT_FIELDS, half_format
+from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import require_complete, say_when_long
-from memlab.measuring.steps import Device, device_for
 from memlab.plan import Plan, Precision
 from memlab.predicting.foreteller import Foreteller
 from memlab.predicting.plans import foretold_by

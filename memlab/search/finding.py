@@ -24,8 +24,8 @@ from memlab.devices import Gpu, gpu
 from memlab.errors import PlanError, WorkloadError
 from memlab.lattice import half_format, lattice
 from memlab.measuring.batches import samples_of
+from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import say_when_long
-from memlab.measuring.steps import Device, device_for
 from memlab.plan import Plan
 from memlab.predicting import predict_all
 from memlab.records import Prediction

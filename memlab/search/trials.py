@@ -11,8 +11,8 @@ import torch
 
 from memlab.comparison import FoundPlan
 from memlab.errors import MissingExtraError, RefusalError
+from memlab.measuring.device import Device
 from memlab.measuring.runs import measure, row_of_failure
-from memlab.measuring.steps import Device
 from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.search.deciding import Search

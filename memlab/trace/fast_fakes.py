@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memlab.measuring.ledger import Effect, effect_of
+from memlab.measuring.effects import Effect, effect_of
 from memlab.trace.corrections import corrected
 
 _CPU = torch.device("cpu")

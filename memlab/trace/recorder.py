@@ -28,7 +28,8 @@ from torch._subclasses.fake_tensor import (
 
 from memlab.dispatch import defers
 from memlab.errors import TraceError
-from memlab.measuring.ledger import Ledger, effect_of, tensors_in
+from memlab.measuring.effects import effect_of
+from memlab.measuring.ledger import Ledger, tensors_in
 from memlab.roofline import Work
 from memlab.trace.fast_fakes import FastFakes, Recipe
 from memlab.units import MIB
@@ -55,7 +56,7 @@ class Priced:
     Args:
         event: number of births and deaths booked before it.
         work: what it had to do.
-        moment: what ran (see `memlab.measuring.ledger`).
+        moment: what ran (see `memlab.measuring.observation`).
     """
 
     event: int

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.measuring.batches import samples_of, tokens_of
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
-from memlab.measuring.ledger import Holding, Observation, tensors_in
+from memlab.measuring.ledger import Holding, tensors_in
+from memlab.measuring.observation import Observation
 from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.observer import Observer
 from memlab.plan import Plan

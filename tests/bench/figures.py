@@ -10,8 +10,9 @@ import torch
 
 import memlab
 from memlab import Workload
+from memlab.measuring.device import device_for
 from memlab.measuring.runs import training_step
-from memlab.measuring.steps import Meter, device_for
+from memlab.measuring.steps import Meter
 from memlab.records import Category
 from memlab.session import Session, fit, session_of
 from memlab.units import format_bytes

@@ -19,8 +19,8 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from transformers import ViTForImageClassification as Vit
 
 from memlab import Workload, measure
+from memlab.measuring.device import device_for
 from memlab.measuring.runs import training_step
-from memlab.measuring.steps import device_for
 from memlab.plan import Plan
 from memlab.predicting import predict_all
 from memlab.records import Measurement, Prediction

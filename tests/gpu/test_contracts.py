@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from memlab import Workload, compare, fit, measure, predict
+from memlab.measuring.device import device_for
 from memlab.measuring.runs import training_step
-from memlab.measuring.steps import device_for
 from memlab.records import Category
 from memlab.snapshot import Snapshot
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch

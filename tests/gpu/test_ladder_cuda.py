@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memlab import Workload, ladder
-from memlab.measuring.steps import device_for
+from memlab.measuring.device import device_for
 from memlab.report import text
 from memlab.snapshot import Snapshot
 from memlab.units import MIB

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.measuring.steps import device_for
+from memlab.measuring.device import device_for
 from memlab.predicting import predict_all
 from tests.bench.accuracy import (
     MODELS,

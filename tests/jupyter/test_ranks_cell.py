@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ print("trained", number + 1)
 
 
 def test_a_cell_in_two_processes_leaves_what_it_did(cell: Cell, shell: Any) -> None:
+    shell.run_line_magic("config", "MemLab.predict = True")
     cell(SETUP)
     cell(f"model, optimizer, scheduler = fresh(){LOOP}{LOOP}\nexpected, rate = losses, scheduler.get_last_lr()")
     cell("model, optimizer, scheduler = fresh(); kept = losses = []")
@@ -45,11 +47,16 @@ def test_a_cell_in_two_processes_leaves_what_it_did(cell: Cell, shell: Any) -> N
     assert "memfit: 6 steps on 2 processes; " in said
     rows = [line.split()[0] for line in said.splitlines() if line.startswith(("one process", "rank "))]
     assert rows == ["one", "rank", "rank"]
+    assert re.search(r"foretold for a rank: [\d.]+ MiB, [+−±]?[012] % of the highest peak measured", said)
     assert shell.user_ns["model"] is model
     assert shell.user_ns["losses"] is kept
     assert kept == pytest.approx(shell.user_ns["expected"], rel=1e-6)
     assert shell.user_ns["scheduler"].get_last_lr() == shell.user_ns["rate"]
     assert shell.user_ns["number"] == 5
+    foretold = shell.run_line_magic("memfit", "predict --scale fsdp2 --nproc 2")
+    one, two = foretold.predictions
+    assert foretold.measured(one) is None
+    assert foretold.measured(two) == pytest.approx(two.peak_allocated_bytes, rel=0.03)
 
 
 def test_a_rank_that_fails_shows_its_line_and_one_sentence(cell: Cell) -> None:

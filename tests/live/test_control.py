@@ -15,8 +15,9 @@ from torch.nn.functional import mse_loss
 
 from memlab.live.control import Cancelled, Control, control_of
 from memlab.live.source import Can
+from memlab.measuring.device import device_for
 from memlab.measuring.runs import measure
-from memlab.measuring.steps import Meter, device_for
+from memlab.measuring.steps import Meter
 from memlab.moment import Activity, Asked, Moment
 from memlab.plan import Plan
 from memlab.session import Session, fit

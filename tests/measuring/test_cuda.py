@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from memlab.measuring.cuda import CudaDevice
-from memlab.measuring.steps import Meter, device_for
+from memlab.measuring.device import device_for
+from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Category, Phase, TimelinePoint
 from memlab.units import GIB

@@ -9,7 +9,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from memlab.measuring.ledger import Ledger, Observation, breakdown_at_peak
+from memlab.measuring.ledger import Ledger
+from memlab.measuring.observation import Observation, breakdown_at_peak
 from memlab.plan import Tier
 from memlab.records import Category, Phase
 from memlab.techniques.spill import Spill

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from memlab import Workload, WorkloadError, compare, fit, measure
+from memlab.measuring.device import device_for
 from memlab.measuring.runs import training_step
-from memlab.measuring.steps import device_for
 from memlab.records import Category
 from memlab.report import text
 from memlab.snapshot import Snapshot

@@ -12,7 +12,8 @@ from memlab.errors import MemlabError, WorkloadError
 from memlab.measuring import steps
 from memlab.measuring.batches import samples_of, tokens_of
 from memlab.measuring.cpu import CpuDevice
-from memlab.measuring.steps import Meter, device_for, steps_between_observations
+from memlab.measuring.device import device_for
+from memlab.measuring.steps import Meter, steps_between_observations
 from memlab.plan import Plan
 from memlab.records import Category, Phase
 from memlab.workload import Batch

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from memlab import Workload, fit
-from memlab.measuring.ledger import Effect, Ledger, defers, effect_of
+from memlab.measuring.effects import Effect, effect_of
+from memlab.measuring.ledger import Ledger, defers
 from memlab.records import Rescue
 from tests.loops.cases import Tower, bert_classifier, gpt2
 

@@ -14,7 +14,8 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab import Workload, fit
-from memlab.measuring.ledger import Effect, Ledger, effect_of, tensors_in
+from memlab.measuring.effects import Effect, effect_of
+from memlab.measuring.ledger import Ledger, tensors_in
 from memlab.records import Category
 from memlab.rescue.update import BrokenUpdateError, Retrying, Update, free_bytes, may_repeat, need_bytes
 from memlab.shortage import release

@@ -12,7 +12,7 @@ import torch
 
 from memlab import Ladder, Workload, ladder, snapshot
 from memlab.errors import PlanError, TraceError, WorkloadError
-from memlab.measuring.steps import device_for
+from memlab.measuring.device import device_for
 from memlab.plan import Plan
 from memlab.records import Prediction
 from memlab.search import climbing

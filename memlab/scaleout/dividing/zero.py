@@ -16,7 +16,7 @@ Stage 3:
 6. Parameters with fewer elements than a threshold stay gathered.
 7. Others are gathered as modules come, and beforehand as far as the prefetch reaches. Several at once are gathered into a
    flat tensor and copied out of it, which goes when the last of them has been used.
-8. A parameter that is used again within the reuse distance stays.
+8. A parameter that is used again within the reuse distance stays, and one whose next use prefetching has passed by.
 9. What was decided about that in a pass without a backward is remembered for all forward passes that follow: and with two
    ranks or more `memlab.scaleout.rows` looks at a few rows first.
 
@@ -26,6 +26,7 @@ Source: https://github.com/deepspeedai/DeepSpeed/tree/master/deepspeed/runtime/z
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from memlab.scaleout.dividing.book import Book, Part
 from memlab.scaleout.dividing.division import Division, Flats
@@ -54,8 +55,10 @@ class Zero12(Division):
         self._bucketed_bytes = 0
         self._bucket_bytes = 0
         self._own_bytes = 0
-        # all of every parameter of which the first rank has a part
-        self._owned_bytes = sum(self._owned(group) for group in model.groups)
+        # of which the first rank has a part; their gradients are kept whole
+        self._owned = {number for group in model.groups for number in self._first(group)}
+        self._owned_bytes = model.size_bytes(self._owned)
+        self._bucket_has_owned = False
 
     @property
     def stepped(self) -> Flats:
@@ -110,13 +113,14 @@ class Zero12(Division):
         multiple = _ALIGNMENT * self.ranks
         return -(-self.model.elements(group) // multiple) * _ALIGNMENT
 
-    def _owned(self, group: tuple[int, ...]) -> int:
-        left, size_bytes = self._part(group), 0
+    def _first(self, group: tuple[int, ...]) -> Iterator[int]:
+        """Parameters of a group of which the first rank has a part."""
+        left = self._part(group)
         for number in group:
-            if left > 0:
-                size_bytes += self.model.parameters[number].size_bytes
+            if left <= 0:
+                return
+            yield number
             left -= self.model.parameters[number].elements
-        return size_bytes
 
     @property
     def _part_elements(self) -> int:
@@ -149,6 +153,7 @@ class Zero12(Division):
             self._reduce(book)
         self._in_bucket += shape.elements
         self._bucketed_bytes += shape.size_bytes
+        self._bucket_has_owned |= parameter in self._owned
         if shape.elements <= self._bucket_elements:
             book.drop_gradient(parameter)
         else:
@@ -163,9 +168,10 @@ class Zero12(Division):
             book.touch(Part.BUFFERS, _NORM_FACTOR * self._largest_bytes)
         self.wire.all_reduced(self._bucketed_bytes)
         self._in_bucket = self._bucketed_bytes = 0
-        if not self._own_bytes and not self.offloads:
+        if self._bucket_has_owned and not self._own_bytes and not self.offloads:
             self._own_bytes = self._owned_bytes
             book.add(Part.GRADIENTS, self._own_bytes)
+        self._bucket_has_owned = False
         if alone is not None:
             book.drop_gradient(alone)
 
@@ -360,6 +366,8 @@ class Zero3(Division):
     def _is_used_soon(self, number: int) -> bool:
         if not self._order:
             return False
+        if self._seen_until is None and self._fetched_for.get(number, -1) > self._step:
+            return True
         traversed = 0
         for module in self._order[self._step : self._seen_until]:
             if traversed >= self._sizes.max_reuse:

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import memlab
-from memlab.measuring.steps import device_for
+from memlab.measuring.device import device_for
 from memlab.records import Category
 from memlab.units import MIB
 from tests.bench.peers.loops import by_hand

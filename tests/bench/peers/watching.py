@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from memlab.measuring.steps import Mark, device_for
+from memlab.measuring.device import Mark, device_for
 from memlab.records import Category
 
 _WARMUP = {"tiny": 1, "small": 1, "full": 5}

@@ -1,0 +1,108 @@
+"""`Observation`: what a ledger saw in one step: births and deaths of storages, and what each was for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from memlab.records import AllocEvent, Category, Phase, TimelinePoint, thin, timeline_of
+
+
+class Moment(IntEnum):
+    """What ran when a storage was born or freed; RECOMPUTE is a checkpoint's forward inside backward."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    RECOMPUTE = 2
+    STEP = 3
+    OTHER = 4
+
+
+# plain integers for the hot path, where looking up a member of an enum costs as much as the rest
+BACKWARD, RECOMPUTE = int(Moment.BACKWARD), int(Moment.RECOMPUTE)
+FORWARD_LIKE = frozenset({int(Moment.FORWARD), RECOMPUTE, int(Moment.OTHER)})
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.STEP, Phase.OTHER)
+MOMENT_OF_PHASE = {
+    Phase.FORWARD: int(Moment.FORWARD),
+    Phase.BACKWARD: BACKWARD,
+    Phase.STEP: int(Moment.STEP),
+    Phase.OTHER: int(Moment.OTHER),
+}
+
+# seconds, bytes gained or lost, number of the storage, moment
+RawEvent = tuple[float, int, int, int]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a ledger saw in one step.
+
+    Args:
+        peak_bytes: highest live bytes of the step.
+        baseline: bytes of every storage that lived when the step began, by number.
+        raw: births and deaths in order: seconds, bytes, number of the storage, moment.
+    """
+
+    peak_bytes: int
+    baseline: Mapping[int, int]
+    raw: tuple[RawEvent, ...]
+    _assigned: Mapping[int, Category]
+    _start: float
+
+    @property
+    def events(self) -> tuple[AllocEvent, ...]:
+        """Births and deaths in order, each with its category."""
+        categories = self.categories
+        return tuple(
+            AllocEvent(
+                seconds=seconds - self._start,
+                size_bytes=size_bytes,
+                storage=number,
+                category=categories.get(number, Category.TEMPORARIES),
+                phase=PHASES[moment],
+            )
+            for seconds, size_bytes, number, moment in self.raw
+        )
+
+    @property
+    def baseline_bytes(self) -> dict[Category, int]:
+        """Bytes by category that lived when the step began."""
+        categories = self.categories
+        summed: dict[Category, int] = {}
+        for number, size_bytes in self.baseline.items():
+            category = categories.get(number, Category.TEMPORARIES)
+            summed[category] = summed.get(category, 0) + size_bytes
+        return summed
+
+    def timeline(self) -> tuple[TimelinePoint, ...]:
+        """Live bytes by category over the step, thinned."""
+        return thin(timeline_of(self.events, self.baseline_bytes))
+
+    @functools.cached_property
+    def categories(self) -> dict[int, Category]:
+        """What each storage is for, by number; those that are missing are temporaries."""
+        saved = dict.fromkeys(_saved_for_backward(self.raw), Category.ACTIVATIONS)
+        return {**saved, **self._assigned}
+
+
+def breakdown_at_peak(timeline: Iterable[TimelinePoint]) -> dict[str, int]:
+    """Live bytes by category at the highest point, without the categories that are empty there."""
+    highest = max(timeline, key=lambda point: point.total_bytes)
+    return {str(category): size for category, size in highest.live_bytes.items() if size}
+
+
+def _saved_for_backward(raw: Iterable[RawEvent]) -> set[int]:
+    """Storages born outside backward, or by a recomputation, that live when backward work follows."""
+    waiting: set[int] = set()
+    saved: set[int] = set()
+    for _, size_bytes, number, moment in raw:
+        if moment == BACKWARD and waiting:
+            saved |= waiting
+            waiting.clear()
+        if size_bytes < 0:
+            waiting.discard(number)
+        elif moment in FORWARD_LIKE:
+            waiting.add(number)
+    return saved
