@@ -70,7 +70,7 @@ def _executed(name: str, *cells: str) -> Any:
     build = _build()
     notebook = build.notebook_of((_NOTEBOOKS / "source" / f"{name}.md").read_text(encoding="utf-8"))
     notebook.cells += [nbformat.v4.new_code_cell(cell) for cell in (_RESIDENT, *cells)]
-    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
+    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
     client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
     resident = notebook.cells[-1 - len(cells)]
     assert int(resident.outputs[0].text) < _CHAPTER_RAM_KIB
@@ -122,7 +122,6 @@ def test_keep_going_runs_to_the_end_where_memory_runs_out() -> None:
     assert "ran out of memory under every plan there is to try" in printed
 
 
-_ALL_ENGINES = 'ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2") if'
 _HANDED_OVER = """
 import json
 import psutil
@@ -136,18 +135,14 @@ print(json.dumps([difference, one.peak_allocated_bytes, peaks, left]))
 @pytest.mark.xdist_group("notebooks")
 @pytest.mark.timeout(900)
 def test_beyond_one_gpu_hands_over_and_comes_home() -> None:
-    build = _build()
-    source = (_NOTEBOOKS / "source" / "09_beyond_one_gpu.md").read_text(encoding="utf-8")
-    # each engine is a launch of its own: one is enough here, beside the two handovers
-    assert source.count(_ALL_ENGINES) == 1
-    notebook = build.notebook_of(source.replace(_ALL_ENGINES, 'ENGINES = ("fsdp2",) if'))
-    notebook.cells.append(nbformat.v4.new_code_cell(_HANDED_OVER))
-    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
-    client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
+    notebook = _executed("09_beyond_one_gpu", _HANDED_OVER)
     difference, one_bytes, peaks, left = json.loads(notebook.cells[-1].outputs[0].text)
     assert difference < 1e-4
-    # flat buffers that DeepSpeed makes when it starts are most of so small a model
-    assert peaks["fsdp2"] < 0.9 * one_bytes
+    # DDP divides the batch alone, and its buckets for averaging are as large as the gradients
+    assert peaks.pop("ddp") < one_bytes
+    of_deepspeed = {"zero1", "zero2", "zero3"} if importlib.util.find_spec("deepspeed") else set()
+    assert peaks.keys() == {"fsdp2", "handed over", *of_deepspeed}
+    assert all(peak_bytes < 0.9 * one_bytes for peak_bytes in peaks.values()), (peaks, one_bytes)
     assert left == 0
     shown = [o.data["text/plain"] for c in notebook.cells if c.cell_type == "code" for o in c.outputs if "data" in o]
     assert any("one process" in text and "rank 1" in text for text in shown)

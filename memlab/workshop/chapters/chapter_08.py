@@ -28,7 +28,7 @@ QUESTIONS = (
         "B: in A the error is still being handled, and emptying a cache frees nothing that is held; in C the list keeps it",
     ),
     function(
-        "q4", (((4, 1), 4), ((8, 8), 1), ((16, 5), 4), ((10, 3), 4), ((64, 20), 4)),
+        "q4", (((4, 1), 4), ((8, 8), 1), ((16, 5), 4), ((12, 4), 4), ((5, 1), 8)),
         "Doubling finds a number of parts in few attempts; each attempt costs a forward pass.",
         "Begin with one part. The largest part of rows in n parts has ceil(rows / n) rows.",
         "def parts(rows, rows_that_fit):\n    n = 1\n    while -(-rows // n) > rows_that_fit:\n        n *= 2\n    return n",
