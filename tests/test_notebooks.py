@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ pytest.importorskip("ipykernel", reason="needs ipykernel")
 _ROOT = Path(__file__).parents[1]
 _NOTEBOOKS = _ROOT / "notebooks"
 _MOST_BYTES = 2**20
-_MOST_RAM_KIB = 8 * 2**20
 _SINGLE = ("--accumulate 4", "--checkpoint", "--bf16", "--adam8bit", "--offload activations")
 _TOGETHER = "--accumulate 4 --checkpoint --bf16 --adam8bit --offload activations,optimizer"
-_BUDGET_BYTES = round(2.2 * 2**30)
 _LOSSES = "import json; print(json.dumps([expected, losses, kept_whole]))"
-_PEAKS = "import json; print(json.dumps([[m.plan, m.peak_allocated_bytes] for m in comparison.measurements]))"
+_PEAKS = "import json; print(json.dumps([half, [[m.plan, m.peak_allocated_bytes] for m in comparison.measurements]]))"
 
 
 def _build() -> Any:
@@ -70,54 +67,52 @@ _CHAPTER_RAM_KIB = round(1.5 * 2**20)
 _RESIDENT = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
 
 
+def _executed(name: str, *cells: str) -> Any:
+    """A chapter that was run to its end in little memory, with some cells behind it, and what a reader who types nothing is told."""
+    build = _build()
+    notebook = build.notebook_of((_NOTEBOOKS / "source" / f"{name}.md").read_text(encoding="utf-8"))
+    notebook.cells += [nbformat.v4.new_code_cell(cell) for cell in (_RESIDENT, *cells)]
+    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
+    client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
+    resident = notebook.cells[-1 - len(cells)]
+    assert int(resident.outputs[0].text) < _CHAPTER_RAM_KIB
+    said = "".join(
+        str(o.get("data", {}).get("text/plain", "")) for c in notebook.cells if "outputs" in c for o in c.outputs
+    )
+    # nothing is counted as wrong
+    assert "q1: not attempted." in said
+    assert "no guess was made yet" in said
+    return notebook
+
+
 @pytest.mark.xdist_group("notebooks")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", _CHAPTERS)
 def test_a_chapter_runs_to_its_end_in_little_memory(name: str) -> None:
-    build = _build()
-    notebook = build.notebook_of((_NOTEBOOKS / "source" / f"{name}.md").read_text(encoding="utf-8"))
-    notebook.cells.append(nbformat.v4.new_code_cell(_RESIDENT))
-    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
-    client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
-    assert int(notebook.cells[-1].outputs[0].text) < _CHAPTER_RAM_KIB
-    said = "".join(
-        str(o.get("data", {}).get("text/plain", "")) for c in notebook.cells if "outputs" in c for o in c.outputs
-    )
-    # a reader who types nothing is told so, and nothing is counted as wrong
-    assert "q1: not attempted." in said
-    assert "no guess was made yet" in said
+    _executed(name)
 
 
-# given to one worker as a whole: the notebook needs both cores and several GiB
+# the first chapter's own test, which holds it to what the others are held to as well
 @pytest.mark.xdist_group("notebooks")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_make_it_fit_runs_and_memory_falls() -> None:
-    build = _build()
-    notebook = build.notebook_of((_NOTEBOOKS / "source" / "00_make_it_fit.md").read_text(encoding="utf-8"))
-    # the table, read before the last cells take the plan off
-    notebook.cells.append(nbformat.v4.new_code_cell(_PEAKS))
-    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
-    client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
-    peaks = dict(json.loads(notebook.cells[-1].outputs[0].text))
+    notebook = _executed("00_make_it_fit", _PEAKS)
+    half_bytes, measured = json.loads(notebook.cells[-1].outputs[0].text)
+    peaks = dict(measured)
     first, chosen = next(iter(peaks)), list(peaks)[-1]
     assert first == "as written"
     assert {*_SINGLE, _TOGETHER} <= peaks.keys()
-    single, together = _SINGLE, _TOGETHER
-    assert peaks[chosen] <= _BUDGET_BYTES
-    assert all(peaks[plan] < 0.98 * peaks[first] for plan in single)
-    assert peaks[together] < 0.6 * peaks[first]
-    assert all(peaks[together] < peaks[plan] for plan in single)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < _MOST_RAM_KIB
+    # the budget is rounded to a MiB
+    assert peaks[chosen] <= half_bytes + 2**19
+    assert all(peaks[plan] < 0.98 * peaks[first] for plan in _SINGLE)
+    assert peaks[_TOGETHER] < 0.4 * peaks[first]
+    assert all(peaks[_TOGETHER] < peaks[plan] for plan in _SINGLE)
 
 
 @pytest.mark.xdist_group("notebooks")
 @pytest.mark.timeout(600)
 def test_keep_going_runs_to_the_end_where_memory_runs_out() -> None:
-    build = _build()
-    notebook = build.notebook_of((_NOTEBOOKS / "source" / "08_keep_going.md").read_text(encoding="utf-8"))
-    notebook.cells.append(nbformat.v4.new_code_cell(_LOSSES))
-    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
-    client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
+    notebook = _executed("08_keep_going", _LOSSES)
     expected, rescued, kept_whole = json.loads(notebook.cells[-1].outputs[0].text)
     assert len(expected) == 20
     assert rescued == pytest.approx(expected, rel=1e-5)
@@ -129,7 +124,6 @@ def test_keep_going_runs_to_the_end_where_memory_runs_out() -> None:
     assert "ran out of memory under every plan there is to try" in printed
 
 
-_ALL_ENGINES = 'ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2") if'
 _HANDED_OVER = """
 import json
 import psutil
@@ -143,18 +137,14 @@ print(json.dumps([difference, one.peak_allocated_bytes, peaks, left]))
 @pytest.mark.xdist_group("notebooks")
 @pytest.mark.timeout(900)
 def test_beyond_one_gpu_hands_over_and_comes_home() -> None:
-    build = _build()
-    source = (_NOTEBOOKS / "source" / "09_beyond_one_gpu.md").read_text(encoding="utf-8")
-    # each engine is a launch of its own: one is enough here, beside the two handovers
-    assert source.count(_ALL_ENGINES) == 1
-    notebook = build.notebook_of(source.replace(_ALL_ENGINES, 'ENGINES = ("fsdp2",) if'))
-    notebook.cells.append(nbformat.v4.new_code_cell(_HANDED_OVER))
-    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
-    client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
+    notebook = _executed("09_beyond_one_gpu", _HANDED_OVER)
     difference, one_bytes, peaks, left = json.loads(notebook.cells[-1].outputs[0].text)
     assert difference < 1e-4
-    # flat buffers that DeepSpeed makes when it starts are most of so small a model
-    assert peaks["fsdp2"] < 0.9 * one_bytes
+    # DDP divides the batch alone, and its buckets for averaging are as large as the gradients
+    assert peaks.pop("ddp") < one_bytes
+    of_deepspeed = {"zero1", "zero2", "zero3"} if importlib.util.find_spec("deepspeed") else set()
+    assert peaks.keys() == {"fsdp2", "handed over", *of_deepspeed}
+    assert all(peak_bytes < 0.9 * one_bytes for peak_bytes in peaks.values()), (peaks, one_bytes)
     assert left == 0
     shown = [o.data["text/plain"] for c in notebook.cells if c.cell_type == "code" for o in c.outputs if "data" in o]
     assert any("one process" in text and "rank 1" in text for text in shown)

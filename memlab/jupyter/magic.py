@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from IPython.core.error import UsageError
-from IPython.core.magic import no_var_expand
 
 from memlab.jupyter.cell_magic import CellMagic
 from memlab.jupyter.display import teach_receipts
@@ -69,13 +68,11 @@ class MagicMemfit:
         # what IPython keeps holds the magics weakly, so that a shell that is dropped can go
         me = weakref.ref(self)
 
-        @no_var_expand
         def memfit(line: str) -> Shown | None:
             __tracebackhide__ = True
             with one_line():
                 return _alive(me).line.run(line)
 
-        @no_var_expand
         def memfit_cell(line: str, cell: str) -> None:
             __tracebackhide__ = True
             _alive(me).cell.run(line, cell)

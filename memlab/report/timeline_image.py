@@ -117,7 +117,7 @@ def together_png(profiles: Sequence[Profile]) -> bytes:
         for axes in (memory, band):
             plain(axes)
         _draw_layers(memory, profile, most_bytes, factor)
-        _draw_phases(band, profile.timeline, factor)
+        _draw_phases(band, profile.timeline, factor, slowest[-1].seconds)
         memory.set_title(profile.plan, loc="left", fontsize=10, color=INK, family=FONT, parse_math=False, pad=3)
         memory.set_xlim(0, max(slowest[-1].seconds * factor, 1e-9))
         band.set_xlim(memory.get_xlim())
@@ -181,10 +181,12 @@ def _mark_budget(axes: Axes, budget_bytes: int, unit: int) -> None:
     )  # fmt: skip
 
 
-def _draw_phases(axes: Axes, timeline: Sequence[TimelinePoint], factor: float | None = None) -> None:
+def _draw_phases(
+    axes: Axes, timeline: Sequence[TimelinePoint], factor: float | None = None, axis_seconds: float = 0.0
+) -> None:
     own_factor, time_name = time_scale(timeline[-1].seconds)
     factor = factor or own_factor
-    whole = max(timeline[-1].seconds - timeline[0].seconds, 1e-12)
+    whole = max(timeline[-1].seconds - timeline[0].seconds, axis_seconds, 1e-12)
     for stretch in stretches(timeline):
         start, length = stretch.start_seconds * factor, (stretch.stop_seconds - stretch.start_seconds) * factor
         axes.barh(0, length, 1, left=start, color=_PHASES[stretch.phase], edgecolor=PAPER, linewidth=0.6)

@@ -8,6 +8,7 @@ guesses, check, here = workshop.Guesses(), workshop.chapter(1), workshop.here()
 from __future__ import annotations
 
 from memlab.workshop.chapters import chapter
+from memlab.workshop.film import Film, film
 from memlab.workshop.graph import held_by
 from memlab.workshop.guesses import Guesses
 from memlab.workshop.material import Here, here
@@ -15,4 +16,4 @@ from memlab.workshop.pictures import steps
 from memlab.workshop.questions import Check, Question
 from memlab.workshop.watched import watched
 
-__all__ = ["Check", "Guesses", "Here", "Question", "chapter", "held_by", "here", "steps", "watched"]
+__all__ = ["Check", "Film", "Guesses", "Here", "Question", "chapter", "film", "held_by", "here", "steps", "watched"]

@@ -12,6 +12,8 @@ from memlab.units import format_bytes, parse_bytes
 # a guess within this factor of what was measured gets so many points
 _POINTS = ((1.05, 3), (1.25, 2), (2.0, 1))
 MOST_POINTS = _POINTS[0][1]
+# from here on a number is written out, and without decimals
+_LARGE = 1000
 Value = float | str
 
 
@@ -133,7 +135,9 @@ def _number(name: str, value: Value) -> float:
 
 
 def _written(value: float, unit: str) -> str:
-    return f"{value:.3g} {unit}" if unit else format_bytes(value)
+    if not unit:
+        return format_bytes(value)
+    return f"{value:,.0f} {unit}" if abs(value) >= _LARGE else f"{value:.3g} {unit}"
 
 
 def _distance(guess: float, measured: float) -> str:

@@ -56,6 +56,21 @@ def test_a_bare_cell_keeps_the_plan_in_force(shell: Any, made: Cell) -> None:
     assert session_of(shell.user_ns["model"]).plan.label == "as written"
 
 
+def test_a_name_in_braces_is_a_variable_in_both_magics(shell: Any, made: Cell) -> None:
+    shell.user_ns["PARTS"] = 3
+    ran = made("%%memfit --accumulate {PARTS} --capacity {PARTS}MiB\n" + TRAIN)
+    assert "CPU ledger (capacity 3.0 MiB)" in ran.out
+    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 3"
+    made("%memfit --accumulate {2 * PARTS}")
+    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 6"
+    # the cell itself is run as it is written
+    assert made("%%memfit\nprint('{PARTS}', f'{PARTS}')\n" + TRAIN).out.startswith("{PARTS} 3")
+
+
+def test_a_name_that_is_no_variable_stays_and_is_named(made: Cell) -> None:
+    assert "size '{LIMIT}': expected a number with B" in made("%%memfit --capacity {LIMIT}\n" + TRAIN).err
+
+
 def test_a_model_made_in_the_cell_is_found_when_it_first_trains(shell: Any, cell: Cell) -> None:
     ran = cell(f"%%memfit --accumulate 4\n{MAKE}\n{TRAIN}")
     assert ran.error is None, ran.err

@@ -14,8 +14,9 @@ import samples
 
 from memlab.comparison import Comparison
 from memlab.errors import MemlabError, MissingExtraError
-from memlab.records import Category, Measurement
+from memlab.records import Category, Measurement, Phase, TimelinePoint
 from memlab.report import image, timeline_image
+from memlab.report.canvas import paper
 from memlab.report.segments import REST, segments, stretches, swatch
 from memlab.units import GIB
 
@@ -98,6 +99,15 @@ def test_steps_together_share_their_scales() -> None:
     assert share_of(swatch(Category.ACTIVATIONS).colour, timeline_image.together_png([one, one])) > 1.3 * share_of(
         swatch(Category.ACTIVATIONS).colour, png
     )
+
+
+def test_a_short_step_beside_a_long_one_names_only_phases_that_have_room() -> None:
+    phases = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.OTHER)
+    short = [TimelinePoint(0.1 * at, phase, {}) for at, phase in enumerate(phases)]
+    for axis_seconds, wanted in ((0.3, ["forward", "backward", "step"]), (3.0, ["F", "B", "S"]), (30.0, [])):
+        axes = paper(2.0).add_subplot()
+        timeline_image._draw_phases(axes, short, 1.0, axis_seconds)
+        assert [text.get_text() for text in axes.texts] == wanted
 
 
 def test_steps_without_a_timeline_cannot_be_drawn_together() -> None:

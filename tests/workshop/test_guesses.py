@@ -62,3 +62,11 @@ def test_bad_guesses_say_what_is_allowed() -> None:
         guesses.guess("peak", None)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="'peak' was not guessed: asked was nothing yet; run the cell with the guess"):
         guesses.reveal("peak", 1)
+
+
+def test_large_numbers_are_written_out() -> None:
+    guesses = Guesses()
+    guesses.guess("numbers on the wire", 60_000)
+    said = "numbers on the wire: 65,536 numbers · you said 60,000 numbers, 8 % too low · 2 of 3 points"
+    assert str(guesses.reveal("numbers on the wire", 65_536, "numbers")) == said
+    assert str(guesses.reveal("numbers on the wire", 999.4, "numbers")).startswith("numbers on the wire: 999 numbers ·")

@@ -64,5 +64,5 @@ def test_names_that_are_none_say_which_there_are() -> None:
     assert {"q1", "q2"} <= set(dir(check))
     with pytest.raises(MemlabError, match=r"check.q9: this chapter has q1, q2"):
         _ = check.q9
-    with pytest.raises(PlanError, match=r"chapter 99: the chapters with exercises are 1"):
+    with pytest.raises(PlanError, match=r"chapter 99: the chapters with exercises are 0, 1"):
         chapter(99)
