@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,10 +25,10 @@ from tests.bench.readme import README, section_of
 RESULTS = Path(__file__).parent / "results" / "first_plot.json"
 CHROMIUM = "/usr/bin/chromium"
 FIRST_NOTEBOOK = "notebooks/00_make_it_fit.ipynb"
-_PORT = 8941
+PORT = 8941
 _MOST_SECONDS = 1800
 _NO_QUESTIONS = {
-    "ServerApp": {"open_browser": False, "allow_root": True, "ip": "127.0.0.1", "port": _PORT, "port_retries": 0},
+    "ServerApp": {"open_browser": False, "allow_root": True, "ip": "127.0.0.1", "port": PORT, "port_retries": 0},
     "IdentityProvider": {"token": ""},
     "LabApp": {"news_url": None},
 }
@@ -36,7 +36,7 @@ _NO_QUESTIONS = {
 _LIVE_PLOT = """() => {
     const curves = Array.from(document.querySelectorAll(".memlab-panel .js-plotly-plot")).flatMap(plot => plot.data ?? []);
     const has_points = curves.some(curve => curve.y && Array.from(curve.y).length > 0);
-    return has_points || !!document.querySelector(".jp-OutputArea-output [role=status] svg, .jp-OutputArea-output svg[role=img]");
+    return has_points || !!document.querySelector(".memlab-live svg");
 }"""
 
 
@@ -60,7 +60,8 @@ def measured(folder: Path) -> dict[str, float]:
     cloned = time.monotonic()
     with running(first_command(), clone, folder / "jupyter"):
         served = time.monotonic()
-        shown_after = seconds_to_the_plot(f"http://127.0.0.1:{_PORT}/lab/tree/{FIRST_NOTEBOOK}")
+        # JupyterLab takes the folder of the file it is given as its root
+        shown_after = seconds_to_the_plot(f"http://127.0.0.1:{PORT}/lab/tree/{Path(FIRST_NOTEBOOK).name}")
     return {
         "clone_seconds": round(cloned - began, 1),
         "install_and_start_seconds": round(served - cloned, 1),
@@ -72,17 +73,28 @@ def measured(folder: Path) -> dict[str, float]:
 
 def first_command() -> str:
     """The first command of the README, as written there."""
-    return section_of(README.read_text(encoding="utf-8"), "open").strip().removeprefix("```bash").removesuffix("```").strip()
+    return (
+        section_of(README.read_text(encoding="utf-8"), "open")
+        .strip()
+        .removeprefix("```bash")
+        .removesuffix("```")
+        .strip()
+    )
 
 
 @contextmanager
-def running(command: str, folder: Path, settings: Path) -> Iterator[None]:
-    """A command that ends in a JupyterLab, once it answers."""
+def running(command: str, folder: Path, settings: Path, also: Mapping[str, str] | None = None) -> Iterator[None]:
+    """A command that ends in a JupyterLab, once it answers.
+
+    Args:
+        command: for bash.
+        folder: to run it in.
+        settings: a new folder for JupyterLab's.
+        also: environment variables beside those of a fresh shell.
+    """
     settings.mkdir()
     (settings / "jupyter_server_config.json").write_text(json.dumps(_NO_QUESTIONS))
-    kept = ("HOME", "PATH", "LANG", "TMPDIR")
-    environment = {name: value for name, value in os.environ.items() if name in kept or name.startswith("PIP_")}
-    environment |= {"JUPYTER_CONFIG_DIR": str(settings), "PIP_NO_CACHE_DIR": "1"}
+    environment = {**fresh_environment(), "JUPYTER_CONFIG_DIR": str(settings), **(also or {})}
     log = settings / "log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -97,11 +109,18 @@ def running(command: str, folder: Path, settings: Path) -> Iterator[None]:
         process.wait(60)
 
 
+def fresh_environment() -> dict[str, str]:
+    """Variables of a shell that has just been opened; pip keeps no packages."""
+    kept = ("HOME", "PATH", "LANG", "TMPDIR")
+    environment = {name: value for name, value in os.environ.items() if name in kept or name.startswith("PIP_")}
+    return {**environment, "PIP_NO_CACHE_DIR": "1"}
+
+
 def _until_it_answers(process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + _MOST_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{_PORT}/api/status", timeout=2).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/api/status", timeout=2).close()
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
         else:
@@ -115,7 +134,7 @@ def seconds_to_the_plot(address: str) -> float:
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=("--no-sandbox", "--disable-gpu"))
-        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        page = browser.new_page(viewport={"width": 1280, "height": 3000})
         page.set_default_timeout(_MOST_SECONDS * 1000)
         began = time.monotonic()
         page.goto(address)
