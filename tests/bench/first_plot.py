@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -20,15 +21,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.bench.machine import here
 from tests.bench.readme import README, section_of
 
 RESULTS = Path(__file__).parent / "results" / "first_plot.json"
 CHROMIUM = "/usr/bin/chromium"
 FIRST_NOTEBOOK = "notebooks/00_make_it_fit.ipynb"
-PORT = 8941
 _MOST_SECONDS = 1800
-_NO_QUESTIONS = {
-    "ServerApp": {"open_browser": False, "allow_root": True, "ip": "127.0.0.1", "port": PORT, "port_retries": 0},
+_NO_QUESTIONS: dict[str, dict[str, object]] = {
+    "ServerApp": {"open_browser": False, "allow_root": True, "ip": "127.0.0.1", "port_retries": 0},
     "IdentityProvider": {"token": ""},
     "LabApp": {"news_url": None},
 }
@@ -43,9 +44,9 @@ _LIVE_PLOT = """() => {
 def main() -> None:
     """Measure and write."""
     with tempfile.TemporaryDirectory() as folder:
-        found = measured(Path(folder))
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+        found = {**here(), **measured(Path(folder))}
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        print(json.dumps(found, indent=1), flush=True)  # the environment takes its time to go
 
 
 def measured(folder: Path) -> dict[str, float]:
@@ -58,10 +59,10 @@ def measured(folder: Path) -> dict[str, float]:
     clone = folder / "memlab"
     subprocess.run(["git", "clone", "-q", str(README.parent), str(clone)], check=True)
     cloned = time.monotonic()
-    with running(first_command(), clone, folder / "jupyter"):
+    with running(first_command(), clone, folder / "jupyter") as address:
         served = time.monotonic()
         # JupyterLab takes the folder of the file it is given as its root
-        shown_after = seconds_to_the_plot(f"http://127.0.0.1:{PORT}/lab/tree/{Path(FIRST_NOTEBOOK).name}")
+        shown_after = seconds_to_the_plot(f"{address}/lab/tree/{Path(FIRST_NOTEBOOK).name}")
     return {
         "clone_seconds": round(cloned - began, 1),
         "install_and_start_seconds": round(served - cloned, 1),
@@ -83,8 +84,8 @@ def first_command() -> str:
 
 
 @contextmanager
-def running(command: str, folder: Path, settings: Path, also: Mapping[str, str] | None = None) -> Iterator[None]:
-    """A command that ends in a JupyterLab, once it answers.
+def running(command: str, folder: Path, settings: Path, also: Mapping[str, str] | None = None) -> Iterator[str]:
+    """A command that ends in a JupyterLab; its address, once it answers.
 
     Args:
         command: for bash.
@@ -93,7 +94,10 @@ def running(command: str, folder: Path, settings: Path, also: Mapping[str, str] 
         also: environment variables beside those of a fresh shell.
     """
     settings.mkdir()
-    (settings / "jupyter_server_config.json").write_text(json.dumps(_NO_QUESTIONS))
+    port = free_port()
+    answers = {**_NO_QUESTIONS, "ServerApp": {**_NO_QUESTIONS["ServerApp"], "port": port}}
+    (settings / "jupyter_server_config.json").write_text(json.dumps(answers))
+    address = f"http://127.0.0.1:{port}"
     environment = {**fresh_environment(), "JUPYTER_CONFIG_DIR": str(settings), **(also or {})}
     log = settings / "log"
     with log.open("w") as out:
@@ -102,8 +106,8 @@ def running(command: str, folder: Path, settings: Path, also: Mapping[str, str] 
             cwd=folder, env=environment, stdout=out, stderr=out, start_new_session=True,
         )  # fmt: skip
     try:
-        _until_it_answers(process, log)
-        yield
+        _until_it_answers(address, process, log)
+        yield address
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
@@ -116,11 +120,18 @@ def fresh_environment() -> dict[str, str]:
     return {**environment, "PIP_NO_CACHE_DIR": "1"}
 
 
-def _until_it_answers(process: subprocess.Popen[bytes], log: Path) -> None:
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _until_it_answers(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + _MOST_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/api/status", timeout=2).close()
+            urllib.request.urlopen(f"{address}/api/status", timeout=2).close()
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
         else:

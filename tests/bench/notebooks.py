@@ -11,18 +11,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import platform
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import nbformat
 import psutil
-import torch
 
+from tests.bench.machine import here
 from tests.docs import pages
 from tests.docs.__main__ import main as write_pages
 from tests.helpers.notebooks import NOTEBOOKS, build
@@ -82,12 +79,6 @@ def measured(name: str) -> dict[str, float]:
     return {"seconds": round(time.monotonic() - began, 1), "peak_resident_mib": round(peak.mib)}
 
 
-def machine() -> str:
-    """What they ran on."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{device}, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
-
-
 def main() -> None:
     """Run, and write what was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.notebooks", description=__doc__)
@@ -100,7 +91,7 @@ def main() -> None:
         found["notebooks"][name] = measured(name)
         print(name, found["notebooks"][name], flush=True)
     kept = {name: each for name, each in sorted(found["notebooks"].items()) if name in every}
-    written = {"machine": machine(), "date": datetime.now(UTC).date().isoformat(), "notebooks": kept}
+    written = {**here(), "notebooks": kept}
     pages.NOTEBOOK_RESULTS.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
     write_pages()
 
