@@ -42,6 +42,8 @@ def train(steps):
     "%%memfit\ntrain(300)",
 )
 _TO_PANEL = "panel => panel.closest('.jp-Cell').scrollIntoView({block: 'start'})"
+_HAS_CURVES = """() => Array.from(document.querySelectorAll(".memlab-panel .js-plotly-plot"))
+    .some(plot => plot.data.some(curve => curve.y && Array.from(curve.y).length > 9))"""
 
 
 def main() -> None:
@@ -91,16 +93,19 @@ def _photograph(address: str, picture: Path) -> None:
         page.goto(address)
         page.get_by_text(re.compile(r"Python 3 \(ipykernel\) \| (Idle|Busy)")).wait_for()
         page.keyboard.press("Control+b")
-        page.locator("#jp-MainMenu").get_by_text("Run", exact=True).click()
-        page.get_by_text("Run All Cells", exact=True).click()
+        page.locator(".jp-Cell .cm-content").first.click()
+        for _ in _CELLS[:-1]:
+            page.keyboard.press("Shift+Enter")
         panel = page.locator(".memlab-panel")
-        panel.locator(".main-svg").first.wait_for()
+        panel.locator(".memlab-controls").get_by_text(re.compile(r"\d %")).first.wait_for()
+        page.keyboard.press("Shift+Enter")
         _until_step(page, 8)
         for name in ("Checkpointing", "Optimizer"):
             switch(panel, name)
             _until_step(page, steps_of(panel) + 8)
         panel.evaluate(_TO_PANEL)
         _until_step(page, max(_STEPS, steps_of(panel) + 2))
+        page.wait_for_function(_HAS_CURVES)
         page.screenshot(path=str(picture))
         browser.close()
 
