@@ -70,7 +70,7 @@ class Checkpointing(Technique):
             saves="the same, of one block in N",
             costs="the same ÷ N",
             exactness="same gradient, dropout included",
-            gives_nothing="as above; N beyond the number of blocks",
+            gives_nothing="as above",
         ),
         Description(
             flags="--checkpoint selective",

@@ -66,6 +66,16 @@ def test_every_public_name_is_explained_with_its_arguments() -> None:
     assert "<function" not in page
 
 
+def test_every_public_member_says_what_it_is() -> None:
+    silent = [
+        f"{name}.{member}"
+        for name in memlab.__all__
+        for member, found in vars(getattr(memlab, name)).items()
+        if not member.startswith("_") and (isinstance(found, property) or callable(found)) and not found.__doc__
+    ]
+    assert not silent
+
+
 def test_a_docstring_becomes_prose_lists_and_code() -> None:
     written = markdown.documented(RefusalError.__doc__.replace("\n    ", "\n"))
     assert written.startswith("A technique that does not apply here.\n\nArgs:\n\n- `technique`: name of the technique")
