@@ -97,7 +97,9 @@ def _photograph(address: str, picture: Path) -> None:
         for _ in _CELLS[:-1]:
             page.keyboard.press("Shift+Enter")
         panel = page.locator(".memlab-panel")
-        panel.locator(".memlab-controls").get_by_text(re.compile(r"\d %")).first.wait_for()
+        # the last setting whose effect is foretold
+        row = panel.locator(".memlab-controls .widget-vbox").filter(has_text="Tiled layers")
+        row.get_by_text(re.compile(r"[≈±]|no gain|does not apply")).first.wait_for()
         page.keyboard.press("Shift+Enter")
         _until_step(page, 8)
         for name in ("Checkpointing", "Optimizer"):
