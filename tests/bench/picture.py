@@ -99,7 +99,7 @@ def _photograph(address: str, picture: Path) -> None:
         panel = page.locator(".memlab-panel")
         # the last setting whose effect is foretold
         row = panel.locator(".memlab-controls .widget-vbox").filter(has_text="Tiled layers")
-        row.get_by_text(re.compile(r"[≈±]|no gain|does not apply")).first.wait_for()
+        row.get_by_text(re.compile(r"speed|±|does not apply")).first.wait_for()
         page.keyboard.press("Shift+Enter")
         _until_step(page, 8)
         for name in ("Checkpointing", "Optimizer"):
