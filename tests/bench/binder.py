@@ -85,7 +85,9 @@ def environment_of(home: Path, python: Path) -> dict[str, str]:
 def step(home: Path, python: Path, command: str) -> None:
     """Run a command in the root of the repository."""
     call = ["bash", "-euo", "pipefail", "-c", command]
+    began = time.monotonic()
     done = subprocess.run(call, cwd=home, env=environment_of(home, python), check=False)
+    print(f"{command}: {time.monotonic() - began:.0f} s", flush=True)
     if done.returncode:
         sys.exit(f"{command}: ended with {done.returncode}")
 
