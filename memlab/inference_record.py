@@ -140,6 +140,7 @@ class InferenceRecord:
 
     @property
     def kind(self) -> CallKind:
+        """Whether its calls are forwards or generations."""
         return self.calls[0].kind
 
     @property
