@@ -8,20 +8,13 @@ import subprocess
 
 import torch
 
-from memlab.errors import RefusalError, ScaleError
+from memlab.errors import ScaleError
 from memlab.extras import require_installed
 from memlab.plan import Plan
-from memlab.scaleout import tensors
 from memlab.scaleout.engines import tp
 from memlab.scaleout.scale import Scale
 from memlab.session import session_of
 from memlab.workload import Workload
-
-# DeepSpeed 0.19, runtime/swap_tensor/utils.py: MIN_AIO_BYTES, AIO_ALIGNED_BYTES
-_SWAPPED_FROM_BYTES = 1024**2
-_BLOCK_BYTES = 1024
-# what direct access to a disk asks of addresses
-_ALIGNED_BYTES = 512
 
 
 def check(workload: Workload, nproc: int) -> None:
@@ -72,35 +65,11 @@ def check_engine(workload: Workload, scale: Scale, nproc: int) -> None:
         require_installed("deepspeed")
     if not scale.uses_files:
         return
-    broken = _broken_in_files(workload, nproc)
-    if broken:
-        raise RefusalError(
-            "scale",
-            f"the part of {broken} that each of {nproc} processes has does not begin and end with a block of a disk, and "
-            "DeepSpeed 0.19 updates such parameters wrongly",
-            "use --offload optimizer, in host memory",
-        )
     if not has_libaio():
         raise ScaleError(
             f"--scale {scale.engine} {scale.plan} needs a C++ compiler and libaio with its header, and a program that uses "
             "it could not be built: apt-get install g++ ninja-build libaio-dev (or CFLAGS and LDFLAGS that say where it is)"
         )
-
-
-def _broken_in_files(workload: Workload, nproc: int) -> str:
-    """Name of a trained parameter whose shards DeepSpeed would read back wrongly; empty where there is none."""
-    names = tensors.names_of(workload.model)
-    for group in (group for optimizer in workload.optimizers for group in optimizer.param_groups):
-        begins_bytes = 0  # in the flat buffer of the group
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            shard_bytes = 4 * -(-parameter.numel() // nproc)
-            is_unaligned = begins_bytes % _ALIGNED_BYTES or shard_bytes % _BLOCK_BYTES
-            if shard_bytes >= _SWAPPED_FROM_BYTES and is_unaligned:
-                return names[id(parameter)]
-            begins_bytes += shard_bytes
-    return ""
 
 
 def has_libaio() -> bool:

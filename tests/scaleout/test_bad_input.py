@@ -14,11 +14,9 @@ from typing import Any, NoReturn
 
 import psutil
 import pytest
-import torch
-from torch import nn
 
 from memlab import Workload, launch
-from memlab.errors import MissingExtraError, RefusalError, ScaleError
+from memlab.errors import MissingExtraError, ScaleError
 from memlab.scaleout import checks, homecoming, launching, shipping, tensors
 from memlab.scaleout.worker import Home
 from memlab.snapshot import Snapshot, random_states
@@ -47,17 +45,6 @@ def test_libaio_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ScaleError, match=r"^--scale zero3 --offload optimizer:disk needs a C\+\+ compiler and libaio"):
         launch(no_training, gpt2(), "--scale zero3 --offload optimizer:disk")
     assert not folders()
-
-
-@needs(extra="deepspeed")
-@pytest.mark.parametrize(("size", "name"), [(1100, "0.weight"), (1056, "1.weight")])
-def test_what_files_would_spoil_is_refused(size: int, name: str) -> None:
-    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
-    workload = Workload(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(
-        RefusalError, match=rf"^scale: the part of {name} that each of 2 processes has does not begin and"
-    ):
-        launch(no_training, workload, "--scale zero3 --offload optimizer:nvme")
 
 
 @needs(extra="deepspeed")

@@ -19,9 +19,9 @@ from tests.scaleout.runs import regressed
 
 
 def wide() -> Workload:
-    """Layers large enough for DeepSpeed to put their state into files."""
+    """Layers large enough for DeepSpeed to put their state into files; shards of the second end within a block of a disk."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 3))
+    model = nn.Sequential(nn.Linear(768, 1100), nn.ReLU(), nn.Linear(1100, 1100), nn.ReLU(), nn.Linear(1100, 3))
     return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
 
