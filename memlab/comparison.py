@@ -65,6 +65,7 @@ class Comparison(Shown):
 
     @property
     def rows(self) -> tuple[Row, ...]:
+        """Each measurement beside the first one, with what is to be said about it (`verdict`)."""
         if self.are_ranks:
             return tuple(Row(each, math.nan, math.nan, None, "; ".join(each.notes)) for each in self.measurements)
         first = self.measurements[0]

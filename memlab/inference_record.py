@@ -7,7 +7,7 @@ hands the cache of one forward to the next. A generation has a *prefill*, the pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from memlab.records import Measurement, TimelinePoint, ratio
@@ -133,13 +133,14 @@ class InferenceRecord:
     device: str
     calls: tuple[CallRecord, ...]
     breakdown: Mapping[str, int] | None = None
-    timeline: tuple[TimelinePoint, ...] = ()
+    timeline: tuple[TimelinePoint, ...] = field(default=(), repr=False)  # hundreds of points
     host_bytes: int = 0
     cache: CacheUse | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def kind(self) -> CallKind:
+        """Whether its calls are forwards or generations."""
         return self.calls[0].kind
 
     @property

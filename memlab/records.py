@@ -175,6 +175,7 @@ class Measurement(Shown):
 
     @property
     def median_step_seconds(self) -> float:
+        """Median wall time of a measured step; NaN without one."""
         return statistics.median(self.step_seconds) if self.step_seconds else float("nan")
 
     @property

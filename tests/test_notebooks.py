@@ -60,6 +60,8 @@ class TestCommitted:
 # chapters of the course; the others have tests of their own below
 _CHAPTERS = (
     "01_where_the_memory_goes", "02_gradient_accumulation", "03_checkpointing", "04_lower_precision", "05_8_bit_adam",
+    "06_offload", "07_finding_the_plan",
+    "10_inference", "11_your_own_model",
 )  # fmt: skip
 _CHAPTER_RAM_KIB = round(1.5 * 2**20)
 _RESIDENT = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"

@@ -48,12 +48,19 @@ class History:
     def add(self, title: str, measurements: list[Measurement], events: tuple[str, ...]) -> None:
         """Take in what a cell measured; a plan measured again replaces its old row."""
         for measurement in measurements:
+            self._forget_if_of_other_batches(measurement)
             # cells go on training, each from where the one before stopped: their losses are no drift
             row = replace(measurement, losses=())
             self.comparison = self.comparison.add(row) if self.comparison else Comparison(title, (row,))
         if self.comparison is not None:
             predictions = tuple(self.foretold.values())
             self.comparison = replace(self.comparison, title=title, events=events, predictions=predictions)
+
+    def _forget_if_of_other_batches(self, measurement: Measurement) -> None:
+        """Drop what was foretold for a plan whose row is replaced by one of larger or smaller batches."""
+        before = self.measured(measurement.plan)
+        if before is not None and _batch_of(before) != _batch_of(measurement):
+            self.foretold.pop(measurement.plan, None)
 
     def say(self, *events: str) -> None:
         """Put lines below the receipt."""
@@ -117,6 +124,10 @@ class History:
         if self.comparison is None:
             raise MemlabError("nothing is measured yet: put %%memfit on the cell that trains, and run it")
         return self.comparison
+
+
+def _batch_of(measurement: Measurement) -> tuple[float, float]:
+    return measurement.samples_per_step, measurement.tokens_per_step
 
 
 def versions() -> dict[str, str]:

@@ -31,7 +31,7 @@ from memlab.errors import RefusalError, ScaleError
 from memlab.extras import require
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.scaleout import one_rank
-from memlab.scaleout.engines.zero import _deepspeed
+from memlab.scaleout.engines.zero import SHARD_EACH, _deepspeed
 from memlab.scaleout.gathered import Gathered
 from memlab.scaleout.in_kernel import InKernel, on_gradient
 from memlab.scaleout.zero_sizes import ZeroSizes
@@ -215,8 +215,7 @@ class LiveZero(InKernel):
         }
         if self._tier is Tier.DISK:
             zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder), "pin_memory": pinned}
-            # a shard for each parameter: gradients are read wrongly to where no page of the shard begins
-            zero["sub_group_size"] = 1
+            zero["sub_group_size"] = SHARD_EACH
         elif self._tier is not None:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
         if self.plan.tier_of(Offloaded.PARAMS) is not None:

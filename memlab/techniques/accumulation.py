@@ -39,6 +39,7 @@ from memlab.techniques._modules import without_cache
 from memlab.techniques._probe import Probe
 from memlab.techniques._split import Call, row_ranges
 from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.description import Description
 from memlab.workload import Workload
 
 
@@ -50,6 +51,15 @@ class Accumulation(Technique):
     """
 
     field = "accumulation"
+    descriptions = (
+        Description(
+            flags="--accumulate N",
+            saves="activations and logits ÷ N",
+            costs="smaller kernels, which fill a GPU less; a loop with its own criterion runs each forward pass twice",
+            exactness="same gradient (≤ 1e-6 relative in fp32)",
+            gives_nothing="the peak is in the optimizer step, or is mostly parameters, gradients and moments; refused with BatchNorm and for fewer than N rows",
+        ),
+    )
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

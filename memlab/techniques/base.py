@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from memlab.plan import Plan
+from memlab.techniques.description import Description
 
 if TYPE_CHECKING:
     from memlab.workload import Workload
@@ -47,6 +48,7 @@ class Technique:
 
     Attributes:
         field: name of the plan's field it implements.
+        descriptions: its settings in words, the plainest first.
         changes_state: whether `pack_state` and `unpack_state` do something.
         state_per_step: whether packed state must be unpacked for an update.
         may_skip: whether `skips_step` can say so; a step with a closure is then taken over, and the closure
@@ -65,6 +67,7 @@ class Technique:
     """
 
     field: ClassVar[str]
+    descriptions: ClassVar[tuple[Description, ...]] = ()
     changes_state: bool = False
     state_per_step: bool = False
     may_skip: bool = False

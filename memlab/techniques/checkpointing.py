@@ -28,6 +28,7 @@ from memlab.techniques._budget import Budget
 from memlab.techniques._modules import patch_forward, repeated_blocks, without_cache
 from memlab.techniques._recomputation import Recomputation
 from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.description import Description
 from memlab.workload import Workload
 
 _aten = torch.ops.aten
@@ -56,6 +57,36 @@ class Checkpointing(Technique):
     """
 
     field = "checkpointing"
+    descriptions = (
+        Description(
+            flags="--checkpoint",
+            saves="activations of all repeated blocks but one, which leave their inputs",
+            costs="one more forward pass of the blocks",
+            exactness="same gradient, dropout included",
+            gives_nothing="the peak is in the loss or in the optimizer step; refused where no block repeats and for blocks with BatchNorm",
+        ),
+        Description(
+            flags="--checkpoint every:N",
+            saves="the same, of one block in N",
+            costs="the same ÷ N",
+            exactness="same gradient, dropout included",
+            gives_nothing="as above",
+        ),
+        Description(
+            flags="--checkpoint selective",
+            saves="results that are cheap to compute again; those of matrix products and attention stay",
+            costs="norms, activations and masks once more",
+            exactness="same gradient, dropout included",
+            gives_nothing="as above",
+        ),
+        Description(
+            flags="--checkpoint budget:SIZE",
+            saves="what blocks keep of a micro-batch: at most SIZE",
+            costs="the least recomputation that does",
+            exactness="same gradient, dropout included",
+            gives_nothing="SIZE is more than the blocks keep anyway; refused where recomputing all of them is not enough",
+        ),
+    )
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

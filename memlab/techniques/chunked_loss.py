@@ -27,6 +27,7 @@ from memlab.errors import RefusalError, SessionError
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._modules import patch_forward
 from memlab.techniques.base import Technique
+from memlab.techniques.description import Description
 from memlab.units import MIB
 from memlab.workload import Workload
 
@@ -45,6 +46,15 @@ class ChunkedLoss(Technique):
     """
 
     field = "loss"
+    descriptions = (
+        Description(
+            flags="--chunk-loss",
+            saves="the logits over the vocabulary, and their gradient",
+            costs="gradients of the head are made in the forward pass, tile by tile",
+            exactness="same gradient (≤ 2e-6 relative in fp32)",
+            gives_nothing="the peak is not in the loss; refused for fewer than 2048 classes",
+        ),
+    )
 
     def check(self, workload: Workload) -> None:
         if not large_heads(workload.model):

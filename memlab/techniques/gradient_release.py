@@ -45,6 +45,7 @@ from memlab.errors import RefusalError, SessionError
 from memlab.loop_mode import LoopMode
 from memlab.plan import Plan
 from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.description import Description
 from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
@@ -108,6 +109,15 @@ class GradientRelease(Technique):
     """
 
     field = "gradients"
+    descriptions = (
+        Description(
+            flags="--release-grads",
+            saves="gradients, all but a thirty-second of them or the largest one",
+            costs="small updates between backward's kernels",
+            exactness="bit for bit",
+            gives_nothing="the peak is at the end of the forward pass; with --accumulate; refused for loops that clip, accumulate or look at gradients by hand",
+        ),
+    )
     takes_step = True
 
     def __init__(self, plan: Plan) -> None:

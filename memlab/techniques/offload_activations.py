@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.techniques._transfers import Lanes, Leaving, Ticket, lanes_of, settle
 from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.description import Description
 from memlab.techniques.spill import Spill, resolve_tier
 from memlab.workload import Workload
 
@@ -275,6 +276,15 @@ class OffloadActivations(Technique):
     """
 
     field = "offload"
+    descriptions = (
+        Description(
+            flags="--offload activations",
+            saves="what forward keeps for backward, while it waits",
+            costs="it travels both ways once a step",
+            exactness="bit for bit",
+            gives_nothing="together with --checkpoint, when the peak is in a block that is recomputed; tensors too small for the trip stay",
+        ),
+    )
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

@@ -37,6 +37,7 @@ from memlab.plan import Offloaded, Plan, Precision, Tier
 from memlab.techniques._modules import repeated_blocks
 from memlab.techniques._residence import PLAIN, Link, Residence, Resting, is_dense, room_for, storage_of
 from memlab.techniques.base import ModelCall, State, Technique
+from memlab.techniques.description import Description
 from memlab.techniques.spill import Spill, is_spilled, resolve_tier
 from memlab.workload import Workload
 
@@ -53,6 +54,15 @@ class OffloadParams(Technique):
     """
 
     field = "offload"
+    descriptions = (
+        Description(
+            flags="--offload params",
+            saves="weights and gradients of repeated blocks: 8 → ~0 bytes per parameter",
+            costs="each block travels to the device twice a step, its gradient back once",
+            exactness="bit for bit",
+            gives_nothing="the peak is in what is not of a block: embeddings, head, loss; refused where no block repeats",
+        ),
+    )
     takes_step = True
     parameters_visit = True
 

@@ -27,6 +27,7 @@ from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan, Tier
 from memlab.stepping import unhooked_step
 from memlab.techniques.base import State, Stepper, Technique
+from memlab.techniques.description import Description
 from memlab.techniques.spill import Spill, resolve_tier
 from memlab.techniques.state_formats import (
     AdafactorFormat,
@@ -69,6 +70,36 @@ class OptimizerConversion(Technique):
     """
 
     field = "optimizer"
+    descriptions = (
+        Description(
+            flags="--adam8bit",
+            saves="moments: 8 → 2.03 bytes per parameter",
+            costs="two conversions an update",
+            exactness="8-bit moments: loss within 0.1 % over 100 steps of fine-tuning",
+            gives_nothing="the peak is mostly activations; parameters below 4096 elements stay as they are; refused for optimizers other than Adam and AdamW",
+        ),
+        Description(
+            flags="--optim paged-adam8bit",
+            saves="the same, and moments move to the host when memory runs short",
+            costs="copies while it is short",
+            exactness="as --adam8bit",
+            gives_nothing="as --adam8bit; refused off CUDA",
+        ),
+        Description(
+            flags="--optim adafactor",
+            saves="moments: 8 → 0.02 bytes per parameter",
+            costs="row and column means instead of moments",
+            exactness="another algorithm, without first moments",
+            gives_nothing="the peak is mostly activations",
+        ),
+        Description(
+            flags="--optim sgd",
+            saves="all moments",
+            costs="nothing an update, often more steps",
+            exactness="another algorithm",
+            gives_nothing="the peak is mostly activations",
+        ),
+    )
     changes_state = True
 
     def __init__(self, plan: Plan) -> None:

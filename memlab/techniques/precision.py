@@ -34,6 +34,7 @@ from memlab.plan import Plan, Precision
 from memlab.techniques._autocast import without_autocast
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques.base import ModelCall, State, Technique
+from memlab.techniques.description import Description
 from memlab.techniques.moments import join_master, round_stochastically, split_master
 from memlab.workload import Workload
 
@@ -51,6 +52,36 @@ class PrecisionChoice(Technique):
     """
 
     field = "precision"
+    descriptions = (
+        Description(
+            flags="--bf16",
+            saves="about half of the activations; parameters, gradients and moments stay in fp32",
+            costs="faster where the hardware has instructions for it, slower elsewhere",
+            exactness="gradients within a few % of fp32",
+            gives_nothing="16-bit copies of the weights weigh more than what activations save: small batches, large models",
+        ),
+        Description(
+            flags="--fp16",
+            saves="as --bf16",
+            costs="as --bf16; steps that overflow are skipped while the scale settles",
+            exactness="gradients within 1 % of fp32, with loss scaling",
+            gives_nothing="as --bf16",
+        ),
+        Description(
+            flags="--precision tf32",
+            saves="nothing: it is for speed",
+            costs="faster matrix products",
+            exactness="10 bits of mantissa in products",
+            gives_nothing="always, in bytes; refused off CUDA",
+        ),
+        Description(
+            flags="--precision pure-bf16",
+            saves="parameters, gradients and moments: 16 → 10 bytes per parameter",
+            costs="an fp32 master of one parameter at a time",
+            exactness="weights return to fp32 bit for bit, moments are rounded",
+            gives_nothing="one embedding is most of the model: its master is the peak",
+        ),
+    )
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

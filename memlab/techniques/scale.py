@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import RefusalError
 from memlab.plan import Plan, ScaleOut
 from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.description import Description
 from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
@@ -81,6 +82,15 @@ class Scaling(Technique):
     """
 
     field = "scale"
+    descriptions = (
+        Description(
+            flags="--scale fsdp2|zero1|zero2|zero3",
+            saves="in this process, with --offload: moments and weights; with --nproc P: its share ÷ P",
+            costs="copies to and from host memory; communication between processes",
+            exactness="bit for bit in one process, ZeRO 3 apart for gradients added up from three uses of a tensor",
+            gives_nothing="one process without --offload",
+        ),
+    )
     is_engine = True
     makers: ClassVar[list[EngineMaker]] = []
 

@@ -36,6 +36,7 @@ from memlab.techniques._split import row_ranges
 from memlab.techniques._tiled_linear import TiledLinear
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.chunked_loss import large_heads
+from memlab.techniques.description import Description
 from memlab.units import MIB, format_bytes
 from memlab.workload import Workload
 
@@ -55,6 +56,15 @@ class Tiling(Technique):
     """
 
     field = "tiling"
+    descriptions = (
+        Description(
+            flags="--tile N",
+            saves="the wide result between the two layers of a feed-forward part: ÷ N",
+            costs="feed-forward parts run once more in the backward pass",
+            exactness="same gradient; dropout masks there are drawn tile by tile",
+            gives_nothing="the peak is in the logits, and blocks are recomputed anyway; refused where no weight has 1 MiB",
+        ),
+    )
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

@@ -14,5 +14,6 @@ from memlab.workshop.guesses import Guesses
 from memlab.workshop.material import Here, here
 from memlab.workshop.pictures import steps
 from memlab.workshop.questions import Check, Question
+from memlab.workshop.watched import watched
 
-__all__ = ["Check", "Film", "Guesses", "Here", "Question", "chapter", "film", "held_by", "here", "steps"]
+__all__ = ["Check", "Film", "Guesses", "Here", "Question", "chapter", "film", "held_by", "here", "steps", "watched"]

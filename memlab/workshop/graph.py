@@ -22,12 +22,19 @@ def held_by(*tensors: torch.Tensor) -> list[torch.Tensor]:
         >>> held_by(loss.detach())
         []
     """
+    nodes = list(_nodes(tensor.grad_fn for tensor in tensors))
+    # a linear layer saves a transposed view of its weight, so memories are compared, not tensors
+    parameters = {_memory(node.variable) for node in nodes if hasattr(node, "variable")}
     found: dict[int, torch.Tensor] = {}
-    for node in _nodes(tensor.grad_fn for tensor in tensors):
+    for node in nodes:
         for saved in _saved(node):
-            if not (saved.is_leaf and saved.requires_grad):
-                found.setdefault(saved.untyped_storage().data_ptr(), saved)
+            if _memory(saved) not in parameters:
+                found.setdefault(_memory(saved), saved)
     return list(found.values())
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _nodes(roots: Iterable[Any]) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 python -m tests.bench.rank_accuracy            run, and write tests/bench/results/accuracy/ranks/cpu.json
 python -m tests.bench.rank_accuracy --show     show what was run last
+python -m tests.bench.rank_accuracy --foretell foretell anew, beside what was measured last: after a change of foresight alone
 
 Ranks are counted by the CPU ledger, over gloo. A peak is the middle one of a rank's steps: what a thread of gloo still
 holds when the next tensor is made lifts some of them.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,19 @@ def examine(make: Callable[[], Any], flags: str, ranks: int) -> Pair:
     )  # fmt: skip
 
 
+def foretold_anew() -> Iterator[Pair]:
+    """Pairs of the last run, with what is foretold now."""
+    for (make, flags, ranks), pair in zip(cases(), _last(), strict=True):
+        foretold = predict_ranks(workload_of(make), f"--scale {flags}", nproc=ranks)
+        if (foretold.scale, ranks) != (pair.scale, pair.ranks):
+            raise ValueError(f"{pair.scale} × {pair.ranks} was measured, not {foretold.scale} × {ranks}: run it anew")
+        yield replace(pair, foretold_bytes=foretold.peak_allocated_bytes, foretold_sent_bytes=foretold.wire_bytes)
+
+
+def _last() -> list[Pair]:
+    return [Pair(**pair) for pair in json.loads((RESULTS / "cpu.json").read_text())["pairs"]]
+
+
 def save(pairs: Sequence[Pair]) -> Path:
     """Write results."""
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -105,14 +119,19 @@ def main() -> None:
     """Parse the command line, then run or show."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.rank_accuracy", description=__doc__)
     parser.add_argument("--show", action="store_true", help="show the results in the repository, run nothing")
-    if parser.parse_args().show:
-        print(table([Pair(**pair) for pair in json.loads((RESULTS / "cpu.json").read_text())["pairs"]]))
+    parser.add_argument("--foretell", action="store_true", help="foretell anew, and keep what was measured")
+    options = parser.parse_args()
+    if options.show:
+        print(table(_last()))
         return
+    found = foretold_anew() if options.foretell else (examine(*case) for case in cases())
     pairs: list[Pair] = []
-    for make, flags, ranks in cases():
-        pairs.append(examine(make, flags, ranks))
-        print(f"{pairs[-1].model} {pairs[-1].scale} × {ranks}: {pairs[-1].error:+.2%}", flush=True)
-        save(pairs)
+    for pair in found:
+        pairs.append(pair)
+        print(f"{pair.model} {pair.scale} × {pair.ranks}: {pair.error:+.2%}", flush=True)
+        if not options.foretell:
+            save(pairs)
+    save(pairs)
     print(f"\n{table(pairs)}")
 
 

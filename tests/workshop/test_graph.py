@@ -32,3 +32,9 @@ def test_parameters_do_not_count_and_memory_counts_once() -> None:
     out = layer(x)
     assert [each.shape for each in held_by(out)] == [x.shape]
     assert len(held_by(layer(x) + layer(x))) == 1
+
+
+def test_a_transposed_view_of_a_weight_does_not_count_either() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 2, bias=False))
+    x = torch.randn(2, 4, 8)
+    assert held_bytes(layers(x)) == 2 * x.nbytes  # what goes into each layer

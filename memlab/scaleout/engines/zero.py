@@ -42,6 +42,8 @@ from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 _STEP = "step"
+# a shard for each parameter: gradients are read wrongly to where no page of the shard begins
+SHARD_EACH = 1
 # folder beside that of the tensors, for what is offloaded to the disk
 DISK = "offloaded"
 
@@ -121,6 +123,8 @@ class Zero(Engine):
             tier = self._plan.tier_of(what)
             if tier is not None:
                 zero[name] = self._offloaded_to(tier)
+            if tier is Tier.DISK:
+                zero["sub_group_size"] = SHARD_EACH
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,

@@ -1,0 +1,1 @@
+"""Pages under `docs/` that are written from the code: see `python -m tests.docs --help`."""

@@ -1,0 +1,79 @@
+"""`docs/flags.md`: every flag of `%%memfit` and every word of `%memfit`, from the tables they are read from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memlab.jupyter.config import MemLab
+from memlab.jupyter.flags import CELL_FLAGS, FORESIGHT_FLAGS, WORDS, Flag
+from memlab.plan import FIELDS, PlanField
+from memlab.techniques import TECHNIQUES
+from tests.docs.markdown import NOTE, anchor, code, table
+
+_HEAD = """# Flags
+
+{note}
+
+Everything that can stand on a line of `%%memfit` or `%memfit`. The same texts come from `%%memfit?` and `%memfit?`. On one page, with what
+each technique is good for: the [cheat sheet](cheatsheet.md). From Python: [functions and classes](api.md)."""
+_PLAN = """## Techniques
+
+A plan is what these flags say together; the order does not matter. `%%memfit` and `%memfit` take them, and so do `memlab.fit`, `measure`, `compare`
+and `predict` as text. What a flag does not name stays as the loop has it. Flags that exclude each other are refused with the reason."""
+_CELL = """## Flags of the cell
+
+`%%memfit` takes these beside those of techniques. They are about the cell and do not become a part of the plan."""
+_WORDS = """## Words of the line
+
+`%memfit` alone says what is in force and what it needs. A word in front does more; flags of techniques without a word change the plan now."""
+_FORESIGHT = """## Flags of words
+
+These words change nothing on the live model, or put everything back. Beside flags of techniques they take:"""
+_CONFIG = """## Defaults
+
+`%config MemLab` shows them, `%config MemLab.NAME = VALUE` changes one for this notebook."""
+
+
+def page() -> str:
+    """The page."""
+    techniques = [_technique(field) for field in FIELDS]
+    contents = "\n".join(f"- [{_title(field)}](#{anchor(_title(field))})" for field in FIELDS)
+    parts = [
+        *(_HEAD.format(note=NOTE), _PLAN, contents, *techniques),
+        *(_CELL, _flags(CELL_FLAGS)),
+        *(_WORDS, table(("line", "what it does"), ((code(f"%memfit {word.usage}"), word.help) for word in WORDS))),
+        *(_FORESIGHT, *(f"### `%memfit {word}`\n\n{_flags(known)}" for word, known in FORESIGHT_FLAGS.items())),
+        *(_CONFIG, _config()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _title(field: PlanField) -> str:
+    return f"{field.title}: `{field.flag}`"
+
+
+def _technique(field: PlanField) -> str:
+    shorthands = "".join(
+        f"\n- `{flag}` is short for `{field.flag} {value}`" for flag, value in field.shorthands.items()
+    )
+    bare = f"\n- without a value it is `{field.flag} {field.bare}`" if field.bare else ""
+    said = [each for kind in TECHNIQUES if kind.field == field.name for each in kind.descriptions]
+    rows = ((code(each.flags), each.saves, each.costs, each.exactness, each.gives_nothing) for each in said)
+    return "\n\n".join(
+        (
+            f"### {_title(field)}",
+            f"`{field.flag} {field.metavar}`: {field.help}.",
+            f"- as a field of a `Plan`: `{field.name}`, by default `{field.choices[0]}`{shorthands}{bare}",
+            table(("setting", "frees", "costs", "exactness", "gives nothing where"), rows),
+        )
+    )
+
+
+def _flags(flags: Sequence[Flag]) -> str:
+    return table(("flag", "what it does"), ((code(flag.usage), flag.help) for flag in flags))
+
+
+def _config() -> str:
+    traits = MemLab.class_own_traits(config=True)
+    rows = ((code(name), code(repr(trait.default_value)), trait.help) for name, trait in sorted(traits.items()))
+    return table(("name", "by default", "what it does"), rows)
