@@ -94,7 +94,7 @@ def test_a_chapter_runs_to_its_end_in_little_memory(name: str) -> None:
 
 # the first chapter's own test, which holds it to what the others are held to as well
 @pytest.mark.xdist_group("notebooks")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_make_it_fit_runs_and_memory_falls() -> None:
     notebook = _executed("00_make_it_fit", _PEAKS)
     half_bytes, measured = json.loads(notebook.cells[-1].outputs[0].text)
@@ -110,7 +110,7 @@ def test_make_it_fit_runs_and_memory_falls() -> None:
 
 
 @pytest.mark.xdist_group("notebooks")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_keep_going_runs_to_the_end_where_memory_runs_out() -> None:
     notebook = _executed("08_keep_going", _LOSSES)
     expected, rescued, kept_whole = json.loads(notebook.cells[-1].outputs[0].text)
