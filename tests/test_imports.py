@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
         "workload",
     },
     "stepping": {"layers"},
-    "workshop": {"errors", "extras", "measuring", "records", "report", "units"},
+    "workshop": {"errors", "extras", "measuring", "plan", "records", "report", "units"},
     "techniques": {
         "dispatch",
         "errors",

@@ -19,7 +19,9 @@ def faults(path: Path) -> list[str]:
     if path.stat().st_size > MOST_BYTES:
         found.append(f"is {path.stat().st_size / MOST_BYTES:.1f} MiB: at most 1")
     for cell in notebook["cells"]:
-        errors = [output for output in cell.get("outputs", []) if output["output_type"] == "error"]
+        # a cell may show how another one fails, and go on; one that fails itself ends so
+        last = cell.get("outputs", [])[-1:]
+        errors = [output for output in last if output["output_type"] == "error"]
         found += [f"ends in {error['ename']}: {error['evalue'][:80]}" for error in errors]
     return found
 
