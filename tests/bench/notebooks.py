@@ -90,9 +90,10 @@ def main() -> None:
     for name in parser.parse_args().names or every:
         found["notebooks"][name] = measured(name)
         print(name, found["notebooks"][name], flush=True)
-    kept = {name: each for name, each in sorted(found["notebooks"].items()) if name in every}
-    written = {**here(), "notebooks": kept}
-    pages.NOTEBOOK_RESULTS.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+        # after each, so that a run that is ended keeps what it has
+        kept = {name: each for name, each in sorted(found["notebooks"].items()) if name in every}
+        written = {**here(), "notebooks": kept}
+        pages.NOTEBOOK_RESULTS.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
     write_pages()
 
 
