@@ -57,11 +57,17 @@ def strip(notebook: nbformat.NotebookNode) -> None:
             for output in cell.outputs:
                 # needs a kernel; what the same output says in text stays
                 output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
-            cell.outputs = [output for output in cell.outputs if not _is_blank(output)]
+            cell.outputs = [output for output in cell.outputs if not _is_blank(output) and not _is_progress(output)]
 
 
 def _is_blank(output: nbformat.NotebookNode) -> bool:
     return output.output_type == "display_data" and not any(output.data.values())
+
+
+def _is_progress(output: nbformat.NotebookNode) -> bool:
+    """Whether it says how far memlab was, and nothing else."""
+    lines = output.text.splitlines() if output.output_type == "stream" and output.name == "stderr" else []
+    return bool(lines) and all(line.startswith("memlab: ") for line in lines)
 
 
 def main() -> None:
