@@ -116,7 +116,7 @@ class CallMeter:
         shape: what the model's cache keeps of each token, or None where that is not known.
 
     Example:
-        >>> from memlab.measuring.steps import device_for
+        >>> from memlab.measuring.device import device_for
         >>> meter = CallMeter(device_for(torch.device("cpu")), lambda: [], None)
         >>> batch = Batch((torch.zeros(3, 4),), {})
         >>> meter.pass_begins(batch)
