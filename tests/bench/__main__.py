@@ -1,6 +1,7 @@
 """Measure the figures on this machine, write them as JSON and show them.
 
 python -m tests.bench            measure and write tests/bench/results/<device>.json
+python -m tests.bench --only handover     measure some figures anew and keep the others
 python -m tests.bench --show     show what was measured last, on every device
 """
 
@@ -10,7 +11,7 @@ import argparse
 import json
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -35,12 +36,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--show", action="store_true", help="show the results in the repository, measure nothing")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of runs behind each time ratio (default 20)")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(runs(fastest(), 1)), help="measure these anew, keep the others"
+    )
     options = parser.parse_args()
     if options.show:
         for path in sorted(RESULTS.glob("*.json")):
-            show(json.loads(path.read_text()))
+            measured = json.loads(path.read_text())
+            if "techniques" in measured:  # what other programs measured lies there too
+                show(measured)
         return
-    measured = measure(options.pairs)
+    measured = measure_again(options.only, options.pairs) if options.only else measure(options.pairs)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{slug(measured['device'])}.json"
     path.write_text(json.dumps(measured, indent=1, ensure_ascii=False) + "\n")
@@ -48,30 +54,60 @@ def main() -> None:
     print(f"\nwritten to {path.relative_to(Path.cwd())}")
 
 
+def runs(device: torch.device, pairs: int) -> dict[str, Callable[[], list[Figure]]]:
+    """What measures figures, by name."""
+    return {
+        "watching": lambda: figures.watching(device, pairs),
+        "rescuing": lambda: figures.rescuing(device, pairs),
+        "accumulation": lambda: figures.accumulation(device, pairs),
+        "arithmetic": lambda: figures.arithmetic(device),
+        "live panel": live,
+        "building": building,
+        "offloading": lambda: offloading(device, pairs),
+        "handover": handover,
+    }
+
+
+def figures_of(names: Iterable[str], device: torch.device, pairs: int) -> list[dict]:
+    """Measure some."""
+    found: list[Figure] = []
+    for name in names:
+        print(f"measuring {name} …", flush=True)
+        found += runs(device, pairs)[name]()
+    return [{**asdict(figure), "holds": figure.holds} for figure in found]
+
+
 def measure(pairs: int) -> dict:
     """Run every figure on the fastest device here."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: list[Figure] = []
-    for name, run in (
-        ("watching", lambda: figures.watching(device, pairs)),
-        ("rescuing", lambda: figures.rescuing(device, pairs)),
-        ("accumulation", lambda: figures.accumulation(device, pairs)),
-        ("arithmetic", lambda: figures.arithmetic(device)),
-        ("live panel", live),
-        ("building", building),
-        ("offloading", lambda: offloading(device, pairs)),
-        ("handover", handover),
-    ):
-        print(f"measuring {name} …", flush=True)
-        found += run()
+    device = fastest()
+    found = figures_of(runs(device, pairs), device, pairs)
     print("measuring techniques …", flush=True)
     record = RunRecord(without_timelines(figures.techniques(device)), versions=versions())
     return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu {torch.get_num_threads()} threads",
+        "device": name_of(device),
         "machine": platform.machine(),
-        "figures": [{**asdict(figure), "holds": figure.holds} for figure in found],
+        "figures": found,
         "techniques": json.loads(record.to_json()),
     }
+
+
+def measure_again(names: Iterable[str], pairs: int) -> dict:
+    """What was measured last on this device, with some figures measured anew."""
+    device = fastest()
+    last = json.loads((RESULTS / f"{slug(name_of(device))}.json").read_text())
+    found = figures_of(names, device, pairs)
+    kept = [figure for figure in last["figures"] if figure["name"] not in {each["name"] for each in found}]
+    return {**last, "figures": kept + found}
+
+
+def fastest() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def name_of(device: torch.device) -> str:
+    """A device in words."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"cpu {torch.get_num_threads()} threads"
 
 
 def without_timelines(comparison: Comparison) -> Comparison:
