@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from memlab import Workload
+from memlab import Workload, launch
 from memlab.scaleout import checks
+from memlab.snapshot import Snapshot
 from tests.helpers.needs import needs
 from tests.scaleout.handing import handed_over
 from tests.scaleout.runs import regressed
@@ -50,3 +51,14 @@ def test_parameters_in_host_memory_train_as_ever() -> None:
 def test_optimizer_state_in_files_trains_as_ever() -> None:
     expected, losses, _, _ = handed_over("zero3 --offload optimizer:nvme,params", 2, rows(6), trained_with_files, wide)
     assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@needs(extra="deepspeed")
+@pytest.mark.skipif(not checks.has_libaio(), reason="needs a C++ compiler and libaio-dev")
+@pytest.mark.timeout(1200)
+def test_to_files_and_back_without_a_step_changes_nothing() -> None:
+    workload = wide()
+    regressed(workload, rows(2))
+    before = Snapshot(workload)
+    launch(lambda: None, workload, "--scale zero3 --offload optimizer:nvme,params", nproc=2)
+    assert before.differences(Snapshot(workload)) == []
