@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.notebooks import NOTEBOOKS, build
+
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
 pytest.importorskip("ipykernel", reason="needs ipykernel")
 
 _ROOT = Path(__file__).parents[1]
-_NOTEBOOKS = _ROOT / "notebooks"
 _MOST_BYTES = 2**20
 _SINGLE = ("--accumulate 4", "--checkpoint", "--bf16", "--adam8bit", "--offload activations")
 _TOGETHER = "--accumulate 4 --checkpoint --bf16 --adam8bit --offload activations,optimizer"
@@ -23,26 +24,17 @@ _LOSSES = "import json; print(json.dumps([expected, losses, kept_whole]))"
 _PEAKS = "import json; print(json.dumps([half, [[m.plan, m.peak_allocated_bytes] for m in comparison.measurements]]))"
 
 
-def _build() -> Any:
-    spec = importlib.util.spec_from_file_location("notebooks_build", _NOTEBOOKS / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("source", sorted(_NOTEBOOKS.glob("source/*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("source", sorted(NOTEBOOKS.glob("source/*.md")), ids=lambda path: path.stem)
 class TestCommitted:
     """What lies in the repository is what the source says, small, and needs no kernel to be read."""
 
     def test_is_built_from_its_source(self, source: Path) -> None:
-        committed = nbformat.read(_NOTEBOOKS / f"{source.stem}.ipynb", as_version=4)
-        wanted = _build().notebook_of(source.read_text(encoding="utf-8"))
+        committed = nbformat.read(NOTEBOOKS / f"{source.stem}.ipynb", as_version=4)
+        wanted = build().notebook_of(source.read_text(encoding="utf-8"))
         assert [(c.cell_type, c.source) for c in committed.cells] == [(c.cell_type, c.source) for c in wanted.cells]
 
     def test_is_small_and_holds_receipts_but_no_widgets(self, source: Path) -> None:
-        file = _NOTEBOOKS / f"{source.stem}.ipynb"
+        file = NOTEBOOKS / f"{source.stem}.ipynb"
         committed = nbformat.read(file, as_version=4)
         assert file.stat().st_size < _MOST_BYTES
         assert "widgets" not in committed.metadata
@@ -52,7 +44,7 @@ class TestCommitted:
         assert not any(kind.startswith("application/vnd.jupyter.widget") for data in bundles for kind in data)
 
     def test_shows_no_path_of_the_machine_it_ran_on(self, source: Path) -> None:
-        text = (_NOTEBOOKS / f"{source.stem}.ipynb").read_text(encoding="utf-8")
+        text = (NOTEBOOKS / f"{source.stem}.ipynb").read_text(encoding="utf-8")
         assert str(_ROOT) not in text
         assert str(Path.home()) + "/" not in text
 
@@ -69,11 +61,11 @@ _RESIDENT = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_
 
 def _executed(name: str, *cells: str) -> Any:
     """A chapter that was run to its end in little memory, with some cells behind it, and what a reader who types nothing is told."""
-    build = _build()
-    notebook = build.notebook_of((_NOTEBOOKS / "source" / f"{name}.md").read_text(encoding="utf-8"))
+    builder = build()
+    notebook = builder.notebook_of((NOTEBOOKS / "source" / f"{name}.md").read_text(encoding="utf-8"))
     notebook.cells += [nbformat.v4.new_code_cell(cell) for cell in (_RESIDENT, *cells)]
     client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
-    client.execute(env={**os.environ, **build.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
+    client.execute(env={**os.environ, **builder.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
     resident = notebook.cells[-1 - len(cells)]
     assert int(resident.outputs[0].text) < _CHAPTER_RAM_KIB
     said = "".join(
@@ -125,6 +117,7 @@ def test_keep_going_runs_to_the_end_where_memory_runs_out() -> None:
 
 
 _HANDED_OVER = """
+import importlib.util
 import json
 import psutil
 peaks = {engine: each.peak_allocated_bytes for engine, each in ranks.items()}

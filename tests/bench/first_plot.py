@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from tests.bench.machine import here
 from tests.bench.readme import README, section_of
+from tests.helpers.ports import free_port
 
 RESULTS = Path(__file__).parent / "results" / "first_plot.json"
 CHROMIUM = "/usr/bin/chromium"
@@ -118,13 +118,6 @@ def fresh_environment() -> dict[str, str]:
     kept = ("HOME", "PATH", "LANG", "TMPDIR")
     environment = {name: value for name, value in os.environ.items() if name in kept or name.startswith("PIP_")}
     return {**environment, "PIP_NO_CACHE_DIR": "1"}
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _until_it_answers(address: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.ports import free_port
 
 _ROOT = Path(__file__).parents[2]
 _CHROMIUM = Path("/usr/bin/chromium")
@@ -58,7 +59,7 @@ def lab_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lab(lab_folder: Path) -> Iterator[str]:
     """Address of a running JupyterLab; its settings and notebooks are this run's own."""
     pytest.importorskip("jupyterlab", reason="needs JupyterLab")
-    port = _free_port()
+    port = free_port()
     environment = {
         **os.environ,
         "PYTHONPATH": str(_ROOT),
@@ -197,12 +198,6 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
         # a failed test has left a kernel that trains; kernels end with their server
         server.kill()
         server.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
