@@ -117,7 +117,6 @@ def test_keep_going_runs_to_the_end_where_memory_runs_out() -> None:
 
 
 _HANDED_OVER = """
-import importlib.util
 import json
 import psutil
 peaks = {engine: each.peak_allocated_bytes for engine, each in ranks.items()}
