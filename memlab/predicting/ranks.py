@@ -165,7 +165,7 @@ class RankForeteller:
         modules, blocks = _marked(model)
         self._tracer.marked = modules
         self._passes = Passes(self._tracer, self.target.rates)
-        self._passes_of_stage_3 = Passes(self._tracer, self.target.rates)
+        self._passes_that_keep_parameters = Passes(self._tracer, self.target.rates)
         self.shape = _shape(self._tracer.twin.workload, modules, blocks)
         self._plain: Trace | None = None
         self._flats: dict[Flats, Trace] = {}
@@ -193,7 +193,7 @@ class RankForeteller:
         """
         rows = self._rows_of_a_rank(ranks, may_grow=may_grow)
         division = self._division(scale, ranks)
-        traced = self._traced(scale, rows, is_split=ranks > 1)
+        traced = self._traced(scale, division, rows, is_split=ranks > 1)
         book = Book(has_host=self.target.settings is not None)
         update = self._update(division)
         self._stand(book, division, update, of_model(replace(scale.plan, offload=())))
@@ -221,12 +221,12 @@ class RankForeteller:
             notes=tuple(_about(traced, book, division, outputs_bytes)),
         )
 
-    def _traced(self, scale: Scale, rows: int, *, is_split: bool) -> TracedPass:
+    def _traced(self, scale: Scale, division: Division, rows: int, *, is_split: bool) -> TracedPass:
         settings = of_model(replace(scale.plan, offload=()))
-        if scale.engine != "zero3":
+        if not division.keeps_parameters:
             return self._passes.traced(settings, rows, is_split=is_split)
         with linear_as_in_stage_3():
-            return self._passes_of_stage_3.traced(settings, rows, is_split=is_split)
+            return self._passes_that_keep_parameters.traced(settings, rows, is_split=is_split)
 
     def _stand(self, book: Book, division: Division, update: _Update, settings: Plan) -> None:
         """What lives throughout: the engine's, the optimizer's, the batch (of which a rank has all), workspaces."""

@@ -36,6 +36,7 @@ def _case(make: Callable[..., Any], flags: str, nproc: int) -> Any:
         _case(bert, "zero1", 2),
         _case(perceptron, "zero2 --offload optimizer", 2),
         _case(gpt2, "zero3 --checkpoint", 2),
+        _case(bert, "zero3 --bf16", 2),
         _case(perceptron, "zero3", 1),
     ],
 )

@@ -26,6 +26,8 @@ class Division(ABC):
 
     # what a hook of the engine on the model's outputs copies of them: (at the end of forward, in backward)
     copies_outputs = (False, False)
+    # whether the engine has linear layers keep parameters for backward, and not views or copies of them
+    keeps_parameters = False
 
     def __init__(self, model: ModelShape, ranks: int, *, offloads: bool = False) -> None:
         self.model = model

@@ -180,6 +180,7 @@ class Zero3(Division):
     """Stage 3."""
 
     copies_outputs = (False, True)
+    keeps_parameters = True
 
     def __init__(
         self, model: ModelShape, ranks: int, *, offloads: bool = False, sizes: ZeroSizes | None = None
