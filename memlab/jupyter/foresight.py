@@ -341,6 +341,8 @@ def foretell_ranks(history: History, live: Workload, scale: Scale, ranks: Compar
         foretold_bytes = predict_ranks(workload, scale, nproc=nproc).peak_allocated_bytes
     except MemlabError as error:
         return (f"no prediction: {error}",)
+    except KeyboardInterrupt:
+        return (INTERRUPTED,)
     off = format_change(foretold_bytes / history.rank_peaks[str(scale), nproc])
     return (f"foretold for a rank: {format_bytes(foretold_bytes)}, {off} of the highest peak measured",)
 

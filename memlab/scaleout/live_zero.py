@@ -202,10 +202,8 @@ class LiveZero(InKernel):
         self._zero = self._engine.optimizer
 
     def _config(self, folder: Path) -> dict[str, Any]:
-        sizes, pinned = (
-            ZeroSizes.of(sum(p.numel() for p in self.workload.model.parameters())),
-            self.device.type == "cuda",
-        )
+        sizes = ZeroSizes.of(sum(p.numel() for p in self.workload.model.parameters()))
+        pinned = self.device.type == "cuda"
         zero: dict[str, Any] = {
             "stage": self._stage,
             **sizes.configuration(self._stage),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _BUCKET_MOST, _PERSISTENT_MOST, _LIVE_MOST = 50_000_000, 100_000, 1_000_000_000
+# DeepSpeed divides by it
+_BUCKET_LEAST = 2
 # of the model's elements
 _BUCKET_SHARE, _PERSISTENT_SHARE = 8, 100
 
@@ -43,7 +45,7 @@ class ZeroSizes:
         Args:
             elements: of all its parameters.
         """
-        bucket = min(elements // _BUCKET_SHARE, _BUCKET_MOST)
+        bucket = min(max(elements // _BUCKET_SHARE, _BUCKET_LEAST), _BUCKET_MOST)
         bucket += bucket % 2  # the halves of a bucket are aligned
         return cls(bucket, min(elements // _PERSISTENT_SHARE, _PERSISTENT_MOST), bucket, _LIVE_MOST, bucket)
 

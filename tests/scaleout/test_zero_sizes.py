@@ -12,7 +12,8 @@ from memlab.scaleout.zero_sizes import ZeroSizes
 def test_what_is_held_at_once_is_a_small_part_of_the_model(elements: int) -> None:
     sizes = ZeroSizes.of(elements)
     assert sizes.bucket % 2 == 0
-    assert sizes.bucket == sizes.prefetch == sizes.max_reuse <= elements / 8 + 1
+    assert sizes.bucket == sizes.prefetch == sizes.max_reuse <= max(2, elements / 8 + 1)
+    assert sizes.bucket >= 2
     assert sizes.bucket <= 50_000_000
     assert sizes.persistence_threshold <= min(elements / 100, 100_000)
 
