@@ -40,6 +40,7 @@ Say = Callable[[str], None]
 
 # what predictions beside a receipt may take; one that is under way is not cut short
 PATIENCE_SECONDS = 5.0
+_INTERRUPTED = "no prediction: interrupted"
 _SAID_AFTER_SECONDS = 1.0
 # what to do about a model that cannot be foretold
 _COMPARE = 'measure plans instead, as in %memfit compare "--accumulate 4" "--checkpoint"'
@@ -342,7 +343,7 @@ def foretell_ranks(history: History, live: Workload, scale: Scale, ranks: Compar
     except MemlabError as error:
         return (f"no prediction: {error}",)
     except KeyboardInterrupt:
-        return (INTERRUPTED,)
+        return (_INTERRUPTED,)
     off = format_change(foretold_bytes / history.rank_peaks[str(scale), nproc])
     return (f"foretold for a rank: {format_bytes(foretold_bytes)}, {off} of the highest peak measured",)
 
@@ -375,7 +376,7 @@ def _cheaply(workload: Workload, plans: list[Plan], say: Say) -> tuple[list[Pred
     except MemlabError as error:
         return predictions, f"no prediction: {error}"
     except KeyboardInterrupt:
-        return predictions, "no prediction: interrupted"
+        return predictions, _INTERRUPTED
     except Exception as error:  # noqa: BLE001 - a cell that has trained must not fail for the sake of a column
         return predictions, f"no prediction: {type(error).__name__}: {error}".splitlines()[0]
     return [each for each in predictions if not each.refused], ""
