@@ -22,6 +22,7 @@ if _ROOT not in sys.path:  # so that `tests.helpers` is found however pytest is 
 
 pytest.register_assert_rewrite("tests.loops.running", "tests.driving")
 
+from tests.helpers import tiers  # noqa: E402
 from tests.helpers.fingerprint import differing, global_state  # noqa: E402
 
 torch.set_num_threads(1)
@@ -33,6 +34,19 @@ _LASTING_THREADS = (
     "MainThread - runner", "tqdm", "IPython", "asyncio", "ThreadPoolExecutor", "Tmonitor", "TMonitor", "pytest", "pydevd",
 )  # fmt: skip
 _PATIENCE_SECONDS = 2.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Under `-n`, tests of a module stay in one process, so that what they share is made once."""
+    if config.getoption("numprocesses", None) and config.getoption("dist") == "no":
+        config.option.dist = "worksteal"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what only the full tier runs, before tests are selected by markers."""
+    tiers.mark_full(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

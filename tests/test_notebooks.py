@@ -77,7 +77,7 @@ def _executed(name: str, *cells: str) -> Any:
     return notebook
 
 
-@pytest.mark.xdist_group("notebooks")
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", _CHAPTERS)
 def test_a_chapter_runs_to_its_end_in_little_memory(name: str) -> None:
@@ -85,7 +85,7 @@ def test_a_chapter_runs_to_its_end_in_little_memory(name: str) -> None:
 
 
 # the first chapter's own test, which holds it to what the others are held to as well
-@pytest.mark.xdist_group("notebooks")
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_make_it_fit_runs_and_memory_falls() -> None:
     notebook = _executed("00_make_it_fit", _PEAKS)
@@ -101,7 +101,7 @@ def test_make_it_fit_runs_and_memory_falls() -> None:
     assert all(peaks[_TOGETHER] < peaks[plan] for plan in _SINGLE)
 
 
-@pytest.mark.xdist_group("notebooks")
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_keep_going_runs_to_the_end_where_memory_runs_out() -> None:
     notebook = _executed("08_keep_going", _LOSSES)
@@ -126,7 +126,7 @@ print(json.dumps([difference, one.peak_allocated_bytes, peaks, left]))
 """
 
 
-@pytest.mark.xdist_group("notebooks")
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_beyond_one_gpu_hands_over_and_comes_home() -> None:
     notebook = _executed("09_beyond_one_gpu", _HANDED_OVER)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
-
 import torch
 
 from memlab.errors import ScaleError
 from memlab.extras import require_installed
 from memlab.plan import Plan
+from memlab.scaleout import async_io
 from memlab.scaleout.engines import tp
 from memlab.scaleout.scale import Scale
 from memlab.session import session_of
@@ -63,21 +60,7 @@ def check_engine(workload: Workload, scale: Scale, nproc: int) -> None:
         tp.check(workload.model, workload.name, nproc)
     if scale.engine.startswith("zero"):
         require_installed("deepspeed")
-    if not scale.uses_files:
-        return
-    if not has_libaio():
+    if scale.uses_files and (reason := async_io.missing(workload.device)):
         raise ScaleError(
-            f"--scale {scale.engine} {scale.plan} needs a C++ compiler and libaio with its header, and a program that uses "
-            "it could not be built: apt-get install g++ ninja-build libaio-dev (or CFLAGS and LDFLAGS that say where it is)"
+            f"--scale {scale.engine} {scale.plan} needs a C++ compiler and libaio with its header, and {reason}: {async_io.INSTALL}"
         )
-
-
-def has_libaio() -> bool:
-    """Whether DeepSpeed will be able to build what reads and writes files for it."""
-    words = [word for name in ("CFLAGS", "LDFLAGS") for word in shlex.split(os.environ.get(name, ""))]
-    build = ["c++", "-x", "c++", "-shared", "-fPIC", "-", "-o", os.devnull, *words, "-laio"]
-    try:
-        built = subprocess.run(build, input=b"#include <libaio.h>\n", capture_output=True, check=False)  # noqa: S603 - its own words
-    except FileNotFoundError:
-        return False
-    return built.returncode == 0

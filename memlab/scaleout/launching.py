@@ -22,7 +22,7 @@ from memlab.comparison import Comparison
 from memlab.errors import ScaleError
 from memlab.records import StepRecord
 from memlab.run_record import RunRecord
-from memlab.scaleout import shipping, tensors
+from memlab.scaleout import async_io, shipping, tensors
 from memlab.scaleout.checks import check, check_engine
 from memlab.scaleout.failures import Told, failure, hung
 from memlab.scaleout.homecoming import bring_home
@@ -133,6 +133,8 @@ def launch(
     seconds: dict[str, float] = {}
     for note in scale.notes:
         progress(note)
+    if scale.uses_files:
+        async_io.ensure_built(workload.device, progress)
     with _folder(workload, scale) as folder:
         with _timed(seconds, "out"):
             _send(folder, train, workload, scale, capacity_bytes)

@@ -28,12 +28,12 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError, ScaleError
-from memlab.extras import require
 from memlab.plan import Offloaded, Plan, Tier
-from memlab.scaleout import one_rank
+from memlab.scaleout import async_io, one_rank
 from memlab.scaleout.engines.zero import SHARD_EACH, _deepspeed
 from memlab.scaleout.gathered import Gathered
 from memlab.scaleout.in_kernel import InKernel, on_gradient
+from memlab.scaleout.resizes import Resized
 from memlab.scaleout.zero_sizes import ZeroSizes
 from memlab.stepping import second_of
 from memlab.workload import Workload
@@ -159,11 +159,13 @@ class LiveZero(InKernel):
                 "gradients go to the host with the files, where the loop could not reach them beside parameters on the GPU",
                 "use --offload optimizer:disk,params",
             )
-        builder = require("deepspeed").ops.op_builder.AsyncIOBuilder()
-        if not builder.is_compatible(verbose=False):
-            raise RefusalError(
-                "scale", "DeepSpeed writes files through libaio, which is missing", "apt install libaio-dev"
-            )
+        if reason := async_io.missing(self.device):
+            raise RefusalError("scale", f"DeepSpeed writes files through libaio, and {reason}", async_io.INSTALL)
+
+    def start(self, storage_resized: Resized) -> None:
+        if self._tier is Tier.DISK:
+            async_io.ensure_built(self.device, _say)
+        super().start(storage_resized)
 
     def _begin(self, undo: ExitStack) -> None:
         """The engine begins with the optimizer."""
@@ -193,12 +195,13 @@ class LiveZero(InKernel):
         with one_rank.nothing_set():
             deepspeed = _deepspeed(self.device)
             one_rank.at_end(_forgetting())
-            self._engine, *_ = deepspeed.initialize(
-                model=self._replica.model,
-                optimizer=second,
-                config=self._config(Path(folder.name)),
-                dist_init_required=False,
-            )
+            with async_io.loaded_from_there(self.device):
+                self._engine, *_ = deepspeed.initialize(
+                    model=self._replica.model,
+                    optimizer=second,
+                    config=self._config(Path(folder.name)),
+                    dist_init_required=False,
+                )
         self._zero = self._engine.optimizer
 
     def _config(self, folder: Path) -> dict[str, Any]:
@@ -513,6 +516,10 @@ def _joined(shard: torch.Tensor, places: list[_Place], optimizer: Optimizer) -> 
 
 def _flat_entries(state: State) -> Iterator[str]:
     return (name for name, value in state.items() if isinstance(value, torch.Tensor) and name != _STEP)
+
+
+def _say(line: str) -> None:
+    print(f"memlab: {line}", flush=True)  # noqa: T201 - the cell waits for it
 
 
 def _refuse_loading(_optimizer: Optimizer, _state: Any) -> None:

@@ -14,7 +14,7 @@ expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright's P
 from tests.browser.conftest import OpenNotebook, choose_theme, opened_notebook, show_notebook, without_subshells  # noqa: E402
 from tests.browser.test_receipt import contrast, save_by_keyboard  # noqa: E402
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.full]
 
 _MILLISECONDS = 90_000
 _LEAST_CONTRAST = 4.5

@@ -64,6 +64,7 @@ def run_all_by_menu(page: Any) -> None:
     page.get_by_text("Run All Cells", exact=True).click()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
 def test_receipt_and_figure(browser: Any, lab: str, lab_folder: Path, tmp_path: Path, theme: str) -> None:
     choose_theme(lab_folder, theme)

@@ -12,7 +12,7 @@ from tests.browser.conftest import opened_notebook
 from tests.browser.test_panel import MAKE, PANEL, TRAIN
 from tests.browser.test_receipt import save_by_keyboard
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.full]
 
 _MOST_BYTES = 1_000_000
 

@@ -55,8 +55,8 @@ def is_said(cell: Cell, output: str) -> bool:
     return cell.says in output if cell.says else "Error" not in output
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("notebooks")
 def test_every_cell_of_the_page_says_what_stands_under_it() -> None:
     cells = cells_of(PAGE.read_text(encoding="utf-8"))
     assert sum(bool(cell.says) for cell in cells) >= 12

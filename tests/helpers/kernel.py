@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,3 +27,15 @@ def run_in_kernel(sources: Mapping[str, str]) -> dict[str, Any]:
 def text_of(cell: Any) -> str:
     """Everything a cell printed."""
     return "".join(output.get("text", "") for output in cell.outputs)
+
+
+def frames_of_memlab(text: str) -> list[str]:
+    """Files of the package that a traceback names, wherever the package lies.
+
+    Example:
+        >>> frames_of_memlab("File ~/memlab/.venv/lib/IPython/core.py:3, in run"), frames_of_memlab("~/memlab/memlab/seams.py:3")
+        ([], ['memlab/seams.py'])
+    """
+    return re.findall(
+        r"\bmemlab/(?:\w+/)*\w+\.py", re.sub(r"\x1b\[[\d;]*m", "", text).replace("memlab/memlab/", "memlab/")
+    )

@@ -86,6 +86,7 @@ def untouched(case: Case, mixed_precision: str) -> list[float]:
     return run(case, None, "before", mixed_precision)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("attached", ["before", "after"])
 @pytest.mark.parametrize("name", ["tied", "bert-classifier", "contrastive"])
@@ -96,6 +97,7 @@ def test_the_loop_in_fp32(name: str, attached: str, plan: str) -> None:
     assert deviation(run(case, plan, attached, "no"), untouched(case, "no")) <= tolerances.LOSS
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("attached", ["before", "after", "found"])
 @pytest.mark.parametrize("name", ["tied", "bert-classifier"])
@@ -110,6 +112,7 @@ def test_the_loop_in_bf16(name: str, attached: str, plan: str) -> None:
         assert found == expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("attached", ["before", "after", "found"])
 @pytest.mark.parametrize("plan", ["--accumulate 4", "--offload optimizer", "--accumulate 2 --checkpoint --chunk-loss"])
 def test_its_own_accumulation(plan: str, attached: str) -> None:

@@ -57,6 +57,7 @@ def untouched(case: Case, precision: str) -> list[float]:
     return run(case, None, "before", precision)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("attached", ["before", "after"])
 @pytest.mark.parametrize("name", ["tied", "module-logits"])
@@ -69,6 +70,7 @@ def test_the_loop_in_fp32(name: str, attached: str, plan: str) -> None:
     assert deviation(found, expected) <= 3 * tolerances.LOSS
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("attached", ["before", "after"])
 @pytest.mark.parametrize("name", ["tied", "module-logits"])

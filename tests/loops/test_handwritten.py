@@ -163,6 +163,7 @@ def traces(case: Case, loop: Any, plan: str, steps: int, make_optimizer: Any = N
     return found, expected
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["tied", "tied-criterion"])
 @pytest.mark.parametrize("loop", LOOPS)
@@ -192,6 +193,7 @@ def _without_fingerprint(case: Case, loop: Any, plan: str) -> tuple[list[float],
     return found, expected
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", ["gpt2", "contrastive"])
 def test_every_loop_with_everything_at_once(loop: str, name: str) -> None:
@@ -205,6 +207,7 @@ def test_every_loop_with_everything_at_once(loop: str, name: str) -> None:
 # -- schedulers --------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("plan", ["--accumulate 4", "--offload optimizer", "--adam8bit", "--optim adafactor", "--fp16"])
 @pytest.mark.parametrize(
     "make",
@@ -274,6 +277,7 @@ def fused(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("plan", ["--accumulate 4", "--offload optimizer", "--accumulate 4 --offload optimizer"])
 @pytest.mark.parametrize("make", [decayed_and_not, with_momentum, amsgrad, fused])
 def test_other_optimizers_and_groups(make: Any, plan: str) -> None:
@@ -327,6 +331,7 @@ def scaled(dtype: torch.dtype, *, clips: bool = False, enabled: bool = True) -> 
 _HALF = {torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["tied", "tied-criterion"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -339,6 +344,7 @@ def test_grad_scaler_in_the_loop(dtype: torch.dtype, name: str, plan: str) -> No
         assert found == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gpt2", "contrastive", "vit"])
 def test_the_scaler_finds_the_same_scale_under_accumulation(name: str) -> None:
     """Overflow is seen by the loop's scaler, at the scale where it would happen without memlab.
@@ -350,6 +356,7 @@ def test_the_scaler_finds_the_same_scale_under_accumulation(name: str) -> None:
     assert all(mine >= theirs if name == "contrastive" else mine == theirs for mine, theirs in scales), scales
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["--adam8bit", "--offload optimizer", "--adam8bit --offload optimizer"])
 def test_an_overflow_the_scaler_sees_skips_the_delegates_step(plan: str) -> None:
     case = CASES["tied"]

@@ -37,6 +37,7 @@ def _in_fp64(case: Case) -> Case:
     return replace(case, build=lambda: case.build().double(), batch=lambda step: tree_map(widened, case.batch(step)))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "plan"), [*_EACH, *_TOGETHER])
 def test_gradients_are_those_of_the_untouched_model(name: str, plan: str) -> None:
     case = CASES[name]
@@ -52,6 +53,7 @@ def test_gradients_are_those_of_the_untouched_model(name: str, plan: str) -> Non
             assert error <= 2 * rounding, (error, rounding)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "plan"), [row for row in _TOGETHER if row[0] not in _CAST_TO_FP32])
 def test_in_fp64_they_agree_to_the_last_digits(name: str, plan: str) -> None:
     case = _in_fp64(CASES[name])
@@ -61,6 +63,7 @@ def test_in_fp64_they_agree_to_the_last_digits(name: str, plan: str) -> None:
         assert gradient_error(gradients(model, case), expected) <= tolerances.GRADIENT_FP64
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_losses_of_a_hundred_steps(name: str) -> None:
     # activations to disk are exact and slow on tiny models: they have their own, shorter run
@@ -69,6 +72,7 @@ def test_losses_of_a_hundred_steps(name: str) -> None:
     assert deviation(losses, untouched(name, plain_loop, 100)) <= tolerances.LOSS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", plans_for(CASES["gpt2"]))
 def test_losses_of_a_hundred_steps_under_each_plan(plan: str) -> None:
     steps = 10 if "activations" in plan else 100
@@ -76,6 +80,7 @@ def test_losses_of_a_hundred_steps_under_each_plan(plan: str) -> None:
     assert deviation(losses, untouched("gpt2", plain_loop, steps)) <= tolerances.LOSS
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "plan", ["--checkpoint", "--offload activations,optimizer", "--checkpoint --offload activations,optimizer,params"]
 )
@@ -84,6 +89,7 @@ def test_what_keeps_the_batch_whole_is_exact_to_the_bit(name: str, plan: str) ->
     assert losses_under(name, plain_loop, plan, 10) == list(untouched(name, plain_loop, 10))
 
 
+@pytest.mark.full
 def test_the_losses_fall() -> None:
     for name in ("gpt2", "bert-classifier", "masked-bert", "module-logits", "contrastive", "time-first", "tied"):
         losses = untouched(name, plain_loop, 100)

@@ -40,6 +40,7 @@ def in_fp32(name: str, skipped: frozenset[int]) -> list[float]:
     return skipping(skipped)(model, CASES[name].optimizer(model), CASES[name], _STEPS)
 
 
+@pytest.mark.full
 @needs(extra="bitsandbytes")
 @pytest.mark.parametrize(("plan", "name", "bound"), _ROWS)
 def test_losses_stay_close_to_fp32(plan: str, name: str, bound: float) -> None:
@@ -56,6 +57,7 @@ def test_losses_stay_close_to_fp32(plan: str, name: str, bound: float) -> None:
     assert distance <= bound, distance
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gpt2", "vit", "contrastive"])
 def test_fp16_skips_what_a_grad_scaler_would_skip(name: str) -> None:
     case = CASES[name]

@@ -93,6 +93,7 @@ def cases() -> list[tuple[str, str, int]]:
     return [(*case, step) for i, case in enumerate(every) for step in ((0, 1) if LONG or i % 8 == 0 else (1,))]
 
 
+@pytest.mark.few(3)
 @pytest.mark.timeout(7200 if LONG else 300)
 @pytest.mark.parametrize(("family", "plan", "step"), cases())
 def test_nothing_is_lost(family: str, plan: str, step: int) -> None:
@@ -108,6 +109,7 @@ def test_nothing_is_lost(family: str, plan: str, step: int) -> None:
     assert lost == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gpt2", "bert", "tower"])
 def test_two_places_in_one_step(family: str) -> None:
     count = allocations(family, "", 1)
@@ -123,6 +125,7 @@ def test_two_places_in_one_step(family: str) -> None:
     assert lost == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gpt2", "bert", "tower"])
 @pytest.mark.parametrize("share", [0.05, 0.2])
 def test_attempts_that_fail_again_and_again(share: float, family: str) -> None:
@@ -135,6 +138,7 @@ def test_attempts_that_fail_again_and_again(share: float, family: str) -> None:
     assert differences(found, untouched(family, ""), _EXACT[family]) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gpt2", "bert", "tower"])
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_memory_is_back_where_it_would_be_without_trouble(share: float, family: str) -> None:
@@ -145,6 +149,7 @@ def test_memory_is_back_where_it_would_be_without_trouble(share: float, family: 
     assert found.live_bytes <= 1.01 * expected.live_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.95, 0.8, 0.6])
 def test_a_device_that_is_too_small(share: float) -> None:
     """No fault is injected: the ledger refuses what does not fit, in every step and every attempt."""

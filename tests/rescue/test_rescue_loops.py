@@ -87,12 +87,14 @@ def untouched(loop: str, name: str) -> tuple[list[float], int]:
     return seen, faults.count
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tied", "tied-criterion", "contrastive"])
 @pytest.mark.parametrize("loop", _ALL_LOOPS)
 def test_without_trouble_nothing_changes(loop: str, name: str) -> None:
     untouched(loop, name)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["tied", "tied-criterion", "contrastive"])
 @pytest.mark.parametrize("loop", _ALL_LOOPS)
 def test_handwritten_loops(loop: str, name: str) -> None:
@@ -187,6 +189,7 @@ def with_fabric(case: Case, at: tuple[int, ...] | None) -> tuple[list[float], Fa
     return seen, watching.faults
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["tied", "tied-criterion"])
 @pytest.mark.parametrize("run", [accelerated, with_fabric])
 def test_frameworks(run: Any, name: str) -> None:

@@ -123,6 +123,7 @@ def updates_with_faults(
 # --- never counted twice --------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("free", [PLENTY, NOTHING])
 @pytest.mark.parametrize("seen", [0, 2])
 @pytest.mark.parametrize("name", KINDS)
@@ -215,6 +216,7 @@ def test_an_overflow_leaves_everything_as_it_is() -> None:
 # --- costs nothing when nothing goes wrong --------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seen", [0, 2])
 @pytest.mark.parametrize("name", KINDS)
 def test_with_room_the_update_allocates_what_the_plain_one_does(name: str, seen: int) -> None:
@@ -282,6 +284,7 @@ def most_demanding() -> Iterator[tuple[str, Make]]:
                 yield f"{kind.__name__} {arguments}", lambda p, kind=kind, arguments=arguments: kind(p, **arguments)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "make"), [pytest.param(*case, id=case[0]) for case in most_demanding()])
 def test_every_optimizer_keeps_within_its_estimate(name: str, make: Make) -> None:
     parameters = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(4)]

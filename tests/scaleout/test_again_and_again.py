@@ -69,6 +69,7 @@ def grown(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, tupl
     return {what: (before[what], after[what]) for what in before if after[what] > before[what]}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engines", [pytest.param(ENGINES, marks=[needs(extra="deepspeed")] if IS_LONG else [])])
 def test_nothing_grows_from_handover_to_handover(engines: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from memlab import Workload, launch
 from memlab.errors import MissingExtraError, ScaleError
-from memlab.scaleout import checks, homecoming, launching, shipping, tensors
+from memlab.scaleout import async_io, homecoming, launching, shipping, tensors
 from memlab.scaleout.worker import Home
 from memlab.snapshot import Snapshot, random_states
 from tests.helpers.needs import needs
@@ -42,7 +42,9 @@ def test_deepspeed_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPa
 @needs(extra="deepspeed")
 def test_libaio_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ScaleError, match=r"^--scale zero3 --offload optimizer:disk needs a C\+\+ compiler and libaio"):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = r"^--scale zero3 --offload optimizer:disk needs a C\+\+ compiler and libaio with its header, and there is no C\+\+ comp"
+    with pytest.raises(ScaleError, match=said):
         launch(no_training, gpt2(), "--scale zero3 --offload optimizer:disk")
     assert not folders()
 
@@ -53,7 +55,8 @@ def test_a_disk_without_room_for_what_is_offloaded(monkeypatch: pytest.MonkeyPat
     sent_bytes = 2 * sum(tensor.nbytes for tensor in tensors.all_of(workload).values())
     usage = shutil._ntuple_diskusage(10**9, 10**9 - sent_bytes, sent_bytes)  # type: ignore[attr-defined]
     monkeypatch.setattr(launching.shutil, "disk_usage", lambda _: usage)
-    monkeypatch.setattr(checks, "has_libaio", lambda: True)
+    monkeypatch.setattr(async_io, "missing", lambda _: "")
+    monkeypatch.setattr(async_io, "ensure_built", lambda *_: None)
     with pytest.raises(ScaleError, match=r"goes out .* are offloaded to others, and .* free: set TMPDIR to a disk"):
         launch(no_training, workload, "--scale zero3 --offload optimizer:disk")
     assert not folders()

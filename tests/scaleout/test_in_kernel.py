@@ -19,7 +19,7 @@ from torch import nn
 
 from memlab import Workload, fit, measure
 from memlab.errors import RefusalError, ScaleError
-from memlab.scaleout import checks, live_fsdp2
+from memlab.scaleout import live_fsdp2
 from memlab.session import Session
 from memlab.snapshot import Snapshot
 from tests.helpers.needs import needs
@@ -102,6 +102,7 @@ def same(one: Workload, other: Workload) -> list[str]:
     return Snapshot(one).differences(Snapshot(other))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("flags", "make"),
     [
@@ -139,6 +140,7 @@ def test_zero3_adds_up_three_gradients_in_another_order() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.few
 @engines(*ONE_OF_EACH)
 @pytest.mark.parametrize("loop", [{"every": 2}, {"to_none": False}, {"clips": False}], ids=str)
 def test_loops_that_accumulate_or_clear_in_another_way(flags: str, loop: dict[str, Any]) -> None:
@@ -163,8 +165,8 @@ def test_from_engine_to_engine_between_two_steps() -> None:
     assert same(reference, workload) == []
 
 
-@needs(extra="deepspeed")
-@pytest.mark.skipif(not checks.has_libaio(), reason="needs a C++ compiler and libaio-dev")
+@pytest.mark.full
+@needs(extra="deepspeed", file_operators=True)
 @pytest.mark.timeout(1200)
 def test_state_in_files() -> None:
     # DeepSpeed leaves less than a MiB in memory
@@ -225,6 +227,7 @@ def test_what_the_loop_sees_and_writes_is_what_trains(flags: str) -> None:
         assert torch.equal(expected, loss_of(workload, 4))
 
 
+@pytest.mark.few(3)
 @engines(*ONE_OF_EACH, "--scale zero2 --offload optimizer")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_failure_leaves_weights_and_moments_and_the_loop_goes_on(
@@ -283,6 +286,7 @@ def test_a_change_that_fails_goes_back_to_an_engine_that_runs(monkeypatch: pytes
     assert same(reference, workload) == []
 
 
+@pytest.mark.few(1)
 @engines("--scale fsdp2 --offload optimizer", "--scale zero1", "--scale zero3")
 def test_ten_times_on_and_off_leave_nothing_behind(flags: str) -> None:
     workload = tower()

@@ -38,6 +38,7 @@ def no_process_left() -> Any:
         time.sleep(0.1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "flags", engines(*ENGINES, "fsdp2 --offload optimizer --checkpoint", "zero3 --offload optimizer")
 )
@@ -51,6 +52,7 @@ def test_two_ranks_train_as_one_process_does(flags: str) -> None:
         assert {k: v for k, v in one.items() if k != "params"} == {k: v for k, v in other.items() if k != "params"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", engines("fsdp2", "zero1", "zero3"))
 def test_one_rank_makes_no_difference_at_all(flags: str) -> None:
     # engines add up the norm for clipping in another order
@@ -59,6 +61,7 @@ def test_one_rank_makes_no_difference_at_all(flags: str) -> None:
     assert Snapshot(reference).differences(Snapshot(workload)) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     engines(
@@ -74,6 +77,7 @@ def test_there_and_back_without_a_step_changes_nothing(flags: str) -> None:
     assert differing(workload, before) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", engines("fsdp2", "zero2"))
 def test_a_loss_of_the_loops_own_gets_the_outputs_of_all_rows(flags: str) -> None:
     expected, losses, _, _ = handed_over(flags, 2, BATCHES, trained_by_own_criterion)
@@ -112,6 +116,7 @@ def differing(workload: Workload, before: Snapshot) -> list[str]:
     return before.differences(Snapshot(workload))
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("no_process_left")
 @pytest.mark.parametrize("how", ["raises", "dies", "hangs", "runs out"])
 def test_a_rank_that_fails_is_named_and_nothing_has_changed(how: str) -> None:
@@ -205,6 +210,7 @@ def test_bad_input_is_refused_before_anything_starts() -> None:
         launch(lambda: None, workload, "--scale ddp")
 
 
+@pytest.mark.full
 def test_a_run_without_a_step_comes_home_too() -> None:
     workload = gpt2()
     launched = launch(lambda: 3, workload, "--scale ddp", nproc=1)

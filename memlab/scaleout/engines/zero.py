@@ -33,7 +33,7 @@ from torch import nn
 from memlab.errors import ScaleError
 from memlab.extras import require
 from memlab.plan import Offloaded, Plan, Tier
-from memlab.scaleout import tensors
+from memlab.scaleout import async_io, tensors
 from memlab.scaleout.engines.base import Engine, exchange_parameters, materialize
 from memlab.scaleout.engines.micro import SetAside, ShardedLearnt, ShardedRun, Share
 from memlab.scaleout.zero_sizes import ZeroSizes
@@ -108,9 +108,10 @@ class Zero(Engine):
 
     def _initialize(self) -> None:
         deepspeed = _deepspeed(self.device)
-        self._engine, *_ = deepspeed.initialize(
-            model=self.inner, optimizer=self._optimizer, config=self._config(), dist_init_required=False
-        )
+        with async_io.loaded_from_there(self.device):
+            self._engine, *_ = deepspeed.initialize(
+                model=self.inner, optimizer=self._optimizer, config=self._config(), dist_init_required=False
+            )
         self._zero = self._engine.optimizer
         # the engine drops gradients after each step; the loop's call would drop the buffers it gathers them in
         self._optimizer.zero_grad = self._drop_gradients  # type: ignore[method-assign]

@@ -32,6 +32,7 @@ def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "version_of", lambda package: "" if package == "torchao" else real(package))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_torchao")
 def test_contests_run_from_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["bert-accumulation", "8bit"]
@@ -56,6 +57,7 @@ def test_contests_run_from_one_command(tmp_path: Path, capsys: pytest.CaptureFix
             assert each.measured.numbers["sample_seconds"] > 0
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [
         "-m",
@@ -115,6 +117,7 @@ def test_it_stops_before_its_minutes_are_over(tmp_path: Path, monkeypatch: pytes
     assert book.records == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("process", [runner.Fresh, runner.Forked])
 def test_a_contestant_that_breaks_is_reported(process: type[runner.Fresh | runner.Forked]) -> None:
     broken = Contest("checkpointing", "", (Contestant("nobody", "", by_hand),))
@@ -164,6 +167,7 @@ print(memlab.measure(memlab.Workload(work.model, adamw(work.model), batch=work.b
 """
 
 
+@pytest.mark.full
 def test_a_peers_loop_is_counted_as_memlab_counts_its_own() -> None:
     # in a process of its own, as contestants are: what other tests have left here would be counted
     ran = subprocess.run(

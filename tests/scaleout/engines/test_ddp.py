@@ -18,6 +18,7 @@ def workload() -> Workload:
     return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
+@pytest.mark.full
 @needs(extra="bitsandbytes")
 def test_8_bit_moments_are_those_of_one_process_and_come_home_as_they_went() -> None:
     generator = torch.Generator().manual_seed(1)

@@ -24,6 +24,7 @@ def looked_at_late(workload: Workload, batches: Sequence[torch.Tensor]) -> list[
         _micro.LAZY_FROM_BYTES = before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     engines(

@@ -16,6 +16,7 @@ from tests.scaleout.handing import handed_over
 from tests.scaleout.runs import gpt2, llama, qwen, texts, trained
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("flags", "train", "make", "steps"),
     [("tp", trained, llama, 60), ("tp --accumulate 2 --checkpoint", looked_at_late, qwen, 12)],

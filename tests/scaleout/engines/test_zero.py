@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from memlab import Workload, launch
-from memlab.scaleout import checks
 from memlab.snapshot import Snapshot
 from tests.helpers.needs import needs
 from tests.scaleout.handing import handed_over
@@ -39,22 +38,23 @@ def trained_with_files(workload: Workload, batches: Sequence[torch.Tensor]) -> l
     return losses
 
 
+@pytest.mark.full
 @needs(extra="deepspeed")
 def test_parameters_in_host_memory_train_as_ever() -> None:
     expected, losses, _, _ = handed_over("zero3 --offload params,optimizer", 2, rows(6), regressed, wide)
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
-@needs(extra="deepspeed")
-@pytest.mark.skipif(not checks.has_libaio(), reason="needs a C++ compiler and libaio-dev")
+@pytest.mark.full
+@needs(extra="deepspeed", file_operators=True)
 @pytest.mark.timeout(1200)
 def test_optimizer_state_in_files_trains_as_ever() -> None:
     expected, losses, _, _ = handed_over("zero3 --offload optimizer:nvme,params", 2, rows(6), trained_with_files, wide)
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
-@needs(extra="deepspeed")
-@pytest.mark.skipif(not checks.has_libaio(), reason="needs a C++ compiler and libaio-dev")
+@pytest.mark.full
+@needs(extra="deepspeed", file_operators=True)
 @pytest.mark.timeout(1200)
 def test_to_files_and_back_without_a_step_changes_nothing() -> None:
     workload = wide()
