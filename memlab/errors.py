@@ -20,7 +20,14 @@ from __future__ import annotations
 
 
 class MemlabError(Exception):
-    """Base of every error raised by memlab."""
+    """Base of every error raised by memlab.
+
+    Attributes:
+        is_late: whether training already differs from the loop as written, so that going on under another plan would
+            hide it.
+    """
+
+    is_late = False
 
 
 class PlanError(MemlabError, ValueError):
@@ -42,12 +49,14 @@ class RefusalError(MemlabError):
         technique: name of the technique, as in the plan's field.
         reason: why it cannot be applied to this workload.
         instead: the nearest thing that works.
+        is_late: see `MemlabError`.
     """
 
-    def __init__(self, technique: str, reason: str, instead: str = "") -> None:
+    def __init__(self, technique: str, reason: str, instead: str = "", *, is_late: bool = False) -> None:
         self.technique = technique
         self.reason = reason
         self.instead = instead
+        self.is_late = is_late
         super().__init__(f"{technique}: {reason}" + (f"; {instead}" if instead else ""))
 
 

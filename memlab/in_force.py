@@ -25,6 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from memlab import layers
+from memlab.errors import RefusalError
 from memlab.memento import Memento
 from memlab.plan import Plan
 from memlab.shortage import is_out_of_memory, release
@@ -91,6 +92,8 @@ class InForce:
         workload: the live objects.
         gradients_complete: called in the middle of a backward pass, when gradients are complete and about to go.
         storage_resized: called with a storage that got or lost memory without an operator.
+        on_trial: whether there is a plan to go back to.
+        withdraw: goes back to it at the next seam; see `Technique`.
 
     Attributes:
         plan: the plan in force.
@@ -111,10 +114,14 @@ class InForce:
         workload: Workload,
         gradients_complete: Callable[[], None] = lambda: None,
         storage_resized: Callable[[torch.UntypedStorage], None] = lambda _storage: None,
+        on_trial: Callable[[], bool] = bool,
+        withdraw: Callable[[RefusalError], bool] = lambda _refusal: False,
     ) -> None:
         self.plan = Plan()
         self.gradients_complete = gradients_complete
         self.storage_resized = storage_resized
+        self.on_trial = on_trial
+        self.withdraw = withdraw
         self.techniques: list[Technique] = []
         self.optimizers: list[Optimizer] = []
         self._workload = workload
@@ -228,6 +235,7 @@ class InForce:
         technique.in_force = lambda: self.techniques
         technique.gradients_complete = self.gradients_complete
         technique.storage_resized = self.storage_resized
+        technique.on_trial, technique.withdraw = self.on_trial, self.withdraw
         entry = self._entries[type(technique)] = _Entry(technique)
         self._refresh()
         undo = self._undo_of(entry)

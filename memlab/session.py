@@ -6,29 +6,37 @@ all. Techniques whose setting stays are left alone.
 A *step boundary* is the moment before the first training forward after an `optimizer.step()`. A
 switch asked for between a forward and its step waits for it; everything happens on the thread that
 trains.
+
+A plan is *on trial* when it was asked for from elsewhere than the code that trains (a panel, another thread), and
+once a step has ended under it. Whatever says then that it does not apply, in the model call, its backward pass or the
+step, does not end the loop: the plan before comes back, and the same work is done again. A plan that code has just
+asked for is answered by the error, and so are memlab's own loops (measurements, predictions).
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab import in_force, layers, stepping
-from memlab.errors import RefusalError, SessionError, WorkloadError
+from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
 from memlab.in_force import InForce
 from memlab.observer import Observer
 from memlab.plan import Plan
+from memlab.rescue.guard import Start
 from memlab.rescue.rescuer import Rescuer
 from memlab.seams import ForwardSeam, chained, install_step_seam, loss_of, on_first_step
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
+from memlab.techniques.gradient_release import is_loop_known
 from memlab.uninterrupted import uninterrupted
 from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
 
@@ -84,8 +92,15 @@ class Session:
         self.observers: list[Observer] = list(observers)
         self.rescuer = rescuer
         self._pending: Plan | None = None
+        self._before: Plan | None = None  # the plan to go back to
+        self._is_on_trial = False
+        self._withdrawn: MemlabError | None = None  # why, from the middle of the loop's own code
         self._in_force = InForce(
-            workload, lambda: self._gradients_complete(), lambda storage: self._storage_resized(storage)
+            workload,
+            lambda: self._gradients_complete(),
+            lambda storage: self._storage_resized(storage),
+            lambda: self._is_on_trial,
+            lambda refusal: self._withdraw(refusal),
         )
         self._seams = ExitStack()
         self._steps = 0
@@ -141,12 +156,13 @@ class Session:
         changed = (t.canonical_dtype(tensor) for t in self.techniques)
         return next((dtype for dtype in changed if dtype is not tensor.dtype), tensor.dtype)
 
-    def switch(self, plan: Plan | str, *, now: bool = False) -> None:
+    def switch(self, plan: Plan | str, *, now: bool = False, on_trial: bool = False) -> None:
         """Change to another plan, at once or at the next step boundary.
 
         Args:
             plan: the plan, or its flags.
             now: apply even between a forward and its step, for a loop that has been left there.
+            on_trial: go back to the plan before, should this one turn out not to apply while the loop runs.
 
         Raises:
             RefusalError: a technique does not apply here; the old plan stays in force.
@@ -157,7 +173,7 @@ class Session:
         same_thread = threading.get_ident() == self._thread
         if same_thread and (now or not self._window_open):
             self._pending = None
-            self.change_plan(wanted)
+            self.change_plan(wanted, on_trial=on_trial)
             return
         if now:
             raise SessionError(
@@ -257,7 +273,7 @@ class Session:
         known = any(optimizer is other for other in self._in_force.optimizers)
         if known or unwrap_optimizer(optimizer) is not optimizer or not steps_some_of(optimizer, self.workload.model):
             return
-        self._in_force.check_optimizer(optimizer)
+        self._asked_again(lambda: self._in_force.check_optimizer(optimizer))
         with uninterrupted():
             self._add_optimizer(optimizer, self._seams)
             self.workload.optimizers.append(optimizer)
@@ -285,13 +301,14 @@ class Session:
 
     # -- switching -----------------------------------------------------------------------------
 
-    def change_plan(self, plan: Plan, *, noted: bool = True, to_the_end: bool = False) -> None:
+    def change_plan(self, plan: Plan, *, noted: bool = True, to_the_end: bool = False, on_trial: bool = False) -> None:
         """Change to another plan at once, from whatever thread training has come to.
 
         Args:
             plan: the plan.
-            noted: write it into the log.
+            noted: write it into the log. A change that is not noted serves the plan that was asked for last.
             to_the_end: a Ctrl-C that comes meanwhile does not take the change back.
+            on_trial: as for `switch`.
 
         Raises:
             RefusalError: a technique does not apply here; the old plan stays in force.
@@ -301,16 +318,54 @@ class Session:
             self._in_force.change(plan, to_the_end=to_the_end)
             if plan == before:
                 return
+            self._withdrawn = None
             if noted:
+                self._before, self._is_on_trial = before, on_trial
                 self.note(f"{before.label} → {plan.label}")
             for observer in self.observers:
                 observer.plan_changed(plan)
+
+    def falls_back(self, error: BaseException) -> bool:
+        """Go back to the plan before, where an error says that a plan on trial does not apply.
+
+        Returns:
+            Whether it is back, and the work that raised the error is to be done again.
+        """
+        if self._before is None or not self._is_trial_over(error):
+            return False
+        refused, before = self.plan, self._before
+        self.change_plan(before, noted=False)
+        self._before, self._is_on_trial = None, False
+        text = f"refused {refused.label}: {error}; {before.label} is back"
+        self.note(text)
+        for observer in self.observers:
+            observer.plan_refused(refused, error)
+        if not self.observers:
+            warnings.warn(f"memlab: {text}", RuntimeWarning, stacklevel=2)
+        return True
+
+    def _is_trial_over(self, error: BaseException) -> TypeGuard[MemlabError]:
+        if not isinstance(error, RefusalError | SessionError):
+            return False
+        return self._is_on_trial and not error.is_late and not is_loop_known()
+
+    def _withdraw(self, refusal: MemlabError) -> bool:
+        if not self._is_trial_over(refusal):
+            return False
+        self._withdrawn = refusal
+        return True
+
+    def _take_withdrawn_out(self) -> None:
+        refusal, self._withdrawn = self._withdrawn, None
+        if refusal is not None:
+            self.falls_back(refusal)
 
     # -- the model call ------------------------------------------------------------------------
 
     def _on_forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not (self.workload.model.training and torch.is_grad_enabled()):
             return chained([t.evaluate for t in self.techniques], original)(*args, **kwargs)
+        self._take_withdrawn_out()
         if not self._window_open:
             self._at_boundary()
         self._window_open = True
@@ -333,8 +388,15 @@ class Session:
         def run(*args: Any, **kwargs: Any) -> Any:
             return chained([t.forward for t in self.techniques], original)(*args, **kwargs)
 
-        rescuer = self._rescuing
-        return run(*args, **kwargs) if rescuer is None else rescuer.call(run, args, kwargs)
+        while True:
+            start = Start(self.workload.model, self.workload.device) if self._is_on_trial else None
+            rescuer = self._rescuing
+            try:
+                return run(*args, **kwargs) if rescuer is None else rescuer.call(run, args, kwargs)
+            except MemlabError as error:
+                if start is None or not self.falls_back(error):
+                    raise
+            start.restore()
 
     @property
     def _rescuing(self) -> Rescuer | None:
@@ -349,7 +411,7 @@ class Session:
         if pending is None:
             return
         try:
-            self.change_plan(pending)
+            self.change_plan(pending, on_trial=True)
         except RefusalError as refusal:
             # the loop goes on under the old plan; whoever asked reads it in the log
             self.note(f"refused {pending.label}: {refusal}")
@@ -370,8 +432,8 @@ class Session:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))  # Accelerate passes None
-        for technique in self.techniques:
-            technique.step_begins(optimizer, has_closure=has_closure)
+        self._take_withdrawn_out()
+        self._asked_again(lambda: self._tell_step_begins(optimizer, has_closure=has_closure))
         for observer in self.observers:
             observer.step_begins(optimizer)
         # a closure runs the backward pass, so what it leaves behind is looked at after it
@@ -387,6 +449,19 @@ class Session:
             for observer in self.observers:
                 observer.interrupted()
             raise
+
+    def _tell_step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        for technique in self.techniques:
+            technique.step_begins(optimizer, has_closure=has_closure)
+
+    def _asked_again(self, ask: Callable[[], None]) -> None:
+        """Ask the techniques in force, and those of the plan before when one of them refuses on trial."""
+        try:
+            ask()
+        except MemlabError as error:
+            if not self.falls_back(error):
+                raise
+            ask()
 
     def _must_skip(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(technique.skips_step(optimizer) for technique in self.techniques)
@@ -421,6 +496,7 @@ class Session:
             observer.step_ended(optimizer, skipped)
         self._steps += 1
         self._window_open = False
+        self._is_on_trial |= self._before is not None and not is_loop_known()
 
 
 def fit(

@@ -324,7 +324,7 @@ class Control(Observer):
         with self._lock:
             plan = self._wishes.ask(field, text)
         if plan is not None:
-            self._request(plan)
+            self._ask_for(plan)
         self._changed()
 
     def ask_plan(self, plan: Plan) -> None:
@@ -332,7 +332,7 @@ class Control(Observer):
         self._views.errors.clear()
         with self._lock:
             self._wishes.ask_plan(plan)
-        self._request(plan)
+        self._ask_for(plan)
         self._changed()
 
     def set_budget(self, budget_bytes: int | None) -> None:
@@ -395,6 +395,14 @@ class Control(Observer):
 
     # -- doing it ------------------------------------------------------------------------------
 
+    def _ask_for(self, plan: Plan) -> None:
+        """Request a plan, unless nothing trains and it is known not to apply to the batch at hand."""
+        known = self._foretelling.refusal_of(plan) if self._activity is Activity.IDLE else ""
+        if known:
+            self._refuse(plan, known)
+        else:
+            self._request(plan)
+
     def _request(self, plan: Plan) -> None:
         session = self.session
         if session is None:
@@ -422,7 +430,7 @@ class Control(Observer):
             return
         plan = session.pending
         try:
-            session.switch(plan, now=True)
+            session.switch(plan, now=True, on_trial=True)
         except Exception as error:
             if not isinstance(error, MemlabError) and not is_out_of_memory(error):
                 raise

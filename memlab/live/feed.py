@@ -58,10 +58,12 @@ class Feed:
         self._meter = None
 
     def plan_changed(self, plan: Plan, step: int) -> None:
-        """Note that steps from `step` on run under a plan."""
+        """Note that steps from `step` on run under a plan; a plan that was taken back before its first step leaves nothing."""
         if self.changes and self.changes[-1].step == step:
             self.changes.pop()
-        self.changes.append(Change(step, plan.label))
+        before = self.changes[-1].plan if self.changes else self.newest.plan if self.newest else ""
+        if plan.label != before:
+            self.changes.append(Change(step, plan.label))
 
     def take_in(self) -> None:
         """Take in the steps that have ended; costs next to nothing when there is none."""

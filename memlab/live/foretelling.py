@@ -37,6 +37,12 @@ class Foretelling:
         with self._lock:
             return tuple(self._predictions.values())
 
+    def refusal_of(self, plan: Plan) -> str:
+        """Why a plan does not apply to the batch that was foretold for; empty when it does, or when that is not known."""
+        with self._lock:
+            known = self._predictions.get(plan.label)
+        return known.refused if known is not None else ""
+
     def know(self, predictions: Iterable[Prediction]) -> None:
         """Take in what was foretold elsewhere."""
         with self._lock:

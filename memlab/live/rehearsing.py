@@ -76,7 +76,7 @@ def _put_back(session: Session, before: Snapshot, start: Plan) -> None:
     try:
         session.switch(start, now=True)
         before.restore()
-        session.switch(last, now=True)
+        session.switch(last, now=True, on_trial=True)
     finally:
         session.observers = watching
     session.ask(waiting)

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
+from memlab.errors import MemlabError
 from memlab.rescue.outputs import Path, at, differentiable, replaced
 from memlab.techniques._aliases import Aliases, RandomState
 from memlab.techniques._autocast import AutocastState
@@ -61,6 +62,9 @@ class Guardian(Protocol):
 
     def can_rescue(self, error: BaseException) -> bool:
         """Whether an error says that memory ran out, or that a plan which was tried against that does not apply."""
+
+    def falls_back(self, error: BaseException) -> bool:
+        """Whether an error says that a plan on trial does not apply, and the plan before is in force again."""
 
     def makes_room(self, error: BaseException, call: GuardedCall, *, keeps_rows: bool) -> None:
         """Another plan is in force when this returns; raises when there is none."""
@@ -199,9 +203,12 @@ class GuardedCall:
                 inputs = self._differentiate(wanted, keep=keep)
             except BaseException as error:
                 self._break_off()
-                if not self._guardian.can_rescue(error):
+                if self._guardian.can_rescue(error):
+                    shortage = error
+                elif self._guardian.falls_back(error):
+                    continue
+                else:
                     raise
-                shortage = error
             if shortage is None:
                 if not keep:
                     self._guardian.is_done(self)
@@ -238,6 +245,14 @@ class GuardedCall:
 
     def differentiable_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients that can be differentiated again: the model runs on the parameters themselves."""
+        try:
+            return self._differentiable(outer)
+        except MemlabError as error:
+            if not self._guardian.falls_back(error):
+                raise
+        return self._differentiable(outer)
+
+    def _differentiable(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         self._require_untouched()
         args, kwargs = tree_unflatten(self._leaves, self._spec)
         now = RandomState(self._aliases.device)

@@ -251,6 +251,13 @@ class Rescuer:
         self._trouble = None
         return False
 
+    def falls_back(self, error: BaseException) -> bool:
+        """Whether the plan on trial does not apply, and the one before is in force again for the same work."""
+        is_back = self._live_session.falls_back(error)
+        if is_back:
+            self._follow_parameters()
+        return is_back
+
     # -- for guarded calls ---------------------------------------------------------------------
 
     def backward_begins(self, call: GuardedCall) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.techniques.description import Description
 
@@ -63,6 +64,9 @@ class Technique:
         predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
         in_force: all techniques that are on the workload, in the order of their list.
         gradients_complete: to be called when gradients are complete in the middle of a backward pass, before they go.
+        on_trial: whether there is a plan to go back to, should this one turn out not to apply.
+        withdraw: to be called instead of raising a refusal in the middle of the loop's own code or of a backward pass:
+            True when the plan before comes back at the next seam, and the technique does nothing until then.
         notes: lines for the log and the receipt, in words.
     """
 
@@ -81,6 +85,8 @@ class Technique:
     in_force: Callable[[], Sequence[Technique]] = staticmethod(lambda: ())
     gradients_complete: Callable[[], None] = staticmethod(lambda: None)
     storage_resized: Callable[[torch.UntypedStorage], None] = staticmethod(lambda _storage: None)
+    on_trial: Callable[[], bool] = staticmethod(bool)
+    withdraw: Callable[[RefusalError], bool] = staticmethod(lambda _refusal: False)
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

@@ -13,7 +13,8 @@ Numbered rules of the mechanism:
 3. Refused are: a second backward pass before the step (accumulation in the loop); gradients that are read or written
    between backward and step (clipping by the norm of all of them, a `GradScaler`); learning rates that are changed
    there; steps with a closure; loops that never zero their gradients. A loop that begins with any of it later is told
-   so by the same error, which then says that parameters were updated already.
+   so by the same error, which then says that parameters were updated already. On trial (`Session`) and before any
+   parameter was updated, the technique stands back instead, and the loop goes on under the plan before.
 4. memlab's own loops (measurements, predictions) are known, and not watched.
 5. With accumulation of the plan's own, gradients are complete when the last micro-batch is through.
 
@@ -102,6 +103,11 @@ def loop_is_known() -> Iterator[None]:
         _loop_is_known.reset(token)
 
 
+def is_loop_known() -> bool:
+    """Whether the steps that are being made are memlab's own."""
+    return _loop_is_known.get()
+
+
 class GradientRelease(Technique):
     """Update inside the backward pass; see the module for the rules.
 
@@ -128,13 +134,15 @@ class GradientRelease(Technique):
         self._seen: set[Optimizer] = set()  # a whole step of theirs was watched
         self._is_known = False
         self._is_broken = False
+        self._is_withdrawn = False
+        self._has_dropped = False  # gradients of the watched step
         self._has_zeroed = False  # the loop has asked for gradients before it made new ones
         self._lock = threading.RLock()  # hooks run on one thread for each device
         self._watch = _Watch(self._touched)
 
     @property
     def updates_in_backward(self) -> bool:  # type: ignore[override]
-        return bool(self._seen) or _loop_is_known.get()
+        return not self._is_withdrawn and (bool(self._seen) or is_loop_known())
 
     # -- whether it applies --------------------------------------------------------------------
 
@@ -196,7 +204,7 @@ class GradientRelease(Technique):
         if torch._C._current_graph_task_id() != -1:  # recomputed in a backward pass
             return call(*args, **kwargs)
         self._watch.end()
-        self._is_known = _loop_is_known.get()
+        self._is_known = is_loop_known()
         self._has_zeroed |= self._is_known  # nobody has watched what was before these steps
         output = call(*args, **kwargs)
         if not self._is_known:
@@ -207,30 +215,31 @@ class GradientRelease(Technique):
         """The gradient of a parameter is complete."""
         with self._lock:
             optimizer = self._owners.get(id(parameter))
-            if optimizer is None:
+            if optimizer is None or self._is_withdrawn:
                 return
             if self._is_broken:
-                raise SessionError(
-                    "an update inside the backward pass broke off before, and some weights and moments are partly "
-                    "updated: go back to a checkpoint, undo() the session and attach memlab anew"
-                )
+                raise _broken()
             if id(parameter) in self._complete:
-                raise self._refusal(
+                self._refuse(
                     "the loop calls backward() a second time before optimizer.step() (or one was broken off), and "
                     "gradients add up over both",
                     _USE_ACCUMULATE,
                 )
+                return
             step = self._steps.get(optimizer) or self._begin_step(optimizer)
+            if step is None:
+                return
             self._complete.add(id(parameter))
             if optimizer in self._seen or self._is_known:
                 step.add(parameter)
                 if step.waiting_bytes >= step.share_bytes:
                     self._release(optimizer, step)
 
-    def _begin_step(self, optimizer: Optimizer) -> _Step:
-        """The first gradient for an optimizer since its step."""
+    def _begin_step(self, optimizer: Optimizer) -> _Step | None:
+        """The first gradient for an optimizer since its step; None when the loop turns out to be none of those served."""
         if optimizer in self._seen and not (self._has_zeroed or self._is_known):
-            raise self._refusal("the loop never drops its gradients, so that they add up over its steps", _LEAVE_OUT)
+            self._refuse("the loop never drops its gradients, so that they add up over its steps", _LEAVE_OUT)
+            return None
         step = self._steps[optimizer] = _Step(_settings_of(optimizer), stepping.share_of(optimizer))
         return step
 
@@ -250,7 +259,7 @@ class GradientRelease(Technique):
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._watch.end()
         if has_closure:
-            raise self._refusal("the loop hands optimizer.step() a closure, which may run several times", _LEAVE_OUT)
+            raise self._refusal(*_CLOSURE)
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             raise self._refusal(*_SCALED)
         step = self._steps.get(optimizer)
@@ -261,6 +270,10 @@ class GradientRelease(Technique):
             )
 
     def bucket_updated(self, optimizer: Optimizer, parameters: Any) -> None:
+        if not (self._is_known or optimizer in self._seen):
+            if self.on_trial():
+                return  # whether the loop drops them itself is seen in the next step
+            self._has_dropped = True
         for parameter in parameters:
             if id(parameter) in self._complete:
                 parameter.grad = None
@@ -282,15 +295,27 @@ class GradientRelease(Technique):
 
     def _touched(self, tensor: torch.Tensor) -> None:
         """The loop reads or writes a gradient."""
+        if self._is_withdrawn:
+            return
         if id(tensor) in self._complete:
-            raise self._refusal(*_what_is_done())
+            self._refuse(*_what_is_done())
         if id(tensor) in self._owners:
             self._has_zeroed = True
 
+    def _refuse(self, reason: str, nearest: str) -> None:
+        """Stand back, where the plan before can come back; else raise the refusal."""
+        refusal = self._refusal(reason, nearest)
+        if not self.withdraw(refusal):
+            raise refusal
+        self._is_withdrawn = True
+
     def _refusal(self, reason: str, nearest: str) -> RefusalError:
-        if any(step.has_released for step in self._steps.values()):
+        has_released = any(step.has_released for step in self._steps.values())
+        if has_released:
             reason += "; parameters have been updated with the gradients so far"
-        return RefusalError(self.field, reason, nearest)
+        return RefusalError(
+            self.field, reason, nearest, is_late=has_released or (self._has_dropped and not self._has_zeroed)
+        )
 
 
 class _Watch(LoopMode):
@@ -330,10 +355,20 @@ _CLIPPED = (
     "the loop clips gradients by the norm of all of them, which is not known before the backward pass is over",
     f"leave the clipping out (Trainer: max_grad_norm=0), or {_LEAVE_OUT}",
 )
+_CLOSURE = ("the loop hands optimizer.step() a closure, which may run several times", _LEAVE_OUT)
 _SCALED = (
     "the loop uses a GradScaler, which must see all gradients before any parameter is updated",
     "use bf16 without a scaler",
 )
+
+
+def _broken() -> SessionError:
+    error = SessionError(
+        "an update inside the backward pass broke off before, and some weights and moments are partly updated: go back "
+        "to a checkpoint, undo() the session and attach memlab anew"
+    )
+    error.is_late = True
+    return error
 
 
 def _what_is_done() -> tuple[str, str]:
@@ -343,6 +378,8 @@ def _what_is_done() -> tuple[str, str]:
     while frame is not None:
         if not _is_memlab(frame):
             names.append(frame.f_code.co_name)
+        if names[-1:] == ["step"] and str(frame.f_globals.get("__name__", "")).startswith("torch.optim."):
+            return _CLOSURE  # the update itself looks, within a step that began before this plan
         frame = frame.f_back  # type: ignore[assignment] # None at the end
     if any("clip_grad" in name or "grad_norm" in name or "total_norm" in name for name in names):
         return _CLIPPED

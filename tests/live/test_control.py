@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from memlab.live.control import Cancelled, Control, control_of
+from memlab.live.effects import effect_of
 from memlab.live.source import Can
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import measure
@@ -128,6 +129,45 @@ def test_a_setting_waits_for_the_step_boundary_while_a_cell_trains(control: Cont
     assert [point.step for point in moment.points] == [1, 2, 3]
     assert moment.points[2].live_bytes
     assert control.can() == Can.SWITCH | Can.RUN | Can.PREDICT | Can.FIND | Can.UNDO
+
+
+def test_a_plan_that_turns_out_impossible_is_refused_and_the_loop_goes_on(control: Control, workload: Workload) -> None:
+    control.stage = Later()
+    with Cell(control, workload) as cell:
+        cell.train(2)
+        control.ask("accumulation", "16")
+        cell.train(2)
+        asked = toggle(control.moment(), "accumulation")
+    reason = "accumulation: --accumulate 16 needs at least 16 rows in a batch of Blocks, this one has 8"
+    assert asked.text == f"refused: {reason}; use --accumulate 8 or larger batches"
+    assert asked.value == "1"
+    moment = control.moment()
+    assert moment.plan == Plan()
+    assert moment.changes == ()
+    assert [each.plan for each in moment.measurements] == ["as written"]
+    assert moment.step == 4
+    assert f"refused --accumulate 16: {reason}" in moment.events[-1]
+
+
+def test_a_plan_that_is_clicked_between_cells_does_not_end_the_next_one(control: Control, workload: Workload) -> None:
+    control.ask("accumulation", "16")
+    with Cell(control, workload) as cell:
+        cell.train(1)
+    assert toggle(control.moment(), "accumulation").text.startswith("refused: accumulation: --accumulate 16 needs")
+    assert session_of_control(control).plan == Plan()
+
+
+def test_what_is_foretold_not_to_apply_is_refused_at_once(control: Control, workload: Workload) -> None:
+    stage = control.stage = Later()
+    control.predict()
+    stage.idle()
+    stage.play_out()
+    assert effect_of(control.moment(), "accumulation", "16").text == "does not apply"  # type: ignore[union-attr]
+    control.ask("accumulation", "16")
+    assert toggle(control.moment(), "accumulation").text.startswith("refused: accumulation: --accumulate 16 needs")
+    control.ask("accumulation", "4")
+    stage.idle()
+    assert toggle(control.moment(), "accumulation").text == "applied at step 1"
 
 
 def test_what_was_asked_for_after_the_last_step_is_applied_when_the_cell_has_ended(
