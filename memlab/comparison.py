@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction, ratio
 from memlab.shown import Shown
+from memlab.units import format_bytes, format_change
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Row:
     Args:
         measurement: of one plan.
         memory_ratio: its peak as a share of the first one's; NaN where its batches were of another size.
-        speed_ratio: its samples per second as a share of the first one's; NaN where there is none to compare with.
+        speed_ratio: its samples per second as a share of the first one's; NaN where there is none to compare with, or
+            where too few steps were timed to compare.
         loss_drift: largest relative difference of its losses from the first one's.
         verdict: what is to be said about it.
         prediction: what was foretold for its plan.
@@ -37,6 +39,10 @@ class Row:
 _NO_GAIN = 0.01
 
 
+# share of the time without a processor from which a machine counts as busy
+_BUSY = 0.1
+
+
 # batches whose sizes differ by more than this share are not compared
 _OTHER_SIZE = 0.25
 
@@ -47,7 +53,7 @@ class Comparison(Shown):
 
     Args:
         title: what was trained, on what.
-        measurements: at least one.
+        measurements: at least one; put in the order of `baseline_first`.
         events: what happened on the way, in words (plan changes, refusals).
         predictions: what was foretold for some of the plans, in any order.
         are_ranks: whether the rows are ranks of one run, which are shown side by side and not compared.
@@ -62,6 +68,8 @@ class Comparison(Shown):
     def __post_init__(self) -> None:
         if not self.measurements:
             raise MemlabError("a comparison needs at least one measurement; run some steps first")
+        if not self.are_ranks:
+            object.__setattr__(self, "measurements", baseline_first(self.measurements))
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -79,10 +87,50 @@ class Comparison(Shown):
 
     def add(self, measurement: Measurement) -> Comparison:
         """The same comparison with one more measurement; a plan measured again replaces its old row."""
-        kept = [m for m in self.measurements if m.plan != measurement.plan]
-        if self.measurements[0].plan == measurement.plan:
-            return replace(self, measurements=(measurement, *kept))
-        return replace(self, measurements=(*kept, measurement))
+        if all(known.plan != measurement.plan for known in self.measurements):
+            return replace(self, measurements=(*self.measurements, measurement))
+        rows = (measurement if known.plan == measurement.plan else known for known in self.measurements)
+        return replace(self, measurements=tuple(rows))
+
+
+def baseline_first(measurements: Sequence[Measurement]) -> tuple[Measurement, ...]:
+    """Measurements with the one in front that the others are compared with: the plan as written, wherever it was run.
+
+    Where that has not been run, or ran out of memory later than others, the one that was run first stays in front.
+
+    Example:
+        >>> fp16, as_written = (Measurement(plan, "cpu", 1, None, 0, {}, (), (), 8, 0) for plan in ("--fp16", "as written"))
+        >>> [each.plan for each in baseline_first([fp16, as_written])]
+        ['as written', '--fp16']
+    """
+    label = Plan().label
+    first = next((each for each in measurements if each.plan == label and each.fits), None)
+    return tuple(measurements) if first is None else (first, *(each for each in measurements if each is not first))
+
+
+def speed_ratio(measurement: Measurement, other: Measurement) -> float:
+    """Samples per second as a share of another measurement's; NaN where too few steps of either were timed."""
+    if not (measurement.is_settled and other.is_settled):
+        return math.nan
+    return ratio(measurement.samples_per_second, other.samples_per_second)
+
+
+def timed_anew(before: Measurement, after: Measurement) -> tuple[Measurement, str]:
+    """A plan that was measured again: its row, and what is to be said about its times.
+
+    A few steps do not replace the times of many, and what others are compared with does not change unsaid.
+
+    Args:
+        before: the row it had.
+        after: what was measured now.
+    """
+    if _other_batches(after, before) or not (before.is_settled and before.fits and after.fits):
+        return after, ""
+    if not after.is_settled:
+        kept = replace(after, step_seconds=before.step_seconds, is_warm=True, waited_share=before.waited_share)
+        return kept, ""
+    slower = format_change(ratio(after.samples_per_second, before.samples_per_second))
+    return after, f"{after.plan} was timed again: {slower} samples/s; other rows are compared with the new times"
 
 
 def _row(measurement: Measurement, first: Measurement, prediction: Prediction | None) -> Row:
@@ -91,9 +139,11 @@ def _row(measurement: Measurement, first: Measurement, prediction: Prediction | 
     return Row(
         measurement=measurement,
         memory_ratio=memory_ratio,
-        speed_ratio=ratio(measurement.samples_per_second, first.samples_per_second) if is_alike else math.nan,
+        speed_ratio=speed_ratio(measurement, first) if is_alike else math.nan,
         loss_drift=loss_drift(first.losses, measurement.losses),
-        verdict=_verdict(measurement, first, memory_ratio),
+        verdict="; ".join(
+            filter(None, (_verdict(measurement, first, memory_ratio), *_doubts(measurement, prediction)))
+        ),
         prediction=prediction,
     )
 
@@ -114,6 +164,21 @@ def _verdict(measurement: Measurement, first: Measurement, memory_ratio: float) 
         return "; ".join((other, *measurement.notes) if other else measurement.notes)
     where = where_the_peak_is(measurement)
     return "; ".join((f"no gain: {where}" if where else "no gain", *measurement.notes))
+
+
+def _doubts(measurement: Measurement, prediction: Prediction | None) -> Iterator[str]:
+    """What makes the numbers of a row less certain than they look."""
+    if measurement.waited_share >= _BUSY:
+        yield f"the machine was busy: training waited for a processor {measurement.waited_share * 100:.0f} % of the time"
+    if prediction is not None and has_left_interval(measurement, prediction):
+        low, high = map(format_bytes, prediction.interval_bytes)
+        yield f"not as predicted: {format_bytes(measurement.needed_bytes)} is outside {low} to {high}"
+
+
+def has_left_interval(measurement: Measurement, prediction: Prediction) -> bool:
+    """Whether a measured peak lies where the prediction did not expect it."""
+    low, high = prediction.interval_bytes
+    return measurement.fits and not low <= measurement.needed_bytes <= high
 
 
 def _other_batches(measurement: Measurement, first: Measurement) -> str:

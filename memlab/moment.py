@@ -118,7 +118,8 @@ class Moment:
         toggles: one per field of a plan, in the order of `plan.FIELDS`.
         points: steps, oldest first; bounded, see `memlab.live.thinning`.
         changes: plan changes, oldest first; bounded.
-        measurements: settings tried, in the order in which they were first tried; each with timeline and breakdown of an
+        measurements: settings tried, what the others are compared with in front (`comparison.baseline_first`), then in the
+            order in which they were first tried; each with timeline and breakdown of an
             observed step (a `Measurement.timeline` is memory within one step), and times of its steps.
         predictions: settings foretold, tried or not; refused ones included.
         budget_bytes: the budget line, or None for none.

@@ -100,6 +100,10 @@ def thin(points: Sequence[TimelinePoint], most: int = 300) -> tuple[TimelinePoin
     return tuple(max(stretch, key=lambda point: point.total_bytes) for stretch in stretches)
 
 
+# with fewer timed steps than this a speed is shown, and compared with no other
+SETTLED_STEPS = 5
+
+
 def ratio(numerator: float, denominator: float) -> float:
     """NaN instead of an error where nothing was counted or timed: a table prints it as no value."""
     return numerator / denominator if denominator else math.nan
@@ -145,12 +149,15 @@ class Measurement(Shown):
         driver_bytes: bytes the driver reports as used, None off CUDA.
         breakdown: live bytes by category at the peak.
         timeline: live bytes by category over one step, thinned.
-        step_seconds: wall time of each measured step, after the warm-up.
+        step_seconds: wall time of each measured step, after the warm-up; of the first steps where there are no others.
         samples_per_step: rows of a step's batches.
         tokens_per_step: tokens of a step's batches, 0 when inputs are no token ids.
         losses: loss of each step from the common starting point, when the model returns one.
         notes: what was refused, kept or skipped, in words.
         fits: False when the plan ran out of memory; the peak is then the size it did not fit into.
+        is_warm: False when the times are those of the first steps, because there are no others.
+        waited_share: share of the time for which the training thread was ready and had no processor; 0 where the system
+            does not tell.
     """
 
     plan: str
@@ -167,6 +174,13 @@ class Measurement(Shown):
     losses: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
     fits: bool = True
+    is_warm: bool = True
+    waited_share: float = 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether enough steps were timed to compare their speed."""
+        return self.is_warm and len(self.step_seconds) >= SETTLED_STEPS
 
     @property
     def needed_bytes(self) -> int:
@@ -375,7 +389,7 @@ def measurement_of_steps(
         plan: the plan in force.
         device: name of the device.
         steps: its steps, in order.
-        warmup: how many of the first steps are not timed (memory counts in all of them).
+        warmup: how many of the first steps are not timed where there are others (memory counts in all of them).
         breakdown: live bytes by category at the peak.
         timeline: live bytes over one step.
         host_bytes: bytes kept off the device for the plan.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from memlab.comparison import Comparison, where_the_peak_is
+from memlab.comparison import Comparison, speed_ratio, where_the_peak_is
 from memlab.errors import MemlabError
 from memlab.lattice import EXACT_FIELDS
 from memlab.plan import FIELDS, Plan, PlanField
@@ -199,7 +199,7 @@ class Ladder(Shown):
     def _speed_ratio(self, rung: Rung, other: Rung | None) -> float:
         if other is None or rung.ran is None or other.ran is None:
             return math.nan
-        return ratio(self.speed(rung.ran), self.speed(other.ran))
+        return speed_ratio(rung.ran, other.ran)
 
 
 def helps(before: Rung, after: Rung) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import permutations
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memlab.comparison import Comparison, loss_drift
+from memlab.comparison import Comparison, loss_drift, timed_anew
 from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.records import (
@@ -21,13 +23,14 @@ from memlab.records import (
     StepRecord,
     TimelinePoint,
     measurement_of_steps,
+    out_of_memory,
     thin,
     timeline_of,
 )
 
 
 def measured(plan: str = "as written", peak_bytes: int = 1000, **more: object) -> Measurement:
-    base = Measurement(plan, "cpu", peak_bytes, None, 0, {"activations": 700, "parameters": 300}, (), (0.5, 1.0, 0.5),
+    base = Measurement(plan, "cpu", peak_bytes, None, 0, {"activations": 700, "parameters": 300}, (), (0.5, 1.0, 0.5, 0.5, 0.5),
                        4, 40)  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
 
@@ -71,8 +74,61 @@ def test_speed_without_timed_steps_is_not_a_number_and_no_error() -> None:
 
 
 def test_rows_are_compared_with_the_first() -> None:
-    rows = Comparison("t", (measured(), measured("--fp16", 250, step_seconds=(1.0,)))).rows
+    rows = Comparison("t", (measured(), measured("--fp16", 250, step_seconds=(1.0,) * 5))).rows
     assert [(row.memory_ratio, row.speed_ratio) for row in rows] == [(1.0, 1.0), (0.25, 0.5)]
+
+
+@pytest.mark.parametrize("order", list(permutations(["as written", "--checkpoint", "--fp16"])))
+def test_the_plan_as_written_is_what_others_are_compared_with(order: tuple[str, ...]) -> None:
+    """Whatever was run first; receipt, history and panel read it from here."""
+    peaks = {"as written": 1000, "--checkpoint": 500, "--fp16": 800}
+    comparison = Comparison("t", (measured(order[0], peaks[order[0]]),))
+    for plan in order[1:]:
+        comparison = comparison.add(measured(plan, peaks[plan]))
+    assert comparison.rows[0].measurement.plan == "as written"
+    ratios = {row.measurement.plan: row.memory_ratio for row in comparison.rows}
+    assert ratios == {"as written": 1.0, "--checkpoint": 0.5, "--fp16": 0.8}
+    assert "no gain" not in comparison.rows[0].verdict
+
+
+def test_a_plan_as_written_that_ran_out_of_memory_later_is_no_measure() -> None:
+    failed = out_of_memory(Plan(), "cpu", 900, "Tried to allocate 1 B")
+    assert [each.plan for each in Comparison("t", (measured("--fp16"), failed)).measurements] == [
+        "--fp16",
+        "as written",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({}, {"step_seconds": (1.0,) * 4}), ({"is_warm": False}, {}), ({"step_seconds": (0.5,) * 2}, {})],
+)
+def test_no_percentage_of_speed_below_five_settled_steps(first: dict[str, Any], second: dict[str, Any]) -> None:
+    row = Comparison("t", (measured(**first), measured("--fp16", 250, **second))).rows[1]
+    assert math.isnan(row.speed_ratio)
+    assert row.memory_ratio == 0.25
+
+
+def test_a_busy_machine_and_a_missed_prediction_are_said() -> None:
+    missed = Prediction("as written", "cpu", 900, None, 0, {}, (), 1.0, 4, 0, (890, 910), (1.0, 1.0))
+    row = Comparison("t", (measured(waited_share=0.42),), predictions=(missed,)).rows[0]
+    assert row.verdict == (
+        "the machine was busy: training waited for a processor 42 % of the time; not as predicted: 1000 B is outside 890 B "
+        "to 910 B"
+    )
+    near = replace(missed, interval_bytes=(900, 1000))
+    assert Comparison("t", (measured(waited_share=0.05),), predictions=(near,)).rows[0].verdict == ""
+
+
+def test_few_steps_do_not_time_a_plan_anew_and_many_are_said() -> None:
+    before = measured()
+    kept, said = timed_anew(before, measured(peak_bytes=1100, step_seconds=(3.0,)))
+    assert (kept.step_seconds, kept.peak_allocated_bytes, said) == (before.step_seconds, 1100, "")
+    anew, said = timed_anew(before, measured(step_seconds=(1.0,) * 6))
+    assert anew.step_seconds == (1.0,) * 6
+    assert said == "as written was timed again: −50 % samples/s; other rows are compared with the new times"
+    other, said = timed_anew(before, measured(samples_per_step=8, tokens_per_step=80, step_seconds=(3.0,)))
+    assert (other.step_seconds, said) == ((3.0,), "")
 
 
 def test_rows_of_other_batches_are_not_compared() -> None:

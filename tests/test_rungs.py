@@ -21,7 +21,7 @@ def measured(peak_gib: float, tokens_per_second: float = 100.0, *, spread: float
     parts = {"parameters": GIB // 4, "activations": int(peak_gib * GIB) - GIB // 4}
     base = Measurement(
         "a plan", "cpu", int(peak_gib * GIB), None, 0, parts, (TimelinePoint(0.0, Phase.BACKWARD, parts),),
-        (seconds * (1 - spread), seconds, seconds * (1 + spread)), 8, 1000,
+        (seconds * (1 - spread), *[seconds] * 3, seconds * (1 + spread)), 8, 1000,
     )  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
 

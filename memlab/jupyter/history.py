@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
-from memlab.comparison import Comparison
+from memlab.comparison import Comparison, timed_anew
 from memlab.errors import MemlabError
 from memlab.moment import Moment
 from memlab.plan import Plan
@@ -46,11 +46,15 @@ class History:
     is_foretelling: bool = True
 
     def add(self, title: str, measurements: list[Measurement], events: tuple[str, ...]) -> None:
-        """Take in what a cell measured; a plan measured again replaces its old row."""
+        """Take in what a cell measured; a plan measured again replaces its old row, by the rules of `timed_anew`."""
         for measurement in measurements:
             self._forget_if_of_other_batches(measurement)
+            before = self.measured(measurement.plan)
+            row, said = timed_anew(before, measurement) if before is not None else (measurement, "")
+            if said and self.comparison is not None and self.comparison.measurements[0] is before:
+                events = (*events, said)
             # cells go on training, each from where the one before stopped: their losses are no drift
-            row = replace(measurement, losses=())
+            row = replace(row, losses=())
             self.comparison = self.comparison.add(row) if self.comparison else Comparison(title, (row,))
         if self.comparison is not None:
             predictions = tuple(self.foretold.values())

@@ -98,7 +98,8 @@ class Control(Observer):
     """
 
     def __init__(self, model: nn.Module, stage: Stage | None = None) -> None:
-        self.feed = Feed()
+        self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
+        self.feed = Feed(self._events.append)
         self.stage: Stage = stage or AtOnce()
         self.world = ""
         self.batch: Any = None
@@ -115,7 +116,6 @@ class Control(Observer):
         self._foretelling = Foretelling()
         self._views = Views()
         self._budget_bytes: int | None = None
-        self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
         self._pace = Pace()
         # settings and status are cheap: they follow sooner than figures can
         self._status_pace = Pace(share=_STATUS_SHARE)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from memlab.comparison import baseline_first, timed_anew
 from memlab.live.thinning import Track
 from memlab.measuring.steps import Meter
 from memlab.moment import Change, LivePoint
@@ -20,14 +21,19 @@ _MOST_SETTINGS = 40
 class Feed:
     """Steps and settings of one model, over any number of cells.
 
+    Args:
+        say: told in words when what others are compared with has other times than before.
+
     Attributes:
         step: number of the newest step.
         measurements: settings tried, by label, in the order in which they were first tried.
         changes: of the plan, the last hundred.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda _words: None) -> None:
         self.step = 0
+        self._say = say
+        self._of_old: dict[str, Measurement] = {}  # settings tried before the meter that is followed
         self.measurements: dict[str, Measurement] = {}
         self.changes: deque[Change] = deque(maxlen=_MOST_CHANGES)
         self._track = Track()
@@ -49,6 +55,7 @@ class Feed:
     def begin(self, meter: Meter, step: int) -> None:
         """Follow a meter whose first step comes after step `step`."""
         self._meter, self._before, self._seen = meter, step, 0
+        self._of_old = dict(self.measurements)
         self.step = max(self.step, step)
 
     def end(self) -> None:
@@ -86,16 +93,27 @@ class Feed:
             measured = self._meter.so_far(label)
             if measured is not None:
                 self.know([measured])
+                self._compare_with_old(measured)
             self._fresh.discard(label)
 
     def know(self, measurements: Iterable[Measurement]) -> None:
         """Take in settings that were measured elsewhere; the newest of a plan counts."""
         for measured in measurements:
+            before = self.measurements.get(measured.plan)
+            row, _ = timed_anew(before, measured) if before is not None else (measured, "")
             # steps of other moments of the training: their losses are no drift from one another
-            self.measurements[measured.plan] = replace(measured, losses=())
-        while len(self.measurements) > _MOST_SETTINGS:
-            # the first row is what others are compared with
-            del self.measurements[list(self.measurements)[1]]
+            self.measurements[measured.plan] = replace(row, losses=())
+        # the first row is what others are compared with
+        rows = baseline_first(tuple(self.measurements.values()))
+        kept = (*rows[:1], *rows[1:][-(_MOST_SETTINGS - 1) :])
+        self.measurements = {each.plan: each for each in kept}
+
+    def _compare_with_old(self, measured: Measurement) -> None:
+        old = self._of_old.get(measured.plan)
+        if old is not None and measured.is_settled and measured.plan == next(iter(self.measurements)):
+            del self._of_old[measured.plan]
+            if said := timed_anew(old, measured)[1]:
+                self._say(said)
 
     def _is_higher(self, record: StepRecord) -> bool:
         """Whether a step needed more than what its plan is known to need, as the first ones do."""

@@ -31,6 +31,7 @@ from memlab.measuring.device import Device, Mark
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding
 from memlab.measuring.observation import Observation
+from memlab.measuring.waiting import Waiting
 from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.records import Category, Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
@@ -86,12 +87,14 @@ class _TimedStep:
 
 @dataclass
 class _Period:
-    """The steps from one change of the plan to the next."""
+    """The steps from one change of the plan to the next; `earlier` ones of the same plan count in its times."""
 
     number: int
     plan: Plan
+    earlier: tuple[int, ...] = ()
     steps: int = 0
     observed_from: int = 0
+    waiting: Waiting = field(default_factory=Waiting)
     host_bytes: int = 0
     driver_bytes: int | None = None
     peaks: tuple[int | None, int | None] = (None, None)
@@ -212,7 +215,9 @@ class Meter(Observer):
         if not self._in_forward:
             self._end_step_if_over()
         self._period.release()
-        self._period = _Period(number=self._period.number + 1, plan=plan)
+        before = self._periods.get(plan)
+        earlier = (*before.earlier, before.number) if before is not None else ()
+        self._period = _Period(self._period.number + 1, plan, earlier)
         self._last_end = None
         if self._step is not None:
             # what failed under the old plan is no peak of the new one
@@ -296,7 +301,7 @@ class Meter(Observer):
             raise MemlabError(f"no step has ended under the plan {plan.label!r}; run some steps first")
         if period is self._period:
             self._read_counters(period)
-        return _measurement(period, self.device, timed)
+        return _measurement(period, self.device, timed, self._settled(timed), self._timed_before(period))
 
     def so_far(self, plan: str) -> Measurement | None:
         """What is known of a plan by now, from its newest steps; never waits for the device.
@@ -316,7 +321,8 @@ class Meter(Observer):
             )
         if not newest:
             return None
-        measured = _measurement(period, self.device, newest[::-1])
+        newest.reverse()
+        measured = _measurement(period, self.device, newest, self._settled(newest), self._timed_before(period))
         # the newest steps may be ones that nobody looked at
         return replace(measured, peak_allocated_bytes=max(measured.peak_allocated_bytes, period.peaks[0] or 0))
 
@@ -388,6 +394,7 @@ class Meter(Observer):
             self._pending.append(_PastStep(record, period.number, step.observed, step.begin, self._last_end, loss))
         self._periods[period.plan] = period
         period.steps += 1
+        period.waiting.look()
         if observation is not None:
             period.keep(observation, peaks)
             self._read_counters(period)
@@ -413,6 +420,20 @@ class Meter(Observer):
         with self._lock:
             return [step for step in self._timed if step.period == period.number]
 
+    def _timed_before(self, period: _Period) -> list[float]:
+        """Times of the settled steps of earlier periods of a plan: going back to it is no reason to time it anew."""
+        if not period.earlier:
+            return []
+        with self._lock:
+            steps = [step for step in self._timed if step.period in period.earlier]
+        each = ([step for step in steps if step.period == number] for number in period.earlier)
+        return [step.record.seconds for steps in each for step in self._settled(steps)][-_MOST_SO_FAR:]
+
+    def _settled(self, timed: Sequence[_TimedStep]) -> list[_TimedStep]:
+        """Steps after the warm-up that no ledger slowed down."""
+        every = self.device.observes_every_step
+        return [step for step in timed[_WARMUP_STEPS:] if every or not step.observed]
+
     def _parameters(self) -> Iterator[Holding]:
         if self._model is not None:
             yield from parameters_of(self._model)
@@ -425,23 +446,29 @@ class Meter(Observer):
         return state_of(self._optimizers)
 
 
-def _measurement(period: _Period, device: Device, timed: Sequence[_TimedStep]) -> Measurement:
-    speed = [step for step in timed[_WARMUP_STEPS:] if not step.observed] or timed[_WARMUP_STEPS:]
-    numbers = {step.record.step for step in speed}
-    untimed = [step.record for step in timed if step.record.step not in numbers]
+def _measurement(
+    period: _Period, device: Device, timed: Sequence[_TimedStep], settled: Sequence[_TimedStep], before: Sequence[float]
+) -> Measurement:
+    """Reduce a period: memory of all its steps, times of those that are settled and of `before`."""
     timeline = period.reduce()
+    records = [step.record for step in timed]
     measured = measurement_of_steps(
         period.plan,
         device.name,
-        [*untimed, *(step.record for step in speed)],
-        warmup=len(untimed),
+        records,
+        warmup=_WARMUP_STEPS,
         breakdown=device.breakdown(timeline, *period.peaks) if timeline else {},
         timeline=timeline,
         host_bytes=period.host_bytes,
         driver_bytes=period.driver_bytes,
     )
-    losses = tuple(step.record.loss for step in timed if step.record.loss is not None)
-    return replace(measured, losses=losses)
+    seconds = (*before, *(step.record.seconds for step in settled))
+    return replace(
+        measured,
+        step_seconds=seconds or measured.step_seconds,
+        is_warm=bool(seconds),
+        waited_share=period.waiting.share,
+    )
 
 
 def steps_between_observations(observed_seconds: Sequence[float], plain_seconds: Sequence[float]) -> int:

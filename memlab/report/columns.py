@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from memlab.comparison import Comparison, Row
+from memlab.comparison import Comparison, Row, has_left_interval
 from memlab.records import Measurement
 from memlab.units import format_bytes, format_change
 
@@ -33,9 +33,7 @@ class Column(Generic[_R]):
 
 PLAN = Column[Row]("plan", lambda row: row.measurement.plan, is_number=False)
 MEMORY = Column[Row]("peak allocated", lambda row: peak(row.measurement))
-PREDICTED = Column[Row](
-    "predicted", lambda row: bytes_or_nothing(row.prediction.peak_allocated_bytes if row.prediction else None)
-)
+PREDICTED = Column[Row]("predicted", lambda row: predicted(row))
 MEMORY_CHANGE = Column[Row]("vs first", lambda row: change(row.memory_ratio))
 RESERVED = Column[Row]("peak reserved", lambda row: bytes_or_nothing(row.measurement.peak_reserved_bytes))
 HOST = Column[Row]("on host", lambda row: bytes_or_nothing(row.measurement.host_bytes or None))
@@ -99,6 +97,11 @@ def change(ratio: float) -> str:
     return format_change(ratio) if math.isfinite(ratio) else NOTHING
 
 
+def then_change(ratio: float) -> str:
+    """A change to be written behind a number; nothing where there is no ratio."""
+    return f"  {format_change(ratio)}" if math.isfinite(ratio) else ""
+
+
 def peak(measurement: Measurement) -> str:
     """The peak; of a plan that ran out of memory, the size it did not fit into."""
     bound = "" if measurement.fits else "> "
@@ -121,11 +124,35 @@ def rate(per_second: float) -> str:
     return f"{per_second:.2f}" if per_second >= 0.1 else f"{per_second:.2g}"
 
 
-def speed(measurement: Measurement) -> str:
-    """Samples per second of the median step, with the spread of the timed steps."""
-    spread_percent = round(measurement.spread * 100) if math.isfinite(measurement.spread) else 0
-    text = rate(measurement.samples_per_second)
-    return f"{text} ± {spread_percent} %" if spread_percent and text != NOTHING else text
+def predicted(row: Row) -> str:
+    """The peak that was foretold; marked where the measured one is outside of the interval."""
+    if row.prediction is None:
+        return NOTHING
+    mark = "≠ " if has_left_interval(row.measurement, row.prediction) else ""
+    return mark + format_bytes(row.prediction.peak_allocated_bytes)
+
+
+def speed(measurement: Measurement, per_second: float | None = None) -> str:
+    """Samples per second of the median step, with the spread of the timed steps; how many, where they are few.
+
+    Args:
+        measurement: whose steps were timed.
+        per_second: what else is done in a second, in place of samples.
+
+    Example:
+        >>> def of(*seconds): return Measurement("", "cpu", 1, None, 0, {}, (), seconds, 8, 0)
+        >>> speed(of(*[0.5] * 5)), speed(of(0.5, 0.55, 0.5)), speed(of(0.5)), speed(of())
+        ('16.0 ± 0 %', '16.0 ± 5 % (3 timed)', '16.0 (1 timed)', '–')
+    """
+    text = rate(measurement.samples_per_second if per_second is None else per_second)
+    if text == NOTHING:
+        return text
+    timed = len(measurement.step_seconds)
+    if not measurement.is_warm:
+        return f"≈ {text} (warming up)"
+    if timed > 1 and math.isfinite(measurement.spread):
+        text += f" ± {round(measurement.spread * 100)} %"
+    return text if measurement.is_settled else f"{text} ({timed} timed)"
 
 
 def drift(share: float | None) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from memlab.comparison import Comparison
 from memlab.extras import require
 from memlab.records import Phase, Prediction, TimelinePoint
-from memlab.report.columns import change, flag_lines, rate, speed
+from memlab.report.columns import flag_lines, rate, speed, then_change
 from memlab.report.segments import (
     Profile,
     categories_of,
@@ -192,7 +192,9 @@ def _throughput_bars(go: Any, comparison: Comparison, plans: list[str], ink: str
     rates = [finite(m.samples_per_second) for m in comparison.measurements]
     spreads = [each * finite(m.spread) for each, m in zip(rates, comparison.measurements, strict=True)]
     said = [
-        f"{speed(row.measurement)} samples/s ({change(row.speed_ratio)})<br>{escape(row.verdict)}".removesuffix("<br>")
+        f"{speed(row.measurement)} samples/s{then_change(row.speed_ratio)}<br>{escape(row.verdict)}".removesuffix(
+            "<br>"
+        )
         for row in comparison.rows
     ]
     return go.Bar(
@@ -209,7 +211,7 @@ def _totals(
         {
             "x": max(sum(part.values()), row.prediction.peak_allocated_bytes if row.prediction else 0) / unit, "y": plan, "xanchor": "left", "xshift": 5, "showarrow": False,
             "text": format_bytes(row.measurement.peak_allocated_bytes)
-            + (f"  {change(row.memory_ratio)}" if index else ""),
+            + (then_change(row.memory_ratio) if index else ""),
         }
         for index, (row, plan, part) in enumerate(zip(comparison.rows, plans, parts, strict=True))
     ]  # fmt: skip
@@ -220,7 +222,7 @@ def _rates(comparison: Comparison, plans: list[str]) -> list[dict[str, Any]]:
         {
             "x": finite(row.measurement.samples_per_second) * (1 + finite(row.measurement.spread)), "y": plan,
             "xref": "x2", "yref": "y2", "xanchor": "left", "xshift": 5, "showarrow": False,
-            "text": rate(row.measurement.samples_per_second) + (f"  {change(row.speed_ratio)}" if index else ""),
+            "text": rate(row.measurement.samples_per_second) + (then_change(row.speed_ratio) if index else ""),
         }
         for index, (row, plan) in enumerate(zip(comparison.rows, plans, strict=True))
     ]  # fmt: skip

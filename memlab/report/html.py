@@ -52,7 +52,7 @@ def table(comparison: Comparison) -> str:
         is escaped.
 
     Example:
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
         >>> "<caption" in table(Comparison("gpt2 <124M>", (m,)))
         True
     """
@@ -107,7 +107,7 @@ def ladder_table(ladder: Ladder) -> str:
 
     Example:
         >>> from memlab.rungs import Rung
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
         >>> "the loop as it is" in ladder_table(Ladder("gpt2 <124M>", (Rung("", "as written", "the loop as it is", m),)))
         True
     """

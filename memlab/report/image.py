@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from memlab.comparison import Comparison, Row
 from memlab.report.canvas import FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
-from memlab.report.columns import change, flag_lines, rate
+from memlab.report.columns import flag_lines, rate, then_change
 from memlab.report.segments import (
     categories_of,
     finite,
@@ -39,7 +39,7 @@ def png(comparison: Comparison) -> bytes:
 
     Example:
         >>> from memlab.records import Measurement
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
         >>> png(Comparison("gpt2 124M", (m,)))[1:4]
         b'PNG'
     """
@@ -117,7 +117,7 @@ def _mark_predicted(axes: Axes, row: Row, position: float, unit: int) -> None:
 
 def _print_total(axes: Axes, row: Row, at: tuple[float, float], *, is_compared: bool) -> None:
     total = format_bytes(row.measurement.peak_allocated_bytes)
-    less = f"  {change(row.memory_ratio)}" if is_compared else ""
+    less = then_change(row.memory_ratio) if is_compared else ""
     axes.text(*at, total + less, va="center", fontsize=9, color=INK, family=FONT, parse_math=False)
 
 
@@ -131,7 +131,7 @@ def _draw_throughput(axes: Axes, comparison: Comparison, positions: Sequence[flo
     most = max(*(each + spread for each, spread in zip(rates, spreads, strict=True)), 1e-12)
     for index, (row, each, spread) in enumerate(zip(rows, rates, spreads, strict=True)):
         text = rate(row.measurement.samples_per_second)
-        more = f"  {change(row.speed_ratio)}" if _is_compared(comparison, index) else ""
+        more = then_change(row.speed_ratio) if _is_compared(comparison, index) else ""
         axes.text(each + spread + most * 0.03, positions[index], text + more, va="center", fontsize=9, color=INK,
                   family=FONT, parse_math=False)  # fmt: skip
     axes.set_xlim(0, most * 1.55)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from memlab.records import Measurement
-from memlab.report.columns import NOTHING, Column, bytes_or_nothing, change, peak, rate
+from memlab.report.columns import NOTHING, Column, bytes_or_nothing, change, peak, rate, speed
 from memlab.rungs import Ladder, Step
 from memlab.units import format_bytes
 
@@ -70,7 +70,7 @@ def sentence(ladder: Ladder) -> str:
     Example:
         >>> from memlab.records import Measurement
         >>> from memlab.rungs import Rung
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
         >>> sentence(Ladder("gpt2", (Rung("", "as written", "the loop as it is", m),)))
         'as written: 1.00 GiB at 16.0 samples/s'
     """
@@ -82,10 +82,11 @@ def sentence(ladder: Ladder) -> str:
     if not tried or first is last:
         return f"{ladder.plan}: {end}"
     step = next(each for each in ladder.steps if each.rung is last)
+    faster = f", {change(step.speed_first)} {unit(ladder)}" if math.isfinite(step.speed_first) else ""
     return (
         f"{len(kept)} of {len(tried)} levers kept: {format_bytes(first.ran.peak_allocated_bytes)} at "
-        f"{rate(ladder.speed(first.ran))} {unit(ladder)} → {end} ({change(step.memory_first)} memory, "
-        f"{change(step.speed_first)} {unit(ladder)}) with {ladder.plan}"
+        f"{rate(ladder.speed(first.ran))} {unit(ladder)} → {end} ({change(step.memory_first)} memory"
+        f"{faster}) with {ladder.plan}"
     )
 
 
@@ -133,9 +134,7 @@ def _has_time(step: Step) -> bool:
 def _speed(ladder: Ladder, step: Step) -> str:
     if step.rung.ran is None:
         return NOTHING
-    text = rate(ladder.speed(step.rung.ran))
-    spread_percent = round(step.rung.ran.spread * 100)
-    return f"{text} ± {spread_percent} %" if spread_percent and text != NOTHING else text
+    return speed(step.rung.ran, ladder.speed(step.rung.ran))
 
 
 def _predicted_speed(ladder: Ladder, step: Step) -> str:

@@ -45,7 +45,7 @@ def png(ladder: Ladder) -> bytes:
 
     Example:
         >>> from memlab.records import Measurement
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
         >>> png(Ladder("gpt2 124M", (Rung("", "as written", "the loop as it is", m),)))[1:4]
         b'PNG'
     """

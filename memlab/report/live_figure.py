@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from memlab.comparison import speed_ratio
 from memlab.extras import require
 from memlab.moment import LivePoint, Moment
-from memlab.records import Fit, Measurement, TimelinePoint, ratio
-from memlab.report.columns import NOTHING, change, flag_lines, speed
+from memlab.records import Fit, Measurement, TimelinePoint
+from memlab.report.columns import NOTHING, flag_lines, speed, then_change
 from memlab.report.figure import BUDGET, NEUTRAL_INK, axis, bare_layout, pale, pattern, phase_names, phase_shapes
 from memlab.report.live_changes import change_labels, change_lines, change_names, share_below
 from memlab.report.pareto import LOOKS, MEASURED, PLAIN, Chart, Look, axis_names, chart, hover
@@ -351,8 +352,8 @@ def _bar_names(sheet: _Sheet, ink: str) -> dict[str, Any]:
 def _bar_name(setting: _Setting, first: _Setting) -> str:
     plan = escape(_shortened(setting.measurement.plan, _MOST_PLAN_CHARACTERS))
     said = _speed(setting).removesuffix(" samples/s")
-    if setting is not first and setting.per_second and first.per_second:
-        said += f"  {change(ratio(setting.per_second, first.per_second))}"
+    if setting is not first:
+        said += then_change(speed_ratio(setting.measurement, first.measurement))
     name = f"{setting.number} · {plan}"
     return f"<b>▸ {name}</b>   {said}" if setting.in_force else f"{name}   {said}"
 

@@ -38,12 +38,12 @@ def table(comparison: Comparison) -> str:
         row stands below it.
 
     Example:
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
         >>> print(table(Comparison("gpt2 124M", (m,))))
         gpt2 124M
-        plan         peak allocated   vs first   samples/s   vs first
-        ─────────────────────────────────────────────────────────────
-        as written         1.00 GiB          –        16.0          –
+        plan         peak allocated   vs first    samples/s   vs first
+        ──────────────────────────────────────────────────────────────
+        as written         1.00 GiB          –   16.0 ± 0 %          –
     """
     chosen = columns(comparison)
     figures = tuple(column for column in chosen if column is not NOTE)
@@ -100,13 +100,13 @@ def ladder_table(ladder: Ladder) -> str:
     """Print a ladder as an aligned table: one row per lever, its words below it.
 
     Example:
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
         >>> from memlab.rungs import Rung
         >>> print(ladder_table(Ladder("gpt2", (Rung("", "as written", "the loop as it is", m),))))
         gpt2 · batch 8
-        lever        peak allocated   vs before   vs first   samples/s   vs before   vs first
-        ─────────────────────────────────────────────────────────────────────────────────────
-        as written         1.00 GiB           –          –        16.0           –          –
+        lever        peak allocated   vs before   vs first    samples/s   vs before   vs first
+        ──────────────────────────────────────────────────────────────────────────────────────
+        as written         1.00 GiB           –          –   16.0 ± 0 %           –          –
             ↳ the loop as it is
         as written: 1.00 GiB at 16.0 samples/s
     """
@@ -167,7 +167,7 @@ def summary(comparison: Comparison) -> str:
     """One sentence for status lines, screen readers and the alternative text of pictures.
 
     Example:
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5, 0.5), 8, 0)
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
         >>> summary(Comparison("gpt2", (m,)))
         '1 setting measured: as written peaks at 1.00 GiB.'
     """

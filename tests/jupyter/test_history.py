@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memlab.jupyter.history import History
 from memlab.records import Measurement, Prediction
 
@@ -34,3 +36,21 @@ def test_a_row_of_other_batches_does_not_keep_what_was_foretold_for_the_old_ones
     assert _shown(history) is None
     history.foretell([_foretold(264)])
     assert _shown(history) == _foretold(264)
+
+
+def test_going_back_to_the_plan_as_written_is_said_and_stays_in_front() -> None:
+    history = History()
+    rows = [
+        replace(_measured(512), plan=plan, step_seconds=(seconds,) * 6)
+        for plan, seconds in (("--fp16", 0.4), ("as written", 0.5))
+    ]
+    for row in rows:
+        history.add("title", [row], ())
+    assert [each.plan for each in history.require().measurements] == ["as written", "--fp16"]
+    history.add("title", [replace(rows[1], step_seconds=(1.0,) * 6)], ("step 3: something",))
+    assert history.require().events == (
+        "step 3: something", "as written was timed again: −50 % samples/s; other rows are compared with the new times",
+    )  # fmt: skip
+    history.add("title", [replace(rows[1], step_seconds=(9.0,))], ())
+    assert history.require().measurements[0].step_seconds == (1.0,) * 6
+    assert history.require().events == ()

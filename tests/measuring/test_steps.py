@@ -133,7 +133,10 @@ def test_each_plan_has_its_own_period_and_a_plan_run_again_its_latest():
     loop.step(4)
     loop.meter.plan_changed(Plan())
     loop.step(5)
-    assert len(loop.meter.measurement(Plan()).losses) == 5
+    as_written = loop.meter.measurement(Plan())
+    assert len(as_written.losses) == 5
+    # its times go on from those of its first period: one settled step there, three here
+    assert (len(as_written.step_seconds), as_written.is_warm) == (4, True)
     assert len(loop.meter.measurement(Plan.parse("--accumulate 2")).losses) == 4
     assert loop.meter.measurement(Plan.parse("--accumulate 2")).timeline
     assert [r.peak_allocated_bytes is not None for r in loop.meter.steps] == [

@@ -55,7 +55,7 @@ def measurement(plan: str, activations_gib: float, samples_per_second: float, mi
         host_bytes=0,
         breakdown=peak.live_bytes,
         timeline=points,
-        step_seconds=(middle * 0.98, middle, middle * 1.03),
+        step_seconds=(middle * 0.98, middle, middle, middle, middle * 1.03),
         samples_per_step=8,
         tokens_per_step=8 * 512,
         losses=(10.9, 10.2, 9.8),

@@ -52,16 +52,16 @@ step 7: out of memory (needed 1.20 GiB, 0.31 free) → accumulation 4 → 8, sam
 
 def test_short_notes_stand_beside_their_rows() -> None:
     first, second = (
-        Measurement(plan, "cpu", peak_bytes, None, 0, {}, (), (0.5,), 4, 0)
+        Measurement(plan, "cpu", peak_bytes, None, 0, {}, (), (0.5,) * 5, 4, 0)
         for plan, peak_bytes in (("as written", 4), ("--fp16", 2))
     )
     assert text.table(Comparison("t", (first, replace(second, notes=("scale 65536",))))) == (
         """\
 t
-plan         peak allocated   vs first   samples/s   vs first   note
-───────────────────────────────────────────────────────────────────────────
-as written              4 B          –        8.00          –
---fp16                  2 B      −50 %        8.00       ±0 %   scale 65536"""
+plan         peak allocated   vs first    samples/s   vs first   note
+────────────────────────────────────────────────────────────────────────────
+as written              4 B          –   8.00 ± 0 %          –
+--fp16                  2 B      −50 %   8.00 ± 0 %       ±0 %   scale 65536"""
     )
 
 
