@@ -52,8 +52,9 @@ ENGINE = textwrap.dedent(
 )
 
 
-@pytest.mark.timeout(400)
-def test_deepspeed_engines_train_with_the_exported_configurations() -> None:
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_deepspeed_engines_train_with_the_exported_configurations(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -61,6 +62,8 @@ def test_deepspeed_engines_train_with_the_exported_configurations() -> None:
     environment = {
         **os.environ,
         "DS_ACCELERATOR": "cpu",
+        # DeepSpeed compiles its Adam, and in the user's cache it would wait for a lock that an ended build has left
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",

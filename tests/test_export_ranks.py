@@ -111,6 +111,7 @@ def ragged(batches: Any) -> list[dict[str, torch.Tensor]]:
     return kept
 
 
+@pytest.mark.full
 def test_programs_weigh_rows_by_their_targets(tmp_path: Path, batches: list[dict[str, torch.Tensor]]) -> None:
     for name, (flags, parts, _) in PROGRAMS.items():
         scale = Scale.parse(flags)
@@ -167,6 +168,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -228,6 +230,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 @needs(extra="deepspeed")
 def test_the_file_for_deepspeed_and_the_trainers_arguments_are_launched(
     tmp_path: Path, batches: list[dict[str, torch.Tensor]]

@@ -121,6 +121,7 @@ def reference() -> tuple[list[float], list[torch.Tensor]]:
     return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("flags", EXACT)
 def test_torch_code_of_exact_techniques_trains_as_the_plain_loop(
     flags: str, reference: tuple[list[float], list[torch.Tensor]]
@@ -280,6 +281,7 @@ def test_empty_plan_prints_the_plain_loop() -> None:
     assert len(code.splitlines()) < 30
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("flags", EVERY_PLAN)
 def test_every_export_names_its_plan_and_no_line_is_endless(flags: str, target: str) -> None:

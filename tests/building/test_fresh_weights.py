@@ -45,6 +45,7 @@ def differing(usual: nn.Module, built: nn.Module) -> list[str]:
     ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factory", FACTORIES, ids=lambda factory: factory.__name__)
 def test_weights_are_those_of_the_usual_way_bit_for_bit(factory, dtype, wide_bytes):
@@ -53,6 +54,7 @@ def test_weights_are_those_of_the_usual_way_bit_for_bit(factory, dtype, wide_byt
     assert [p.requires_grad for p in built.parameters()] == [p.requires_grad for p in usual.parameters()]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", sorted(families()))
 def test_models_of_transformers_are_those_of_the_usual_way(family, dtype, wide_bytes):

@@ -33,6 +33,7 @@ def sharded(model: nn.Module, folder: Path) -> Path:
     return index_file
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("batch_bytes", [1, files._BATCH_BYTES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factory", [plain, recurrent, Rotary], ids=lambda factory: factory.__name__)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -67,3 +68,8 @@ def _values(item: pytest.Item) -> Values:
     spec = getattr(item, "callspec", None)
     values = spec.params.items() if spec is not None else ()
     return {name: value if isinstance(value, str | int | float) else id(value) for name, value in values}
+
+
+def mostly_full(values: Iterable[Any], *default: Any) -> list[Any]:
+    """Values of a parameter, of which only some run by default."""
+    return [pytest.param(value, marks=() if value in default else pytest.mark.full) for value in values]

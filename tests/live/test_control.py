@@ -357,6 +357,7 @@ def test_foretelling_fills_in_what_settings_give(control: Control) -> None:
     assert not moment.errors
 
 
+@pytest.mark.full
 def test_the_fastest_plan_that_fits_is_asked_for(control: Control) -> None:
     stage = control.stage = Later()
     control.find()

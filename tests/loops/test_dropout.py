@@ -83,6 +83,7 @@ def assert_same(found: tuple[list[float], torch.nn.Module], expected: tuple[list
         assert float((mine - theirs).norm()) <= 1e-3 * float(theirs.norm()) + 1e-4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "plan", ["--accumulate 4", "--accumulate 4 --checkpoint", "--accumulate 4 --offload activations"]
 )

@@ -53,7 +53,7 @@ def test_gradients_are_those_of_the_untouched_model(name: str, plan: str) -> Non
             assert error <= 2 * rounding, (error, rounding)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "plan"), [row for row in _TOGETHER if row[0] not in _CAST_TO_FP32])
 def test_in_fp64_they_agree_to_the_last_digits(name: str, plan: str) -> None:
     case = _in_fp64(CASES[name])

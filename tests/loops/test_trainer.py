@@ -64,6 +64,7 @@ def trained(folder: Path, plan: str | None, name: str = "gpt2", resume: str | No
     return trainer
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -89,6 +90,7 @@ def test_losses_norms_and_rates_are_those_of_the_untouched_run(name: str, plan: 
     assert history(found, "learning_rate") == history(expected, "learning_rate")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["--accumulate 4", "--adam8bit --offload optimizer"])
 def test_trainers_own_accumulation_and_bf16(plan: str, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
@@ -132,6 +134,7 @@ _SAVING = {"save_strategy": "steps", "save_steps": 6}
 _PLANS = {"--offload optimizer": 0.0, "--adam8bit --offload optimizer": 2e-3, "--accumulate 4 --adam8bit": 2e-3}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", _PLANS)
 @pytest.mark.parametrize("resumed_under", ["the same plan", "no memlab"])
 def test_resuming(plan: str, resumed_under: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from memlab.lattice import lattice
 from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
 from memlab.records import Category, Fit, Measurement, Prediction
+from tests.helpers.tiers import mostly_full
 from tests.predicting.families import FAMILIES, PLANS, family
 
 # the figure: half of all predictions are at most this far off; here, half of those of every family
@@ -31,6 +32,7 @@ FURTHER_OFF: dict[tuple[str, str], tuple[float, str]] = {
     ("lstm", "--accumulate 3 --bf16 --adam8bit"): (0.0155, _TIME_FIRST),
     ("lstm", "--accumulate 4 --offload activations,optimizer"): (0.007, _TIME_FIRST),
 }
+_NAMES = mostly_full(FAMILIES, "mlp", "tied")
 # plans that fail on the live model with an error of torch's: nothing to compare with
 _FAILING = {("batch norm", "--precision pure-bf16")}
 
@@ -69,7 +71,7 @@ def compared(name: str) -> list[tuple[Pair, Measurement]]:
     return [(pair, pair.measured) for pair in pairs(name) if pair.measured is not None]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", _NAMES)
 def test_peaks_are_those_of_the_ledger(name: str) -> None:
     errors = {pair.flags: pair.error for pair, _ in compared(name)}
     further = {
@@ -80,20 +82,20 @@ def test_peaks_are_those_of_the_ledger(name: str) -> None:
     assert not further
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", _NAMES)
 def test_half_of_the_peaks_are_within_the_figure(name: str) -> None:
     errors = [abs(pair.error) for pair, _ in compared(name)]
     assert len(errors) >= 6
     assert statistics.median(errors) <= MEDIAN
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", _NAMES)
 def test_refusals_are_those_of_a_measurement(name: str) -> None:
     for pair in pairs(name):
         assert pair.foretold.refused == pair.refused
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", _NAMES)
 def test_the_peak_is_made_of_the_same(name: str) -> None:
     for pair, measured in compared(name):
         foretold = pair.foretold
@@ -120,7 +122,7 @@ def _sorted_out(breakdown: dict[str, int], flags: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", _NAMES)
 def test_what_is_counted_beside_the_peak_agrees(name: str) -> None:
     for pair, measured in compared(name):
         foretold = pair.foretold
@@ -135,7 +137,7 @@ def test_what_is_counted_beside_the_peak_agrees(name: str) -> None:
         assert foretold.device == measured.device
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", _NAMES)
 def test_the_timeline_reaches_the_peak_and_ends_with_the_step(name: str) -> None:
     for pair, _ in compared(name):
         points = pair.foretold.timeline
@@ -173,6 +175,7 @@ def test_the_order_of_plans_changes_nothing(small_gpt2: Workload) -> None:
     assert forth == back[::-1]
 
 
+@pytest.mark.full
 def test_without_plans_the_whole_lattice_is_foretold(tower: Workload) -> None:
     predictions = predict_all(tower, progress=lambda line: None)
     assert [each.plan for each in predictions] == [plan.label for plan in lattice(rows=10)]

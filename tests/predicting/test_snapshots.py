@@ -127,6 +127,7 @@ def test_torch_opens_the_file(speaker: Workload, save: Any, device: str | None, 
     assert "add_local_files" in _memory_viz.segment_plot(viz)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_predicted_trace_has_the_peak_of_the_prediction(speaker: Workload, save: Any, plan: str) -> None:
     sums = Sums(save(speaker, plan))
@@ -136,6 +137,7 @@ def test_the_predicted_trace_has_the_peak_of_the_prediction(speaker: Workload, s
         assert sums.at_peak == prediction.breakdown
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("plan", ["", "--accumulate 2", "--bf16", "--adam8bit"])
 def test_for_a_gpu_workspaces_come_on_top_and_segments_are_as_predicted(
     speaker: Workload, save: Any, plan: str
@@ -148,6 +150,7 @@ def test_for_a_gpu_workspaces_come_on_top_and_segments_are_as_predicted(
     assert abs(sums.peak_reserved_bytes - prediction.peak_reserved_bytes) <= SMALL_SEGMENT_BYTES
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_measured_trace_agrees_with_the_ledger_and_with_the_predicted_one(
     speaker: Workload, save: Any, plan: str

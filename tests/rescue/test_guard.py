@@ -439,6 +439,7 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", _LOOPS)
 def test_every_bit_is_the_same(name: str) -> None:
     with warnings.catch_warnings():

@@ -78,6 +78,7 @@ def seen(old: str, new: str, where: tuple[str, ...], event: str) -> int:
     return moment.seen
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("old", "new"), PLAN_PAIRS, ids=lambda plan: plan or "nothing")
 def test_at_calls_anywhere(old: str, new: str) -> None:
     switches = Switches(old, new)
@@ -87,6 +88,7 @@ def test_at_calls_anywhere(old: str, new: str) -> None:
     switches.end()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("file", ["in_force.py", "session.py", "uninterrupted.py"])
 def test_at_any_opcode_of_what_holds_it_back(file: str) -> None:
     old, new = "--accumulate 2 --fp16", "--checkpoint"

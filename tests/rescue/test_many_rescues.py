@@ -63,6 +63,7 @@ def live_tensors() -> int:
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
+@pytest.mark.full
 def test_five_hundred_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in every step, at another allocation each time; the plan goes back to the first one now and then."""
     collect, calls = rescuer._collect, [0]

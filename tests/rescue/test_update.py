@@ -136,6 +136,7 @@ def test_an_allocation_that_fails_anywhere_changes_nothing(name: str, seen: int,
     assert at > (1 if seen == 0 else 0)  # fused kernels allocate nothing once their state is there
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seen", [0, 2])
 @pytest.mark.parametrize("name", ["single", "foreach", "nesterov", "adafactor", "groups"])
 def test_memory_that_stays_short_is_survived_in_buckets(name: str, seen: int) -> None:
@@ -183,6 +184,7 @@ def scaled(seen: int) -> tuple[torch.nn.Module, Optimizer]:
     return model, optimizer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("free", [PLENTY, NOTHING])
 @pytest.mark.parametrize("times", [1, 12])
 def test_gradients_are_unscaled_once(free: float, times: int) -> None:
@@ -424,6 +426,7 @@ def trained(plan: str, first: int | None, times: int) -> tuple[Snapshot, Any, Bi
     return snapshot(model, optimizer), rescuer, faults
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["", "--adam8bit", "--offload optimizer:disk"])
 def test_a_session_finishes_the_update_and_tells(plan: str) -> None:
     expected, _, whole = trained(plan, None, 0)

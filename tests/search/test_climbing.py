@@ -55,6 +55,7 @@ def test_examples_in_the_docstrings() -> None:
     assert doctest.testmod(climbing).failed == 0
 
 
+@pytest.mark.full
 def test_a_whole_ladder_leaves_no_difference(load: Workload) -> None:
     load.model(**load.batch).loss.backward()
     load.model.eval()

@@ -69,6 +69,7 @@ def test_an_error_that_all_plans_share_does_no_harm(seed: int, share: float) -> 
     assert machine.best_seconds(budget_bytes) / machine.seconds(found.plan) >= 0.97 or not found.trials[0].fits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("error", "trials", "least_median", "least_share"),
     [(0.05, 3, 0.98, 0.85), (0.1, 3, 0.97, 0.7), (0.1, 8, 0.98, 0.85), (0.3, 3, 0.9, 0.2), (0.3, 12, 0.97, 0.6)],

@@ -185,6 +185,7 @@ def test_encoder_and_decoder_share_a_budget() -> None:
     assert 0 < recomputed < 6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flags", ["", "--accumulate 2", "--bf16", "--chunk-loss", "--accumulate 3 --adam8bit"])
 def test_predictions_are_exact_on_the_ledger(flags: str) -> None:
     load = workload(gpt2(layers=4), **ragged_batch())

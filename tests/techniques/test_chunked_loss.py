@@ -67,6 +67,7 @@ FULL: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", [*DEFERRED, *FULL])
 @pytest.mark.parametrize("tile_bytes", [4 * 3000 * 5, 2**25])

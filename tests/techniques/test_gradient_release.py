@@ -73,6 +73,7 @@ class Seen(Observer):
 # -- the same training -----------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
 def test_a_hundred_steps_are_the_same_bit_by_bit(name: str) -> None:
     case = CASES[name]
@@ -109,6 +110,7 @@ def test_every_optimizer_updates_as_ever(name: str) -> None:
     torch.testing.assert_close(runs[0][2], runs[1][2], rtol=0, atol=0)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -242,6 +244,7 @@ def _small_batch_load(make: Make = OPTIMIZERS["adamw"]) -> Workload:
     return Workload(model, make(model.parameters()), batch=ragged_batch(512, rows=2, length=16))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "flags",
     [

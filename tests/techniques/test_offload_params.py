@@ -67,6 +67,7 @@ def losses(flags: str, steps: int = 6, *, rescue: bool = False, dropout: float =
 # -- exactness -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("rescue", [False, True])
 @pytest.mark.parametrize(
     "flags",
@@ -342,6 +343,7 @@ def test_parameters_and_gradients_leave_the_device() -> None:
     assert params.host_bytes > 1.8 * everything
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flags", ["", "--accumulate 2", "--bf16", "--checkpoint --bf16"])
 def test_weights_are_not_kept_for_the_backward_pass(flags: str) -> None:
     model = deep(layers=8, width=128)
@@ -385,6 +387,7 @@ def test_a_rescue_finds_it() -> None:
     session.undo()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "flags",
     ["--offload params", "--checkpoint --offload params,optimizer", "--accumulate 2 --offload params,activations",

@@ -156,6 +156,7 @@ class TestPureBf16:
         moved = start - model.weight.detach()
         assert torch.allclose(moved, torch.full_like(moved, 50 * 4 * 1e-5), rtol=1e-2)
 
+    @pytest.mark.full
     def test_it_follows_fp32_over_100_steps(self) -> None:
         losses = []
         for flags in ("", "--precision pure-bf16"):

@@ -125,6 +125,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor], int]
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize("tiles", [2, 5, 100])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -151,6 +152,7 @@ def test_tiles_beside_other_techniques(flags: str) -> None:
             assert distance(found[1], expected) < 1e-6
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize("rescue", [False, True])
 @pytest.mark.parametrize("flags", ["--tile 4", "--tile 4 --accumulate 2", "--tile 4 --release-grads"])
@@ -218,6 +220,7 @@ def wide(blocks: int = 2) -> Workload:
     return Workload(model, torch.optim.AdamW(model.parameters()), batch={"hidden": torch.randn(2048, 128)})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flags", ["--tile 4", "--tile 4 --checkpoint", "--bf16 --tile 4", "--tile 2 --accumulate 2"])
 def test_predictions_are_exact_on_the_ledger(flags: str) -> None:
     load = wide()

@@ -193,6 +193,7 @@ def trained(make: Callable[[], Any], chosen: Any, dtype: torch.dtype | None) -> 
     return twin, operators
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("make", "chosen", "dtype", "attention"),
     [
@@ -322,6 +323,7 @@ PLANS = ["--bf16 --checkpoint", "--bf16 --checkpoint selective", "--accumulate 2
          "--precision pure-bf16", "--offload activations", "--accumulate 2 --bf16 --chunk-loss --adam8bit"]  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("flags", PLANS)
 def test_a_session_with_techniques_runs_on_the_twin(flags: str) -> None:
     names = set(traced(flags, A100).names)

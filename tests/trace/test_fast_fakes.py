@@ -71,6 +71,7 @@ def test_a_pass_is_the_same_either_way(name: str) -> None:
     assert_alike(second, expected)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "flags"),
     [

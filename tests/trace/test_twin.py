@@ -248,6 +248,7 @@ def trained() -> Workload:
     return Workload(model, optimizer, batch=batch, scheduler=scheduler)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -286,6 +287,7 @@ def test_a_prediction_that_fails_changes_nothing(trained: Workload) -> None:
     assert_same(before, state_of_everything(trained))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "in_force",
     [
