@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memlab.plan import Plan
+from memlab.plan import FIELDS, Plan
 from memlab.records import Measurement, Prediction, Rescue
 
 
@@ -55,13 +55,23 @@ class Toggle:
     reason: str = ""
 
     @property
+    def is_off(self) -> bool:
+        """Whether the field was set to what changes nothing."""
+        default = next(spec.choices[0] for spec in FIELDS if spec.name == self.field)
+        return self.asked is Asked.APPLIED and self.value == default
+
+    @property
     def text(self) -> str:
         """What has become of it, in words; empty when nothing was asked.
 
         Example:
             >>> Toggle("loss", "chunked", "chunked", Asked.APPLIED, 12).text
             'applied at step 12'
+            >>> Toggle("loss", "keep", "keep", Asked.APPLIED, 47).text
+            'off since step 47'
         """
+        if self.is_off:
+            return f"off since step {self.step}"
         if self.asked is Asked.APPLIED:
             return f"applied at step {self.step}"
         if self.asked is Asked.REFUSED:

@@ -43,10 +43,10 @@ from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
 
 @dataclass(frozen=True)
 class LogEntry:
-    """What a session did, and before which step.
+    """What a session did, and in or before which step.
 
     Args:
-        step: optimizer steps done when it happened.
+        step: the step that was under way, or that came next, counted from 1.
         text: what was done, in words.
     """
 
@@ -202,7 +202,7 @@ class Session:
 
     def note(self, text: str, step: int | None = None) -> None:
         """Write into the log what has happened, at a step or now."""
-        self.log.append(LogEntry(self._steps if step is None else step, text))
+        self.log.append(LogEntry(self._steps + 1 if step is None else step, text))
 
     def accept(self, rescuer: Rescuer) -> None:
         """Have the loop rescued from now on."""

@@ -479,8 +479,8 @@ class TestSwitching:
             model(inputs)
             assert (session.plan.label, session.pending) == ("--checkpoint --offload optimizer", None)
             assert [str(entry) for entry in session.log] == [
-                "step 0: as written → --accumulate 2",
-                "step 1: --accumulate 2 → --checkpoint --offload optimizer",
+                "step 1: as written → --accumulate 2",
+                "step 2: --accumulate 2 → --checkpoint --offload optimizer",
             ]
 
     def test_now_for_a_loop_that_was_left_there(self) -> None:

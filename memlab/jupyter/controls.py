@@ -75,9 +75,10 @@ class SettingRow:
         effect = effect_of(moment, self._spec.name, self.choice.value)
         text = effect.text if effect is not None else ""
         _put(self.effect, value=_faint(text, effect.refused if effect is not None else ""))
-        mark = _MARKS[toggle.asked]
-        _put(self.state, value=_small(f"{mark} {toggle.text}" if mark else ""))
-        self.state.layout.display = "none" if not mark else ""
+        mark = "" if toggle.is_off else _MARKS[toggle.asked]
+        said = f"{mark} {toggle.text}".strip()
+        _put(self.state, value=_small(said))
+        self.state.layout.display = "" if said else "none"
 
     def _options(self) -> list[tuple[str, str]]:
         return [(self._spec.names.get(text, text), text) for text in self._on_texts]

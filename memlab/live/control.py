@@ -142,6 +142,9 @@ class Control(Observer):
         """Listen to a session; harmless when it does already."""
         if all(observer is not self for observer in session.observers):
             session.observers.append(self)
+        if session.steps < self.feed.step and self.session is not session:
+            with self._lock:
+                self.feed.begin_anew()
         self._session = weakref.ref(session)
         self._optimizers = [weakref.ref(optimizer) for optimizer in session.workload.optimizers]
         self.loss_fn = self.loss_fn or session.workload.loss_fn

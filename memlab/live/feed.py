@@ -58,6 +58,12 @@ class Feed:
         self._of_old = dict(self.measurements)
         self.step = max(self.step, step)
 
+    def begin_anew(self) -> None:
+        """Forget the steps and marks of a run that was ended: steps are counted from 1 again. What was measured stays."""
+        self.step = 0
+        self.changes.clear()
+        self._track = Track()
+
     def end(self) -> None:
         """Take in what is left, and let go of the meter."""
         self.take_in()

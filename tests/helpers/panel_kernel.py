@@ -69,5 +69,5 @@ def flip(kernel: LiveKernel, box: str, state: str, value: bool, subshell: str | 
     began = time.perf_counter()
     kernel.click(box, {"value": value}, subshell)
     pending = kernel.until_said(state, "pending")
-    applied = kernel.until_said(state, "applied at step")
+    applied = kernel.until_said(state, "applied at step" if value else "off since step")
     return Flip(pending[0] - began, applied[0] - began, applied[1])

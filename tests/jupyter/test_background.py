@@ -167,7 +167,7 @@ class TestSwitching:
         stepping.step()
         assert (session().plan.label, session().pending) == ("--accumulate 3", None)
         out = stepping.end()
-        assert "step 1: as written → --accumulate 3" in out
+        assert "step 2: as written → --accumulate 3" in out
 
     def test_a_toggle_of_a_panel_is_applied_at_the_next_step(self, stepping: Stepping, shell: Any) -> None:
         stepping.begin()

@@ -221,7 +221,7 @@ def test_a_plan_switched_by_the_cell_itself_gets_its_own_row(shell: Any, made: C
     table = "\n".join(_table(ran.out))
     assert "as written" in table
     assert "--accumulate 2" in table
-    assert "step 8: as written → --accumulate 2" in table
+    assert "step 9: as written → --accumulate 2" in table
 
 
 def test_quiet_and_short_cells_show_no_progress(made: Cell) -> None:

@@ -59,7 +59,7 @@ def test_state(made: Cell) -> None:
     assert lines[1:3] == ["plan in force   --accumulate 4", "steps           4"]
     assert lines[3].startswith("peak allocated  ")
     assert lines[3].endswith("KiB on CPU ledger")
-    assert lines[4] == "log             step 0: as written → --accumulate 4"
+    assert lines[4] == "log             step 1: as written → --accumulate 4"
 
 
 def test_undo(shell: Any, made: Cell) -> None:

@@ -391,6 +391,31 @@ def test_undoing_gives_the_model_back_and_a_later_wish_begins_again(control: Con
     assert session_of_control(control).workload.optimizers == workload.optimizers
 
 
+def test_training_again_after_undoing_begins_a_new_run(control: Control, workload: Workload) -> None:
+    control.stage = stage = Later()
+    with Cell(control, workload) as cell:
+        cell.train(2)
+        control.ask("checkpointing", "full")
+        cell.train(2)
+    control.undo()
+    stage.idle()
+    assert [point.step for point in control.moment().points] == [1, 2, 3, 4]
+    control.follow(fit(workload))
+    with Cell(control, workload) as cell:
+        cell.train(2)
+        moment = control.moment()
+    assert [(point.step, point.plan) for point in moment.points] == [(1, "as written"), (2, "as written")]
+    assert moment.changes == ()
+    assert [each.asked for each in moment.toggles] == [Asked.IDLE] * len(moment.toggles)
+    assert [each.plan for each in moment.measurements] == ["as written", "--checkpoint"]
+
+
+def test_what_is_switched_off_does_not_read_as_applied(control: Control) -> None:
+    control.ask("accumulation", "4")
+    control.ask("accumulation", "1")
+    assert toggle(control.moment(), "accumulation").text == "off since step 1"
+
+
 def test_undoing_while_a_cell_trains_takes_the_settings_off_at_the_next_step(
     control: Control, workload: Workload
 ) -> None:
