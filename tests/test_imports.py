@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "shown": set(),
     "records": {"errors", "plan", "shown"},
     "rank_prediction": {"records", "shown"},
-    "comparison": {"errors", "plan", "records", "shown"},
+    "comparison": {"errors", "plan", "records", "shown", "units"},
     "rungs": {"comparison", "errors", "lattice", "plan", "records", "shown", "units"},
     "inference_record": {"records"},
     "run_record": {"comparison", "errors", "moment", "records"},
@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": set(),
     "moment": {"plan", "records"},
     "live": {
+        "comparison",
         "errors",
         "measuring",
         "moment",

@@ -3,6 +3,7 @@
 - `magic`: what `%load_ext memlab` registers; `cell_magic`: `%%memfit`; `line_magic`: `%memfit`
 - `notebook`: what the magics of one shell share
 - `parser`: the flags of the magics, those of plans from the plan's fields; `help`: what the magics say about them
+- `completion`: what Tab completes on their lines
 - `cells`: running a cell's text untouched, from inside a cell magic
 - `background`: a cell on a thread of its own
 - `panel`: the widgets of a run, of `controls`, `figure_widget` and `status`; `panels`: those that are open

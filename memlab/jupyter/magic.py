@@ -13,6 +13,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from memlab.jupyter.cell_magic import CellMagic
+from memlab.jupyter.completion import complete_lines
 from memlab.jupyter.display import teach_receipts
 from memlab.jupyter.freeing import free_after_cells
 from memlab.jupyter.help import cell_help, line_help
@@ -84,6 +85,7 @@ class MagicMemfit:
             self._undo.callback(shell.magics_manager.magics[kind].pop, _NAME, None)
         shell.configurables.append(notebook.config)
         self._undo.callback(shell.configurables.remove, notebook.config)
+        complete_lines(shell, self._undo)
         teach_receipts(shell, notebook.config, self._undo)
         free_after_cells(notebook, self._undo)
 

@@ -1,0 +1,250 @@
+"""What Tab completes on the lines of `%memfit` and `%%memfit`: words, flags and their values, from the tables they are read by.
+
+Front ends ask the kernel, the kernel asks IPython, and IPython asks whoever is registered: a *matcher* (from 8.6 on), whose
+answer stands alone, or the older hook, beside whose answer Jedi's names may stand.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab.devices import gpus
+from memlab.exporting import TARGETS
+from memlab.jupyter.flags import CELL_FLAGS, FORESIGHT_FLAGS, LAST_FLAG, WORDS, Flag
+from memlab.plan import FIELDS, Offloaded, PlanField, Tier, plan_flags
+from memlab.scaleout.scale import ENGINES
+from memlab.units import GIB
+
+_LINE = re.compile(r"^\s*(%{0,2}memfit)\s(.*)$", re.DOTALL)
+_QUOTES = "\"'"
+_WORDS = tuple(word.word for word in WORDS)
+_WITH_PLAN = frozenset({"switch", "export", *FORESIGHT_FLAGS}) - {"panel"}
+_OF_FILES = frozenset({"record", "replay", "snapshot"})
+_SIZES = tuple(f"{size}GiB" for size in sorted({gpu.memory_bytes // GIB for gpu in gpus()}))
+_EXPORT_FLAGS = (Flag("nproc", "--nproc", "N", ""),)
+_DEVICE_FLAGS = (Flag("capacity", "--capacity", "SIZE|none", ""),)
+
+
+def completions(text: str, variables: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """What the last word of a line may become.
+
+    Args:
+        text: the line up to the cursor.
+        variables: of the notebook, for flags that name one.
+
+    Returns:
+        The piece of the line that is replaced, and what may take its place; nothing where the line is not memlab's.
+
+    Example:
+        >>> completions("%memfit pre", {})
+        ('pre', ('predict',))
+        >>> completions("%%memfit --accumulate 4 --offload optimizer:d", {})
+        ('optimizer:d', ('optimizer:disk',))
+        >>> completions("import torch", {})
+        ('', ())
+    """
+    line = _LINE.match(text)
+    if line is None:
+        return "", ()
+    *before, piece = _split(line[2])
+    is_cell = line[1].startswith("%%")
+    found = _in_cell(before, piece, variables) if is_cell else _in_line(before, piece, variables)
+    if line[2].count('"') % 2:
+        found = (each.strip('"') for each in found)
+    fitting = (each for each in found if each.lstrip('"').lower().startswith(piece.lower()) and each != piece)
+    return piece, tuple(dict.fromkeys(fitting))
+
+
+def _split(text: str) -> list[str]:
+    """Words of a line, quotes left out; the last one is what is being typed, and may be empty."""
+    words, inside = [""], ""
+    for letter in text:
+        if inside or letter in _QUOTES:
+            inside = "" if letter == inside else inside or letter
+            words = [*words, ""] if letter in _QUOTES and inside == letter and words[-1] else words
+        elif letter.isspace():
+            words.append("")
+            continue
+        if letter not in _QUOTES:
+            words[-1] += letter
+    if inside:
+        # a plan in quotes that is still open: its flags are words of their own
+        *done, last = words
+        return [*(word for word in done if word), *last.split(" ")]
+    return [*(word for word in words[:-1] if word), words[-1]]
+
+
+def _in_cell(before: list[str], piece: str, variables: Mapping[str, Any]) -> Iterator[str]:
+    return _flags_and_values(before, piece, CELL_FLAGS, variables, has_plan=True)
+
+
+def _in_line(before: list[str], piece: str, variables: Mapping[str, Any]) -> Iterator[str]:
+    if not before:
+        yield from _WORDS
+        yield from _flags_and_values((), piece, (), variables, has_plan=piece.startswith("-"))
+        return
+    word, *rest = before
+    if word.startswith("-"):
+        word, rest = "switch", before
+    if word in _OF_FILES and not rest and not piece.startswith("-"):
+        yield from _files(piece)
+    elif word == "export" and not rest:
+        yield from TARGETS
+    elif word == "undo" and not rest:
+        yield "all"
+    flags = FORESIGHT_FLAGS.get(word, {"export": _EXPORT_FLAGS, "device": _DEVICE_FLAGS}.get(word, ()))
+    has_plan = word in _WITH_PLAN or word == "compare"
+    if LAST_FLAG.get(word) in rest:
+        rest = rest[rest.index(LAST_FLAG[word]) + 1 :]
+        flags = ()
+    yield from _flags_and_values(rest, piece, flags, variables, has_plan=has_plan)
+
+
+def _flags_and_values(
+    before: Iterable[str], piece: str, flags: tuple[Flag, ...], variables: Mapping[str, Any], *, has_plan: bool
+) -> Iterator[str]:
+    """Values of the flag that waits for one, or else flags that are not there yet."""
+    given = list(before)
+    is_of_ranks = any(word.partition("=")[0] == "--nproc" for word in given)
+    values = _values(flags, variables, has_plan=has_plan, is_of_ranks=is_of_ranks)
+    spelled, is_joined, _ = piece.partition("=")
+    if is_joined and spelled in values:
+        yield from (f"{spelled}={value}" for value in values[spelled](piece[len(spelled) + 1 :]))
+        return
+    waiting = given[-1] if given else ""
+    if waiting in values:
+        yield from values[waiting](piece)
+        if not _is_bare(waiting):
+            return
+    known = [each for flag in flags for each in (flag.flag,)] + (list(plan_flags()) if has_plan else [])
+    there = {word.partition("=")[0] for word in given}
+    if piece.startswith("-") or not piece:
+        yield from (flag for flag in known if flag not in there)
+
+
+def _is_bare(flag: str) -> bool:
+    """Whether a flag may stand without the value it can have."""
+    return any(spec.flag == flag and spec.bare is not None for spec in FIELDS)
+
+
+Values = Callable[[str], Iterable[str]]
+
+
+def _values(
+    flags: tuple[Flag, ...], variables: Mapping[str, Any], *, has_plan: bool, is_of_ranks: bool
+) -> dict[str, Values]:
+    """For every flag that takes one, what its value may be."""
+    found: dict[str, Values] = {}
+    if has_plan:
+        found |= {spec.flag: _of_field(spec) for spec in FIELDS}
+    if is_of_ranks:
+        found["--scale"] = lambda _piece: ENGINES
+    for flag in flags:
+        if flag.metavar:
+            found[flag.flag] = _of_flag(flag, variables)
+    return found
+
+
+def _of_field(spec: PlanField) -> Values:
+    def values(piece: str) -> Iterable[str]:
+        if spec.name == "offload":
+            return _offloads(piece)
+        alternatives = spec.metavar.strip("[]").split("|")
+        # "every:N" and "budget:SIZE" go on with what only the user knows
+        openings = (each.partition(":")[0] + ":" for each in alternatives if ":" in each)
+        return (*spec.choices, *openings)
+
+    return values
+
+
+def _offloads(piece: str) -> Iterator[str]:
+    """Lists as in "optimizer:disk,activations": what is not named yet, and where it may go."""
+    head, comma, last = piece.rpartition(",")
+    named = {each.partition(":")[0] for each in head.split(",")}
+    for what in Offloaded:
+        if what not in named:
+            yield head + comma + what
+            if ":" in last or last == what:
+                yield from (f"{head}{comma}{what}:{tier}" for tier in Tier if tier is not Tier.AUTO)
+
+
+def _of_flag(flag: Flag, variables: Mapping[str, Any]) -> Values:
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "model": lambda value: isinstance(value, nn.Module),
+        "optimizer": lambda value: isinstance(value, torch.optim.Optimizer),
+        "batch": lambda value: not callable(value) and isinstance(value, torch.Tensor | Mapping | tuple | list),
+        "loss_fn": lambda value: callable(value) and not isinstance(value, type),
+    }
+
+    def values(piece: str) -> Iterable[str]:
+        if flag.name in kinds:
+            head, comma, _ = piece.rpartition(",")
+            names = (name for name, value in variables.items() if not name.startswith("_") and kinds[flag.name](value))
+            return [head + comma + name for name in names if name not in head.split(",")]
+        if flag.name == "device":
+            return [_quoted(gpu.name) for gpu in gpus()]
+        if flag.name == "keep":
+            head, comma, _ = piece.rpartition(",")
+            return [head + comma + spec.name for spec in FIELDS if spec.name not in head.split(",")]
+        if "SIZE" in flag.metavar:
+            return (*_SIZES, *(each for each in flag.metavar.split("|") if each.islower()))
+        if "|" in flag.metavar:
+            return flag.metavar.split("|")
+        return ("2", "4", "8") if flag.metavar == "N" else ()
+
+    return values
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"' if " " in name else name
+
+
+def _files(piece: str) -> Iterator[str]:
+    for path in sorted(glob.glob(glob.escape(piece) + "*")):  # noqa: PTH207 - text in, text out
+        yield path + "/" * Path(path).is_dir()
+
+
+def complete_lines(shell: Any, undo: ExitStack) -> None:
+    """Have a shell complete the lines of the magics."""
+    matchers = getattr(shell.Completer, "custom_matchers", None)
+    if matchers is None:
+        _hook(shell)
+        return
+    matcher = _matcher(shell)
+    matchers.append(matcher)
+    undo.callback(matchers.remove, matcher)
+
+
+def _matcher(shell: Any) -> Callable[[Any], dict[str, Any]]:
+    from IPython.core.completer import SimpleCompletion, context_matcher
+
+    @context_matcher(identifier="memlab.memfit")  # type: ignore[untyped-decorator]
+    def memfit_matcher(context: Any) -> dict[str, Any]:
+        piece, found = completions(context.text_until_cursor, shell.user_ns)
+        return {
+            "completions": [SimpleCompletion(text=each, type="magic") for each in found],
+            "matched_fragment": piece,
+            "suppress": bool(found),
+            "ordered": True,
+        }
+
+    return memfit_matcher  # type: ignore[no-any-return]
+
+
+def _hook(shell: Any) -> None:
+    """The way of IPython 7: what is completed is the end of the word that IPython takes it for."""
+
+    def complete(_shell: Any, event: Any) -> list[str]:
+        piece, found = completions(event.text_until_cursor, shell.user_ns)
+        return [each[max(0, len(piece) - len(event.symbol)) :] for each in found]
+
+    for key in ("%memfit", "%%memfit"):
+        shell.set_hook("complete_command", complete, str_key=key)
