@@ -190,6 +190,9 @@ def _known(rate: float | None) -> float:
 
 
 def _notes(gpu: Gpu, rates: Mapping[str, float]) -> Iterable[str]:
+    if math.isnan(gpu.bandwidth_bytes_per_second):
+        yield f"no times: {gpu.name} is not in the catalogue of GPUs, so its rates are not known; name one that is like it"
+        return
     for dtype, own in (("fp16", gpu.fp16_flops), ("bf16", gpu.bf16_flops)):
         if own is None:
             yield f"{dtype} products at the rate of fp32: {gpu.name} has no {dtype}"

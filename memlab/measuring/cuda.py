@@ -43,7 +43,8 @@ class CudaDevice:
         capacity_bytes: size to make it behave as; the limit before is restored by `close`.
 
     Known limitations:
-        The capacity limits what this process reserves through PyTorch; the CUDA context comes on top.
+        The capacity limits what this process reserves through PyTorch; the CUDA context comes on top. Segments in which
+        something lives when the limit begins stay whole, so that a capacity below them refuses new ones only.
     """
 
     observes_every_step = False
@@ -106,6 +107,8 @@ class CudaDevice:
             self._fraction_before = None
 
     def _limit(self, capacity_bytes: int) -> None:
+        # the limit refuses new segments only; what an earlier run left cached would be used beyond it
+        torch.cuda.empty_cache()
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, capacity_bytes / total_bytes), self.device)

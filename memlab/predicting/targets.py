@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import torch
 
 from memlab.allocator import Settings
 from memlab.devices import Gpu, gpu, gpus
-from memlab.errors import WorkloadError
+from memlab.errors import PlanError
 from memlab.measuring.device import device_for
 from memlab.measuring.host_rates import host_rates
 from memlab.roofline import Rates, rates_of
@@ -24,6 +26,8 @@ from memlab.workload import Workload
 _CPU_MEMORY = (0.01, 0.01)
 _GPU_MEMORY = (0.05, 0.05)
 _TIME = (0.5, 1.0)
+# words of a name that make it another GPU: an RTX 4090 Laptop GPU is no RTX 4090
+_KINDS = frozenset({"ti", "super", "laptop", "max", "mobile", "d"})
 _CALIBRATED_TIME = (0.2, 0.25)
 
 
@@ -73,19 +77,22 @@ def target_for(workload: Workload, device: str | Gpu | None) -> Target:
     Raises:
         MemlabError: no such GPU in the catalogue.
         WorkloadError: the model is on neither a CPU nor a CUDA device.
+
+    Known limitations:
+        Of a GPU of this machine that the catalogue lacks memory is foretold, and no time.
     """
     if isinstance(device, Gpu):
         return _gpu_target(device)
     if device is not None and device.strip().casefold() != "cpu":
         return _gpu_target(gpu(device))
     if device is None and workload.device.type == "cuda":
-        return _gpu_target(_catalogued(workload.device))
+        return _gpu_target(_own_gpu(workload.device), _own_settings())
     if device is None and workload.device.type != "cpu":
         device_for(workload.device)  # says what is allowed
     return Target("CPU ledger", host_rates(), torch.device("cpu"), None, Choices(), None, (), _CPU_MEMORY)
 
 
-def _gpu_target(model: Gpu) -> Target:
+def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
     from memlab.trace.cuda_choices import cuda_choices
     from memlab.trace.hidden_memory import workspaces
 
@@ -96,7 +103,7 @@ def _gpu_target(model: Gpu) -> Target:
         device=torch.device("cuda"),
         compute_capability=model.compute_capability,
         choices=Choices(entered, partial(_hidden_on, model)),
-        settings=Settings.from_environment({}),
+        settings=settings or Settings(),
         workspaces=workspaces(model),
         memory_shares=_GPU_MEMORY,
     )
@@ -108,14 +115,32 @@ def _hidden_on(model: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return hidden_bytes(func, args, kwargs, out, model)
 
 
-def _catalogued(device: torch.device) -> Gpu:
-    """The catalogue's entry of a GPU of this machine."""
+def _own_settings() -> Settings:
+    """How the allocator of this process behaves; where memlab does not know a setting, as torch's does without any."""
+    try:
+        return Settings.from_environment(os.environ)
+    except PlanError:
+        return Settings()
+
+
+def _own_gpu(device: torch.device) -> Gpu:
+    """The catalogue's entry of a GPU of this machine; for another GPU one whose rates are not known, as memory needs none."""
     properties = torch.cuda.get_device_properties(device)
-    words = properties.name.casefold().replace("-", " ")
-    fitting = [listed for listed in gpus() if listed.name.split()[0].casefold() in words.split()]
-    if not fitting:
-        raise WorkloadError(
-            f"{properties.name} is not in the catalogue of GPUs, so no time can be foretold; name one that is like it: "
-            f"device={gpus()[-1].name!r}"
-        )
-    return min(fitting, key=lambda listed: abs(listed.memory_bytes - properties.total_memory))
+    words = set(properties.name.casefold().replace("-", " ").split())
+
+    def distance(listed: Gpu) -> tuple[bool, int]:
+        is_other_form = ("pcie" in words) != listed.name.endswith("PCIe")
+        return is_other_form, abs(listed.memory_bytes - properties.total_memory)
+
+    fitting = [
+        listed for listed in gpus() if (model := _model(listed.name.casefold())) <= words and words & _KINDS <= model
+    ]
+    if fitting:
+        return min(fitting, key=distance)
+    capability = (properties.major, properties.minor)
+    return Gpu(properties.name, properties.total_memory, math.nan, None, None, None, None, capability, 0, "")
+
+
+def _model(name: str) -> set[str]:
+    """The words of a catalogue's name that every name of that GPU has: not its memory, nor its form."""
+    return {word for word in name.split() if not word.endswith("gb") and word not in ("sxm", "pcie")}

@@ -36,17 +36,17 @@ def prompt(rows: int) -> torch.Tensor:
     return torch.randint(1, 1024, (rows, PROMPT_TOKENS), device="cuda")
 
 
-def generate(model, rows: int) -> torch.Tensor:
-    ids = prompt(rows)
+def generate(model, ids: torch.Tensor) -> torch.Tensor:
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
 
 
 @pytest.mark.parametrize(("flags", "element_bytes"), [("", 4), ("--fp16", 2), ("--bf16", 2)])
 def test_memory_speed_and_cache(llama, flags: str, element_bytes: int) -> None:
+    ids = prompt(8)  # drawn before the state is noted, as drawing moves the device's generator on
     before = Snapshot(Workload(llama))
     with inference(llama, flags) as run:
         for _ in range(3):
-            generate(llama, 8)
+            generate(llama, ids)
         peak = torch.cuda.max_memory_allocated()
     record = run.record
     tokens = PROMPT_TOKENS + NEW_TOKENS - 1
@@ -77,8 +77,8 @@ def test_half_precision_frees_half_of_the_weights(llama) -> None:
 
 def test_the_proven_batch_fits_and_advice_is_near_it(llama) -> None:
     with inference(llama) as run:
-        generate(llama, 2)
-        generate(llama, 8)
+        generate(llama, prompt(2))
+        generate(llama, prompt(8))
         budget_bytes = torch.cuda.memory_allocated() + GIB
         advice = run.record.advise(budget_bytes)
         proven = run.largest_batch(budget_bytes)

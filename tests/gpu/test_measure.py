@@ -83,3 +83,16 @@ def test_a_capacity_makes_the_gpu_small_and_is_lifted_again():
     finally:
         device.close()
     assert torch.empty(2 * GIB, dtype=torch.uint8, device="cuda").numel() == 2 * GIB
+
+
+def test_a_capacity_holds_after_training_without_one():
+    torch.cuda.empty_cache()
+    held_bytes = torch.cuda.memory_reserved()
+    torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")  # cached from here on
+    device = device_for(torch.device("cuda"), held_bytes + 128 * MIB)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() <= held_bytes + 128 * MIB
+    finally:
+        device.close()

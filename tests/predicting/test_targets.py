@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from memlab import Workload
+from memlab import Workload, predict
+from memlab.allocator import Settings
+from memlab.allocator.settings import VARIABLES
 from memlab.devices import gpu, gpus
 from memlab.errors import MemlabError, WorkloadError
 from memlab.predicting.targets import interval_seconds, target_for
+from memlab.units import GIB
 from tests.predicting.families import family
 
 
@@ -64,6 +73,68 @@ def test_settings_of_this_process_are_not_those_of_a_gpu_elsewhere(
     before = target_for(workload, "T4").settings
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert target_for(workload, "T4").settings == before
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Any]:
+    """A workload's stand-in, on a GPU of this machine that says so of itself."""
+
+    def made(name: str, memory_bytes: int) -> Any:
+        properties = SimpleNamespace(name=name, total_memory=memory_bytes, major=8, minor=6)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        return SimpleNamespace(device=torch.device("cuda", 0))
+
+    return made
+
+
+def test_the_gpu_of_this_machine_has_the_allocator_settings_of_this_process(
+    on_a_gpu: Callable[[str, int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = on_a_gpu("NVIDIA A10G", 23_689_691_136)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert target_for(workload, None).settings == Settings()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:99")
+    assert target_for(workload, None).settings == Settings.parse("expandable_segments:True,max_split_size_mb:99")
+    assert target_for(workload, "A10G").settings == Settings()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "invented:1")
+    assert target_for(workload, None).settings == Settings()
+
+
+@pytest.mark.parametrize(
+    ("said", "memory_bytes", "name"),
+    [
+        ("Tesla T4", 15_828_320_256, "T4"),
+        ("NVIDIA A100-SXM4-40GB", 42_481_549_312, "A100 40GB"),
+        ("NVIDIA A100 80GB PCIe", 85_094_825_984, "A100 80GB"),
+        ("NVIDIA H100 80GB HBM3", 85_028_765_696, "H100 SXM"),
+        ("NVIDIA H100 PCIe", 85_028_765_696, "H100 PCIe"),
+        ("NVIDIA GeForce RTX 4090", 25_386_352_640, "RTX 4090"),
+        ("Tesla V100-SXM2-16GB", 16_935_682_048, "V100 16GB"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 17_171_480_576, "NVIDIA GeForce RTX 4090 Laptop GPU"),
+        ("NVIDIA GeForce GTX 1080 Ti", 11_721_506_816, "NVIDIA GeForce GTX 1080 Ti"),
+        ("NVIDIA RTX A6000", 48 * GIB, "NVIDIA RTX A6000"),
+    ],
+)
+def test_the_gpu_of_this_machine_is_recognised(
+    on_a_gpu: Callable[[str, int], Any], said: str, memory_bytes: int, name: str
+) -> None:
+    assert target_for(on_a_gpu(said, memory_bytes), None).name == name
+
+
+def test_a_gpu_of_this_machine_that_the_catalogue_lacks_has_memory_and_no_times(
+    workload: Workload, on_a_gpu: Callable[[str, int], Any]
+) -> None:
+    found = target_for(on_a_gpu("NVIDIA RTX A6000", 48 * GIB), None)
+    assert (found.name, found.compute_capability) == ("NVIDIA RTX A6000", (8, 6))
+    assert found.rates.notes == (
+        "no times: NVIDIA RTX A6000 is not in the catalogue of GPUs, so its rates are not known; name one that is like it",
+    )
+    unknown = replace(gpu("A10G"), name="NVIDIA RTX A6000", bandwidth_bytes_per_second=math.nan)
+    known, without_times = (predict(workload, "--accumulate 2", device=each) for each in ("A10G", unknown))
+    assert without_times.peak_reserved_bytes == known.peak_reserved_bytes
+    assert math.isnan(without_times.step_seconds)
+    assert "NVIDIA RTX A6000" in str(without_times)
 
 
 def test_intervals_hold_the_prediction(workload: Workload) -> None:
