@@ -69,6 +69,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return list(namespace_of(export("--scale ddp", "torch"))["make_batches"]())
 
 
+@pytest.mark.full
 def test_the_program_for_torchrun_runs_as_it_stands(tmp_path: Path, batches: list[dict[str, torch.Tensor]]) -> None:
     (tmp_path / "train.py").write_text(export("--scale fsdp2 --checkpoint --offload optimizer", "fsdp2"))
     printed = run(tmp_path, "torch.distributed.run", "--nproc-per-node", "2", "train.py")

@@ -299,6 +299,7 @@ def test_importing_memlab_has_no_side_effect() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "spoil",
     [

@@ -216,6 +216,7 @@ def test_a_step_with_infinite_gradients_is_skipped(is_fused: bool) -> None:
 # --- interruptions --------------------------------------------------------------------------------
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "bnb"])
 @pytest.mark.parametrize("seen", [0, 2])
 def test_a_plain_step_interrupted_anywhere_can_be_completed(name: str, seen: int) -> None:

@@ -19,6 +19,7 @@ memlab.build(lambda: torch.nn.Linear(2, 2), dtype="bf16")
 """
 
 
+@pytest.mark.full
 def test_fresh_weights_take_half_and_a_little():
     usual = host_peak("model = factory().to(torch.bfloat16)", PREPARE)
     built = host_peak('model = memlab.build(factory, dtype="bf16")', PREPARE)

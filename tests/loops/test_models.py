@@ -80,7 +80,7 @@ def test_losses_of_a_hundred_steps_under_each_plan(plan: str) -> None:
     assert deviation(losses, untouched("gpt2", plain_loop, steps)) <= tolerances.LOSS
 
 
-@pytest.mark.few
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "plan", ["--checkpoint", "--offload activations,optimizer", "--checkpoint --offload activations,optimizer,params"]
 )

@@ -27,7 +27,7 @@ def _case(make: Callable[..., Any], flags: str, nproc: int) -> Any:
     return pytest.param(make, flags, nproc, marks=marks, id=f"{make.__name__}-{flags}-{nproc}")
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "flags", "nproc"),
     [

@@ -115,7 +115,7 @@ def test_what_lives_inside_operators_counts_and_leaves_nothing() -> None:
 # -- other numbers of rows ---------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["gpt2 with dropout", "bert classifier", "tied", "vit", "t5"])
 @pytest.mark.parametrize("flags", ["", "--checkpoint", "--bf16"])
 def test_two_traces_give_all_numbers_of_rows(tracers: dict[str, Tracer], rates: Rates, name: str, flags: str) -> None:

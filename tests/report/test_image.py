@@ -140,6 +140,7 @@ def test_the_description_is_in_the_file() -> None:
     assert text["Description"].startswith("4 settings measured: as written peaks at 10.89 GiB")
 
 
+@pytest.mark.full
 def test_pyplot_is_never_imported() -> None:
     code = (
         "import sys; from memlab.records import *; from memlab.comparison import *; from memlab.report import image, timeline_image, html, text, figure\n"
@@ -151,6 +152,7 @@ def test_pyplot_is_never_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.full
 def test_pictures_leave_no_memory_behind() -> None:
     import gc
 

@@ -94,7 +94,7 @@ def test_without_trouble_nothing_changes(loop: str, name: str) -> None:
     untouched(loop, name)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["tied", "tied-criterion", "contrastive"])
 @pytest.mark.parametrize("loop", _ALL_LOOPS)
 def test_handwritten_loops(loop: str, name: str) -> None:

@@ -169,6 +169,7 @@ def test_exact_plans_change_nothing(sequence: list[Move], name: str) -> None:
     assert deviation(losses, untouched(name, plain_loop, STEPS)[: len(losses)]) <= LOSS
 
 
+@pytest.mark.full
 @sequences(15, 300)
 @given(moves(plans(("", *_STATED))), st.sampled_from(_LOSSY_CASES))
 def test_lossy_plans_stay_within_their_tolerance(sequence: list[Move], name: str) -> None:

@@ -184,7 +184,7 @@ def scaled(seen: int) -> tuple[torch.nn.Module, Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("free", [PLENTY, NOTHING])
 @pytest.mark.parametrize("times", [1, 12])
 def test_gradients_are_unscaled_once(free: float, times: int) -> None:

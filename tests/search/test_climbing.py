@@ -91,6 +91,7 @@ def test_rows_stand_on_the_levers_that_were_kept(load: Workload) -> None:
     assert "no gain; the peak is in the " in climbed.steps[2].verdict
 
 
+@pytest.mark.full
 def test_what_gave_nothing_is_tried_again_when_it_is_foretold_to_help(load: Workload) -> None:
     climbed = ladder(
         load, ["--chunk-loss", "--accumulate 4", "--release-grads", "--offload optimizer"], steps=1, progress=quiet
@@ -100,6 +101,7 @@ def test_what_gave_nothing_is_tried_again_when_it_is_foretold_to_help(load: Work
     assert climbed.rungs[-1] is tried[1]
 
 
+@pytest.mark.full
 def test_refusals_are_rows(plain: Workload) -> None:
     before = Snapshot(plain)
     climbed = ladder(plain, steps=1, progress=quiet)

@@ -52,6 +52,7 @@ def test_a_plan_is_found_and_nothing_is_changed(load: Workload) -> None:
     assert lines[len(FEW)].startswith("trial 1: ")
 
 
+@pytest.mark.full
 def test_what_does_not_fit_really_runs_out_of_memory(load: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = predict_all(load, plans=FEW)
     whole = honest[0].peak_allocated_bytes

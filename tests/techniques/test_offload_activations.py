@@ -136,7 +136,7 @@ def _hundred_steps(name: str, flags: str, **settings: bool) -> tuple[list[float]
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt2", "masked-bert", "vit", "t5", "convolutions"])
 def test_a_hundred_steps_are_bit_for_bit_the_same(name: str) -> None:
     (losses, weights), (expected, expected_weights) = (
@@ -146,7 +146,7 @@ def test_a_hundred_steps_are_bit_for_bit_the_same(name: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(weights, expected_weights, strict=True))
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("flags", ["--accumulate 4", "--checkpoint", "--accumulate 2 --checkpoint"])
 def test_beside_other_techniques_and_under_a_rescue_it_changes_nothing(flags: str) -> None:
     found = [

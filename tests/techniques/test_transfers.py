@@ -109,6 +109,7 @@ def gradients_after(
     return found
 
 
+@pytest.mark.full
 @given(luck=_LUCK, order=st.permutations([0, 1, 2]), left_out=st.integers(0, 2), twice=st.booleans())
 @settings(deadline=None, max_examples=12)
 def test_activations_arrive_before_they_are_read(luck: Luck, order: list[int], left_out: int, twice: bool) -> None:
