@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import sys
@@ -56,6 +57,13 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     tempfile.tempdir = str(folder)
     yield folder
     tempfile.tempdir = before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Let garbage collections look only at what the module's tests make, not at the million objects of the libraries."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

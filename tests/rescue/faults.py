@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -422,14 +422,3 @@ def _named(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     assert len(found) == len(expected)
     return {f"{kind} {i}": (a.double(), b.double()) for i, (a, b) in enumerate(zip(found, expected, strict=True))}
-
-
-@contextmanager
-def quick_collections() -> Iterator[None]:
-    """Collections that look only at what is made meanwhile, not at the million objects of the libraries."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -11,7 +11,6 @@ Without ``MEMLAB_LONG=1`` a sample of allocations is tried, spread over the step
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import pytest
 
@@ -23,7 +22,6 @@ from tests.rescue.faults import (
     Switched,
     differences,
     is_double,
-    quick_collections,
     train,
 )
 
@@ -32,12 +30,6 @@ _EXACT = {"gpt2": 1e-6, "gpt2-dropout": 1e-6, "bert": 1e-9, "tower": 1e-9}
 # single and half precision round elsewhere after a change in the middle of a step; measured over all allocations
 _LOSSY = 3e-2
 _SAMPLE = 2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    with quick_collections():
-        yield
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,16 +22,10 @@ from memlab.measuring.ledger import Ledger
 from memlab.session import Session
 from tests.loops import cases
 from tests.loops.cases import Tower, causal_batch, gpt2, llama
-from tests.rescue.faults import Faults, quick_collections
+from tests.rescue.faults import Faults
 
 Optimizer = torch.optim.Optimizer
 Loop = Callable[[nn.Module, Optimizer, int], list[torch.Tensor]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    with quick_collections():
-        yield
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +15,10 @@ from memlab import Workload, fit
 from memlab.rescue import rescuer
 from memlab.session import Session
 from tests.helpers.fingerprint import differing, fingerprint
-from tests.rescue.faults import Faults, quick_collections
+from tests.rescue.faults import Faults
 
 _RESCUES = 500
 _ROWS = 4
-
-
-@pytest.fixture(autouse=True)
-def _quick_collections() -> Iterator[None]:
-    with quick_collections():
-        yield
 
 
 class _Net(nn.Module):

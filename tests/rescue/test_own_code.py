@@ -17,15 +17,9 @@ from memlab import Workload, fit
 from memlab.rescue.own_code import OwnCode
 from memlab.session import Session
 from tests.loops.cases import Tower, pairs
-from tests.rescue.faults import Faults, quick_collections
+from tests.rescue.faults import Faults
 
 Optimizer = torch.optim.Optimizer
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    with quick_collections():
-        yield
 
 
 @pytest.fixture

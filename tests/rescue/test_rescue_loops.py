@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,10 @@ from tests.loops import tolerances
 from tests.loops.cases import CASES, Case
 from tests.loops.running import deviation
 from tests.loops.test_handwritten import LOOPS, scaled
-from tests.rescue.faults import Faults, quick_collections
+from tests.rescue.faults import Faults
 
 Optimizer = torch.optim.Optimizer
 STEPS = 6
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    with quick_collections():
-        yield
 
 
 class Watching:

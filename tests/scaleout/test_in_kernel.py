@@ -44,14 +44,12 @@ def engines(*flags: str) -> Any:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def what_is_there_already() -> Iterator[None]:
+def what_is_there_already() -> None:
     """Transformers adds to torch when it makes a model; and a collection, which ends an engine, looks at new objects only."""
     with fit(gpt2(), "--scale zero1" if importlib.util.find_spec("deepspeed") else "--scale fsdp2"):
         pass
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
