@@ -28,6 +28,7 @@ from memlab import layers
 from memlab.errors import RefusalError
 from memlab.memento import Memento
 from memlab.plan import Plan
+from memlab.seams import is_compiled
 from memlab.shortage import is_out_of_memory, release
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.uninterrupted import Interrupts, uninterrupted
@@ -80,6 +81,12 @@ def check(
     by_kind = {type(technique): technique for technique in in_force}
     for technique in coming:
         technique.predecessor = by_kind.get(type(technique))
+        if technique.changes_modules and is_compiled(workload.model):
+            raise RefusalError(
+                technique.field,
+                f"{workload.name} is compiled, and compiled code does not look into its modules again",
+                "put the plan on the model before torch.compile, or train it uncompiled",
+            )
         technique.check(workload)
         for optimizer in optimizers:
             technique.check_optimizer(optimizer)

@@ -2,11 +2,16 @@
 
 How each is taken over, and given back:
 
-1. *Model call.* The model gets an instance attribute ``forward`` that stands in for the original.
-   It keeps the signature (Trainer reads it), survives ``deepcopy`` and pickling as the original
-   method of the copy, and passes everything through once the session is over, should another
-   wrapper (Accelerate's, say) still hold it.
-2. *Optimizer step.* A step pre-hook, torch's own registration, does the update; it then hands the
+1. *Model call.* `ForwardSeam` stands in the model's ``_compiled_call_impl``, where torch keeps what ``model.compile()``
+   makes. ``model(...)`` looks there first, and torch leaves it out of every pickle and deep copy: what is saved or
+   copied is what it would be without memlab. ``model.forward`` and its signature stay as they are. Hooks of the model
+   run around the seam, once per call, as they run around ``forward``.
+2. A call that something else looks through is left alone: one that is traced (``torch.jit``), one inside a compiled
+   function, and a model's call of itself.
+3. Methods that torch has no such place for (``generate``, the forward of a block) get a `stand_in`: an attribute of the
+   instance, and an ``__getstate__`` beside it that leaves both out of pickles and copies. So does ``forward`` where a
+   class has a ``__call__`` of its own, which may pass torch's by.
+4. *Optimizer step.* A step pre-hook, torch's own registration, does the update; it then hands the
    original ``step`` a stand-in of the optimizer that has no parameters. So it works below LR
    schedulers, ``GradScaler``, Accelerate and Fabric, which all keep their own references to
    ``optimizer.step``; an instance attribute would be bypassed by some of them.
@@ -15,7 +20,6 @@ How each is taken over, and given back:
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,64 +30,216 @@ import torch
 from torch import nn
 
 ForwardHandler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+CALL = "_compiled_call_impl"
+_STATE = "__getstate__"
 
 
 class ForwardSeam:
-    """Stands in for ``model.forward`` while a session is attached.
+    """Stands in for a model's call while a session is attached.
 
     Args:
-        model: the model whose call is taken over.
+        model: the model whose call is taken over; held weakly.
         handler: called with the original forward, its positional and its keyword arguments.
-        name: of the method, where it is another one (``generate``).
+
+    Attributes:
+        further_in: what stood in its place before, compiled code or another seam; None for torch's own call.
     """
 
-    def __init__(self, model: nn.Module, handler: ForwardHandler, name: str = "forward") -> None:
-        # first: it takes over the attributes of what it stands in for, which may be another seam
-        functools.update_wrapper(self, getattr(model, name))
-        self._original = getattr(model, name)
-        self._name = name
-        self._model = model
+    def __init__(self, model: nn.Module, handler: ForwardHandler) -> None:
+        self._model = weakref.ref(model)
         self._handler: ForwardHandler | None = handler
-        self.__signature__ = inspect.signature(self._original)
-
-    @property
-    def original(self) -> Any:
-        """What it stands in for."""
-        return self._original
+        self.further_in: Callable[..., Any] | None = None
+        self._threads: set[int] = set()  # those that the handler is running on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._handler is None:
-            return self._original(*args, **kwargs)
-        return self._handler(self._original, args, kwargs)
+        model: Any = self._model()
+        if torch.compiler.is_compiling():
+            return model._call_impl(*args, **kwargs)
+        call = self.further_in or model._call_impl
+        if not self._takes_over():
+            return call(*args, **kwargs)
+        if self.further_in is not None:
+            return self.handle(call, args, kwargs)
+        if not _has_hooks(model):
+            return self.handle(model.forward, args, kwargs)
+        # torch looks `forward` up before the first hook, and calls what it found between the hooks
+        with ExitStack() as undo:
+            found = _BetweenHooks(self, model.forward, undo.close)
+            stand_in(model, "forward", found, undo)
+            return call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._model))
-        return self._original if copied is None else class_forward(copied, self._name)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # for classes whose own `__getstate__` does not leave the seam out: nothing
+        return type(None), ()
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module, str]]:
-        return class_forward, (self._model, self._name)
+    def __deepcopy__(self, _memo: dict[int, Any]) -> None:
+        return None
+
+    @property
+    def users(self) -> Any:
+        """What ``model.compile()`` has put there, or None."""
+        return self.further_in.users if isinstance(self.further_in, ForwardSeam) else self.further_in
+
+    def _takes_over(self) -> bool:
+        is_free = self._handler is not None and threading.get_ident() not in self._threads
+        return is_free and torch._C._get_tracing_state() is None
+
+    def handle(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Have the handler run one call; what the model calls of itself meanwhile is not taken over."""
+        if not self._takes_over():
+            return original(*args, **kwargs)
+        assert self._handler is not None
+        thread = threading.get_ident()
+        self._threads.add(thread)
+        try:
+            return self._handler(original, args, kwargs)
+        finally:
+            self._threads.discard(thread)
 
     def install(self, undo: ExitStack) -> None:
         """Put the seam in place; `undo` takes it out again."""
-        instance = self._model.__dict__
-        before = instance.get(self._name)
-        undo.callback(self._remove, before)
-        instance[self._name] = self
+        model = self._model()
+        assert model is not None
+        instance = model.__dict__
+        self.further_in = instance.get(CALL)
+        undo.callback(self._remove, instance)
+        instance[CALL] = self
+        if _has_own_call(type(model)):
+            original = model.forward
+            handled = functools.wraps(original)(lambda *args, **kwargs: self.handle(original, args, kwargs))
+            stand_in(model, "forward", handled, undo)
 
-    def _remove(self, before: Any) -> None:
+    def _remove(self, instance: dict[str, Any]) -> None:
+        # one that was put over it since goes on calling it, as if it were not there
         self._handler = None
-        instance = self._model.__dict__
-        # somebody may have wrapped the seam since; then it stays inside as a pass-through
-        if instance.get(self._name) is self:
-            if before is None:
-                del instance[self._name]
+        if instance.get(CALL) is self:
+            if self.further_in is None:
+                del instance[CALL]
             else:
-                instance[self._name] = before
+                instance[CALL] = self.further_in
 
 
-def class_forward(model: nn.Module, name: str = "forward") -> Any:
-    """The forward a module has by its class; what copies of a patched module get."""
-    return functools.partial(getattr(type(model), name), model)
+class _BetweenHooks:
+    """What torch calls as ``forward`` between the hooks of a model."""
+
+    def __init__(self, seam: ForwardSeam, original: Callable[..., Any], found: Callable[[], None]) -> None:
+        self._seam = seam
+        self._original = original
+        self._found = found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._found()
+        return self._seam.handle(self._original, args, kwargs)
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    return bool(
+        model._forward_hooks
+        or model._forward_pre_hooks
+        or model._backward_hooks
+        or model._backward_pre_hooks
+        or nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
+
+
+def _has_own_call(kind: type) -> bool:
+    """Whether a class of the user's says itself what calling it does."""
+    definer = next(base for base in kind.__mro__ if "__call__" in vars(base))
+    return not definer.__module__.startswith("torch.")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether calls of a model run code that ``torch.compile`` has made, which looks into modules no more.
+
+    Example:
+        >>> is_compiled(nn.Linear(2, 2)), is_compiled(torch.compile(nn.Linear(2, 2)))
+        (False, True)
+    """
+    return any(type(part).__name__ == "OptimizedModule" or own_attributes(part).get(CALL) for part in model.modules())
+
+
+def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo: ExitStack) -> None:
+    """Give one module another method of a name, which its copies and pickles do not have, until undone.
+
+    Example:
+        >>> import copy
+        >>> module = nn.Linear(2, 2)
+        >>> with ExitStack() as undo:
+        ...     stand_in(module, "forward", abs, undo)
+        ...     "forward" in vars(module), "forward" in vars(copy.deepcopy(module))
+        (True, False)
+        >>> vars(module).keys() == vars(nn.Linear(2, 2)).keys()
+        True
+    """
+    instance = module.__dict__
+    standing = _StandIn(replacement, instance.get(name))
+
+    def restore() -> None:
+        if instance.get(name) is standing:
+            if standing.before is None:
+                del instance[name]
+            else:
+                instance[name] = standing.before
+        if not any(isinstance(value, _StandIn) for value in instance.values()):
+            instance.pop(_STATE, None)
+
+    undo.callback(restore)
+    instance[name] = standing
+    instance[_STATE] = functools.partial(_state_without_stand_ins, weakref.ref(module))
+
+
+class _StandIn:
+    """A method of one module instance.
+
+    Args:
+        replacement: what is called.
+        before: the attribute of the instance that it stands in for; None where there was none.
+    """
+
+    def __init__(self, replacement: Callable[..., Any], before: Any) -> None:
+        # first: it takes over the attributes of what it wraps, which may be another of these
+        functools.update_wrapper(self, replacement)
+        self._replacement = replacement
+        self.before = before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replacement(*args, **kwargs)
+
+    @property
+    def users(self) -> Any:
+        """The user's own attribute, or None."""
+        return self.before.users if isinstance(self.before, _StandIn) else self.before
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module instance that memlab has not put there.
+
+    Example:
+        >>> module = nn.Linear(2, 2)
+        >>> with ExitStack() as undo:
+        ...     stand_in(module, "forward", abs, undo)
+        ...     own_attributes(module).keys() == vars(nn.Linear(2, 2)).keys()
+        True
+    """
+    return _cleaned(vars(module))
+
+
+def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    own = {}
+    for key, value in attributes.items():
+        is_state = isinstance(value, functools.partial) and value.func is _state_without_stand_ins
+        users = None if is_state else value.users if isinstance(value, (ForwardSeam, _StandIn)) else value
+        if users is value or users is not None:
+            own[key] = users
+    return own
+
+
+def _state_without_stand_ins(module: weakref.ref[nn.Module]) -> Any:
+    """The state of a module for a pickle or a copy, as it would be without memlab."""
+    alive: Any = module()
+    kind: Any = type(alive)
+    state = kind.__getstate__(alive)
+    return _cleaned(state) if isinstance(state, dict) else state
 
 
 def chained(wrappers: Sequence[ForwardHandler], innermost: Callable[..., Any]) -> Callable[..., Any]:

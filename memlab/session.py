@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeGuard
 
 import torch
@@ -105,6 +105,7 @@ class Session:
         self._seams = ExitStack()
         self._steps = 0
         self._window_open = False
+        self._was_called = False  # by a training forward, ever
         self._skipped = False  # of the step that is under way
         self._thread = threading.get_ident()
         self._attach()
@@ -203,6 +204,11 @@ class Session:
     def note(self, text: str, step: int | None = None) -> None:
         """Write into the log what has happened, at a step or now."""
         self.log.append(LogEntry(self._steps + 1 if step is None else step, text))
+
+    def note_once(self, text: str) -> None:
+        """Write into the log what has happened, unless the log says so already."""
+        if all(entry.text != text for entry in self.log):
+            self.note(text)
 
     def accept(self, rescuer: Rescuer) -> None:
         """Have the loop rescued from now on."""
@@ -363,9 +369,15 @@ class Session:
     # -- the model call ------------------------------------------------------------------------
 
     def _on_forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if not (self.workload.model.training and torch.is_grad_enabled()):
+        is_transformed = torch._C._are_functorch_transforms_active()
+        if is_transformed and self.techniques:
+            self.note_once(
+                "calls inside of torch.func transforms are left as they are: no setting of the plan holds there"
+            )
+        if is_transformed or not (self.workload.model.training and torch.is_grad_enabled()):
             return chained([t.evaluate for t in self.techniques], original)(*args, **kwargs)
         self._take_withdrawn_out()
+        self._was_called = True
         if not self._window_open:
             self._at_boundary()
         self._window_open = True
@@ -479,7 +491,7 @@ class Session:
         owner = next((technique for technique in self.techniques if technique.owns_steps), None)
         if owner is not None:
             return owner.step(optimizer)
-        if self._rescuing is not None:
+        if self._rescuing is not None and self._rescuing.is_armed:
             return self._rescuing.update(optimizer)
         if any(_changes_the_step(technique, optimizer) for technique in self.techniques):
             return stepping.run_step(optimizer, self.techniques)
@@ -489,6 +501,7 @@ class Session:
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._rescuing is not None:
             self._rescuing.step_ended()
+        self._say_what_was_passed_by()
         skipped, self._skipped = self._skipped, False
         for technique in self.techniques:
             technique.step_ended(optimizer, skipped=skipped)
@@ -497,6 +510,18 @@ class Session:
         self._steps += 1
         self._window_open = False
         self._is_on_trial |= self._before is not None and not is_loop_known()
+
+    def _say_what_was_passed_by(self) -> None:
+        """Name settings that work around the model's call, where the loop updates the model without calling it."""
+        idle = (
+            [] if self._was_called else [t.field for t in self.techniques if type(t).forward is not Technique.forward]
+        )
+        if idle:
+            flags = replace(Plan(), **{field: getattr(self.plan, field) for field in idle})
+            self.note_once(
+                f"{flags} had no effect: the loop trains {self.workload.name} without calling it "
+                "(it calls parts of it, or its forward directly); call the model itself"
+            )
 
 
 def fit(
@@ -575,14 +600,7 @@ def _changes_the_step(technique: Technique, optimizer: torch.optim.Optimizer) ->
 
 
 def _refuse_foreign_engines(workload: Workload) -> None:
-    model = workload.model
-    if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
-        raise RefusalError(
-            "session",
-            f"{workload.name} is compiled, and the compiled code no longer calls model.forward",
-            "attach memlab to the model before torch.compile, or to the uncompiled one (model._orig_mod)",
-        )
-    if any(_is_sharded(parameter) for parameter in model.parameters()):
+    if any(_is_sharded(parameter) for parameter in workload.model.parameters()):
         raise RefusalError(
             "session",
             f"{workload.name} is already sharded (FSDP2 or tensor parallel)",

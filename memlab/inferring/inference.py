@@ -13,6 +13,7 @@ What a call gets, and why:
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from memlab.measuring.holdings import gradients_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding
 from memlab.plan import FIELDS, Plan, Precision
 from memlab.records import Category
-from memlab.seams import ForwardSeam, on_first_step
+from memlab.seams import ForwardSeam, is_compiled, on_first_step, stand_in
 from memlab.session import session_of
 from memlab.shortage import is_out_of_memory, release
 from memlab.trace.tracer import Tracer
@@ -221,7 +222,9 @@ class Inference:
             seams.callback(_attached.pop, id(self.model), None)
             ForwardSeam(self.model, self._on_forward).install(seams)
             if callable(getattr(self.model, "generate", None)):
-                ForwardSeam(self.model, self._on_generate, "generate").install(seams)
+                generate: Any = self.model.generate
+                handled = functools.wraps(generate)(lambda *args, **kwargs: self._on_generate(generate, args, kwargs))
+                stand_in(self.model, "generate", handled, seams)
             on_first_step(self._on_step, seams)
             self._round(seams)
             self._undo = seams.pop_all()
@@ -438,7 +441,7 @@ def inference(
     if parameter is None:
         raise WorkloadError(f"inference: expected a torch.nn.Module with parameters, got {type(model).__name__}")
     inner = unwrap_model(model)
-    if type(inner).__name__ == "OptimizedModule" or getattr(inner, "_compiled_call_impl", None) is not None:
+    if is_compiled(inner):
         raise RefusalError(
             "inference",
             f"{type(inner).__name__} is compiled, and the compiled code no longer calls model.forward",

@@ -83,7 +83,6 @@ class GuardedCall:
 
     Attributes:
         node: what the loop's graph has of it.
-        moment: what the loop's own code had saved before it, as `OwnCode.moment` counts.
     """
 
     def __init__(
@@ -109,7 +108,6 @@ class GuardedCall:
         self._paths: list[Path] = []
         self._output: Any = None
         self.node: Callable[[], _Node | None] = lambda: None
-        self.moment = 0
 
     @property
     def has_graph(self) -> bool:
@@ -325,6 +323,11 @@ class Start:
 def rows_of(arguments: Any) -> int:
     """Rows of a batch: the first dimension of the first tensor among the arguments of a call."""
     return next((leaf.size(0) for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+
+
+def elements_of(arguments: Any) -> int:
+    """Elements of all tensors among the arguments of a call."""
+    return sum(leaf.numel() for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor))
 
 
 def _changing_buffers(model: nn.Module) -> Iterable[torch.Tensor]:

@@ -8,13 +8,16 @@ Numbered rules of the mechanism:
    again as well; functions that write into lists of them are not.
 2. A backward pass of the loop begins with the *loop's own part*, from the loss to the model's outputs. It keeps its
    graph, so that it can be run again when memory runs out there. What its functions have saved is held here: as soon
-   as the model's part begins, it is let go of, as autograd would.
+   as the model's part begins, it is let go of, as autograd would. What one call of a function saved is named at the
+   nodes it made, and let go of only by a backward pass that reaches all of them: another graph's is never touched.
 3. Where the loop's own part goes on after the model's has begun, because it sends gradients to parameters past the
    model (a penalty on weights) or stands between two model calls, everything is kept until the end, and gradients
    that were there before are set aside until then.
 4. Where the mode stands among those of the loop's: `memlab.loop_mode`.
+5. Where anything has been compiled by ``torch.compile`` the mode stays away, as Dynamo would trace into it.
 
-Known limitations: functions compiled by torch.compile are one call each. A backward pass with ``create_graph``, one
+Known limitations: in such a process nothing of the loop's own code is called again. `torch.autograd.grad`, a backward
+pass with ``create_graph``, one
 into ``inputs=``, and one over more than 2000 functions of the loop's own are not run again, nor is what the loop
 computes in front of the model.
 """
@@ -23,8 +26,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,6 +40,7 @@ from torch.utils._pytree import tree_iter
 from memlab.loop_mode import LoopMode
 from memlab.techniques._lazy import LazyTensor
 
+_SAVED = "memlab.saved"  # in the metadata of nodes
 _MOST_NODES = 2000  # of a loop's own graph; a larger one is not walked
 _CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 _TWICE = "Trying to backward through the graph a second time: its saved tensors have been freed"
@@ -77,6 +83,28 @@ class _Held:
         return self.tensor
 
 
+class _Saved:
+    """What one call of a function has saved, named in the metadata of the nodes that its outputs have.
+
+    Args:
+        nodes: how many nodes name it.
+    """
+
+    __slots__ = ("held", "nodes")
+
+    def __init__(self) -> None:
+        # the graph keeps what is held, and nobody else: a result that is dropped takes it along
+        self.held: list[weakref.ref[_Held]] = []
+        self.nodes = 0
+
+    def let_go(self) -> None:
+        for reference in self.held:
+            held = reference()
+            if held is not None:
+                held.tensor = None
+        self.held.clear()
+
+
 class OwnCode(LoopMode):
     """Watches the functions of torch that the loop calls itself.
 
@@ -87,37 +115,45 @@ class OwnCode(LoopMode):
     def __init__(self, owner: Owner) -> None:
         super().__init__()
         self._owner = owner
-        # the graph keeps what is held, and nobody else: a loss that is dropped takes it along
-        self._held: list[weakref.ref[_Held]] = []
+        self._to_let_go: list[
+            _Saved
+        ] = []  # what the backward pass under way is through with when the model's part begins
         self._runs_again = False  # a backward pass that keeps its graph for this class's sake, not the loop's
         self._keeps_all = False  # what was saved is needed until the end of it
         self._can_repeat = False  # as long as the model's part has not begun, or all is kept
 
+    def begin(self) -> None:
+        if has_compiled_code():
+            return
+        dynamo = sys.modules.get("torch._dynamo.callback")
+        if dynamo is not None and self._step_aside not in dynamo.callback_handler.start_callbacks:
+            dynamo.callback_handler.register_start_callback(self._step_aside)
+        super().begin()
+
+    def end(self) -> None:
+        super().end()
+        dynamo = sys.modules.get("torch._dynamo.callback")
+        if dynamo is not None and self._step_aside in dynamo.callback_handler.start_callbacks:
+            dynamo.callback_handler.remove_start_callback(self._step_aside)
+
+    def _step_aside(self, _compiling: Any) -> None:
+        super().end()
+
     # -- what is held ---------------------------------------------------------------------------
 
-    def forget(self, since: int = 0) -> None:
-        """Let go of what functions have saved since a moment, as counted by `moment`."""
-        for reference in self._held[since:]:
-            held = reference()
-            if held is not None:
-                held.tensor = None
-        del self._held[since:]
-
-    def model_begins(self, moment: int, *, is_kept: bool) -> None:
+    def model_begins(self, *, is_kept: bool) -> None:
         """The backward pass has reached a model call.
 
         Args:
-            moment: when the call was made.
             is_kept: the loop keeps its graph for a backward pass of its own.
         """
         self._can_repeat = self._keeps_all
         if not (is_kept or self._keeps_all):
-            self.forget(moment)
+            self._let_go()
 
-    @property
-    def moment(self) -> int:
-        """A number that says what was held before this moment, and what will be after."""
-        return len(self._held)
+    def _let_go(self) -> None:
+        while self._to_let_go:
+            self._to_let_go.pop().let_go()
 
     @property
     def graph_is_kept_for_itself(self) -> bool:
@@ -144,13 +180,10 @@ class OwnCode(LoopMode):
         random = _RandomState() if name.rstrip("_") in _DRAWING else None
         attempt = 0
         while True:
-            moment = self.moment
             shortage: BaseException | None = None
             try:
-                with self._holding():
-                    return func(*args, **kwargs)
+                return self._holding(func, args, kwargs)
             except BaseException as error:
-                self.forget(moment)
                 if not self._owner.can_rescue(error) or (written and written != _versions((args, kwargs))):
                     raise
                 shortage = error
@@ -159,21 +192,29 @@ class OwnCode(LoopMode):
             if random is not None:
                 random.restore()
 
-    @contextmanager
-    def _holding(self) -> Iterator[None]:
+    def _holding(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # transforms of functions keep what they save themselves, and allow no hooks
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            yield
-            return
-        with torch.autograd.graph.saved_tensors_hooks(self._hold, _unpack):
-            yield
+            return func(*args, **kwargs)
+        saved = _Saved()
 
-    def _hold(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, (LazyTensor, torch.nn.Parameter)):
-            return tensor
-        held = _Held(tensor)
-        self._held.append(weakref.ref(held))
-        return held
+        def hold(tensor: torch.Tensor) -> Any:
+            if isinstance(tensor, (LazyTensor, torch.nn.Parameter)):
+                return tensor
+            held = _Held(tensor)
+            saved.held.append(weakref.ref(held))
+            return held
+
+        with torch.autograd.graph.saved_tensors_hooks(hold, _unpack):
+            result = func(*args, **kwargs)
+        if saved.held:
+            # the arguments as well: functions that write into them give them other nodes
+            tensors = [leaf for leaf in tree_iter((result, args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            nodes: set[Any] = {tensor.grad_fn for tensor in tensors} - {None}
+            saved.nodes = len(nodes)
+            for node in nodes:
+                node.metadata.setdefault(_SAVED, []).append(saved)
+        return result
 
     # -- the loop's backward pass --------------------------------------------------------------
 
@@ -195,6 +236,7 @@ class OwnCode(LoopMode):
             while True:
                 shortage: BaseException | None = None
                 self._can_repeat = True
+                self._to_let_go = [] if wanted.keeps else list(own.saved)
                 try:
                     return wanted.run(keep=True)
                 except BaseException as error:
@@ -207,26 +249,29 @@ class OwnCode(LoopMode):
                 self._owner.makes_room_for_loop(shortage, attempt)
         finally:
             self._runs_again = self._keeps_all = self._can_repeat = False
-            if not wanted.keeps:
-                self.forget()
+            self._let_go()
 
     def _own_part(self, wanted: _Differentiation) -> _OwnPart | None:
         """Look at the loop's own part of a backward pass; None where it cannot be run twice."""
-        part = self._walk(wanted, past_calls=False)
+        part = self._walk(wanted, past_calls=not wanted.accumulates)
         return self._walk(wanted, past_calls=True) if part is not None and part.goes_on else part
 
     def _walk(self, wanted: _Differentiation, *, past_calls: bool) -> _OwnPart | None:
         leaves: list[torch.Tensor] = []
         calls = 0
-        waiting, seen = [tensor.grad_fn for tensor in wanted.roots], set()
+        from_nodes: dict[Any, list[Any]] = {}  # whose gradients each node gets, the roots' from nobody
+        waiting: list[tuple[Any, Any]] = [(tensor.grad_fn, None) for tensor in wanted.roots]
         while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
+            node, above = waiting.pop()
+            if node is None:
                 continue
-            seen.add(node)
+            if node in from_nodes:
+                from_nodes[node].append(above)
+                continue
+            from_nodes[node] = [above]
             is_call = self._owner.is_guarded(node)
             calls += is_call
-            if len(seen) > _MOST_NODES:
+            if len(from_nodes) > _MOST_NODES:
                 return None
             leaf = getattr(node, "variable", None)
             if leaf is not None:
@@ -234,8 +279,14 @@ class OwnCode(LoopMode):
                     return None  # they would see a gradient without what was set aside
                 leaves.append(leaf)
             if past_calls or not is_call:
-                waiting += [following for following, _ in node.next_functions]
-        return _OwnPart(leaves, goes_on=bool(leaves) or calls > 1)
+                waiting += [(following, node) for following, _ in node.next_functions]
+        return _OwnPart(leaves, _saved_by(wanted.run_of(from_nodes)), goes_on=bool(leaves) or calls > 1)
+
+
+def _saved_by(nodes: Iterable[Any]) -> list[_Saved]:
+    """What calls of functions have saved for these nodes, and for no others."""
+    counts = Counter(one for node in nodes for one in node.metadata.get(_SAVED, ()))
+    return [one for one, count in counts.items() if count == one.nodes]
 
 
 @dataclass(frozen=True)
@@ -244,10 +295,12 @@ class _OwnPart:
 
     Args:
         leaves: what it sends gradients to itself; where it goes on, what the whole pass sends gradients to.
+        saved: what its functions have saved for it, and for no other backward pass.
         goes_on: whether it goes on after the model's part has begun.
     """
 
     leaves: list[torch.Tensor]
+    saved: list[_Saved]
     goes_on: bool
 
 
@@ -279,6 +332,20 @@ class _Differentiation:
         """Whether the loop wants to keep its graph."""
         kept = self.bound.arguments["retain_graph"]
         return bool(self.bound.arguments["create_graph"] if kept is None else kept)
+
+    def run_of(self, from_nodes: Mapping[Any, list[Any]]) -> Iterable[Any]:
+        """The nodes that a pass runs: all of them, but those alone that lead to inputs where some are named."""
+        if self.accumulates:
+            return from_nodes
+        inputs = self.bound.arguments["inputs"]
+        named = [inputs] if isinstance(inputs, torch.Tensor) else [one for one in inputs if one.requires_grad]
+        waiting, run = [torch.autograd.graph.get_gradient_edge(one).node for one in named], set()
+        while waiting:
+            node = waiting.pop()
+            if node in from_nodes and node not in run:
+                run.add(node)
+                waiting += [above for above in from_nodes[node] if above is not None]
+        return run
 
     @property
     def can_repeat(self) -> bool:
@@ -341,6 +408,12 @@ def _set_aside(leaves: list[torch.Tensor]) -> Iterator[Callable[[], None]]:
         for leaf, gradient in before:
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
+
+
+def has_compiled_code() -> bool:
+    """Whether ``torch.compile`` was used in this process, so that code of the loop's may be compiled."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and any(callable(backend) for backend in dynamo.cached_backends.values())
 
 
 # what is asked of tensors and gradients without computing anything

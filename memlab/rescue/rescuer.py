@@ -12,6 +12,10 @@ What it does, by the place where memory ran out:
 4. *In the optimizer's update*: the bucket that failed is as it was, buckets before it are done; the next plan comes
    into force and the others follow (`stepping.run_step`).
 
+Where `Evidence` says that memory cannot run out, none of this is in place: the graph, the functions of torch and the
+update are the loop's own, and only a forward pass that runs out all the same is rescued (rule 1), whereupon the rest
+is.
+
 A plan that is reached stays. What was done is in `Rescuer.rescues` and in the session's log.
 """
 
@@ -29,7 +33,8 @@ from memlab import stepping
 from memlab.errors import MemlabError, RefusalError
 from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
-from memlab.rescue.guard import GuardedCall, Start, _Guarded, rows_of
+from memlab.rescue.evidence import Evidence
+from memlab.rescue.guard import GuardedCall, Start, _Guarded, elements_of, rows_of
 from memlab.rescue.ladder import Place, Rung, next_plans
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.own_code import OwnCode
@@ -58,9 +63,11 @@ class Rescuer:
         predictions: of plans for this workload and device; order the ladder where they are known.
         capacity_bytes: size of the device, to tell which predictions fit; None when unknown.
         say: told in words about each rescue, when it has succeeded.
+        evidence: says whether memory can run out in a step; None guards every step.
 
     Attributes:
         rescues: what was rescued, in order.
+        is_armed: whether the step under way is guarded.
 
     Example:
         >>> from memlab import Workload, fit
@@ -79,7 +86,10 @@ class Rescuer:
         predictions: Mapping[Plan, Prediction] | None = None,
         capacity_bytes: int | None = None,
         say: Callable[[str], None] | None = None,
+        evidence: Evidence | None = None,
     ) -> None:
+        self._evidence = evidence
+        self.is_armed = evidence is None  # for the step under way
         self.keep = frozenset(keep)
         self.rescues: list[Rescue] = []
         self._is_in_step = False  # an optimizer is running a step of its own, closure and all
@@ -106,7 +116,6 @@ class Rescuer:
     def detach(self) -> None:
         """Let go of the session and of everything kept for its steps."""
         self.leave_own_code()
-        self._own_code.forget()
         self._aliases = None
         self._session = None
 
@@ -123,8 +132,13 @@ class Rescuer:
         """
         self._own_code.end()
         self._work_began = perf_counter()
+        if self._evidence is not None and not self._evidence.is_limited:
+            return run(*args, **kwargs)
         if not _can_be_guarded(self._model):
             return run(*args, **kwargs)
+        self.is_armed = self._evidence is None or self._evidence.is_tight(elements_of((args, kwargs)))
+        if not self.is_armed:
+            return self._call_unguarded(run, args, kwargs)
         if any(technique.updates_in_backward for technique in self._live_session.techniques):
             return self._call_openly(run, args, kwargs)
         guarded: GuardedCall | None = None
@@ -142,6 +156,22 @@ class Rescuer:
         self._own_code.begin()
         return output
 
+    def _call_unguarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a forward as the loop wrote it; should memory run out against all evidence, guard it and what follows."""
+        start = Start(self._model, self._live_session.workload.device)
+        shortage: BaseException | None = None
+        try:
+            return run(*args, **kwargs)
+        except BaseException as error:
+            if not self.can_rescue(error):
+                raise
+            shortage = error
+        assert self._evidence is not None
+        self._evidence.ran_out()
+        self._rows = rows_of((args, kwargs))
+        self._make_room(shortage, Place.FORWARD, start.restore)
+        return self.call(run, args, kwargs)
+
     def _call_openly(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward whose backward pass changes parameters, and so cannot be repeated: its graph is the loop's."""
         session = self._live_session
@@ -156,7 +186,6 @@ class Rescuer:
 
     def _guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GuardedCall:
         guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)
-        guarded.moment = self._own_code.moment
         self._calls.add(guarded)
         self._rows = guarded.rows
         return guarded
@@ -171,7 +200,7 @@ class Rescuer:
             BrokenUpdateError: memory that was free is gone, in the middle of an update of which there is no copy.
         """
         self.leave_own_code()  # that of a closure, which has run by now
-        if not stepping.is_separable(optimizer):
+        if not (self.is_armed and stepping.is_separable(optimizer)):
             return stepping.run_step(optimizer, self._live_session.techniques)
         update = Update(optimizer, self._free_for_update)
         return self._until_it_fits(
@@ -225,6 +254,8 @@ class Rescuer:
             kind of optimizer when not.
         """
         self.leave_own_code()
+        if not self.is_armed:
+            return False
         is_served = stepping.is_separable(optimizer)
         self._is_in_step = not is_served
         name = type(optimizer).__name__
@@ -239,6 +270,8 @@ class Rescuer:
         """An optimizer has stepped; a closure's own code is over with it."""
         self.leave_own_code()
         self._is_in_step = False
+        if self._evidence is not None:
+            self._evidence.step_ended()
 
     def can_rescue(self, error: BaseException) -> bool:
         """Whether memory ran out, or a plan that was tried against that does not apply.
@@ -262,7 +295,7 @@ class Rescuer:
 
     def backward_begins(self, call: GuardedCall) -> None:
         """The loop's own part of the backward pass is over as far as this call is concerned."""
-        self._own_code.model_begins(call.moment, is_kept=self.keeps_graph())
+        self._own_code.model_begins(is_kept=self.keeps_graph())
         self._work_began = perf_counter()
 
     def keeps_graph(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError, ScaleError
-from memlab.seams import ForwardSeam
+from memlab.seams import CALL, own_attributes
 
 _MOST_ENTRIES = 10_000  # longer containers are data
 _CONTAINERS = (list, tuple, dict, set)
@@ -76,7 +76,7 @@ class Replica:
         """
         self._require_same_parameters()
         for module, second, seen in self._pairs:
-            for key, value in vars(module).items():
+            for key, value in own_attributes(module).items():
                 if value is not seen.get(key) and not _is_table(key) and key != "forward":
                     seen[key] = value
                     vars(second)[key] = self._mapped(value)
@@ -103,13 +103,14 @@ class Replica:
     def _second(self, module: nn.Module) -> nn.Module:
         if id(module) in self._made:
             return self._made[id(module)]  # type: ignore[no-any-return] # a module's is one
-        if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        own = own_attributes(module)
+        if isinstance(module, torch.jit.ScriptModule) or own.get(CALL) is not None:
             raise _no_second(f"{self._name} has a part that is compiled ({type(module).__name__})")
         second = object.__new__(type(module))
         self._made[id(module)] = second
-        seen = {key: value for key, value in vars(module).items() if not _is_table(key)}
+        seen = {key: value for key, value in own.items() if not _is_table(key)}
         self._pairs.append((module, second, seen))
-        for key, value in vars(module).items():
+        for key, value in own.items():
             vars(second)[key] = self._table(value) if _is_table(key) else self._mapped(value)
         return second
 
@@ -145,11 +146,9 @@ class Replica:
         return value if is_same else type(value)(mapped)
 
     def _require_own_forward(self, module: nn.Module, second: nn.Module) -> None:
-        forward = vars(module).get("forward")
+        forward = own_attributes(module).get("forward")
         if forward is None:
             return
-        if isinstance(forward, ForwardSeam):
-            forward = forward.original
         own = self._mapped(forward)
         if own is forward:
             raise _no_second(

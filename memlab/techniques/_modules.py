@@ -1,16 +1,13 @@
-"""Looking into modules: repeated blocks, and patching a method of one instance."""
+"""Looking into modules: repeated blocks, and calls of one block or of a whole model."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
-
-from memlab.seams import class_forward
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -54,21 +51,6 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def patch_forward(module: nn.Module, replacement: Callable[..., Any], undo: ExitStack, name: str = "forward") -> None:
-    """Give one module instance another forward, or another method of that name, until undone."""
-    instance = module.__dict__
-    had, before = name in instance, instance.get(name)
-
-    def restore() -> None:
-        if had:
-            instance[name] = before
-        else:
-            instance.pop(name, None)
-
-    undo.callback(restore)
-    instance[name] = _PatchedForward(module, replacement, name)
-
-
 class Use(Protocol):
     """A pre-hook of a block that makes it ready to be run; it leaves a context for who runs its forward past hooks."""
 
@@ -86,30 +68,6 @@ def in_use(block: nn.Module) -> AbstractContextManager[None]:
     uses = (getattr(hook, "in_use", None) for hook in block._forward_pre_hooks.values())
     use = next((use for use in uses if use is not None), nullcontext)
     return use()
-
-
-class _PatchedForward:
-    """The forward of one module instance; a copy or a pickle of the module has the forward of its class.
-
-    A bare function would be shared by copies, which would then compute with the parameters of the original.
-    """
-
-    def __init__(self, module: nn.Module, replacement: Callable[..., Any], name: str) -> None:
-        # first: it takes over the attributes of what it wraps, which may be another of these
-        functools.update_wrapper(self, replacement)
-        self._module = module
-        self._replacement = replacement
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._replacement(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._module))
-        return self if copied is None else class_forward(copied, self._name)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module, str]]:
-        return class_forward, (self._module, self._name)
 
 
 def accepts_use_cache(model: nn.Module) -> bool:

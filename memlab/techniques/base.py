@@ -58,6 +58,7 @@ class Technique:
         learns_from_calls: whether the first training forward of a batch's shape decides how those after it are run.
         parameters_visit: whether parameters come to the device for an update, so that buckets are kept small.
         updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
+        changes_modules: whether it works within the model's modules, which compiled code does not look into again.
         is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
         owns_steps: whether `step` does the optimizer's steps.
         storage_resized: to be called when a storage got or lost memory without an operator.
@@ -79,6 +80,7 @@ class Technique:
     learns_from_calls: bool = False
     parameters_visit: bool = False
     updates_in_backward: bool = False
+    changes_modules: bool = False
     is_engine: bool = False
     owns_steps: bool = False
     predecessor: Technique | None = None

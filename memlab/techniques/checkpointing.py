@@ -24,8 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
+from memlab.seams import stand_in
 from memlab.techniques._budget import Budget
-from memlab.techniques._modules import patch_forward, repeated_blocks, without_cache
+from memlab.techniques._modules import repeated_blocks, without_cache
 from memlab.techniques._recomputation import Recomputation
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
@@ -57,6 +58,7 @@ class Checkpointing(Technique):
     """
 
     field = "checkpointing"
+    changes_modules = True
     descriptions = (
         Description(
             flags="--checkpoint",
@@ -127,7 +129,7 @@ class Checkpointing(Technique):
             self._budget = Budget(self.plan.budget_bytes, workload.name)
             undo.callback(setattr, self, "_budget", None)
         for block in self._chosen(workload.model):
-            patch_forward(block, self._checkpointed(block), undo)
+            stand_in(block, "forward", self._checkpointed(block), undo)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._model is not None

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from memlab.errors import RefusalError, SessionError
+from memlab.seams import stand_in
 from memlab.techniques._lazy import LazyTensor
-from memlab.techniques._modules import patch_forward
 from memlab.techniques.base import Technique
 from memlab.techniques.description import Description
 from memlab.units import MIB
@@ -46,6 +46,7 @@ class ChunkedLoss(Technique):
     """
 
     field = "loss"
+    changes_modules = True
     descriptions = (
         Description(
             flags="--chunk-loss",
@@ -66,7 +67,7 @@ class ChunkedLoss(Technique):
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         for head in large_heads(workload.model):
-            patch_forward(head, _deferring(head), undo)
+            stand_in(head, "forward", _deferring(head), undo)
 
 
 def large_heads(model: nn.Module) -> list[nn.Linear]:

@@ -54,6 +54,7 @@ class OffloadParams(Technique):
     """
 
     field = "offload"
+    changes_modules = True
     descriptions = (
         Description(
             flags="--offload params",

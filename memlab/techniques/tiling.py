@@ -28,9 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.errors import RefusalError
 from memlab.plan import Loss, Plan, Precision
+from memlab.seams import stand_in
 from memlab.techniques._autocast import without_cached_casts
 from memlab.techniques._feed_forward import FeedForward, Linear, feed_forwards, linears_of, treats_rows_alike
-from memlab.techniques._modules import patch_forward, repeated_blocks
+from memlab.techniques._modules import repeated_blocks
 from memlab.techniques._recomputation import contexts_within
 from memlab.techniques._split import row_ranges
 from memlab.techniques._tiled_linear import TiledLinear
@@ -56,6 +57,7 @@ class Tiling(Technique):
     """
 
     field = "tiling"
+    changes_modules = True
     descriptions = (
         Description(
             flags="--tile N",
@@ -106,9 +108,9 @@ class Tiling(Technique):
         self._unlooked = self._parts(workload.model)
         blocks = repeated_blocks(workload.model)
         for part in self._unlooked:
-            patch_forward(part.owner, self._over_rows(part, _block_around(part, blocks)), undo, part.method)
+            stand_in(part.owner, part.method, self._over_rows(part, _block_around(part, blocks)), undo)
         for linear in self._layers(workload.model):
-            patch_forward(linear.module, self._over_features(linear), undo)
+            stand_in(linear.module, "forward", self._over_features(linear), undo)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # beforehand: within the call a selective checkpoint would take what is looked at for a part of the model

@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from memlab import Workload, fit
-from memlab.rescue.own_code import OwnCode
+from memlab.rescue.own_code import OwnCode, _Held
 from memlab.session import Session
 from tests.loops.cases import Tower, pairs
 from tests.rescue.faults import Faults
@@ -330,7 +330,7 @@ def test_what_is_saved_is_let_go_of_with_the_graph(own_code: OwnCode, owner: Fre
     del hidden, squared, softened
     gc.collect()
     assert seen() is None
-    assert all(reference() is None for reference in own_code._held)
+    assert not any(isinstance(kept, _Held) for kept in gc.get_objects())
 
 
 def test_saved_tensors_are_freed_by_backward(own_code: OwnCode, owner: Freeing) -> None:
@@ -338,7 +338,7 @@ def test_saved_tensors_are_freed_by_backward(own_code: OwnCode, owner: Freeing) 
     loss = (leaf.exp() * 2).log().sum()
     loss.backward()
     assert owner.ended == 1
-    assert [held for held in own_code._held if held() is not None] == []
+    assert [held.tensor for held in gc.get_objects() if isinstance(held, _Held) and held.tensor is not None] == []
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 

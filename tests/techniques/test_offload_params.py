@@ -18,8 +18,9 @@ from memlab.measuring.cpu import CpuDevice
 from memlab.measuring.runs import training_step
 from memlab.plan import Precision
 from memlab.records import Category
+from memlab.seams import stand_in
 from memlab.snapshot import Snapshot
-from memlab.techniques._modules import patch_forward, repeated_blocks
+from memlab.techniques._modules import repeated_blocks
 from memlab.techniques.spill import is_spilled
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
@@ -545,7 +546,7 @@ def test_patches_of_one_forward_over_another() -> None:
                 return _original(*args, **kwargs)
 
             patched.__dict__.update(getattr(original, "__dict__", {}))  # as `functools.wraps` does
-            patch_forward(block, patched, undo)
+            stand_in(block, "forward", patched, undo)
         block(torch.randn(1, 3, 64))
     assert said == ["outer", "inner"]
     assert "forward" not in vars(block)

@@ -1,0 +1,252 @@
+"""The model call is taken over without a trace: in files, in copies, for tracers, compilers and transforms."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memlab import Plan, Workload, fit
+from memlab.errors import RefusalError
+from tests.loops.cases import Tower, pairs
+
+PLANS = (
+    "",
+    "--accumulate 2",
+    "--checkpoint",
+    "--tile 2",
+    "--offload activations",
+    "--precision pure-bf16 --offload optimizer",
+    "--bf16 --release-grads",
+)
+# what opens a file where there is no memlab, and says how the model in it computes
+_OPEN = """
+import sys
+sys.modules["memlab"] = None  # as if it was not installed
+import torch
+model = torch.load(sys.argv[1], weights_only=False)
+print(sorted(vars(model)), type(model.forward).__name__, model(torch.ones(2, 16)).sum().item())
+"""
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = [nn.Sequential(nn.Linear(16, 96), nn.GELU(), nn.Linear(96, 16)) for _ in range(3)]
+    return nn.Sequential(nn.Sequential(*inner), nn.Linear(16, 8))
+
+
+def trained(model: Callable[..., Any], optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(steps):
+        inputs, targets = pairs(step)
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def applied(model: nn.Module, plan: str) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        session = fit(Workload(model, optimizer), plan)
+    except RefusalError as refusal:
+        pytest.skip(f"{plan}: {refusal}")
+    trained(model, optimizer)
+    return session
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_copies_and_pickles_are_what_they_would_be_without_memlab(plan: str) -> None:
+    model = blocks()
+    session = applied(model, plan)
+    plain = {type(part): set(vars(part)) for part in blocks().modules()}
+    assert set(vars(copy.copy(model))) == plain[nn.Sequential]
+    ways = (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), _saved_and_loaded)
+    for way in ways:
+        made = way(model)
+        assert all(set(vars(part)) == plain[type(part)] for part in made.modules())
+        seen = weakref.ref(made)
+        gc.disable()
+        try:
+            del made
+            assert seen() is None  # at once, so in no cycle
+        finally:
+            gc.enable()
+    session.undo()
+    assert all(set(vars(part)) == plain[type(part)] for part in model.modules())
+
+
+def _saved_and_loaded(model: nn.Module) -> nn.Module:
+    written = io.BytesIO()
+    torch.save(model, written)
+    assert b"memlab" not in written.getvalue()
+    written.seek(0)
+    return torch.load(written, weights_only=False)  # type: ignore[no-any-return]
+
+
+def test_a_saved_model_opens_where_memlab_is_not_installed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), "--accumulate 2"):
+        torch.save(model, tmp_path / "model.pt")
+    found = subprocess.run(
+        [sys.executable, "-c", _OPEN, str(tmp_path / "model.pt")], capture_output=True, text=True, check=True
+    ).stdout
+    assert found.split("] ")[1] == f"method {model(torch.ones(2, 16)).sum().item()}\n"
+
+
+def test_an_own_forward_of_the_instance_is_kept_by_copies() -> None:
+    model = blocks()
+    model.forward = torch.nn.functional.relu  # type: ignore[method-assign, assignment]
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1))):
+        assert copy.deepcopy(model).forward is torch.nn.functional.relu
+        assert model(torch.tensor([-1.0, 1.0])).tolist() == [0.0, 1.0]
+    assert vars(model)["forward"] is torch.nn.functional.relu
+
+
+def test_tracers_scripts_and_transforms_see_the_model() -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+    inputs = torch.randn(4, 16)
+    plain = model(inputs)
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        output: torch.Tensor = torch.func.functional_call(model, parameters, (inputs,))
+        return output.square().mean()
+
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    expected = torch.func.grad(loss)(parameters)
+    for rescue in (False, True):
+        with fit(
+            Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--accumulate 2", rescue=rescue
+        ) as session:
+            assert torch.equal(torch.jit.trace(model, inputs)(inputs), plain)  # type: ignore[no-untyped-call]
+            assert torch.equal(torch.jit.script(model)(inputs), plain)
+            assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(inputs), plain)
+            assert torch.equal(torch.vmap(model)(inputs), plain)
+            found = torch.func.grad(loss)(parameters)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        said = [entry.text for entry in session.log]
+        assert (
+            said.count("calls inside of torch.func transforms are left as they are: no setting of the plan holds there")
+            == 1
+        )
+
+
+def test_hooks_run_once_around_the_call() -> None:
+    model = nn.Linear(16, 3)
+    rows: list[int] = []
+    model.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    model.register_forward_hook(lambda _, __, output: rows.append(len(output)))
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--accumulate 2"):
+        model(torch.randn(4, 16)).sum().backward()
+    assert rows == [4, 4]
+    assert "forward" not in vars(model)
+
+
+class Recursive(nn.Module):
+    """A model that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, inputs: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        return self.linear(self(inputs, depth - 1)) if depth else inputs
+
+
+class OwnCall(nn.Module):
+    """A model whose class says itself what calling it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(inputs)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.forward(inputs)
+
+
+@pytest.mark.parametrize("kind", [Recursive, OwnCall])
+def test_unusual_calls(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = kind()
+    model = copy.deepcopy(plain)
+    expected = trained(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), "--accumulate 5") as session:
+        found = trained(model, optimizer)
+        assert not any("had no effect" in entry.text for entry in session.log)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert set(vars(model)) == set(vars(plain))
+
+
+def test_a_loop_that_goes_past_the_call_is_told() -> None:
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), "--accumulate 2") as session:
+        trained(model.forward, optimizer)
+    assert [entry.text for entry in session.log if "no effect" in entry.text] == [
+        "--accumulate 2 had no effect: the loop trains Tower without calling it (it calls parts of it, or its forward "
+        "directly); call the model itself"
+    ]
+
+
+COMPILED_PLANS = (
+    "",
+    "--accumulate 2",
+    "--offload optimizer,activations",
+    "--release-grads",
+    "--accumulate 2 --offload optimizer",
+)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_models(in_place: bool) -> None:
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model: Any = Tower()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if in_place:
+            model.compile(backend="aot_eager")
+            return model, optimizer
+        return torch.compile(model, backend="aot_eager"), optimizer
+
+    expected = trained(*made())
+    for plan in COMPILED_PLANS:
+        model, optimizer = made()
+        with fit(Workload(model, optimizer), plan, rescue="release" not in plan):
+            assert trained(model, optimizer) == pytest.approx(expected, rel=1e-5), plan
+    model, optimizer = made()
+    name = type(model).__name__
+    with pytest.raises(RefusalError) as refused:
+        fit(Workload(model, optimizer), "--checkpoint")
+    assert str(refused.value) == (
+        f"checkpointing: {name} is compiled, and compiled code does not look into its modules again; put the plan on "
+        "the model before torch.compile, or train it uncompiled"
+    )
+
+
+def test_a_compiled_loss_is_left_alone() -> None:
+    model = Tower()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of = torch.compile(nn.functional.cross_entropy, backend="eager")
+    with fit(Workload(model, optimizer), Plan(), rescue=True):
+        for step in range(2):
+            inputs, targets = pairs(step)
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
