@@ -23,6 +23,7 @@ from memlab.jupyter.state import out_of_memory_advice
 from memlab.jupyter.watch import CellWatch, was_raised_by_memlab
 from memlab.live.control import Cancelled
 from memlab.plan import Plan
+from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
 from memlab.session import Session
 from memlab.shortage import is_out_of_memory, release
@@ -157,6 +158,7 @@ class CellMagic:
                 {Plan.of_label(each.plan): each for each in history.lattice},
                 capacity_bytes,
                 (lambda text: _say(line, text)) if line is not None else None,
+                Evidence(workload.device, capacity_bytes),
             )
 
         return rescuer_of

@@ -104,6 +104,7 @@ class GuardedCall:
         self._after: RandomState | None = None
         self._versions = _versions([*self._leaves, *aliases.originals])
         self._graph: dict[Path, torch.Tensor] | None = None
+        self._rest: _Rest | None = None
         self._inner_inputs: list[torch.Tensor] = []
         self._paths: list[Path] = []
         self._output: Any = None
@@ -145,7 +146,7 @@ class GuardedCall:
         """Let the loop's graph go of the call, whose gradients are handed over: a loss that is kept keeps no more."""
         node = self.node()
         if node is not None:
-            node.call = None
+            node.call, node.rest = None, self._rest
 
     # -- forward -------------------------------------------------------------------------------
 
@@ -174,7 +175,7 @@ class GuardedCall:
     def _run_again(self) -> None:
         """Make the graph anew under the plan in force, as the first run made it."""
         self._require_untouched()
-        now = RandomState(self._aliases.device)
+        now = self._before.now()
         self._before.restore()
         with self._autocast.entered():
             self._run_inside()
@@ -220,13 +221,12 @@ class GuardedCall:
         tensors = [real(self._graph[path]) for path in wanted]
         inputs = self._inner_inputs
         if not keep:
+            unused = {path: tensor for path, tensor in self._graph.items() if path not in wanted}
+            self._rest = _Rest(self._paths, _edges(unused), inputs, self._aliases) if unused else None
             self._graph = None
         with self._aliases.in_place():
             torch.autograd.backward(tensors, list(wanted.values()), retain_graph=keep)
-        gradients = [leaf.grad for leaf in inputs]
-        for leaf in inputs:
-            leaf.grad = None
-        return gradients
+        return _taken(inputs)
 
     def _break_off(self) -> None:
         self.drop_graph()
@@ -253,7 +253,7 @@ class GuardedCall:
     def _differentiable(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         self._require_untouched()
         args, kwargs = tree_unflatten(self._leaves, self._spec)
-        now = RandomState(self._aliases.device)
+        now = self._before.now()
         self._before.restore()
         with self._autocast.entered():
             made = at(self._run(*args, **kwargs), self._paths)
@@ -265,13 +265,51 @@ class GuardedCall:
         )
 
 
+class _Rest:
+    """What is left of a call of which a backward pass has used some outputs: the graph of the others.
+
+    It may share nothing with what was used, as two heads on an input do. Whether it does, torch says by itself.
+    """
+
+    def __init__(
+        self, paths: list[Path], edges: Mapping[Path, Any], inputs: list[torch.Tensor], aliases: Aliases
+    ) -> None:
+        self._paths = paths
+        self._edges = edges
+        self._inputs = inputs
+        self._aliases = aliases
+
+    def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the inputs and of the parameters, from those of the outputs."""
+        wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
+        if not self._edges.keys() >= wanted.keys():
+            raise RuntimeError(_TWICE)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        with self._aliases.in_place():
+            torch.autograd.backward([self._edges[path] for path in wanted], list(wanted.values()), retain_graph=keep)
+        return (*_taken(self._inputs), *self._aliases.take_gradients())
+
+
+def _edges(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, Any]:
+    return {path: torch.autograd.graph.get_gradient_edge(real(tensor)) for path, tensor in tensors.items()}
+
+
+def _taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of some leaves, which have none any more."""
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return gradients
+
+
 class _Node:
     """Holds a guarded call for the loop's graph, until it is done."""
 
-    __slots__ = ("__weakref__", "call")
+    __slots__ = ("__weakref__", "call", "rest")
 
     def __init__(self, call: GuardedCall) -> None:
         self.call: GuardedCall | None = call
+        self.rest: _Rest | None = None
         call.node = weakref.ref(self)
 
 
@@ -287,7 +325,9 @@ class _Guarded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call = ctx.node.call
+        call, rest = ctx.node.call, ctx.node.rest
+        if call is None and rest is not None:
+            return (None, *rest.gradients(gradients))
         if call is None:
             raise RuntimeError(_TWICE)
         if torch.is_grad_enabled():  # as autograd has it under create_graph
@@ -304,11 +344,17 @@ class Start:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._device = device
         self.random = RandomState(device)
         self._python = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = numpy.random.get_state() if numpy is not None else None
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in _changing_buffers(model)]
+
+    def now(self) -> Start:
+        """The same things as they are at this moment."""
+        return Start(self._model, self._device)
 
     def restore(self) -> None:
         """Put all of it back."""
@@ -317,7 +363,7 @@ class Start:
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
         for buffer, copy in self._buffers:
-            buffer.detach().copy_(copy)
+            buffer.data.copy_(copy)  # unnoticed by a graph that has saved it: in train mode it is written, not read
 
 
 def rows_of(arguments: Any) -> int:

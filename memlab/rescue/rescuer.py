@@ -509,6 +509,8 @@ def _can_be_guarded(model: torch.nn.Module) -> bool:
         not torch._C._are_functorch_transforms_active()
         and torch._C._current_graph_task_id() == -1
         and any(parameter.requires_grad for parameter in model.parameters())
+        # `functional_call` with computed weights, as meta-learning does: their graph goes on behind the model
+        and all(parameter.is_leaf for parameter in model.parameters())
     )
 
 
