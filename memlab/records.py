@@ -204,10 +204,15 @@ class Measurement(Shown):
 
     @property
     def spread(self) -> float:
-        """Half the distance between slowest and fastest timed step, as a share of the median."""
+        """Half the distance between slowest and fastest timed step, as a share of the median.
+
+        Of ten steps and more the slowest and the fastest tenth are left out.
+        """
         if len(self.step_seconds) < 2:
             return 0.0
-        return ratio((max(self.step_seconds) - min(self.step_seconds)) / 2, self.median_step_seconds)
+        tenth = len(self.step_seconds) // 10
+        inner = sorted(self.step_seconds)[tenth : len(self.step_seconds) - tenth]
+        return ratio((inner[-1] - inner[0]) / 2, self.median_step_seconds)
 
     @property
     def phase_of_peak(self) -> Phase | None:

@@ -34,18 +34,19 @@ class SettingRow:
         self._spec = spec
         self._source = source
         self._on_texts = spec.choices[1:]
-        self.box = widgets.Checkbox(description=spec.title, indent=False, tooltip=spec.help, layout={"width": "178px"})
+        self.box = widgets.Checkbox(description=spec.title, indent=False, tooltip=spec.help, layout={"width": "180px"})
         self.choice = widgets.Dropdown(
-            options=self._options(), value=spec.offer, tooltip=f"{spec.title}: {spec.help}", layout={"width": "150px"}
+            options=self._options(), value=spec.offer, tooltip=f"{spec.title}: {spec.help}", layout={"width": "148px"}
         )
         self.choice.add_class(self.class_name)
         self._has_choice = len(self._on_texts) > 1
         self.choice.layout.visibility = "visible" if self._has_choice else "hidden"
-        self.effect = widgets.HTML(layout={"margin": "0 0 0 8px", "width": "auto"})
-        self.state = widgets.HTML(layout={"margin": "-2px 0 0 24px", "width": "auto", "max_width": "420px"})
-        self.widget = widgets.VBox(
-            [widgets.HBox([self.box, self.choice, self.effect], layout={"align_items": "center"}), self.state]
-        )
+        self.effect = widgets.HTML(layout={"margin": "0", "width": "auto"})
+        self.state = widgets.HTML(layout={"margin": "0", "width": "auto"})
+        self.widget = widgets.VBox([
+            widgets.HBox([self.box, self.choice], layout={"align_items": "center"}),
+            widgets.HBox([self.effect, self.state], layout={"flex_flow": "row wrap", "margin": "-3px 0 1px 24px", "min_height": "4px", "grid_gap": "0 8px"}),
+        ], layout={"flex": "1 1 336px"})  # fmt: skip
         self.box.observe(guarded(self._flipped), "value")
         self.choice.observe(guarded(self._chosen), "value")
 
@@ -74,7 +75,7 @@ class SettingRow:
             _put(self.choice, value=shown)
         effect = effect_of(moment, self._spec.name, self.choice.value)
         text = effect.text if effect is not None else ""
-        _put(self.effect, value=_faint(text, effect.refused if effect is not None else ""))
+        _put(self.effect, value=_small(text, effect.refused if effect is not None else "", opacity=0.8))
         mark = "" if toggle.is_off else _MARKS[toggle.asked]
         said = f"{mark} {toggle.text}".strip()
         _put(self.state, value=_small(said))
@@ -105,7 +106,7 @@ class BudgetRow:
         self._unit = 0
         self.slider = widgets.FloatSlider(
             description="Budget", min=0, max=1, value=1, step=0.01, readout_format=".2f", continuous_update=False,
-            disabled=True, layout={"width": "330px"}, tooltip="size that a setting is to fit into; at its end, none",
+            disabled=True, layout={"width": "280px"}, tooltip="size that a setting is to fit into; at its end, none",
         )  # fmt: skip
         self._said = widgets.HTML()
         self.widget = widgets.HBox([self.slider, self._said], layout={"align_items": "center"})
@@ -167,7 +168,7 @@ class RunRow:
         self.cancel = button("Cancel", "end the run before its next step", source.cancel)
         self.find = button("Find a plan", "the fastest plan predicted to fit the budget", self._find)
         self.undo = button("Undo all", "give the model back as it was", source.undo)
-        self.target = widgets.Dropdown(options=targets, layout={"width": "120px"}, tooltip="Copy as code: for what")
+        self.target = widgets.Dropdown(options=targets, layout={"width": "96px"}, tooltip="Copy as code: for what")
         self.target.add_class("memlab-choice-target")
         self.copy = button("Copy as code", "the settings in force as code", lambda: copy(self.target.value))
         self.rows = (
@@ -219,11 +220,10 @@ def _put(widget: Widget, **values: Any) -> None:
             setattr(widget, name, value)
 
 
-def _faint(text: str, title: str = "") -> str:
-    if not text:
-        return ""
-    return f'<span style="opacity:.8;font-size:12px;white-space:nowrap" title="{escape(title)}">{escape(text)}</span>'
+def _faint(text: str) -> str:
+    return f'<span style="opacity:.8;font-size:12px;white-space:nowrap">{escape(text)}</span>' if text else ""
 
 
-def _small(text: str) -> str:
-    return f'<div style="font-size:12px;line-height:1.35">{escape(text)}</div>' if text else ""
+def _small(text: str, title: str = "", *, opacity: float = 1.0) -> str:
+    style = f"font-size:12px;line-height:1.35;opacity:{opacity}"
+    return f'<div style="{style}" title="{escape(title)}">{escape(text)}</div>' if text else ""

@@ -144,16 +144,17 @@ class Panel:
     def _arranged(self, widgets: Any) -> Any:
         controls = widgets.VBox(
             [
-                *(row.widget for row in self._settings),
+                widgets.Box([row.widget for row in self._settings], layout={"flex_flow": "row wrap"}),
                 self._budget.widget,
                 *self._buttons.rows,
                 self._status,
                 self._code,
             ],
-            layout={"flex": "0 0 auto", "width": "520px", "max_width": "100%"},
+            # beside the figure as narrow as that, below each other as wide as the page
+            layout={"flex": "1 1 350px"},
         )
         controls.add_class("memlab-controls")
-        figure = widgets.Box([self._figure.widget], layout={"flex": "1 1 560px", "min_width": "520px"})
+        figure = widgets.Box([self._figure.widget], layout={"flex": "999 1 520px", "min_width": "min(520px, 100%)"})
         panel = widgets.VBox([
             self._title,
             widgets.Box([controls, figure], layout={"display": "flex", "flex_flow": "row wrap", "align_items": "flex-start"}),

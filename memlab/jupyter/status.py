@@ -24,6 +24,7 @@ _STYLE = f"""
 .memlab-status .memlab-spoken {{ position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }}
 .memlab-panel .widget-checkbox label {{ display: flex; align-items: center; }}
 .memlab-panel .widget-checkbox input[type=checkbox] {{ margin-top: 0; margin-bottom: 0; }}
+.memlab-panel, .memlab-panel .widget-box {{ overflow: visible; }}
 .memlab-panel .memlab-controls + .widget-box > * {{ flex: 1 1 auto; min-width: 0; }}
 .memlab-panel :is(select, input, button):focus-visible, .memlab-panel [role=slider]:focus-visible {{ outline: 2px solid #1F83C4 !important; outline-offset: 1px; }}
 .memlab-panel.memlab-gone .memlab-controls {{ opacity: .4; pointer-events: none; }}

@@ -38,7 +38,9 @@ _TOP_PIXELS = 98
 _MOST_SETTINGS = 10
 # a budget farther up than this would press the memory flat: it is written, not drawn
 _FARTHEST_BUDGET = 2.5
-_MOST_PLAN_CHARACTERS = 38
+# of a bar's name and speed, so that they end where the picture does
+_MOST_NAME_CHARACTERS = 38
+_LEAST_PLAN_CHARACTERS = 14
 # the colour of the budget, dark enough for white words
 _CHIP = "#B5403C"
 
@@ -350,10 +352,10 @@ def _bar_names(sheet: _Sheet, ink: str) -> dict[str, Any]:
 
 
 def _bar_name(setting: _Setting, first: _Setting) -> str:
-    plan = escape(_shortened(setting.measurement.plan, _MOST_PLAN_CHARACTERS))
     said = _speed(setting).removesuffix(" samples/s")
     if setting is not first:
         said += then_change(speed_ratio(setting.measurement, first.measurement))
+    plan = escape(_shortened(setting.measurement.plan, max(_LEAST_PLAN_CHARACTERS, _MOST_NAME_CHARACTERS - len(said))))
     name = f"{setting.number} · {plan}"
     return f"<b>▸ {name}</b>   {said}" if setting.in_force else f"{name}   {said}"
 
@@ -539,7 +541,7 @@ def _titles(sheet: _Sheet, mapped: Chart) -> list[dict[str, Any]]:
     changes = "dotted: the setting was changed" if sheet.stacks else ""
     if sheet.stacks and sheet.budget_bytes and not _is_near(sheet):
         changes += f"; budget {format_bytes(sheet.budget_bytes)} is far above"
-    inside = f"{escape(_shortened(sheet.shown.plan, 30))}; shaded: backward" if sheet.shown else ""
+    inside = f"{escape(_shortened(sheet.shown.plan, 22))}; shaded: backward" if sheet.shown else ""
     speeds = "▸ in force; whiskers: spread of the steps" if sheet.settings else ""
     keys = (changes, inside, speeds, _key(mapped))
     pictures = (_TIMES, _INSIDE, _SPEEDS, _MAP)

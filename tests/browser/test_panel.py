@@ -418,3 +418,48 @@ def test_without_subshells(browser: Any, lab: str, lab_folder: Path) -> None:
         until_says(panel, "training, step")
         button(panel, "Cancel").click()
         until_says(panel, "idle")
+
+
+_OUTLINE = """panel => {
+    const at = element => (({left, top, right, bottom}) => ({left, top, right, bottom}))(element.getBoundingClientRect());
+    const scrolls = element => {
+        const style = getComputedStyle(element);
+        const may = axis => ["auto", "scroll"].includes(style["overflow" + axis]);
+        return may("Y") && element.scrollHeight > element.clientHeight || may("X") && element.scrollWidth > element.clientWidth;
+    };
+    const labels = Array.from(panel.querySelectorAll(".widget-checkbox .widget-label-basic, .widget-checkbox label span"));
+    return {
+        controls: at(panel.querySelector(".memlab-controls")), figure: at(panel.querySelector(".js-plotly-plot")),
+        page: at(panel.closest(".jp-WindowedPanel-outer") ?? panel.closest(".jp-Notebook")),
+        scrolling: Array.from(panel.querySelectorAll("*")).filter(scrolls).map(element => element.className),
+        cut: labels.filter(label => label.scrollWidth > label.clientWidth + 1).map(label => label.innerText),
+    };
+}"""
+
+
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+def test_settings_and_pictures_are_in_view_together(browser: Any, lab: str, lab_folder: Path, theme: str) -> None:
+    """On a small laptop, with JupyterLab's side bar open: what is flipped and what it does stand side by side."""
+    choose_theme(lab_folder, theme)
+    cells = (MAKE, PANEL, TRAIN.format(flags="--checkpoint", steps=8))
+    with opened_notebook(browser, lab, lab_folder, f"{theme.split()[-1].lower()}-layout.ipynb", cells) as notebook:
+        notebook.page.set_viewport_size({"width": 1440, "height": 900})
+        for number in range(3):
+            notebook.run(number)
+            notebook.until_over(number)
+        panel = notebook.panel(1)
+        until(notebook, panel, _HAS_BAR)
+        notebook.cell(1).evaluate("cell => cell.scrollIntoView()")
+        seen = panel.evaluate(_OUTLINE)
+        assert seen["controls"]["right"] <= seen["figure"]["left"] + 1
+        assert abs(seen["controls"]["top"] - seen["figure"]["top"]) < 40
+        for part in ("controls", "figure"):
+            assert seen["page"]["top"] <= seen[part]["top"] < seen[part]["bottom"] <= seen["page"]["bottom"]
+            assert seen[part]["right"] <= seen["page"]["right"]
+        assert (seen["scrolling"], seen["cut"]) == ([], [])
+        notebook.page.set_viewport_size({"width": 1000, "height": 900})
+        notebook.page.wait_for_timeout(1500)
+        narrow = panel.evaluate(_OUTLINE)
+        assert narrow["controls"]["bottom"] <= narrow["figure"]["top"] + 1
+        assert narrow["figure"]["right"] <= narrow["page"]["right"]
+        assert (narrow["scrolling"], narrow["cut"]) == ([], [])

@@ -123,7 +123,7 @@ def test_the_step_in_force_with_the_outline_of_the_one_before() -> None:
     before = trace(drawn, "the setting before")
     assert max(before["y"]) * GIB == pytest.approx(ACCUMULATED.peak_allocated_bytes, rel=1e-3)
     assert before["line"]["dash"] == "dash"
-    assert "--accumulate 4 --checkpoint; shaded: backward" in words(drawn)
+    assert "--accumulate 4 …; shaded: backward" in words(drawn)
     assert drawn.layout["xaxis2"]["title"]["text"] == "time in the step, s"
 
 
@@ -180,7 +180,7 @@ def test_the_setting_in_force_is_known_without_colours() -> None:
     assert bar_names(drawing(RUN)) == [
         f"1 · as written   {speed(AS_WRITTEN)}",
         f"2 · --accumulate 4   {speed(ACCUMULATED)}  −3 %",
-        f"<b>▸ 3 · --accumulate 4 --checkpoint</b>   {speed(BOTH)}  −25 %",
+        f"<b>▸ 3 · --accumulate 4 …</b>   {speed(BOTH)}  −25 %",
     ]
 
 
@@ -202,7 +202,7 @@ def test_of_many_settings_the_first_the_one_in_force_and_the_newest_have_bars() 
 
 def test_long_plans_are_shortened_at_a_flag_and_whole_on_hover() -> None:
     drawn = drawing(replace(RUN, measurements=(samples.measurement(samples.LONG_PLAN, 2, 1),)))
-    assert bar_names(drawn)[0].startswith("1 · --accumulate 4 --checkpoint every:2 …")
+    assert bar_names(drawn)[0].startswith("1 · --accumulate 4 …")
     assert bars(drawn)["customdata"][0].replace("<br>", " ").startswith(f"1 · {samples.LONG_PLAN}")
 
 
