@@ -210,6 +210,12 @@ class Session:
         if all(entry.text != text for entry in self.log):
             self.note(text)
 
+    def shares(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer steps models of other sessions as well: its update is nobody's alone."""
+        return any(
+            other is not self and any(optimizer is one for one in other.workload.optimizers) for other in sessions()
+        )
+
     def accept(self, rescuer: Rescuer) -> None:
         """Have the loop rescued from now on."""
         self.rescuer = rescuer

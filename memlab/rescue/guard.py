@@ -25,12 +25,13 @@ from __future__ import annotations
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError
 from memlab.rescue.outputs import Path, at, differentiable, replaced
@@ -39,6 +40,9 @@ from memlab.techniques._autocast import AutocastState
 from memlab.techniques._lazy import real
 
 Run = Callable[..., Any]
+
+_SMALL_ELEMENTS = 4096  # of a buffer that is copied whatever is known of it
+_left_alone: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
@@ -159,6 +163,7 @@ class GuardedCall:
             self.drop_graph()
             raise
         self._after = RandomState(self._aliases.device)
+        self._before.call_ended()
         self._graph = differentiable(self._output)
         self._paths = list(self._graph)
         return tuple(tensor.detach() for tensor in self._graph.values())
@@ -336,10 +341,12 @@ class _Guarded(torch.autograd.Function):
 
 
 class Start:
-    """What a model call begins from: random states, and the buffers that forward passes change.
+    """What a model call begins from: random states, and the model's buffers.
+
+    A large buffer that calls have left alone so far (a mask, a table) is not copied.
 
     Args:
-        model: its buffers are copied unless it is known that forward passes leave them alone.
+        model: whose buffers a call may change, in place or for others.
         device: of the model.
     """
 
@@ -350,11 +357,24 @@ class Start:
         self._python = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = numpy.random.get_state() if numpy is not None else None
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in _changing_buffers(model)]
+        self._buffers = [
+            (module, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
 
     def now(self) -> Start:
         """The same things as they are at this moment."""
         return Start(self._model, self._device)
+
+    def call_ended(self) -> None:
+        """Learn which buffers a call leaves alone."""
+        for module, name, buffer, _, version in self._buffers:
+            if buffer.numel() > _SMALL_ELEMENTS and module._buffers.get(name) is buffer and buffer._version == version:
+                _left_alone[buffer] = True
+            else:
+                _left_alone.pop(buffer, None)
 
     def restore(self) -> None:
         """Put all of it back."""
@@ -362,8 +382,11 @@ class Start:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
-        for buffer, copy in self._buffers:
-            buffer.data.copy_(copy)  # unnoticed by a graph that has saved it: in train mode it is written, not read
+        for module, name, buffer, copy, _ in self._buffers:
+            module._buffers[name] = buffer
+            if copy is not None:
+                # unnoticed by a graph that has saved it: what a call writes to a buffer, its backward does not read
+                buffer.data.copy_(copy)
 
 
 def rows_of(arguments: Any) -> int:
@@ -374,13 +397,6 @@ def rows_of(arguments: Any) -> int:
 def elements_of(arguments: Any) -> int:
     """Elements of all tensors among the arguments of a call."""
     return sum(leaf.numel() for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor))
-
-
-def _changing_buffers(model: nn.Module) -> Iterable[torch.Tensor]:
-    """Buffers of modules that keep running statistics; others are masks and tables."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) or getattr(module, "track_running_stats", False):
-            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
 
 def _versions(values: Iterable[Any]) -> list[int]:

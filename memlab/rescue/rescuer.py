@@ -200,7 +200,7 @@ class Rescuer:
             BrokenUpdateError: memory that was free is gone, in the middle of an update of which there is no copy.
         """
         self.leave_own_code()  # that of a closure, which has run by now
-        if not (self.is_armed and stepping.is_separable(optimizer)):
+        if self._live_session.shares(optimizer) or not stepping.is_separable(optimizer):
             return stepping.run_step(optimizer, self._live_session.techniques)
         update = Update(optimizer, self._free_for_update)
         return self._until_it_fits(
@@ -255,6 +255,8 @@ class Rescuer:
         """
         self.leave_own_code()
         if not self.is_armed:
+            return False
+        if self._live_session.shares(optimizer):
             return False
         is_served = stepping.is_separable(optimizer)
         self._is_in_step = not is_served
@@ -509,9 +511,17 @@ def _can_be_guarded(model: torch.nn.Module) -> bool:
         not torch._C._are_functorch_transforms_active()
         and torch._C._current_graph_task_id() == -1
         and any(parameter.requires_grad for parameter in model.parameters())
-        # `functional_call` with computed weights, as meta-learning does: their graph goes on behind the model
-        and all(parameter.is_leaf for parameter in model.parameters())
+        and all(_is_plain(parameter) for parameter in model.parameters())
     )
+
+
+def _is_plain(parameter: torch.nn.Parameter) -> bool:
+    """Whether gradients may come to a parameter from a node of memlab's.
+
+    `functional_call` puts computed weights in the place of parameters, whose graph goes on behind the model. A hook on a
+    parameter would be called with None by a backward pass that does not reach the parameter.
+    """
+    return parameter.is_leaf and not parameter._backward_hooks
 
 
 def _collect() -> None:
