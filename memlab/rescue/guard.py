@@ -42,7 +42,7 @@ from memlab.techniques._lazy import real
 Run = Callable[..., Any]
 
 _SMALL_ELEMENTS = 4096  # of a buffer that is copied whatever is known of it
-_left_alone: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+_left_alone: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
 
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
