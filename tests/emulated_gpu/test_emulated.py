@@ -257,6 +257,22 @@ def test_attention_has_the_gradients_of_its_formula(dtype: torch.dtype, heads: i
         torch.testing.assert_close(a.grad.cpu().float(), b.grad, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs --gpu 'H100 SXM'"
+)
+def test_attention_by_cudnn_takes_its_output_and_statistics() -> None:
+    query, key, value = (
+        torch.randn(2, 4, 128, 64, dtype=torch.float16, device=CUDA, requires_grad=True) for _ in range(3)
+    )
+    before = torch.cuda.memory_allocated()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(query, key, value)
+    # of fp16 [2, 4, 128, 64] and fp32 [2, 4, 128, 1], and two numbers of 512 bytes for the generator's state
+    assert torch.cuda.memory_allocated() - before == 2 * 4 * 128 * 64 * 2 + 2 * 4 * 128 * 4 + 2 * 512
+    out.sum().backward()
+    assert query.grad.isfinite().all().item() or not os.environ.get("EMULATED_GPU_VALUES")
+
+
 @needs_values
 def test_layers_that_only_cuda_has_train_alike() -> None:
     layers = (
@@ -267,6 +283,9 @@ def test_layers_that_only_cuda_has_train_alike() -> None:
         (torch.nn.ConvTranspose2d(3, 4, 2), (2, 3, 5, 5)),
         (torch.nn.RMSNorm(6), (4, 6)),
         (torch.nn.LSTMCell(5, 6), (3, 5)),
+        (torch.nn.GRUCell(5, 6), (3, 5)),
+        (torch.nn.LSTM(5, 6, num_layers=2), (4, 3, 5)),
+        (torch.nn.GRU(5, 6, bidirectional=True), (4, 3, 5)),
     )
     for layer, shape in layers:
         x = torch.randn(shape)
@@ -274,7 +293,8 @@ def test_layers_that_only_cuda_has_train_alike() -> None:
         for device in ("cpu", "cuda"):
             moved = layer.to(device)
             out = moved(x.to(device))
-            out = out if isinstance(out, torch.Tensor) else torch.cat(out)
+            while not isinstance(out, torch.Tensor):
+                out = out[0]
             moved.zero_grad()
             out.square().mean().backward()
             found.append([out.detach().cpu(), *(parameter.grad.cpu().clone() for parameter in moved.parameters())])
@@ -284,12 +304,15 @@ def test_layers_that_only_cuda_has_train_alike() -> None:
 
 @needs_values
 def test_without_memory_nothing_in_place_has_changed() -> None:
-    x = torch.ones(1 << 20, device=CUDA)
-    held = torch.empty(torch.cuda.mem_get_info()[0] - 4 * MIB, dtype=torch.uint8, device=CUDA)
+    numbers = torch.ones(1 << 24, device=CUDA)
+    added, places = numbers * 2, torch.zeros(1 << 24, dtype=torch.long, device=CUDA)
+    held = torch.empty(torch.cuda.mem_get_info()[0] - 8 * MIB, dtype=torch.uint8, device=CUDA)
     with pytest.raises(torch.OutOfMemoryError):
-        x.index_add_(0, torch.zeros(1 << 20, dtype=torch.long, device=CUDA), x * 2)
-    assert x.max().item() == 1
+        numbers.index_put_((places,), added, accumulate=True)  # sorts, for which it takes memory
+    assert numbers.max().item() == 1
     del held
+    numbers.index_put_((places[:3],), added[:3], accumulate=True)
+    assert numbers[:2].tolist() == [7, 1]
 
 
 def test_graphs_are_refused_in_words() -> None:

@@ -43,12 +43,15 @@ const std::unordered_set<std::string> BY_VALUE = {
 const std::unordered_set<std::string> LEFT = {
     "empty", "empty_strided", "_local_scalar_dense", "pin_memory", "_pin_memory", "is_pinned", "record_stream", "set_", "resize_",
     "_reshape_alias", "_efficientzerotensor", "_fused_sdp_choice", "_cudnn_init_dropout_state", "_cudnn_rnn_flatten_weight",
-    "_use_cudnn_ctc_loss", "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
+    "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
     "_efficient_attention_backward", "_has_same_storage_numel", "_copy_from", "_copy_from_and_resize", "_resize_output_",
     "_fill_mem_eff_dropout_mask_", "_assert_async", "_cslt_compress"};
 
 // from libraries that the emulation has no sizes for: computed on the CPU alone
 const std::vector<std::string> ON_THE_CPU = {"linalg_", "_linalg_", "_fft_", "cholesky", "geqrf", "ormqr", "lu_", "triangular_solve"};
+
+// choices of libraries that are not emulated: torch's own kernels of the same layers serve
+const std::unordered_set<std::string> NOT_CHOSEN = {"cudnn_is_acceptable", "_use_cudnn_rnn_flatten_weight", "_use_cudnn_ctc_loss"};
 
 bool is_by_value(const c10::FunctionSchema &schema, const std::string &name) {
   if (schema.is_mutable()) return false;
@@ -262,6 +265,24 @@ Values lstm_cell_backward(const Call &call) {
   Tensor of_bias = call["has_bias"].toBool() ? of_gates.sum(0) : Tensor();
   return {of_gates, sum * forget, of_bias};
 }
+Values gru_cell(const Call &call) {
+  Tensor in = call.tensor("input_gates"), hidden = call.tensor("hidden_gates"), before = call.tensor("hx");
+  if (Tensor bias = call.tensor("input_bias"); bias.defined()) in = in + bias, hidden = hidden + call.tensor("hidden_bias");
+  auto ins = in.chunk(3, 1), hiddens = hidden.chunk(3, 1);
+  Tensor reset = (ins[0] + hiddens[0]).sigmoid(), keep = (ins[1] + hiddens[1]).sigmoid();
+  Tensor next = (ins[2] + reset * hiddens[2]).tanh();
+  return {(before - next) * keep + next, at::cat({reset, keep, next, before, hiddens[2]}, 1)};
+}
+Values gru_cell_backward(const Call &call) {
+  auto held = call.tensor("workspace").chunk(5, 1);
+  const Tensor &reset = held[0], &keep = held[1], &next = held[2], &before = held[3], &hidden = held[4];
+  Tensor gradient = call.tensor("grad_hy");
+  Tensor of_keep = gradient * (before - next) * keep * (1 - keep), of_next = gradient * (1 - keep) * (1 - next * next);
+  Tensor of_reset = of_next * hidden * reset * (1 - reset);
+  Tensor of_in = at::cat({of_reset, of_keep, of_next}, 1), of_hidden = at::cat({of_reset, of_keep, of_next * reset}, 1);
+  bool has_bias = call["has_bias"].toBool();
+  return {of_in, of_hidden, gradient * keep, has_bias ? of_in.sum(0) : Tensor(), has_bias ? of_hidden.sum(0) : Tensor()};
+}
 Values rms_norm_backward(const Call &call) {
   Tensor gradient = call.tensor("grad_out").to(at::kDouble), input = call.tensor("input").to(at::kDouble);
   Tensor scale = call.tensor("rstd").to(at::kDouble), weight = call.tensor("weight");
@@ -315,6 +336,8 @@ const std::unordered_map<std::string, Rule> RULES = {
     {"cudnn_batch_norm_backward", batch_norm_backward},
     {"_thnn_fused_lstm_cell", lstm_cell},
     {"_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward},
+    {"_thnn_fused_gru_cell", gru_cell},
+    {"_thnn_fused_gru_cell_backward", gru_cell_backward},
     {"_fused_rms_norm_backward", rms_norm_backward},
     {"mm.dtype", product},
     {"bmm.dtype", product},
@@ -395,6 +418,14 @@ class Valued : public c10::OperatorKernel {
   std::vector<size_t> written_;
   bool is_copy_, is_list_copy_, is_by_value_, is_cudnn_attention_, is_cudnn_attention_backward_, may_write_more_, is_random_,
       returns_tensors_, is_view_ = false;
+};
+
+class AnswersNo : public c10::OperatorKernel {
+ public:
+  void operator()(const OperatorHandle &op, DispatchKeySet, Stack *stack) {
+    torch::jit::drop(*stack, op.schema().arguments().size());
+    stack->emplace_back(false);
+  }
 };
 
 bool is_left(const OperatorHandle &op) {
@@ -578,6 +609,14 @@ void stand_in() {
     auto op = dispatcher.findSchema(name);
     if (!op || done.count(name)) continue;
     std::string bare = name.name.substr(name.name.find("::") + 2);
+    if (NOT_CHOSEN.count(bare)) {
+      std::optional<DispatchKey> key;  // of all devices, unless CUDA has a kernel of its own
+      if (op->hasKernelForDispatchKey(DispatchKey::CUDA)) key = DispatchKey::CUDA;
+      done.insert(name);
+      handles.push_back(dispatcher.registerImpl(name, key, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<AnswersNo>()),
+                                                std::nullopt, nullptr, "emulated GPU"));
+      continue;
+    }
     bool is_copy = name.name == "aten::copy_";
     if (!is_copy && !op->hasKernelForDispatchKey(DispatchKey::CUDA)) continue;
     bool is_always = is_by_value(op->schema(), bare) || bare == "_cudnn_attention_forward" || bare == "_cudnn_attention_backward";
