@@ -6,7 +6,8 @@ Rules:
    of operators inside blocks that are not recomputed, and the inputs of all blocks, which stay either way. Parameters do
    not count, nor what lies outside of the blocks (embeddings, the head's logits).
 2. What blocks keep is measured in the first training forward of a shape. All blocks are recomputed in it, and each is run
-   once more, with its graph, which is dropped at once: so no more than one block is held at a time.
+   once more, with its graph, which is dropped at once: so no more than one block is held at a time. Where a model repeats no
+   block, parts of it stand for blocks (`_segments`), and are measured when they are chosen.
 3. The choice holds for batches of that shape from the next forward on, and for smaller ones down to half the elements:
    those keep less. Any other shape is measured anew.
 4. Of equal blocks the first are recomputed: the backward pass gets to them when the others have been let go.
@@ -15,18 +16,18 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memlab.errors import RefusalError
-from memlab.techniques._kept import Kept, kept_by
+from memlab.techniques._kept import Kept
 from memlab.techniques._knapsack import cheapest
+from memlab.techniques._rerun import Part
 from memlab.units import MIB, exact_size, format_bytes
 
 # a choice serves batches down to this share of the elements it was made for
@@ -39,17 +40,14 @@ _Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 class _Blocks:
     """What the blocks kept in one training forward, in the order in which they ran."""
 
-    modules: dict[int, nn.Module] = field(default_factory=dict)
-    own_bytes: dict[int, int] = field(default_factory=dict)
-    cost: dict[int, float] = field(default_factory=dict)
+    own_bytes: dict[Part, int] = field(default_factory=dict)
+    cost: dict[Part, float] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
 
-    def add(self, block: nn.Module, kept: Kept) -> None:
+    def add(self, block: Part, kept: Kept) -> None:
         """Take in one run; a block that runs several times keeps something each time."""
-        key = id(block)
-        self.modules[key] = block
-        self.own_bytes[key] = self.own_bytes.get(key, 0) + kept.own_bytes
-        self.cost[key] = self.cost.get(key, 0.0) + kept.cost
+        self.own_bytes[block] = self.own_bytes.get(block, 0) + kept.own_bytes
+        self.cost[block] = self.cost.get(block, 0.0) + kept.cost
         self.inputs |= kept.inputs
 
     @property
@@ -66,7 +64,7 @@ class _Blocks:
 class _Choice:
     """The blocks that are recomputed, and a line about it."""
 
-    recomputed: frozenset[int]
+    recomputed: frozenset[Part]
     words: str
 
 
@@ -101,21 +99,35 @@ class Budget:
         self._measured = _Blocks() if self._now is None else None
         try:
             yield self
-            if self._measured is not None and self._measured.modules:
+            if self._measured is not None and self._measured.own_bytes:
                 self._choices[shape] = self._chosen(self._measured)
         finally:
             self._now = self._measured = None
 
-    def recomputes(
-        self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> bool:
-        """Whether this block, about to run, is recomputed; where that is not known yet, it is, and is measured."""
-        if self._measured is not None:
-            device = next(block.parameters()).device
-            output, kept = kept_by(call, args, kwargs, device)
-            del output
-            self._measured.add(block, kept)
-        return self._now is None or id(block) in self._now.recomputed
+    @property
+    def is_measuring(self) -> bool:
+        """Whether what blocks keep is not known yet for this call."""
+        return self._measured is not None
+
+    def add(self, block: Part, kept: Kept) -> None:
+        """Take in what one run of a block keeps."""
+        assert self._measured is not None
+        self._measured.add(block, kept)
+
+    def decide(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Iterable[tuple[Part, Kept]]) -> None:
+        """Choose for batches of a shape, of blocks that have been measured together.
+
+        Raises:
+            RefusalError: the first batch exceeds the budget with all blocks recomputed.
+        """
+        blocks = _Blocks()
+        for block, of_block in kept:
+            blocks.add(block, of_block)
+        self._choices[_shape_of(args, kwargs)] = self._chosen(blocks)
+
+    def recomputes(self, block: Part) -> bool:
+        """Whether this block, about to run, is recomputed; where that is not known yet, it is."""
+        return self._now is None or block in self._now.recomputed
 
     def _choice_for(self, shape: _Shape) -> _Choice | None:
         """A choice made for this shape, or for one little larger."""
@@ -123,7 +135,7 @@ class Budget:
 
     def _chosen(self, blocks: _Blocks) -> _Choice:
         to_free = blocks.all_bytes - self._budget_bytes
-        keys = [*blocks.modules]
+        keys = [*blocks.own_bytes]
         chosen = cheapest([blocks.own_bytes[key] for key in keys], [blocks.cost[key] for key in keys], to_free)
         if chosen is None:
             choice = self._over_budget(blocks)
@@ -136,19 +148,19 @@ class Budget:
 
     def _words(self, recomputed: int, blocks: _Blocks, kept_bytes: int) -> str:
         return (
-            f"{recomputed} of {len(blocks.modules)} blocks recomputed: {format_bytes(kept_bytes)} kept of "
+            f"{recomputed} of {len(blocks.own_bytes)} blocks recomputed: {format_bytes(kept_bytes)} kept of "
             f"{format_bytes(blocks.all_bytes)}, budget {format_bytes(self._budget_bytes)}"
         )
 
     def _over_budget(self, blocks: _Blocks) -> _Choice:
         """All blocks, for a later batch; the first batch is refused, as no step has been made under this plan yet."""
         if self._choices:
-            words = self._words(len(blocks.modules), blocks, blocks.input_bytes)
-            return _Choice(frozenset(blocks.modules), f"{words}, which a batch of this shape exceeds")
+            words = self._words(len(blocks.own_bytes), blocks, blocks.input_bytes)
+            return _Choice(frozenset(blocks.own_bytes), f"{words}, which a batch of this shape exceeds")
         enough = exact_size(math.ceil(blocks.input_bytes / MIB) * MIB)
         raise RefusalError(
             "checkpointing",
-            f"with all {len(blocks.modules)} blocks of {self._name} recomputed they still keep their inputs, "
+            f"with all {len(blocks.own_bytes)} blocks of {self._name} recomputed they still keep their inputs, "
             f"{format_bytes(blocks.input_bytes)}, and the budget is {format_bytes(self._budget_bytes)}",
             f"use --checkpoint budget:{enough} or more, or add --accumulate N, which divides them",
         )

@@ -49,18 +49,18 @@ def kept_by(
     Returns:
         The output, to be dropped, and what is kept for as long as it lives.
     """
-    inputs = _storages(tree_leaves((args, dict(kwargs))))
+    inputs = storages(tree_leaves((args, dict(kwargs))))
     before, run = RandomState(device), _Run()
     with run:
         output = call(*args, **kwargs)
     before.restore()
-    passed_on = {*inputs, *_storages(tree_leaves(output))}
+    passed_on = {*inputs, *storages(tree_leaves(output))}
     own_bytes = sum(size_bytes for key, size_bytes in run.living().items() if key not in passed_on)
     return output, Kept(own_bytes, run.cost, {key: storage.nbytes() for key, storage in inputs.items()})
 
 
-def _storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
-    """Storages of the tensors among some values, by identity for as long as they are held."""
+def storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of the tensors among some values, by identity for as long as they are held."""
     tensors = (value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided)
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage._cdata: storage for storage in storages}
@@ -87,12 +87,21 @@ class _Run(WatchingMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         options = dict(kwargs or {})
         result = func(*args, **options)
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if formula is not None:
-            self.cost += formula(*args, **options, out_val=result)
-        before = _storages(tree_leaves((args, options)))
-        for key, storage in _storages(tree_leaves(result)).items():
-            if key not in before:
-                self._born[key] = weakref.ref(storage)
-                self.cost += _OPERATIONS_PER_BYTE * storage.nbytes()
+        before = storages(tree_leaves((args, options)))
+        made = {key: storage for key, storage in storages(tree_leaves(result)).items() if key not in before}
+        self._born |= {key: weakref.ref(storage) for key, storage in made.items()}
+        self.cost += cost_of(func, args, options, result, made.values())
         return result
+
+
+def cost_of(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    made: Iterable[torch.UntypedStorage],
+) -> float:
+    """Operations of one operator: products by torch's own formulas, and the bytes it writes."""
+    formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+    operations = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
+    return operations + _OPERATIONS_PER_BYTE * sum(storage.nbytes() for storage in made)

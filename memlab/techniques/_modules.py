@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
@@ -83,3 +83,20 @@ def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]
     if accepts_use_cache(model) or "use_cache" in kwargs:
         return {**kwargs, "use_cache": False}
     return dict(kwargs)
+
+
+@contextmanager
+def cache_off(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Context of a call in which models within the model keep no key-value cache, unless the call says whether they do.
+
+    A wrapper (PEFT's, or one's own) has no such argument itself; what decides is then the configuration of the model within.
+    """
+    configs = {} if "use_cache" in kwargs else {id(c): c for m in model.modules() if (c := vars(m).get("config"))}
+    switched = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    try:
+        for config in switched:
+            config.use_cache = False
+        yield
+    finally:
+        for config in switched:
+            config.use_cache = True

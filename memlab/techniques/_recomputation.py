@@ -14,18 +14,19 @@ class Recomputation(AbstractContextManager[None]):
     """A block's forward is run past its hooks: what they would make ready is made ready here.
 
     Args:
-        block: that is recomputed, once for each backward pass through it.
+        block: that is recomputed, once for each backward pass through it; None where hooks run as well.
         inside: a context that must see the block's operators only.
     """
 
-    def __init__(self, block: nn.Module, inside: AbstractContextManager[None]) -> None:
+    def __init__(self, block: nn.Module | None, inside: AbstractContextManager[None]) -> None:
         self._block = block
         self._inside = inside
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as entering:
-            entering.enter_context(in_use(self._block))
+            if self._block is not None:
+                entering.enter_context(in_use(self._block))
             entering.enter_context(self._inside)
             self._entered.append(entering.pop_all())
 

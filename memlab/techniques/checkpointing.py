@@ -1,12 +1,14 @@
-"""Activation checkpointing of a model's repeated blocks, on and off on a live model.
+"""Activation checkpointing of a live model, on and off: repeated blocks, or parts of a model that repeats none.
 
-Each chosen block's forward is replaced by one that runs it under
-`torch.utils.checkpoint.checkpoint(use_reentrant=False)`, which keeps RNG and autocast state for the
-recomputation. Frameworks' own switches are not used: Transformers' enable/disable pair leaves an
-embedding hook behind at each round.
+The forward of each part is replaced by one that runs it under `torch.utils.checkpoint.checkpoint(use_reentrant=False)`;
+`_rerun` sees to it that running it again gives what the first run gave and changes nothing. Frameworks' own switches are not
+used: Transformers' enable/disable pair leaves an embedding hook behind at each round.
 
-With a budget, the first training forward of a batch's shape recomputes every block, and runs each once more to see
-what it would keep; from the next forward on, those that the `_budget` chose are recomputed.
+1. A model whose layers lie in repeated blocks for the most part is recomputed block by block.
+2. In any other, parts are cut anew by what they keep, in the first training call of the model (`_segments`, `_look`).
+3. With a budget, the first training forward of a batch's shape recomputes every block, and runs each once more to see
+   what it would keep; from the next forward on, those that the `_budget` chose are recomputed.
+4. A part that does not compute the same when it is run again is left alone, and said.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174
 """
@@ -14,40 +16,36 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", https://ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.seams import stand_in
 from memlab.techniques._budget import Budget
-from memlab.techniques._modules import repeated_blocks, without_cache
-from memlab.techniques._recomputation import Recomputation
+from memlab.techniques._kept import Kept, kept_by
+from memlab.techniques._look import Look
+from memlab.techniques._modules import cache_off, repeated_blocks, without_cache
+from memlab.techniques._rerun import Part, Run, WriteWatch, is_running, recomputed
+from memlab.techniques._segments import (
+    Segmentation,
+    best_segments,
+    first_parts,
+    is_plain_sequential,
+    part_of,
+)
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
+from memlab.units import format_bytes
 from memlab.workload import Workload
 
-_aten = torch.ops.aten
-# results worth keeping: products of matrices, and attention, which is the costliest to redo
-_SAVED_OPERATIONS = frozenset(
-    overload
-    for packet in (
-        _aten.mm,
-        _aten.addmm,
-        _aten.bmm,
-        _aten.baddbmm,
-        _aten._scaled_dot_product_flash_attention,
-        _aten._scaled_dot_product_efficient_attention,
-        _aten._scaled_dot_product_cudnn_attention,
-        _aten._scaled_dot_product_flash_attention_for_cpu,
-    )
-    for overload in (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
-)
+# of a model's layers: where fewer lie in repeated blocks, other parts are recomputed instead
+_LEAST_IN_BLOCKS = 0.5
 
 
 class Checkpointing(Technique):
@@ -58,7 +56,6 @@ class Checkpointing(Technique):
     """
 
     field = "checkpointing"
-    changes_modules = True
     descriptions = (
         Description(
             flags="--checkpoint",
@@ -92,8 +89,15 @@ class Checkpointing(Technique):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self._model: nn.Module | None = None
+        self._model: weakref.ref[nn.Module] = weakref.ref(nn.Module())
+        self._name = ""
         self._budget: Budget | None = None
+        self._look: Look | WriteWatch | None = None
+        self._parts: list[Part] = []
+        self._left_alone: list[Part] = []
+        self._of_blocks = True
+        self._is_settled = False
+        self._patches: list[Callable[[], Any]] = []
         self.learns_from_calls = plan.budget_bytes is not None
 
     @classmethod
@@ -102,18 +106,13 @@ class Checkpointing(Technique):
         return plan.checkpointing, plan.tiling, plan.precision if plan.budget_bytes is not None else None
 
     def check(self, workload: Workload) -> None:
-        blocks = self._chosen(workload.model)
-        if not blocks:
+        blocks = main_blocks(workload.model)
+        if not blocks and not first_parts(workload.model):
             raise RefusalError(
                 self.field,
-                f"{workload.name} repeats no block (a ModuleList or Sequential with several modules of one class)",
+                f"no part of {workload.name} can be recomputed: none holds more than one layer, and a layer keeps its input "
+                f"either way",
                 "use --accumulate N to hold fewer activations at a time",
-            )
-        if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for block in blocks for part in block.modules()):
-            raise RefusalError(
-                self.field,
-                f"blocks of {workload.name} hold BatchNorm, whose running statistics would be updated twice a step",
-                "use --offload activations, which recomputes nothing",
             )
         if any(getattr(block, "gradient_checkpointing", False) for block in blocks):
             raise RefusalError(
@@ -123,56 +122,207 @@ class Checkpointing(Technique):
             )
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
-        self._model = workload.model
-        undo.callback(setattr, self, "_model", None)
+        model = workload.model
+        self._model, self._name = weakref.ref(model), workload.name
         if self.plan.budget_bytes is not None:
             self._budget = Budget(self.plan.budget_bytes, workload.name)
             undo.callback(setattr, self, "_budget", None)
-        for block in self._chosen(workload.model):
-            stand_in(block, "forward", self._checkpointed(block), undo)
+        blocks = main_blocks(model)
+        self._of_blocks = bool(blocks)
+        self._is_settled = False
+        self.learns_from_calls = self.learns_from_calls or not blocks
+        names = {id(module): name for name, module in model.named_modules()}
+        parts = [part_of(block, None, names) for block in blocks] or first_parts(model)
+        undo.callback(self._take_off)
+        self._put_on(parts)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        assert self._model is not None
-        options = without_cache(self._model, kwargs)
-        if self._budget is None:
-            return call(*args, **options)
-        with self._budget.applied(args, options) as budget:
-            output = call(*args, **options)
-        self.notes = budget.notes
+        model = self._model()
+        assert model is not None
+        options = without_cache(model, kwargs)
+        with cache_off(model, options):
+            if not self._is_settled:
+                return self._first(model, call, args, options)
+            if self._budget is None:
+                return call(*args, **options)
+            with self._budget.applied(args, options) as budget:
+                output = call(*args, **options)
+            self.notes = [*budget.notes, *self._said_of_parts()]
         return output
 
-    def _chosen(self, model: nn.Module) -> list[nn.Module]:
-        kind, _, every = str(self.plan.checkpointing).partition(":")
-        return repeated_blocks(model)[:: int(every) if kind == "every" else 1]
+    # -- which parts ---------------------------------------------------------------------------
 
-    def _checkpointed(self, block: nn.Module) -> Callable[..., Any]:
-        original = block.forward
-        selective = self.plan.checkpointing == "selective"
-        contexts = functools.partial(_contexts, block, selective=selective)
+    def _put_on(self, parts: Sequence[Part]) -> None:
+        kind, _, every = str(self.plan.checkpointing).partition(":")
+        self._parts = list(parts[:: int(every) if kind == "every" else 1])
+        by_owner: dict[int, list[Part]] = {}
+        for part in self._parts:
+            by_owner.setdefault(id(part.owner), []).append(part)
+        undo = _Repeatable(self._patches)
+        for of_owner in by_owner.values():
+            owner = of_owner[0].owner
+            handler = self._whole(of_owner[0]) if of_owner[0].span is None else self._in_runs(owner, of_owner)
+            stand_in(owner, "forward", handler, undo)
+
+    def _take_off(self) -> None:
+        for undo in reversed(self._patches):
+            undo()
+
+    def _first(self, model: nn.Module, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The first training call of the model, in which it is seen what parts write to, and what they keep."""
+        if self._of_blocks:
+            return self._first_of_blocks(call, args, kwargs)
+        self._look = look = Look(model)
+        try:
+            with look.watching(model, args, kwargs):
+                output = call(*args, **kwargs)
+        finally:
+            self._look = None
+        self._is_settled = True
+        if look.root is not None:
+            self._settle(model, best_segments(look.root), args, kwargs)
+        return output
+
+    def _first_of_blocks(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._look = watch = WriteWatch()
+        try:
+            with watch, ExitStack() as applied:
+                if self._budget is not None:
+                    applied.enter_context(self._budget.applied(args, kwargs))
+                output = call(*args, **kwargs)
+        finally:
+            self._look = None
+        self._is_settled = True
+        self.notes = [*(self._budget.notes if self._budget is not None else []), *self._said_of_parts()]
+        return output
+
+    def _settle(self, model: nn.Module, chosen: Segmentation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Recompute the parts that were chosen, from the next call on."""
+        names = {id(module): name for name, module in model.named_modules()}
+        known = {(id(part.owner), part.span): part for part in self._parts}
+        left_alone = [part for part in self._parts if part.gives_other_results]
+        parts: dict[tuple[int, tuple[int, int] | None], Part] = {}
+        kept: list[tuple[Part, Kept]] = []
+        for segment in chosen.segments:
+            key = (id(segment.owner), segment.span)
+            part = parts.setdefault(key, known.get(key) or part_of(segment.owner, segment.span, names))
+            kept.append((part, Kept(segment.freed_bytes, segment.cost, segment.inputs)))
+        self._take_off()
+        self._patches.clear()
+        self._put_on(list(parts.values()))
+        if self._budget is not None:
+            self._budget.decide(args, kwargs, kept)
+        said = self._budget.notes if self._budget is not None else [_words(chosen, self._parts, self._name)]
+        self._left_alone = left_alone
+        self.notes = [*said, *self._said_of_parts()]
+
+    def _said_of_parts(self) -> list[str]:
+        names = [part.name for part in self._left_alone]
+        if not names:
+            return []
+        return [f"{', '.join(names)} computed something else when run again, and is not recomputed"]
+
+    # -- running them --------------------------------------------------------------------------
+
+    def _whole(self, part: Part) -> Callable[..., Any]:
+        original = part.owner.forward
 
         @functools.wraps(original)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            if not (block.training and torch.is_grad_enabled()):
-                return original(*args, **kwargs)
-            if self._budget is not None and not self._budget.recomputes(block, original, args, kwargs):
-                return original(*args, **kwargs)
-            return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return self._run(part, original, args, kwargs)
 
         return checkpointed
 
+    def _in_runs(self, owner: nn.Module, parts: Sequence[Part]) -> Callable[..., Any]:
+        original = owner.forward
+        children = list(owner._modules.values())
+        by_start = {part.span[0]: part for part in parts if part.span is not None}
 
-def _contexts(block: nn.Module, *, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What surrounds a block's forward, and its recomputation."""
-    forward, recomputation = _selective_contexts() if selective else (nullcontext(), nullcontext())
-    return forward, Recomputation(block, recomputation)
+        @functools.wraps(original)
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            is_changed = not is_plain_sequential(owner) or [*owner._modules.values()] != children
+            if len(args) != 1 or kwargs or is_changed or not self._applies():
+                return original(*args, **kwargs)
+            (value,), place = args, 0
+            del args
+            while place < len(children):
+                part = by_start.get(place)
+                run = _one_after_another(children[place : place + 1] if part is None else part.members)
+                value = run(value) if part is None else self._run(part, run, (value,), {})
+                place = place + 1 if part is None else part.span[1]  # type: ignore[index] # a run of children
+            return value
+
+        return checkpointed
+
+    def _applies(self) -> bool:
+        """Whether a call of a part is one that a backward pass follows, and that nothing looks through."""
+        model = self._model()
+        is_training = model is not None and model.training and torch.is_grad_enabled() and not is_running()
+        return is_training and torch._C._get_tracing_state() is None and not torch.compiler.is_compiling()
+
+    def _run(self, part: Part, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not self._applies() or part.gives_other_results:
+            return call(*args, **kwargs)
+        again = functools.partial(recomputed, part, call, args, kwargs)
+        if isinstance(self._look, Look):
+            return self._look.part_runs(part, call, args, kwargs, lambda run: again(run=run))
+        if self._budget is not None and not self._budget.recomputes(part):
+            return call(*args, **kwargs)
+        is_measured = self._budget is not None and self._budget.is_measuring
+        then = functools.partial(self._measure, part, call) if is_measured else None
+        return again(watch=self._look, then=then, selective=self.plan.checkpointing == "selective")
+
+    def _measure(self, part: Part, call: Callable[..., Any], run: Run, saved: Sequence[torch.Tensor]) -> None:
+        assert self._budget is not None
+        with run.again():
+            args, kwargs = run.arguments(saved)
+            output, kept = kept_by(call, args, kwargs, run.device)
+            del output
+        self._budget.add(part, kept)
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]] = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
-        _keep_products
-    )
-    return contexts
+def main_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks a model repeats, where most of its layers lie in them; else none.
+
+    Example:
+        >>> tower = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+        >>> len(main_blocks(tower))
+        3
+        >>> main_blocks(nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)), tower))
+        []
+    """
+    blocks = repeated_blocks(model)
+    inside = {id(module) for block in blocks for module in block.modules() if module._parameters}
+    layers = [id(module) for module in model.modules() if module._parameters]
+    return blocks if len(inside) >= _LEAST_IN_BLOCKS * len(layers) else []
 
 
-def _keep_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _SAVED_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+def _one_after_another(children: Sequence[Any]) -> Callable[[Any], Any]:
+    def run(value: Any) -> Any:
+        for child in children:
+            value = child(value)
+        return value
+
+    return run
+
+
+def _words(chosen: Segmentation, parts: Sequence[Part], name: str) -> str:
+    if not chosen.segments:
+        return f"nothing is recomputed: no part of {name} keeps what could be freed without holding as much again"
+    kept, everything = format_bytes(chosen.kept_bytes), format_bytes(chosen.all_bytes)
+    listed = f"{len(parts)} parts recomputed: {kept} of {everything} kept between them"
+    if len(parts) < len(chosen.segments):
+        listed = f"{len(parts)} of {len(chosen.segments)} parts recomputed"
+    return f"{listed} ({', '.join(part.name for part in parts[:6])}{', …' if len(parts) > 6 else ''})"
+
+
+class _Repeatable(ExitStack):
+    """Collects what takes changes back, to be called as often as needed: a change of plans may be taken back itself."""
+
+    def __init__(self, calls: list[Callable[[], Any]]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def callback(self, callback: Callable[..., Any], /, *args: Any, **kwds: Any) -> Callable[..., Any]:
+        self._calls.append(functools.partial(callback, *args, **kwds))
+        return callback

@@ -55,7 +55,7 @@ def test_selective_keeps_the_results_of_matrix_products() -> None:
 
 
 def test_eval_mode_and_no_grad_are_not_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import memlab.techniques.checkpointing as module
+    import memlab.techniques._rerun as module
 
     calls: list[int] = []
     original = module.checkpoint
@@ -90,23 +90,13 @@ def test_blocks_are_found_in_encoder_and_decoder() -> None:
     assert len(repeated_blocks(model)) == 6
 
 
-def test_a_list_of_single_layers_is_no_repetition() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])
+def test_a_model_of_single_layers_has_nothing_to_recompute(model: nn.Module) -> None:
     with pytest.raises(RefusalError) as caught:
         fit(workload(model), "--checkpoint")
     assert str(caught.value) == (
-        "checkpointing: Sequential repeats no block (a ModuleList or Sequential with several modules of one class); "
-        "use --accumulate N to hold fewer activations at a time"
-    )
-
-
-def test_batch_norm_in_a_block_is_refused() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
-    with pytest.raises(RefusalError) as caught:
-        fit(workload(model), "--checkpoint")
-    assert str(caught.value) == (
-        "checkpointing: blocks of Sequential hold BatchNorm, whose running statistics would be updated twice a step; "
-        "use --offload activations, which recomputes nothing"
+        f"checkpointing: no part of {type(model).__name__} can be recomputed: none holds more than one layer, and a layer keeps "
+        "its input either way; use --accumulate N to hold fewer activations at a time"
     )
 
 

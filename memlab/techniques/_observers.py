@@ -1,0 +1,96 @@
+"""Hooks of modules within a part: those that only look on run once, as they would without recomputation.
+
+A hook takes part in the computation when it returns something, or changes its module or the tensors it is given (weight
+norm, spectral norm); running the part again runs it again. Any other looks on: it collects features, counts or prints.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+_BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
+# where the engines are at home that memlab itself puts on models: their hooks bring parameters
+_OF_ENGINES = ("memlab", "deepspeed", "torch.distributed")
+
+
+class Observers:
+    """The hooks of modules in one run of a part.
+
+    Args:
+        modules: those whose hooks run within it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
+        self._take_part: set[tuple[int, str, int]] = set()
+
+    @property
+    def are_there(self) -> bool:
+        return bool(self._modules)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context of the first run, in which it is seen what hooks do."""
+        with self._replaced(self._watching):
+            yield
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Context in which hooks that only look on are not there."""
+        with self._replaced(self._needed):
+            yield
+
+    @contextmanager
+    def _replaced(self, made: Callable[[nn.Module, str, Any], Any]) -> Iterator[None]:
+        if not self._modules:
+            yield
+            return
+        before = [(vars(m), kind, vars(m)[kind]) for m in self._modules for kind in (_BEFORE, _AFTER)]
+        try:
+            for module in self._modules:
+                for kind in (_BEFORE, _AFTER):
+                    vars(module)[kind] = made(module, kind, vars(module)[kind])
+            yield
+        finally:
+            for attributes, kind, hooks in before:
+                attributes[kind] = hooks
+
+    def _watching(self, module: nn.Module, kind: str, hooks: Any) -> Any:
+        return OrderedDict((key, self._watched(hook, (id(module), kind, key))) for key, hook in hooks.items())
+
+    def _needed(self, module: nn.Module, kind: str, hooks: Any) -> Any:
+        return OrderedDict((key, hook) for key, hook in hooks.items() if (id(module), kind, key) in self._take_part)
+
+    def _watched(self, hook: Any, name: tuple[int, str, int]) -> Any:
+        if _is_of_an_engine(hook):
+            self._take_part.add(name)
+            return hook
+
+        def watched(module: nn.Module, *given: Any) -> Any:
+            before = _looks_of(module, given)
+            result = hook(module, *given)
+            if result is not None or _looks_of(module, given) != before:
+                self._take_part.add(name)
+            return result
+
+        return watched
+
+
+def _is_of_an_engine(hook: Any) -> bool:
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return hasattr(hook, "in_use") or str(home).startswith(_OF_ENGINES)
+
+
+def _looks_of(module: nn.Module, given: Any) -> tuple[Any, ...]:
+    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and not leaf.is_inference())
+    return (
+        [(name, id(value)) for name, value in vars(module).items()],
+        [(id(tensor), tensor._version, tensor.requires_grad) for tensor in tensors],
+    )

@@ -1,0 +1,285 @@
+"""Checkpointing of any module tree: generated models, and models as people write them, bit for bit as without it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memlab import RefusalError, Workload, fit, measure, predict
+from memlab.measuring.runs import training_step
+from memlab.records import Category
+from tests.techniques.trees import Case, differences
+from tests.techniques.vision import MODELS, vision_workload
+
+_SEEDS_PER_TEST = 10
+_FIRST = range(0, 100, _SEEDS_PER_TEST)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    # sums in the same order
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("first", _FIRST)
+def test_generated_models_train_as_without_it(first: int) -> None:
+    for seed in range(first, first + _SEEDS_PER_TEST):
+        case = Case(seed)
+        expected = case.trained(case.another())
+        model = case.another()
+        before = [vars(module).keys() for module in model.modules()]
+        with fit(Workload(model), case.flags) as session:
+            found = case.trained(model)
+            assert session.notes, f"seed {seed}"
+        assert differences(expected, found) == [], f"seed {seed} under {case.flags}"
+        assert [vars(module).keys() for module in model.modules()] == before, f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("setting", ["full", "every:2", "selective", "budget:1GiB"])
+def test_models_for_images_train_as_without_it(name: str, setting: str) -> None:
+    left: list[list[torch.Tensor]] = []
+    for flags in ("", f"--checkpoint {setting}"):
+        load = vision_workload(name)
+        torch.manual_seed(3)
+        with fit(load, flags):
+            losses = [training_step(load) for _ in range(3)]
+        left.append([torch.tensor(losses), *load.model.state_dict().values(), torch.rand(2)])
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+
+
+@pytest.mark.parametrize(("name", "most"), [("resnet", 0.75), ("unet", 0.7), ("vae", 0.8), ("sequential", 0.7)])
+def test_models_for_images_keep_less_and_are_foretold(name: str, most: float) -> None:
+    load = vision_workload(name)
+    plain, found, foretold = (
+        measure(load, "", steps=1),
+        measure(load, "--checkpoint", steps=1),
+        predict(load, "--checkpoint"),
+    )
+    assert found.breakdown[Category.ACTIVATIONS] < most * plain.breakdown[Category.ACTIVATIONS]
+    # the first call, in which parts are cut by their number of layers, is measured and not foretold
+    assert foretold.peak_allocated_bytes <= found.peak_allocated_bytes <= 1.1 * foretold.peak_allocated_bytes
+
+
+def test_a_budget_for_parts_of_a_model_holds() -> None:
+    load = vision_workload("sequential")
+    with fit(load, "--checkpoint budget:1500KiB") as session:
+        for _ in range(2):
+            training_step(load)
+        (note,) = session.notes
+    assert " blocks recomputed: " in note
+    assert note.endswith("budget 1.5 MiB")
+    with (
+        fit(load, "--checkpoint budget:1KiB"),
+        pytest.raises(RefusalError, match="recomputed they still keep their inputs"),
+    ):
+        training_step(load)
+
+
+class Chain(nn.Module):
+    """Parts of one kind, one after the other."""
+
+    def __init__(self, make: Callable[[], nn.Module], times: int = 3) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(make() for _ in range(times))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            hidden = part(hidden)
+        return hidden
+
+
+def mlp(first: nn.Module) -> nn.Module:
+    return nn.Sequential(first, nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def gradients_of(model: nn.Module, flags: str | None, runs: int = 2) -> list[torch.Tensor]:
+    """Gradients of the last of some runs, the first of which only looks."""
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    for _ in range(runs):
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        model(inputs * 1.0).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_blocks_that_write_to_their_input(runs: int) -> None:
+    torch.manual_seed(0)
+    model = Chain(lambda: mlp(nn.ReLU(inplace=True)))
+    expected = gradients_of(model, None)
+    with fit(Workload(model), "--checkpoint"):
+        assert differences(gradients_of(model, "--checkpoint", runs), expected) == []
+
+
+_clock = itertools.count()
+
+
+class DependsOnTime(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * (1 + next(_clock))
+
+
+def test_a_part_that_computes_something_else_when_run_again_is_left_alone_and_said() -> None:
+    torch.manual_seed(0)
+    layers = [DependsOnTime(), *(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2))]
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.GELU(), layers[0]), *layers[1:], nn.Linear(8, 8))
+    with fit(Workload(model), "--checkpoint") as session:
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        assert session.notes[-1] == "0 computed something else when run again, and is not recomputed" or session.notes[
+            -1
+        ].startswith("Sequential[0..")
+    assert session.notes == ()
+
+
+def test_hooks_that_only_look_run_once_and_those_that_change_something_run_again() -> None:
+    torch.manual_seed(0)
+    model, seen = Chain(lambda: mlp(nn.Identity())), []
+    model.parts[0][1].register_forward_hook(lambda _m, _i, out: seen.append(out.shape))
+    model.parts[1][1].register_forward_hook(lambda _m, _i, out: out * 2)
+    expected = gradients_of(model, None, 1)
+    seen.clear()
+    with fit(Workload(model), "--checkpoint"):
+        assert differences(gradients_of(model, "--checkpoint", 1), expected) == []
+    assert len(seen) == 1
+
+
+class Trainer(nn.Module):
+    """Its loop calls its layers, and never itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2))
+        )
+        self.decoder = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def training_step(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(inputs)).square().mean()
+
+
+def test_loops_that_call_layers_of_the_model() -> None:
+    left, kept = [], []
+    saved: list[int] = []
+    for flags in ("", "--checkpoint"):
+        model = Trainer()
+        saved.clear()
+        with fit(Workload(model), flags):
+            for _ in range(2):
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+                    loss = model.training_step(torch.ones(4, 8))
+                loss.backward()
+        left.append([*model.state_dict().values(), *(p.grad for p in model.parameters())])
+        kept.append(sum(saved))
+    assert differences(*left) == []
+    assert kept[1] < 0.7 * kept[0]
+
+
+def test_other_parameters_for_the_length_of_a_call_are_those_of_the_recomputation() -> None:
+    torch.manual_seed(0)
+    model = Chain(lambda: mlp(nn.Identity()))
+    inputs = torch.randn(4, 8)
+
+    def gradient() -> torch.Tensor:
+        others = {name: (2 * parameter).requires_grad_() for name, parameter in model.named_parameters()}
+        loss = torch.func.functional_call(model, others, (inputs,)).square().mean()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+    expected = gradient()
+    with fit(Workload(model), "--checkpoint"):
+        assert torch.equal(gradient(), expected)
+
+
+class Memory:
+    """What decoders put keys and values in."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+
+
+class Decoder(nn.Module):
+    """Each block puts its input into a memory, where its configuration says so, and computes from all that is in it."""
+
+    def __init__(self, *, use_cache: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = type("Config", (), {"use_cache": use_cache})()
+        self.blocks = nn.ModuleList(Remembering() for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor, use_cache: bool | None = None) -> torch.Tensor:
+        remembers = self.config.use_cache if use_cache is None else use_cache
+        memory = Memory() if remembers else None
+        for block in self.blocks:
+            hidden = block(hidden, memory=memory)
+        return hidden
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp(nn.LayerNorm(8))
+
+    def forward(self, hidden: torch.Tensor, memory: Memory | None = None) -> torch.Tensor:
+        if memory is not None:
+            memory.values.append(hidden)
+            hidden = torch.stack(memory.values).sum(0)
+        return self.inner(hidden)
+
+
+class Wrapper(nn.Module):
+    """A wrapper that hands everything on, as those of adapters do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def test_a_cache_of_a_model_within_a_wrapper_is_off_in_training_and_on_again() -> None:
+    expected = gradients_of(Wrapper(Decoder(use_cache=False)), None)
+    model = Wrapper(Decoder(use_cache=True))
+    with fit(Workload(model), "--checkpoint"):
+        assert differences(gradients_of(model, "--checkpoint"), expected) == []
+        assert model.model.config.use_cache is True
+
+
+def test_an_object_that_blocks_write_to_is_as_it_was_when_they_run_again() -> None:
+    inputs = torch.randn(4, 8)
+    found = []
+    for flags in ("", "--checkpoint"):
+        model = Decoder(use_cache=True)
+        with fit(Workload(model), flags):
+            # said in the call: the cache is off in memlab's call, so blocks are called with a memory of the loop's own
+            memory = Memory()
+            hidden = inputs
+            for block in model.blocks:
+                hidden = block(hidden, memory=memory)
+            (hidden.square().mean() + memory.values[1].mean()).backward()
+            assert len(memory.values) == 3
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert differences(*found) == []
+
+
+def test_copies_and_files_made_meanwhile_are_those_of_the_plain_model() -> None:
+    load = vision_workload("unet")
+    plain = {name: sorted(vars(module)) for name, module in load.model.named_modules()}
+    with fit(load, "--checkpoint"):
+        training_step(load)
+        for made in (copy.deepcopy(load.model), pickle.loads(pickle.dumps(load.model))):
+            assert {name: sorted(vars(module)) for name, module in made.named_modules()} == plain
+        assert b"memlab" not in pickle.dumps(load.model)
