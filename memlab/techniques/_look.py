@@ -60,6 +60,8 @@ class Look(WriteWatch):
         finally:
             before.remove()
             after.remove()
+            # where torch forgets that the hook is gone
+            nn.modules.module._global_forward_hooks_with_kwargs.pop(after.id, None)
             self._held.clear()
             self._protected.clear()
 

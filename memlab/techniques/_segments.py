@@ -3,8 +3,9 @@
 Rules:
 
 1. A candidate is a module within the model, or consecutive children of a plain `nn.Sequential`.
-2. Before anything is known, parts are cut so that each has about the square root of all layers with weight matrices
-   (Chen et al., https://arxiv.org/abs/1604.06174).
+2. Before anything is known, parts are cut so that each has about half the square root of all layers with weight matrices:
+   the square root would be best if layers kept equally much (Chen et al., https://arxiv.org/abs/1604.06174), but the first ones
+   of a model for images keep far more than the others.
 3. The first training call of the model measures what every module's graph keeps (`_look`). From then on the parts are those
    for which what is kept between them plus the largest of them is least.
 4. A part does not begin with what writes to its input, as an activation in place does: its input would have to be copied.
@@ -34,11 +35,11 @@ def first_parts(model: nn.Module) -> list[Part]:
     Example:
         >>> model = nn.Sequential(*(layer for _ in range(9) for layer in (nn.Linear(4, 4), nn.GELU())))
         >>> [part.span for part in first_parts(model)]
-        [(0, 6), (6, 12), (12, 18)]
+        [(0, 4), (4, 8), (8, 12), (12, 16), (16, 18)]
         >>> first_parts(nn.Linear(4, 4))
         []
     """
-    most = max(1, round(math.sqrt(_layers(model))))
+    most = max(1, round(math.sqrt(_layers(model)) / 2))
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[tuple[int, tuple[int, int] | None], Part] = {}
     for owner, span in _cut(model, model, most):
@@ -59,13 +60,13 @@ def _cut(module: nn.Module, model: nn.Module, most: int) -> Iterator[tuple[nn.Mo
     if is_plain_sequential(module):
         yield from _cut_run(module, model, most)
         return
-    is_called = type(module).forward is not nn.ModuleList.forward
-    if module is not model and is_called and 0 < _layers(module) <= most:
-        if any(True for _ in module.children()):
-            yield module, None
-        return
-    for child in module.children():
-        yield from _cut(child, model, most)
+    may_be_one = module is not model and not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _layers(module) > 0
+    is_small = may_be_one and _layers(module) <= most
+    found = [] if is_small else [cut for child in module.children() for cut in _cut(child, model, most)]
+    if found:
+        yield from found
+    elif may_be_one and any(True for _ in module.children()):
+        yield module, None
 
 
 def _cut_run(sequential: nn.Module, model: nn.Module, most: int) -> Iterator[tuple[nn.Module, tuple[int, int] | None]]:

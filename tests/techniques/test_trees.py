@@ -41,7 +41,7 @@ def test_generated_models_train_as_without_it(first: int) -> None:
         before = [vars(module).keys() for module in model.modules()]
         with fit(Workload(model), case.flags) as session:
             found = case.trained(model)
-            assert session.notes, f"seed {seed}"
+            assert not any("something else" in note for note in session.notes), f"seed {seed}: {session.notes}"
         assert differences(expected, found) == [], f"seed {seed} under {case.flags}"
         assert [vars(module).keys() for module in model.modules()] == before, f"seed {seed}"
 
@@ -59,7 +59,7 @@ def test_models_for_images_train_as_without_it(name: str, setting: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
 
 
-@pytest.mark.parametrize(("name", "most"), [("resnet", 0.75), ("unet", 0.7), ("vae", 0.8), ("sequential", 0.7)])
+@pytest.mark.parametrize(("name", "most"), [("resnet", 0.9), ("unet", 0.7), ("vae", 0.8), ("sequential", 0.7)])
 def test_models_for_images_keep_less_and_are_foretold(name: str, most: float) -> None:
     load = vision_workload(name)
     plain, found, foretold = (
