@@ -113,8 +113,8 @@ class TestRefusals:
             (
                 nn.Linear(4, 2),
                 "--checkpoint",
-                "checkpointing: Linear repeats no block (a ModuleList or Sequential with several modules of one class); "
-                "use --accumulate N to hold fewer activations at a time",
+                "checkpointing: no part of Linear can be recomputed: none holds more than one layer, and a layer keeps its "
+                "input either way; use --accumulate N to hold fewer activations at a time",
             ),
             (
                 nn.Linear(4, 2),

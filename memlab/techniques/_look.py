@@ -26,7 +26,7 @@ from memlab.techniques._rerun import Part, Run, WriteWatch
 from memlab.techniques._segments import Node
 
 
-class Look(WriteWatch):
+class Look(WriteWatch):  # type: ignore[no-untyped-call]
     """Watches one call of a model.
 
     Args:
@@ -43,6 +43,7 @@ class Look(WriteWatch):
         self._open: list[tuple[Node, int, float]] = []  # with the births before it, and the cost
         self._born: list[weakref.ref[torch.UntypedStorage]] = []
         self._number: dict[int, int] = {}  # of a living storage, which no other one has
+        self._same_as: dict[int, int] = {}  # the output of a second run is that of the first
         self._cost = 0.0
         self._muted = False
 
@@ -50,7 +51,7 @@ class Look(WriteWatch):
     def watching(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Context of the model's call."""
         before = register_module_forward_pre_hook(self._called)
-        after = register_module_forward_hook(self._returned, with_kwargs=True)  # type: ignore[arg-type] # with kwargs
+        after = register_module_forward_hook(self._returned, with_kwargs=True)
         # the model's own hooks ran before: its call is opened here
         self._enter(model, (args, dict(kwargs)))
         try:
@@ -102,6 +103,7 @@ class Look(WriteWatch):
                 part.gives_other_results = not self._gives(run, output, lambda: call(*args, **kwargs))
         else:
             output = tree_map(_without_graph, output)
+            numbers = [*self._sizes(output)]
             second: list[Any] = []
 
             def again() -> Any:
@@ -111,6 +113,7 @@ class Look(WriteWatch):
             counts = self._gives(run, output, again)
             part.gives_other_results = not counts
             output = second[0] if counts else self._once_more(run, lambda: call(*args, **kwargs))
+            self._same_as |= dict(zip(self._sizes(output), numbers, strict=False))
         node.is_fixed, node.recomputed = part.gives_other_results, counts
         del held
         if part.span is not None:
@@ -192,7 +195,7 @@ class Look(WriteWatch):
 
     def _measure(self, node: Node, births: int, output: Any) -> None:
         passed_on = {*node.inputs, *self._sizes(output)}
-        living = ((number, ref()) for number, ref in enumerate(self._born[births:], births))
+        living = ((self._same_as.get(number, number), ref()) for number, ref in enumerate(self._born[births:], births))
         sizes = {number: storage.nbytes() for number, storage in living if storage is not None}
         node.own_bytes = sum(size for number, size in sizes.items() if number not in passed_on)
         came_in = {child.input_key for child in node.children}
@@ -206,7 +209,8 @@ class Look(WriteWatch):
         return {self._number_of(key): storage.nbytes() for key, storage in storages(leaves).items()}
 
     def _number_of(self, key: int) -> int:
-        return self._number.setdefault(key, -len(self._number) - 1)
+        number = self._number.setdefault(key, -len(self._number) - 1)
+        return self._same_as.get(number, number)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -217,7 +221,7 @@ class Look(WriteWatch):
             return result
         if not self._muted:
             for tensor in written_by(func, args, options):
-                number = self._number.get(tensor.untyped_storage()._cdata)
+                number = self._number_of(tensor.untyped_storage()._cdata)
                 for node, _, _ in self._open:
                     node.writes = node.writes or number in node.inputs
         before = storages(tree_leaves((args, options)))

@@ -288,7 +288,10 @@ class _Cut:
             first = children[start]
             came_in = first.input_key is None or first.input_key in node.inputs
             kept, inner = self.within(first)
-            boundary = 0 if came_in or first.input_key is None else node.alive.get(first.input_key, 0)
+            # written in place, one storage comes into two children
+            is_counted = start > 0 and first.input_key == children[start - 1].input_key
+            is_kept = not (came_in or is_counted or first.input_key is None)
+            boundary = node.alive.get(first.input_key or 0, 0) if is_kept else 0
             after, segments = best[-1]
             found = (kept + boundary + after, [*inner, *segments])
             if not first.writes:

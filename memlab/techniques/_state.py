@@ -239,10 +239,11 @@ class _Content:
 
     def __init__(self, container: Any, items: Any) -> None:
         self.container = container
-        self._items = items
+        self._items: Any = items
 
     def values(self) -> Iterable[Any]:
-        return iter(self._items)
+        items: Iterable[Any] = self._items
+        return items
 
     def hold(self, tensors: dict[int, KeptTensor]) -> None:
         """Hold tensors as they are kept, not those with their graphs."""

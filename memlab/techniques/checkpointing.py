@@ -49,40 +49,42 @@ _LEAST_IN_BLOCKS = 0.5
 
 
 class Checkpointing(Technique):
-    """Recompute the activations of repeated blocks in the backward pass.
+    """Recompute activations in the backward pass: those of repeated blocks, or of parts of a model that repeats none.
 
-    Known limitations: blocks must be deterministic under the same RNG state; BatchNorm inside a
-    block would update its running statistics twice and is refused.
+    Known limitations: what a part reads and changes outside of its modules, its arguments and the usual random states (a
+    global counter, a clock) is not put back; where that changes its result in the first training call, the part is left alone.
+    Where a loop calls layers of the model and never the model itself, parts stay as they are cut before anything is measured.
     """
 
     field = "checkpointing"
+    changes_modules = True
     descriptions = (
         Description(
             flags="--checkpoint",
-            saves="activations of all repeated blocks but one, which leave their inputs",
+            saves="activations of all repeated blocks but one, which leave their inputs; of parts of a model that repeats none",
             costs="one more forward pass of the blocks",
-            exactness="same gradient, dropout included",
-            gives_nothing="the peak is in the loss or in the optimizer step; refused where no block repeats and for blocks with BatchNorm",
+            exactness="same gradient, dropout and BatchNorm included",
+            gives_nothing="the peak is in the loss or in the optimizer step; refused where no part holds more than one layer",
         ),
         Description(
             flags="--checkpoint every:N",
             saves="the same, of one block in N",
             costs="the same ÷ N",
-            exactness="same gradient, dropout included",
+            exactness="same gradient, dropout and BatchNorm included",
             gives_nothing="as above",
         ),
         Description(
             flags="--checkpoint selective",
-            saves="results that are cheap to compute again; those of matrix products and attention stay",
+            saves="results that are cheap to compute again; those of matrix products, convolutions and attention stay",
             costs="norms, activations and masks once more",
-            exactness="same gradient, dropout included",
+            exactness="same gradient, dropout and BatchNorm included",
             gives_nothing="as above",
         ),
         Description(
             flags="--checkpoint budget:SIZE",
             saves="what blocks keep of a micro-batch: at most SIZE",
             costs="the least recomputation that does",
-            exactness="same gradient, dropout included",
+            exactness="same gradient, dropout and BatchNorm included",
             gives_nothing="SIZE is more than the blocks keep anyway; refused where recomputing all of them is not enough",
         ),
     )

@@ -104,9 +104,8 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
             "precision: tf32 needs a CUDA GPU of the Ampere generation or newer; use --bf16 here",
         ),
         (
-            "--checkpoint",
-            "checkpointing: Sequential repeats no block (a ModuleList or Sequential with several modules of one class); "
-            "use --accumulate N to hold fewer activations at a time",
+            "--chunk-loss",
+            "loss: Sequential has no linear layer onto 2048 or more classes; use --accumulate N, which divides the logits as well",
         ),
     ],
 )  # fmt: skip
@@ -199,13 +198,15 @@ def test_batch_too_small_is_found_when_it_is_called(shell: Any, made: Cell) -> N
 
 def test_a_refusal_leaves_the_old_plan_in_force(shell: Any, made: Cell) -> None:
     made(f"%%memfit --accumulate 4\n{TRAIN}")
-    one_line(made(f"%%memfit --checkpoint\n{TRAIN}"))
+    one_line(made(f"%%memfit --chunk-loss\n{TRAIN}"))
     assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4"
 
 
 def test_a_refusal_of_a_model_made_in_the_cell(cell: Cell) -> None:
     body = "import torch\nnet = torch.nn.Linear(4, 4)\nnet(torch.zeros(2, 4)).sum().backward()"
-    assert one_line(cell(f"%%memfit --checkpoint\n{body}")).startswith("checkpointing: Linear repeats no block")
+    assert one_line(cell(f"%%memfit --checkpoint\n{body}")).startswith(
+        "checkpointing: no part of Linear can be recomputed"
+    )
     assert sessions() == ()
 
 

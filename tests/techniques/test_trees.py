@@ -68,18 +68,17 @@ def test_models_for_images_keep_less_and_are_foretold(name: str, most: float) ->
         predict(load, "--checkpoint"),
     )
     assert found.breakdown[Category.ACTIVATIONS] < most * plain.breakdown[Category.ACTIVATIONS]
-    # the first call, in which parts are cut by their number of layers, is measured and not foretold
-    assert foretold.peak_allocated_bytes <= found.peak_allocated_bytes <= 1.1 * foretold.peak_allocated_bytes
+    assert foretold.peak_allocated_bytes == found.peak_allocated_bytes
 
 
 def test_a_budget_for_parts_of_a_model_holds() -> None:
     load = vision_workload("sequential")
-    with fit(load, "--checkpoint budget:1500KiB") as session:
+    with fit(load, "--checkpoint budget:2MiB") as session:
         for _ in range(2):
             training_step(load)
         (note,) = session.notes
     assert " blocks recomputed: " in note
-    assert note.endswith("budget 1.5 MiB")
+    assert note.endswith("budget 2.0 MiB")
     with (
         fit(load, "--checkpoint budget:1KiB"),
         pytest.raises(RefusalError, match="recomputed they still keep their inputs"),
@@ -133,15 +132,12 @@ class DependsOnTime(nn.Module):
 
 def test_a_part_that_computes_something_else_when_run_again_is_left_alone_and_said() -> None:
     torch.manual_seed(0)
-    layers = [DependsOnTime(), *(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2))]
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.GELU(), layers[0]), *layers[1:], nn.Linear(8, 8))
+    first = nn.Sequential(nn.Linear(8, 32), DependsOnTime(), nn.GELU(), nn.Linear(32, 8), nn.GELU())
+    model = nn.Sequential(first, *mlp(nn.Identity()), *mlp(nn.Identity()))
     with fit(Workload(model), "--checkpoint") as session:
-        loss = model(torch.randn(4, 8)).square().mean()
-        loss.backward()
-        assert session.notes[-1] == "0 computed something else when run again, and is not recomputed" or session.notes[
-            -1
-        ].startswith("Sequential[0..")
-    assert session.notes == ()
+        for _ in range(2):
+            model(torch.randn(4, 8)).square().mean().backward()
+            assert session.notes[-1] == "0[0..2] computed something else when run again, and is not recomputed"
 
 
 def test_hooks_that_only_look_run_once_and_those_that_change_something_run_again() -> None:
