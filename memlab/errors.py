@@ -25,9 +25,12 @@ class MemlabError(Exception):
     Attributes:
         is_late: whether training already differs from the loop as written, so that going on under another plan would
             hide it.
+        in_loop: whether it was raised where the user's loop met memlab (a model call, an optimizer step), and not by a
+            call to memlab that stands in the user's code.
     """
 
     is_late = False
+    in_loop = False
 
 
 class PlanError(MemlabError, ValueError):

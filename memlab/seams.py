@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -320,64 +320,3 @@ def on_first_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStac
     remove = register_optimizer_step_pre_hook(hook).remove
     undo.callback(remove)
     weakref.finalize(found.__self__, remove).atexit = False  # type: ignore[attr-defined] # a bound method
-
-
-class FirstTrainingCall:
-    """Watches for the first call of a trainable model, to find one that is made inside a cell.
-
-    While active, ``torch.nn.Module.__call__`` is replaced by a version that looks at outermost calls;
-    hooks cannot serve here, since they come after ``forward`` has been looked up.
-
-    Args:
-        found: called once with the model, just before its first training call runs.
-        thread: number of the thread whose calls count, where several may train; None for any.
-    """
-
-    def __init__(self, found: Callable[[nn.Module], None], thread: int | None = None) -> None:
-        self._found = found
-        self._thread = thread
-        self._depth = 0
-        self._original: Any = None
-
-    def __enter__(self) -> Self:
-        self._original = original = nn.Module.__call__
-        watcher = self
-
-        @functools.wraps(original)
-        def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if watcher._thread not in (None, threading.get_ident()):
-                return original(module, *args, **kwargs)
-            watcher._look_at(module)
-            watcher._depth += 1
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                watcher._depth -= 1
-
-        nn.Module.__call__ = watched_call  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Put ``torch.nn.Module.__call__`` back; harmless when done already."""
-        if self._original is not None:
-            nn.Module.__call__ = self._original  # type: ignore[method-assign]
-            self._original = None
-
-    def _look_at(self, module: nn.Module) -> None:
-        if self._depth == 0 and self._original is not None and self._counts(module):
-            self.stop()
-            self._found(module)
-
-    def _counts(self, module: nn.Module) -> bool:
-        is_training = module.training and torch.is_grad_enabled()
-        return is_training and any(p.requires_grad for p in module.parameters())
-
-
-class FirstCall(FirstTrainingCall):
-    """The same for the first call of any model, trained or not."""
-
-    def _counts(self, module: nn.Module) -> bool:
-        return next(module.parameters(), None) is not None

@@ -7,19 +7,29 @@ DDP are recognised by the attribute they keep their inner object under, so memla
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import gc
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
-from typing import Any
+from itertools import compress, islice
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from memlab.errors import WorkloadError
 
+_Kind = TypeVar("_Kind")
+
+# variables of IPython's own that hold values
+_OF_SHELL = frozenset({"In", "Out"})
+# how far and how long is looked into what a variable holds
+_DEEPEST, _MOST_ITEMS, _MOST_LOOKED_AT = 3, 50, 500
+
 # attribute that holds the inner object, by class name of the wrapper
 _MODEL_WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "_FabricModule": "_original_module"}
-_OPTIMIZER_WRAPPERS = {"AcceleratedOptimizer": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,19 @@ class Batch:
         if isinstance(batch, (tuple, list)):
             return cls(tuple(batch), {})
         return cls((batch,), {})
+
+
+class SeveralModelsError(WorkloadError):
+    """Several models may be the one that is meant.
+
+    Args:
+        models: those, by the name they are reached by.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self.models = dict(models)
+        listed = ", ".join(f"{name} ({type(m).__name__})" for name, m in models.items())
+        super().__init__(f"several models found: {listed}; name the one to use with --model {next(iter(models))}")
 
 
 class Workload:
@@ -109,8 +132,7 @@ class Workload:
 
     def describe(self) -> str:
         """Model, size, optimizer and device in one line."""
-        optimizers = " + ".join(type(o).__name__ for o in self.optimizers) or "optimizer made later"
-        return f"{self.name} {_size(self.model)} · {optimizers} · {self.device}"
+        return describe_all([self])
 
     @classmethod
     def find(
@@ -123,38 +145,39 @@ class Workload:
     ) -> Workload | None:
         """Look for a model and its optimizers among live variables.
 
-        Names the cell uses come first, then those that its functions use; among them a Trainer stands for its
-        model and optimizer. When the cell assigns a name anew, what the name held before is not looked at.
+        Names the cell uses come first, then those that its functions use; among them what holds models (a Trainer, an
+        agent, a list) stands for them. Of several models those count whose parameters an optimizer holds; one that the
+        cell names, if it names any. When the cell assigns a name anew, what the name held before is not looked at.
 
         Args:
             namespace: variables by name, such as the notebook's.
             cell: source about to run; may be empty.
-            model: name of the variable to use as the model, to choose among several.
+            model: name of the variable to use as the model, to choose among several; with dots and brackets for what
+                it holds, as in "agent.actor".
             optimizer: name of the variable to use as the optimizer.
 
         Returns:
             The workload, or None when there is no candidate (it may be created in the cell).
 
         Raises:
-            WorkloadError: a named variable is missing or is no model, or several models qualify.
+            SeveralModelsError: several models qualify.
+            WorkloadError: a named variable is missing or is no model.
         """
-        live = {name: value for name, value in namespace.items() if not name.startswith("_")}
+        live = _visible(namespace)
         used, assigned = names_in(cell)
         chosen_model = _chosen(live, model, "--model", nn.Module) if model else None
         chosen_optimizer = _chosen(live, optimizer, "--optimizer", torch.optim.Optimizer) if optimizer else None
         if chosen_model is None:
             candidates = _candidate_models(live, used, assigned, has_cell=bool(cell))
+            if chosen_optimizer is not None and any(steps_some_of(chosen_optimizer, m) for m in candidates.values()):
+                candidates = {name: m for name, m in candidates.items() if steps_some_of(chosen_optimizer, m)}
             if len(candidates) > 1:
-                listed = ", ".join(f"{name} ({type(m).__name__})" for name, m in candidates.items())
-                raise WorkloadError(
-                    f"several models found: {listed}; name the one to use with --model {next(iter(candidates))}"
-                )
+                candidates = _stepped(candidates, live, used, assigned)
+            if len(candidates) > 1:
+                raise SeveralModelsError(candidates)
             if not candidates:
                 return None
             chosen_model = next(iter(candidates.values()))
-        elif model and isinstance(_trainer_model(live[model]), nn.Module):
-            chosen_model = _trainer_model(live[model])
-        assert chosen_model is not None
         found = (
             [chosen_optimizer]
             if chosen_optimizer is not None
@@ -198,7 +221,7 @@ def find_model(namespace: Mapping[str, Any], cell: str, name: str | None = None)
         >>> find_model({"model": model, "x": 1}, "y = model(x)") is model
         True
     """
-    live = {key: value for key, value in namespace.items() if not key.startswith("_")}
+    live = _visible(namespace)
     if name:
         held = _held_model(live.get(name))
         return unwrap_model(held if held is not None else _chosen(live, name, "--model", nn.Module))
@@ -210,8 +233,7 @@ def find_model(namespace: Mapping[str, Any], cell: str, name: str | None = None)
         }
         named = named or _outermost({key: unwrap_model(model) for key, model in models.items()})
     if len(named) > 1:
-        listed = ", ".join(f"{key} ({type(m).__name__})" for key, m in named.items())
-        raise WorkloadError(f"several models found: {listed}; name the one to use with --model {next(iter(named))}")
+        raise SeveralModelsError(named)
     return next(iter(named.values()), None)
 
 
@@ -231,18 +253,53 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside wrappers of Accelerate and Fabric."""
-    name = type(optimizer).__name__
-    if name.startswith("Fabric") and hasattr(optimizer, "_optimizer"):
-        return unwrap_optimizer(optimizer._optimizer)
-    attribute = _OPTIMIZER_WRAPPERS.get(name)
-    return unwrap_optimizer(getattr(optimizer, attribute)) if attribute else optimizer
+    """The optimizer that really updates, inside those that hold it and call its step.
+
+    Accelerate, Fabric and Lightning wrap optimizers so, as do Lookahead and sharpness-aware minimisation.
+
+    Example:
+        >>> inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        >>> class Lookahead(torch.optim.Optimizer):
+        ...     def __init__(self, base):
+        ...         self.base, self.param_groups = base, base.param_groups
+        >>> unwrap_optimizer(Lookahead(inner)) is inner
+        True
+    """
+    passed: list[torch.optim.Optimizer] = []
+    inner: torch.optim.Optimizer | None = optimizer
+    while inner is not None:
+        passed.append(inner)
+        own = _stepped_by(inner)
+        held = (value for value in vars(inner).values() if isinstance(value, torch.optim.Optimizer))
+        inner = next((each for each in held if each not in passed and not own.isdisjoint(_stepped_by(each))), None)
+    return passed[-1]
 
 
 def steps_some_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer updates at least one parameter of a model."""
-    own = {id(p) for p in model.parameters()}
-    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    return not _stepped_by(optimizer).isdisjoint(id(p) for p in model.parameters())
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    # one whose making has failed may have no groups
+    return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Every live optimizer that updates parameters of a model, wherever it is kept."""
+    return [optimizer for optimizer in _live_optimizers() if steps_some_of(optimizer, model)]
+
+
+def _live_optimizers() -> list[torch.optim.Optimizer]:
+    """Every optimizer of this process that updates parameters itself."""
+    kinds, waiting = set(), [torch.optim.Optimizer]
+    while waiting:
+        kind = waiting.pop()
+        kinds.add(kind)
+        waiting += [each for each in kind.__subclasses__() if each not in kinds]
+    live = gc.get_objects()
+    distinct = {id(one): one for one in map(unwrap_optimizer, compress(live, map(kinds.__contains__, map(type, live))))}
+    return list(distinct.values())
 
 
 def names_in(cell: str) -> tuple[list[str], set[str]]:
@@ -313,20 +370,78 @@ def _given(optimizer: Any) -> list[torch.optim.Optimizer]:
     return list(given)
 
 
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, torch.optim.Optimizer)
+def is_trained_by(workload: Workload, namespace: Mapping[str, Any], cell: str) -> bool:
+    """Whether a cell trains this workload for certain: it uses an optimizer of the model, or makes nothing itself.
+
+    Args:
+        workload: as `Workload.find` gave it.
+        namespace: variables by name.
+        cell: source about to run.
+    """
+    live = _visible(namespace)
+    used, assigned = names_in(cell)
+    named = [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
+    optimizers = _optimizers_held(live, named)
+    return not assigned or any(own is each for own in workload.optimizers for each in optimizers)
+
+
+def stale_optimizers(namespace: Mapping[str, Any], cell: str) -> list[str]:
+    """What to say about optimizers whose model was made again: the cell uses both, and the one updates nothing of the other.
+
+    Args:
+        namespace: variables by name.
+        cell: source about to run.
+
+    Returns:
+        A line for each; none where parameters are variables of their own, as in the optimization of an image.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        >>> print(*stale_optimizers({"model": nn.Linear(2, 2), "optimizer": optimizer}, "model(x); optimizer.step()"))
+        `optimizer` updates none of `model`'s parameters; make it again: optimizer = SGD(model.parameters(), ...)
+    """
+    live = _visible(namespace)
+    used, assigned = names_in(cell)
+    named = [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
+    optimizers = {name: live[name] for name in named if isinstance(live[name], torch.optim.Optimizer)}
+    if not optimizers:
+        return []
+    models = _trainable(live, named)
+    held = {id(p) for name in live for _, m in _held(name, live[name], nn.Module) for p in m.parameters()}
+    held |= {id(p) for name in live for _, p in _held(name, live[name], torch.Tensor)}
+    lines = []
+    for name, optimizer in optimizers.items():
+        waiting = [
+            way for way, model in models.items() if not any(steps_some_of(o, model) for o in optimizers.values())
+        ]
+        if waiting and held.isdisjoint(_stepped_by(optimizer)):
+            kind = type(unwrap_optimizer(optimizer)).__name__
+            again = f"make it again: {name} = {kind}({waiting[0]}.parameters(), ...)"
+            lines.append(f"`{name}` updates none of `{waiting[0]}`'s parameters; {again}")
+    return lines
+
+
+def _visible(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of a notebook that are the user's own."""
+    return {name: value for name, value in namespace.items() if not name.startswith("_") and name not in _OF_SHELL}
 
 
 def _chosen(live: Mapping[str, Any], name: str, flag: str, kind: type) -> Any:
-    if name not in live:
+    variable = re.split(r"[.\[]", name, maxsplit=1)[0]
+    if variable not in live:
         close = ", ".join(n for n, v in live.items() if isinstance(v, kind)) or "none"
         raise WorkloadError(f"{flag} {name}: no variable of that name; candidates here: {close}")
-    value = live[name]
-    if isinstance(value, kind):
-        return value
-    if kind is nn.Module and _trainer_model(value) is not None:
-        return _trainer_model(value)
-    raise WorkloadError(f"{flag} {name}: {name} is a {type(value).__name__}, expected a torch {kind.__name__}")
+    held: dict[str, Any] = dict(_held(variable, live[variable], kind))
+    if name in held:
+        return held[name]
+    if kind is nn.Module and _trainer_model(live.get(name)) is not None:
+        return _trainer_model(live[name])
+    if len(held) == 1 and name == variable:
+        return next(iter(held.values()))
+    if held:
+        raise WorkloadError(f"{flag} {name}: {variable} holds {', '.join(held)}; name one of them")
+    what = f"{variable} is a {type(live[variable]).__name__}"
+    raise WorkloadError(f"{flag} {name}: {what}, expected a torch {kind.__name__}")
 
 
 def _trainer_model(value: Any) -> nn.Module | None:
@@ -337,22 +452,66 @@ def _trainer_model(value: Any) -> nn.Module | None:
     return model if isinstance(model, nn.Module) else None
 
 
+def _held(name: str, value: Any, kind: type[_Kind]) -> Iterator[tuple[str, _Kind]]:
+    """What a variable holds of a kind: itself, in containers, in attributes of objects; by the way there."""
+    waiting = deque([(name, value, 0)])
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_LOOKED_AT:
+        name, value, depth = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, kind):
+            yield name, value
+        elif depth < _DEEPEST:
+            waiting += [(f"{name}{step}", inner, depth + 1) for step, inner in _parts(value)]
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container or an object of a class of the user's holds, and the way there."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", inner) for key, inner in islice(value.items(), _MOST_ITEMS))
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{number}]", inner) for number, inner in enumerate(value[:_MOST_ITEMS]))
+    elif not isinstance(value, (type, ModuleType, FunctionType, torch.Tensor, nn.Module)):
+        # instance attributes only: a property may do anything
+        yield from ((f".{key}", inner) for key, inner in getattr(value, "__dict__", {}).items())
+
+
 def _candidate_models(
     live: Mapping[str, Any], used: list[str], assigned: set[str], *, has_cell: bool
 ) -> dict[str, nn.Module]:
-    models = {name: value if isinstance(value, nn.Module) else _trainer_model(value) for name, value in live.items()}
-    trainable = {
-        name: unwrap_model(m)
-        for name, m in models.items()
-        if m is not None and any(p.requires_grad for p in m.parameters())
-    }
     for names in (used, names_read_by(used, live)):
-        in_cell = {name: trainable[name] for name in names if name in trainable and name not in assigned}
+        in_cell = _trainable(live, (name for name in names if name in live and name not in assigned))
         if in_cell:
-            return _outermost(in_cell)
+            return in_cell
     if has_cell and assigned:
         return {}
-    return _outermost({name: m for name, m in trainable.items() if name not in assigned})
+    return _trainable(live, (name for name in live if name not in assigned))
+
+
+def _trainable(live: Mapping[str, Any], names: Iterable[str]) -> dict[str, nn.Module]:
+    """Models with trainable parameters that variables hold; one that holds a single model stands for it."""
+    trainable: dict[str, nn.Module] = {}
+    for name in names:
+        trainer_model = _trainer_model(live[name])
+        held = {name: trainer_model} if trainer_model is not None else dict(_held(name, live[name], nn.Module))
+        models = {way: unwrap_model(m) for way, m in held.items() if any(p.requires_grad for p in m.parameters())}
+        models = _outermost(models)
+        trainable |= {name: next(iter(models.values()))} if len(models) == 1 else models
+    return _outermost(trainable)
+
+
+def _stepped(
+    models: Mapping[str, nn.Module], live: Mapping[str, Any], used: list[str], assigned: set[str]
+) -> dict[str, nn.Module]:
+    """Of several models, those whose parameters an optimizer holds that the cell uses; else that any holds; else all."""
+    named = [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
+    for optimizers in (_optimizers_held(live, named), _live_optimizers()):
+        stepped = {name: m for name, m in models.items() if any(steps_some_of(each, m) for each in optimizers)}
+        if stepped:
+            return stepped
+    return dict(models)
 
 
 def _outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -363,13 +522,34 @@ def _outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _optimizers_for(model: nn.Module, live: Mapping[str, Any], assigned: set[str]) -> list[torch.optim.Optimizer]:
-    values = [value for name, value in live.items() if name not in assigned]
-    optimizers = [v for v in values if _is_optimizer(v)]
-    optimizers += [
-        o for v in values if _trainer_model(v) is not None and _is_optimizer(o := getattr(v, "optimizer", None))
-    ]
-    distinct = {id(o): o for o in map(unwrap_optimizer, optimizers)}
-    return [o for o in distinct.values() if steps_some_of(o, model)]
+    held = _optimizers_held(live, (name for name in live if name not in assigned))
+    return [optimizer for optimizer in held if steps_some_of(optimizer, model)]
+
+
+def _optimizers_held(live: Mapping[str, Any], names: Iterable[str]) -> list[torch.optim.Optimizer]:
+    """The optimizers that variables hold."""
+    held = [optimizer for name in names for _, optimizer in _held(name, live[name], torch.optim.Optimizer)]
+    return list({id(one): one for one in map(unwrap_optimizer, held)}.values())
+
+
+def has_optimizers() -> bool:
+    """Whether any optimizer is alive."""
+    if _live_optimizers():
+        # most of what nothing refers to any more are cycles
+        gc.collect()
+    return bool(_live_optimizers())
+
+
+def describe_all(workloads: Sequence[Workload]) -> str:
+    """Several models, their optimizers and their device in one line.
+
+    Example:
+        >>> describe_all([Workload(nn.Linear(4, 2), name="actor"), Workload(nn.Linear(4, 1), name="critic")])
+        'actor 10 + critic 5 · optimizer made later · cpu'
+    """
+    optimizers = {id(one): type(one).__name__ for each in workloads for one in each.optimizers}
+    models = " + ".join(f"{each.name} {_size(each.model)}" for each in workloads)
+    return f"{models} · {' + '.join(optimizers.values()) or 'optimizer made later'} · {workloads[0].device}"
 
 
 def describe_model(model: nn.Module) -> str:

@@ -340,12 +340,12 @@ class BackgroundWatch(CellWatch):
         self._thread = threading.get_ident()
         super().wait_for_model()
 
-    def attach(self, workload: Workload) -> None:
+    def attach(self, workload: Workload, *, alone: bool = False) -> None:
         """Take the session over to this thread, apply the plan, and begin to observe."""
         # last of all: until then, what waits for a step boundary may still be applied on this thread
         self._undo.callback(_hand_over, workload.model, threading.main_thread())
         _hand_over(workload.model, threading.current_thread())
-        super().attach(workload)
+        super().attach(workload, alone=alone)
         session = session_of(workload.model)
         if session is not None:
             self._job.trains(workload.model, self._control)

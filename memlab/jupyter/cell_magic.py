@@ -20,18 +20,22 @@ from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.panels import bring_up_to_date
 from memlab.jupyter.parser import CellOptions, cell_options
 from memlab.jupyter.state import out_of_memory_advice
-from memlab.jupyter.watch import CellWatch, was_raised_by_memlab
+from memlab.jupyter.watch import CellWatch
 from memlab.live.control import Cancelled
 from memlab.plan import Plan
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
 from memlab.session import Session
 from memlab.shortage import is_out_of_memory, release
-from memlab.workload import Workload
+from memlab.workload import SeveralModelsError, Workload, is_trained_by, stale_optimizers
 
 _NO_MODEL = (
     "no model found: no variable of this notebook is a trainable torch.nn.Module, and the cell made no training "
     "call; make the model first, or train it in this cell"
+)
+_PASSED_OVER = (
+    "no model that trains was found: the cell called {0} once, and no optimizer updates its parameters; name a model "
+    "that trains without one with --model"
 )
 
 
@@ -183,12 +187,21 @@ class CellMagic:
     def _find(self, watch: CellWatch, options: CellOptions, source: cells.Source) -> None:
         # a copy: other cells may make variables meanwhile
         variables = dict(self._notebook.shell.user_ns)
-        found = Workload.find(variables, source.python, model=options.model, optimizer=options.optimizer)
+        for stale in stale_optimizers(variables, source.python):
+            print(f"memfit: {stale}")  # noqa: T201 - it trains nothing, which nobody notices in a long cell
+        try:
+            found = Workload.find(variables, source.python, model=options.model, optimizer=options.optimizer)
+        except SeveralModelsError:
+            # those that train are found when they do
+            found = None
+        is_named = options.model is not None
+        if found is not None and not is_named and not is_trained_by(found, variables, source.python):
+            found = None
         self._notebook.background.require_other(found.model if found is not None else None)
         if found is None:
             watch.wait_for_model()
         else:
-            watch.attach(found)
+            watch.attach(found, alone=is_named)
 
     def _keep(self, watch: CellWatch, error: BaseException | None) -> int:
         if watch.session is None:
@@ -198,7 +211,7 @@ class CellMagic:
         return watch.keep(self._notebook.history_of(model), error)
 
     def _show_receipt(self, watch: CellWatch, steps: int) -> None:
-        if watch.session is None:
+        if watch.session is None or (watch.refused is not None and not steps):
             return
         if steps:
             show(self._notebook.histories[watch.session.workload.model].require())
@@ -208,8 +221,9 @@ class CellMagic:
 
     def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: Place) -> None:
         error = outcome.error
-        if error is not None and (was_raised_by_memlab(error) or isinstance(error, Cancelled)):
-            said = str(error)
+        refusal = cells.refusal_in(error)
+        if refusal is not None or isinstance(error, Cancelled):
+            said = str(refusal or error)
             if isinstance(error, Cancelled):
                 # nobody debugs what they cancelled: what the loop held goes with it
                 release(error)
@@ -222,8 +236,12 @@ class CellMagic:
         place.raise_shown(self._notebook.shell, outcome, advice)
 
     def _require_model(self, watch: CellWatch, options: CellOptions) -> None:
+        if watch.refused is not None:
+            # somebody between here and there has caught the error
+            raise UsageError(str(watch.refused))
         if watch.session is not None:
             return
+        why = _PASSED_OVER.format(watch.passed_over) if watch.passed_over else _NO_MODEL
         if options.plan is not None:
-            raise UsageError(f"{_NO_MODEL}; {options.plan.label} was not applied")
-        print(f"memfit: {_NO_MODEL}")  # noqa: T201 - the cell itself was fine
+            raise UsageError(f"{why}; {options.plan.label} was not applied")
+        print(f"memfit: {why}")  # noqa: T201 - the cell itself was fine

@@ -7,6 +7,7 @@
    event loop of its own; the kernel's is set aside for as long.
 3. An error is shown once, with the traceback that IPython made of the inner cell: printing it there is
    held back, the error is raised again from the magic, and what the outer cell then shows is replaced.
+4. What memlab refuses ends the cell wherever it comes from: `%run` would show it and let the cell go on.
 
 Known limitations:
     Objects that belong to the kernel's event loop cannot be awaited in a `%%memfit` cell, and tasks
@@ -22,9 +23,12 @@ import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
+
+from memlab.errors import MemlabError
 
 # IPython's shells are configured at run time: the attributes used here are typed as anything
 Shell = Any
@@ -117,6 +121,33 @@ def raise_shown(shell: Shell, outcome: Outcome, advice: str = "") -> None:
     raise error
 
 
+def refusal_in(error: BaseException | None) -> MemlabError | None:
+    """What memlab has refused in the middle of a cell, in the error that ends it.
+
+    Args:
+        error: as the cell raised it; a framework may have raised another one from it.
+
+    Returns:
+        The refusal; None for other errors, and for those of calls to memlab that stand in the user's code.
+    """
+    while error is not None:
+        if isinstance(error, MemlabError) and (error.in_loop or _was_called_by_torch(error.__traceback__)):
+            return error
+        error = error.__cause__
+    return None
+
+
+def _was_called_by_torch(traceback: TracebackType | None) -> bool:
+    """Whether memlab was called by torch (a hook, a node of the backward pass), and not by the user's code."""
+    before = ""
+    while traceback is not None:
+        module = str(traceback.tb_frame.f_globals.get("__name__", ""))
+        if module.startswith("memlab."):
+            return before.startswith("torch.")
+        before, traceback = module, traceback.tb_next
+    return False
+
+
 def _run(shell: Shell, source: Source) -> Any:
     coroutine = shell.run_cell_async(
         source.raw, store_history=False, transformed_cell=source.python, preprocessing_exc_tuple=source.failure
@@ -200,6 +231,8 @@ def _held_back(shell: Shell, source: Source, outcome: Outcome) -> Iterator[None]
     def held_back(kind: Any, error: BaseException, lines: list[str]) -> None:
         if any(error is one for one in _errors_of(shell.displayhook.exec_result, source)):
             outcome.traceback = lines
+        elif refusal_in(error) is not None:
+            raise error
         else:
             show(kind, error, lines)
 

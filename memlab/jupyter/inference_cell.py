@@ -15,16 +15,15 @@ from memlab.inference_record import CallKind, InferenceRecord
 from memlab.inferring.inference import Inference, explained, inference, inference_of
 from memlab.jupyter import cells
 from memlab.jupyter.display import show
+from memlab.jupyter.first_call import FirstCall
 from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions
-from memlab.jupyter.watch import optimizers_of, was_raised_by_memlab
 from memlab.measuring.device import device_for
 from memlab.report.inference import batch_line, graph_line, lines
-from memlab.seams import FirstCall
 from memlab.shortage import is_out_of_memory
 from memlab.units import format_bytes
-from memlab.workload import describe_model, find_model
+from memlab.workload import describe_model, find_model, optimizers_of
 
 _NO_MODEL = "no model found: the cell named no torch.nn.Module with parameters, and called none"
 _NO_CALL = (
@@ -70,17 +69,18 @@ class InferenceCell:
         else:
             self._undo.enter_context(FirstCall(lambda called: take(_whole(called))))
 
-    def _taker(self, options: CellOptions) -> Callable[[nn.Module], None]:
+    def _taker(self, options: CellOptions) -> Callable[[nn.Module], bool]:
         flags = str(options.plan) if options.plan is not None else ""
         capacity_bytes = options.capacity_bytes or self._notebook.config.capacity_bytes
 
-        def take(model: nn.Module) -> None:
+        def take(model: nn.Module) -> bool:
             left = inference_of(model)
             if left is not None:  # a cell before had no room to give the weights back
                 left.undo()
             device = device_for(next(model.parameters()).device, capacity_bytes)
             self._undo.callback(device.close)
             self._run_of_model = inference(model, flags, device=device, optimizers=optimizers_of(model))
+            return True
 
         return take
 
@@ -123,8 +123,9 @@ class InferenceCell:
             return (f"batch: {error}",)
 
     def _raise(self, outcome: cells.Outcome, error: BaseException, options: CellOptions) -> None:
-        if was_raised_by_memlab(error):
-            raise UsageError(str(error))
+        refusal = cells.refusal_in(error)
+        if refusal is not None:
+            raise UsageError(str(refusal))
         if sentence := explained(error):
             raise UsageError(sentence)
         advice = self._advice(options) if is_out_of_memory(error) else ""

@@ -123,7 +123,7 @@ class Meter(Observer):
     """The observer that a session calls on the training thread.
 
     Args:
-        model: the model that is trained; a `ModuleList` for several that train together.
+        model: the model that is trained; others may join it.
         optimizers: those known so far.
         device: what memory is counted on; it stays open when the meter closes.
         host_bytes: tells how many bytes techniques keep off the device at present.
@@ -160,7 +160,7 @@ class Meter(Observer):
         held: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         self.device = device
-        self._model: torch.nn.Module | None = model
+        self._models = [model]
         self._optimizers = list(optimizers)
         self._host_bytes = host_bytes
         self._held = held
@@ -222,6 +222,15 @@ class Meter(Observer):
         if self._step is not None:
             # what failed under the old plan is no peak of the new one
             self._forget_peaks(self._step, ())
+
+    def take_in(self, model: torch.nn.Module) -> None:
+        """Measure another model that trains in the same loop."""
+        self._models.append(model)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a model call is under way."""
+        return self._in_forward
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         """Take in an optimizer that is first seen now."""
@@ -335,7 +344,7 @@ class Meter(Observer):
         """Stop watching and let go of model and optimizers; what was measured stays readable."""
         self.interrupted()
         self._ledger.close()
-        self._model = None
+        self._models = []
         self._optimizers = []
 
     def _begin_step(self, batch: Batch) -> _OpenStep:
@@ -435,12 +444,14 @@ class Meter(Observer):
         return [step for step in timed[_WARMUP_STEPS:] if every or not step.observed]
 
     def _parameters(self) -> Iterator[Holding]:
-        if self._model is not None:
-            yield from parameters_of(self._model)
+        for model in self._models:
+            yield from parameters_of(model)
+        if self._models:
             yield from ((Category.PARAMETERS, tensor) for tensor in self._held())
 
     def _gradients(self) -> Iterator[Holding]:
-        return iter(()) if self._model is None else gradients_of(self._model)
+        for model in self._models:
+            yield from gradients_of(model)
 
     def _state(self) -> Iterator[Holding]:
         return state_of(self._optimizers)

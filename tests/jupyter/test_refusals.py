@@ -124,15 +124,51 @@ def test_no_model(cell: Cell) -> None:
     assert cell("%%memfit\nx = 1").out == f"memfit: {expected}\n"
 
 
-def test_several_models(shell: Any, made: Cell, unchanged: Any) -> None:
-    said = refused(
-        made, unchanged, "%%memfit --accumulate 4", "train()", "other = torch.nn.Linear(2, 2)\ndef train(): pass"
+def test_of_several_models_the_one_that_trains_is_taken_unless_one_is_named(shell: Any, made: Cell) -> None:
+    made("other = torch.nn.Linear(2, 2)")
+    for named in ("", "--model model"):
+        ran = made(f"%%memfit --accumulate 4 {named}\n{TRAIN}")
+        assert ran.error is None
+        assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4"
+        assert session_of(shell.user_ns["other"]) is None
+        made("%memfit undo")
+
+
+REFUSED = (
+    "accumulation: --accumulate 4 needs at least 4 rows in a batch of Sequential, this one has 2; "
+    "use --accumulate 2 or larger batches"
+)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "train()",
+        "Framework().fit(train)",
+        "Framework().fit_and_translate(train)",
+        "swallowed(train)",
+        "%run -i script.py\nafter = True",
+        "%run -i fresh.py\nafter = True",
+        "exec(open('script.py').read())",
+    ],
+)
+def test_a_refusal_is_one_line_wherever_it_comes_from(
+    shell: Any, made: Cell, body: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("model(inputs[:2]).sum().backward()\n")
+    made_anew = "net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+    (tmp_path / "fresh.py").write_text(f"{made_anew}del model\nnet(torch.zeros(2, 4)).sum().backward()\n")
+    made(
+        "def train():\n    model(inputs[:2]).sum().backward()\n"
+        "def swallowed(call):\n    try: call()\n    except Exception: pass\n"
+        "class Framework:\n    def fit(self, call): call()\n"
+        "    def fit_and_translate(self, call):\n        try: call()\n"
+        "        except Exception as error: raise RuntimeError('training failed') from error\n"
     )
-    assert said == "several models found: model (Sequential), other (Linear); name the one to use with --model model"
-    ran = made(f"%%memfit --accumulate 4 --model model\n{TRAIN}")
-    assert ran.error is None
-    assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4"
-    assert session_of(shell.user_ns["other"]) is None
+    text = one_line(made(f"%%memfit --accumulate 4\n{body}"))
+    assert text == REFUSED
+    assert "after" not in shell.user_ns
 
 
 def test_an_optimizer_of_another_model(made: Cell, unchanged: Any) -> None:

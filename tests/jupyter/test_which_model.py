@@ -1,0 +1,262 @@
+"""Which model of several trains, models and optimizers made inside the cell, and several that train together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.session import sessions
+from tests.jupyter.conftest import Cell
+
+SETUP = """
+import copy, torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+torch.manual_seed(0)
+def net(out=4): return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, out))
+x, y = torch.randn(12, 8), torch.randint(0, 4, (12,))
+losses = []
+"""
+LOOP = """
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+"""
+
+
+def indented(text: str) -> str:
+    return "".join(f"    {line}\n" for line in text.strip("\n").splitlines())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A notebook: what stands before the cell, the cell, and what the receipt calls what was trained."""
+
+    before: str
+    cell: str
+    trained: str
+    lossless_flags: tuple[str, ...] = ("--accumulate 2",)
+
+
+ONE = "Sequential 212 · AdamW"
+MADE = "model = net(); optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)\n"
+CASES = {
+    "a moving average": Case(
+        f"{MADE}ema = copy.deepcopy(model)",
+        f"{LOOP}    with torch.no_grad():\n        for a, b in zip(ema.parameters(), model.parameters()): a.lerp_(b, 0.1)",
+        ONE,
+    ),
+    "a teacher that could train": Case(
+        f"{MADE}teacher = net()",
+        LOOP.replace("y)\n", "y) + mse_loss(model(x), teacher(x).detach())\n"),
+        ONE,
+    ),
+    "a teacher with an optimizer of its own, before a student made in the cell": Case(
+        "teacher = net(); teacher_optimizer = torch.optim.SGD(teacher.parameters(), lr=0.1)",
+        MADE + LOOP.replace("loss =", "with torch.no_grad(): teacher(x)\n    loss ="),
+        ONE,
+    ),
+    "a frozen reference beside a trained copy": Case(
+        f"reference = net().requires_grad_(False)\n{MADE}",
+        LOOP.replace("y)\n", "y) + 0.1 * mse_loss(model(x), reference(x))\n"),
+        ONE,
+    ),
+    "a second copy that is only compared with": Case(
+        f"{MADE}before = copy.deepcopy(model)", f"{LOOP}drift = mse_loss(model(x), before(x)).item()", ONE
+    ),
+    "a loss with weights of its own": Case(
+        f"{MADE}criterion = nn.Sequential(nn.Linear(4, 4))",
+        LOOP.replace("cross_entropy(model(x), y)", "criterion(model(x)).square().mean()"),
+        ONE,
+    ),
+    "models in a dictionary": Case(
+        f"{MADE}models = {{'net': model, 'old': net()}}; del model",
+        LOOP.replace("model(x)", "models['net'](x)"),
+        ONE,
+    ),
+    "a learner of the user's own": Case(
+        "class Learner:\n    def __init__(self):\n        self.net, self.target = net(), net()\n"
+        "        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.05)\n"
+        "    def fit(self):\n        model, optimizer = self.net, self.optimizer\n"
+        f"{indented(indented(LOOP))}\nlearner = Learner()",
+        "learner.fit()",
+        ONE,
+    ),
+    "all inside a function": Case(
+        f"def train():\n{indented(MADE + LOOP)}    return model\nspare = net()", "result = train()", ONE
+    ),
+    "a model made again in the cell": Case(MADE, MADE + LOOP, ONE),
+    "a generator and its critic": Case(
+        "G, D = net(8), net(1)\noptG, optD = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (G, D))",
+        """
+for _ in range(3):
+    fake = G(x)
+    optD.zero_grad()
+    (D(x).mean() - D(fake.detach()).mean()).backward()
+    optD.step()
+    optG.zero_grad()
+    loss = -D(fake).mean()
+    loss.backward()
+    optG.step()
+    losses.append(loss.item())
+""",
+        "Sequential 280 + Sequential 161 · AdamW + AdamW",
+    ),
+    "an actor and a critic under one optimizer": Case(
+        "actor, critic = net(), net(1)\n"
+        "optimizer = torch.optim.AdamW([*actor.parameters(), *critic.parameters()], lr=0.01)",
+        LOOP.replace("model(x), y)\n", "actor(x), y) + critic(x).square().mean()\n"),
+        "Sequential 212 + Sequential 161 · AdamW",
+    ),
+    "parts of a module that are called by themselves": Case(
+        "class Task(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 4)\n",
+        "task = Task(); optimizer = torch.optim.AdamW(task.parameters(), lr=0.01)\n"
+        + LOOP.replace("model(x)", "task.head(task.body(x).tanh())"),
+        "Linear 144 + Linear 68 · AdamW",
+    ),
+    "a model trained after another": Case(
+        f"{MADE}",
+        LOOP
+        + "second = net(); optimizer = torch.optim.SGD(second.parameters(), lr=0.1)\n"
+        + LOOP.replace("model(", "second("),
+        "Sequential 212 + Sequential 212 · AdamW + SGD",
+    ),
+    "a closure, as Lightning steps": Case(
+        "class Wrapper:\n"
+        "    def __init__(self, optimizer):\n        self._optimizer = optimizer\n"
+        "        self.__class__ = type('Wrapped', (Wrapper, type(optimizer)), {})\n"
+        "    def step(self, closure):\n        return self._optimizer.step(closure=closure)\n"
+        "    def __getattr__(self, name):\n        return getattr(self._optimizer, name)\n",
+        f"def train():\n{indented(MADE)}    wrapped = Wrapper(optimizer)\n"
+        "    def closure():\n        optimizer.zero_grad()\n        loss = cross_entropy(model(x), y)\n"
+        "        loss.backward()\n        losses.append(loss.item())\n        return loss\n"
+        "    for _ in range(3): wrapped.step(closure)\n    return model\nresult = train()",
+        ONE,
+        ("--accumulate 2", "--offload optimizer"),
+    ),
+    "an optimizer around another": Case(
+        "class Ascent(torch.optim.Optimizer):\n"
+        "    def __init__(self, base):\n        self.base = base\n        super().__init__(base.param_groups, {})\n"
+        "        self.param_groups = base.param_groups\n"
+        "    @torch.no_grad()\n    def step(self, closure):\n"
+        "        moved = [(p, 0.05 * p.grad) for g in self.param_groups for p in g['params']]\n"
+        "        for p, by in moved: p.add_(by)\n"
+        "        with torch.enable_grad(): loss = closure()\n"
+        "        for p, by in moved: p.sub_(by)\n"
+        "        self.base.step()\n        return loss\n",
+        MADE + "ascent = Ascent(optimizer)\ndef closure():\n    optimizer.zero_grad()\n"
+        "    loss = cross_entropy(model(x), y)\n    loss.backward()\n    losses.append(loss.item())\n    return loss\n"
+        "for _ in range(3):\n    closure()\n    ascent.step(closure)",
+        ONE,
+        ("--accumulate 2", "--offload optimizer"),
+    ),
+    "LBFGS": Case(
+        "",
+        "model = net(); optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)\ndef closure():\n"
+        "    optimizer.zero_grad()\n    loss = cross_entropy(model(x), y)\n    loss.backward()\n"
+        "    losses.append(loss.item())\n    return loss\nfor _ in range(3): optimizer.step(closure)",
+        "Sequential 212 · LBFGS",
+        (),
+    ),
+}
+
+
+def left_by(shell: Any) -> dict[str, Any]:
+    """Losses, parameters and moments that a cell has left."""
+    space = {name: value for name, value in shell.user_ns.items() if not name.startswith("_")}
+    models = {name: value for name, value in space.items() if isinstance(value, torch.nn.Module)}
+    left = {f"{name}.{key}": p.detach().clone() for name, m in models.items() for key, p in m.named_parameters()}
+    for name, value in space.items():
+        if type(value) in (torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS):
+            left |= {
+                f"{name}.{number}.{key}": item.clone() if isinstance(item, torch.Tensor) else item
+                for number, state in value.state_dict()["state"].items()
+                for key, item in state.items()
+                if key in ("step", "exp_avg", "exp_avg_sq", "n_iter")
+            }
+    return {"losses": torch.tensor(space["losses"]), **left}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_trains_is_found_and_trains_as_it_would(shell: Any, cell: Cell, name: str) -> None:
+    case = CASES[name]
+    assert cell(SETUP + case.before).error is None
+    assert cell(case.cell).error is None
+    plain = left_by(shell)
+    for flags in ("", *case.lossless_flags):
+        assert cell(SETUP + case.before).error is None
+        ran = cell(f"%%memfit {flags}\n{case.cell}")
+        assert ran.error is None, ran.err
+        title = next(line for line in ran.out.splitlines() if line.startswith("memfit · "))
+        assert title.startswith(f"memfit · {case.trained} · cpu"), title
+        left = left_by(shell)
+        assert left.keys() == plain.keys()
+        for key, value in plain.items():
+            same = torch.allclose(torch.as_tensor(left[key]), torch.as_tensor(value), rtol=1e-5, atol=1e-7)
+            assert same, f"{flags}: {key}"
+        if not flags:
+            for key, value in plain.items():
+                assert torch.equal(torch.as_tensor(left[key]), torch.as_tensor(value)), key
+        cell("%memfit undo all")
+        assert sessions() == ()
+
+
+def test_settings_that_several_models_cannot_have_by_themselves(shell: Any, cell: Cell) -> None:
+    both = CASES["an actor and a critic under one optimizer"]
+    for flags, said in (
+        (
+            "--offload optimizer",
+            "session: one AdamW updates Sequential and Sequential, so --offload optimizer cannot be applied to each by "
+            "itself; give each its own optimizer, or use settings of the model call: --accumulate, --checkpoint, --bf16, "
+            "--offload activations",
+        ),
+        (
+            "--release-grads",
+            "session: this cell trains Sequential and Sequential, and --release-grads treats the gradients of each as "
+            "those of its own loss; leave out --release-grads and --fp16, or name one model with --model",
+        ),
+    ):
+        assert cell(SETUP + both.before).error is None
+        ran = cell(f"%%memfit {flags}\n{both.cell}")
+        assert (ran.out + ran.err).strip() == f"UsageError: {said}"
+        cell("%memfit undo all")
+
+
+def test_a_model_is_named_by_the_way_to_it(shell: Any, cell: Cell) -> None:
+    body = LOOP.replace("model(x)", "agent.actor(x)")
+    before = (
+        "class Agent: pass\nagent = Agent(); agent.actor, agent.critics = net(), [net(1), net(1)]\n"
+        "optimizer = torch.optim.AdamW(agent.actor.parameters())"
+    )
+    assert cell(SETUP + before).error is None
+    assert "memfit · Sequential 212 · AdamW" in cell(f"%%memfit --model agent.actor\n{body}").out
+    said = cell(f"%%memfit --model agent.critic\n{body}").err.strip()
+    assert said == (
+        "UsageError: --model agent.critic: agent holds agent.actor, agent.critics[0], agent.critics[1]; name one of them"
+    )
+
+
+def test_a_stale_optimizer_is_named_and_the_cell_runs(shell: Any, cell: Cell) -> None:
+    assert cell(SETUP + MADE + "model = net()").error is None
+    said = (
+        "memfit: `optimizer` updates none of `model`'s parameters; make it again: "
+        "optimizer = AdamW(model.parameters(), ...)"
+    )
+    for flags in ("", "--accumulate 2"):
+        ran = cell(f"%%memfit {flags}\n{LOOP}")
+        assert ran.error is None, ran.err
+        assert ran.out.splitlines()[0] == said
+    assert len(shell.user_ns["losses"]) == 6
+    # an image that is optimized is no parameter of a model, and no mistake
+    assert (
+        cell(SETUP + "model = net(); image = torch.nn.Parameter(x); optimizer = torch.optim.Adam([image])").error
+        is None
+    )
+    assert "updates none of" not in cell(f"%%memfit\n{LOOP}").out
