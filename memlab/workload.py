@@ -287,10 +287,10 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Every live optimizer that updates parameters of a model, wherever it is kept."""
-    return [optimizer for optimizer in _live_optimizers() if steps_some_of(optimizer, model)]
+    return [optimizer for optimizer in live_optimizers() if steps_some_of(optimizer, model)]
 
 
-def _live_optimizers() -> list[torch.optim.Optimizer]:
+def live_optimizers() -> list[torch.optim.Optimizer]:
     """Every optimizer of this process that updates parameters itself."""
     kinds, waiting = set(), [torch.optim.Optimizer]
     while waiting:
@@ -507,7 +507,7 @@ def _stepped(
 ) -> dict[str, nn.Module]:
     """Of several models, those whose parameters an optimizer holds that the cell uses; else that any holds; else all."""
     named = [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
-    for optimizers in (_optimizers_held(live, named), _live_optimizers()):
+    for optimizers in (_optimizers_held(live, named), live_optimizers()):
         stepped = {name: m for name, m in models.items() if any(steps_some_of(each, m) for each in optimizers)}
         if stepped:
             return stepped
@@ -530,14 +530,6 @@ def _optimizers_held(live: Mapping[str, Any], names: Iterable[str]) -> list[torc
     """The optimizers that variables hold."""
     held = [optimizer for name in names for _, optimizer in _held(name, live[name], torch.optim.Optimizer)]
     return list({id(one): one for one in map(unwrap_optimizer, held)}.values())
-
-
-def has_optimizers() -> bool:
-    """Whether any optimizer is alive."""
-    if _live_optimizers():
-        # most of what nothing refers to any more are cycles
-        gc.collect()
-    return bool(_live_optimizers())
 
 
 def describe_all(workloads: Sequence[Workload]) -> str:

@@ -37,7 +37,7 @@ from memlab.rescue.rescuer import Rescuer
 from memlab.rescue.thrash import ThrashWatch
 from memlab.session import Session, fit, session_of
 from memlab.shortage import is_out_of_memory
-from memlab.workload import Batch, Workload, describe_all, has_optimizers, optimizers_of, steps_some_of, unwrap_model
+from memlab.workload import Batch, Workload, describe_all, live_optimizers, optimizers_of, steps_some_of, unwrap_model
 
 # a loop that accumulates by hand calls its model several times before the first step; after so many, no other is expected
 _MOST_CALLS_OF_A_STEP = 64
@@ -87,7 +87,7 @@ class CellWatch:
         self._log_from: list[int] = []
         self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
         self._looking: FirstTrainingCall | None = None
-        self._known: set[int] = set()  # optimizers that have been looked at
+        self._known: set[int] = set()  # optimizers that were there before, or have been looked at
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -110,6 +110,7 @@ class CellWatch:
 
     def wait_for_model(self) -> None:
         """Attach to the models that the cell trains."""
+        self._known |= {id(one) for one in live_optimizers()}
         self._look()
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
@@ -175,7 +176,7 @@ class CellWatch:
                 self._looking = None
             return is_over
         optimizers = optimizers_of(called)
-        if not optimizers and (self.sessions or (calls == 1 and has_optimizers())):
+        if not optimizers and (self.sessions or (calls == 1 and self._has_made_optimizers())):
             # a teacher or a loss with weights, unless it is called again and nothing else trains
             self.passed_over = type(called).__name__
             return False
@@ -186,6 +187,9 @@ class CellWatch:
             self._broke_off(refusal)
             raise
         return False
+
+    def _has_made_optimizers(self) -> bool:
+        return any(id(one) not in self._known for one in live_optimizers())
 
     def _broke_off(self, error: BaseException) -> None:
         if isinstance(error, MemlabError):
