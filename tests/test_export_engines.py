@@ -20,7 +20,10 @@ ENGINE = textwrap.dedent(
     import importlib, json, sys
     import deepspeed, torch
     from memlab.plan import Plan
+    from tests.helpers.cpu_ranks import without_compiling
     from tests.techniques.models import gpt2, ragged_batch
+
+    without_compiling()
 
     VALUES = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
               "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
