@@ -56,7 +56,7 @@ ENGINE = textwrap.dedent(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_deepspeed_engines_train_with_the_exported_configurations(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     with socket.socket() as free:
