@@ -137,6 +137,7 @@ class TestLateOptimizers:
 
 
 class TestShortOfMemory:
+    @pytest.mark.few(4)
     def test_at_every_allocation_with_no_memory_after_it(self, pair: tuple[str, str]) -> None:
         """Going back makes no tensor; the second try fails at once."""
         old, new = pair
@@ -164,6 +165,7 @@ class TestShortOfMemory:
                     run.session.switch(new, now=True)
             assert differences(run.go_on(), expected) == []
 
+    @pytest.mark.few(4)
     def test_at_any_allocation_once(self, pair: tuple[str, str]) -> None:
         """The second try, which keeps nothing old on the device, comes to the same."""
         old, new = pair
@@ -180,6 +182,7 @@ class TestShortOfMemory:
             if not failing.has_failed:
                 break
 
+    @pytest.mark.few(4)
     def test_old_tensors_that_left_the_device_come_back(self, pair: tuple[str, str]) -> None:
         """An error in the second try, when what has been replaced lies elsewhere already."""
         old, new = pair

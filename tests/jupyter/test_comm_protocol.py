@@ -275,6 +275,7 @@ def test_ctrl_c_ends_the_waiting_only(kernel: LiveKernel, maker: str) -> None:
     assert kernel.text(kernel.run("go_on.set()\n%memfit wait")).endswith("in the background has ended\n")
 
 
+@pytest.mark.full
 def test_a_kernel_shuts_down_beside_a_background_cell() -> None:
     with live_kernel() as kernel:
         kernel.run("%load_ext memlab\nimport time")

@@ -67,6 +67,7 @@ def control() -> Iterator[Control]:
     session.undo()
 
 
+@pytest.mark.full
 def test_two_hours_before_a_panel_stay_bounded(control: Control) -> None:
     clock, meter = Clock(), Recorded()
     panel = Panel(control)

@@ -59,6 +59,7 @@ def test_a_cell_in_two_processes_leaves_what_it_did(cell: Cell, shell: Any) -> N
     assert foretold.measured(two) == pytest.approx(two.peak_allocated_bytes, rel=0.03)
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_shows_its_line_and_one_sentence(cell: Cell) -> None:
     cell(SETUP)
     cell("model, optimizer, scheduler = fresh()")
