@@ -37,6 +37,7 @@ _DISK_BYTES = _GIB // 2
 _HEADERS = {  # a header, and the package of pip that brings it
     "cuda_runtime_api.h": "nvidia-cuda-runtime",
     "crt/host_defines.h": "nvidia-cuda-crt",
+    "nv/target": "nvidia-cuda-cccl",
     "cublas_api.h": "nvidia-cublas",
     "cudnn.h": "nvidia-cudnn-cu13",
     "nccl.h": "nvidia-nccl-cu13",

@@ -13,7 +13,7 @@ part "an environment with torch $torch, its CUDA build"
 mkdir -p build/emulated_gpu
 grep -v '^torch==' constraints.txt >build/emulated_gpu/constraints.txt
 python3 -m venv "$environment"
-if ! "$python" -m pip install -q --no-compile -c build/emulated_gpu/constraints.txt "torch==$torch" nvidia-cuda-crt -e '.[lab,test]'; then
+if ! "$python" -m pip install -q --no-compile -c build/emulated_gpu/constraints.txt "torch==$torch" nvidia-cuda-crt nvidia-cuda-cccl -e '.[lab,test]'; then
   echo "emulated GPU: torch $torch (CUDA build, some 5 GB) could not be installed into $environment, see above;" \
     "it needs Linux, Python 3.11 or newer, a package index and disk ($(df -h --output=avail . | tail -1 | tr -d ' ') are free)" >&2
   exit 1

@@ -80,7 +80,7 @@ def test_no_headers(cuda_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda tool: f"/usr/bin/{tool}")
     monkeypatch.setattr(build, "_toolkits", list)
     assert refusal() == (
-        "headers of CUDA are missing; pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cublas nvidia-cudnn-cu13 "
+        "headers of CUDA are missing; pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl nvidia-cublas nvidia-cudnn-cu13 "
         "nvidia-nccl-cu13 nvidia-cuda-nvrtc"
     )
 
