@@ -185,7 +185,11 @@ def gpu_for(needed_bytes: int) -> str:
     Example:
         >>> gpu_for(20 * 2**30)
         'use a GPU with the memory of a L4 (24.00 GiB)'
+        >>> gpu_for(3 * 2**20)
+        'any GPU has that much; where a capacity was set, raise it'
     """
+    if needed_bytes < _GIB:
+        return "any GPU has that much; where a capacity was set, raise it"
     gpu = smallest_that_holds(round((needed_bytes + _CONTEXT_BYTES) / _USABLE_SHARE))
     if gpu is None:
         return (

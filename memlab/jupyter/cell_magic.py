@@ -19,7 +19,7 @@ from memlab.jupyter.live import Line, Progress, Saying
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.panels import bring_up_to_date
 from memlab.jupyter.parser import CellOptions, cell_options
-from memlab.jupyter.state import out_of_memory_advice
+from memlab.jupyter.state import out_of_memory_advice, own_frames
 from memlab.jupyter.watch import CellWatch
 from memlab.live.control import Cancelled
 from memlab.plan import Plan
@@ -27,7 +27,7 @@ from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
 from memlab.session import Session
 from memlab.shortage import is_out_of_memory, release
-from memlab.workload import SeveralModelsError, Workload, is_trained_by, stale_optimizers
+from memlab.workload import Batch, SeveralModelsError, Workload, is_trained_by, stale_optimizers
 
 _NO_MODEL = (
     "no model found: no variable of this notebook is a trainable torch.nn.Module, and the cell made no training "
@@ -129,7 +129,7 @@ class CellMagic:
         if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
             self._show_receipt(watch, steps)
         if outcome.error is not None:
-            self._raise(outcome, watch, place)
+            self._raise(outcome, watch, place, options)
         self._require_model(watch, options)
 
     def _plan_of(self, options: CellOptions) -> Plan | None:
@@ -219,7 +219,10 @@ class CellMagic:
             state = f"{watch.session.plan.label} is in force on {watch.session.workload.name}"
             print(f"memfit: no optimizer step ended in this cell, so nothing was measured; {state}")  # noqa: T201
 
-    def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: Place) -> None:
+    def _batch_of(self, watch: CellWatch) -> Batch | None:
+        return self._notebook.history_of(watch.session.workload.model).batch if watch.session is not None else None
+
+    def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: Place, options: CellOptions) -> None:
         error = outcome.error
         refusal = cells.refusal_in(error)
         if refusal is not None or isinstance(error, Cancelled):
@@ -232,7 +235,10 @@ class CellMagic:
             raise UsageError(said)
         advice = ""
         if error is not None and is_out_of_memory(error):
-            advice = out_of_memory_advice(watch.session.plan if watch.session is not None else Plan())
+            advice = out_of_memory_advice(
+                error, watch.session, self._batch_of(watch), options.keep | self._notebook.config.kept
+            )
+            outcome.traceback = own_frames(self._notebook.shell, error) or outcome.traceback
         place.raise_shown(self._notebook.shell, outcome, advice)
 
     def _require_model(self, watch: CellWatch, options: CellOptions) -> None:

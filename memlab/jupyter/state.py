@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import sysconfig
+from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from torch import nn
 
+from memlab.errors import RefusalError
 from memlab.jupyter.history import History
 from memlab.plan import Plan
-from memlab.session import Session
+from memlab.rescue.guard import rows_of
+from memlab.rescue.ladder import Place, next_plans
+from memlab.rescue.rescuer import NothingFitsError
+from memlab.session import Session, check
 from memlab.units import format_bytes
-from memlab.workload import unwrap_model
+from memlab.workload import Batch, Workload, unwrap_model
 
 _MOST_LOG_ENTRIES = 8
 
@@ -55,19 +62,81 @@ def _peak(plan: Plan, history: History) -> str:
     return f"{format_bytes(measured.peak_allocated_bytes)} on {measured.device}" if measured else "not measured yet"
 
 
-def out_of_memory_advice(plan: Plan) -> str:
-    """One line: the first thing to try that the plan does not do already.
+def out_of_memory_advice(
+    error: BaseException, session: Session | None, batch: Batch | None, keep: Collection[str] = ()
+) -> str:
+    """What to try when memory ran out: the first plan of the rescue's own ladder that applies here.
 
-    Example:
-        >>> out_of_memory_advice(Plan())
-        'memfit: out of memory under as written. Try next: %%memfit --accumulate 2'
+    Args:
+        error: what ended the cell.
+        session: of the model that was trained; None where none was found.
+        batch: what the model is called with, where it is known.
+        keep: fields of the plan that must not change.
     """
-    return f"memfit: out of memory under {plan.label}. Try next: %%memfit {_next_plan(plan)}"
+    if session is None:
+        return "memfit: out of memory before any model was trained under a plan."
+    said = f"memfit: out of memory under {session.plan.label}."
+    if isinstance(error, NothingFitsError):
+        return said
+    next_plan = _next_plan(session, batch, keep)
+    if next_plan is None:
+        return f"{said} No plan that needs less applies here: make the batch smaller or its sequences shorter."
+    return f"{said} Try next: %%memfit {next_plan}"
 
 
-def _next_plan(plan: Plan) -> Plan:
-    if plan.accumulation < 4:
-        return replace(plan, accumulation=2 * plan.accumulation)
-    if plan.checkpointing == "off":
-        return replace(plan, checkpointing="full")
-    return replace(plan, accumulation=2 * plan.accumulation)
+def _next_plan(session: Session, batch: Batch | None, keep: Collection[str]) -> Plan | None:
+    """The first plan of the ladder that applies, as a rescue would find it; None without one."""
+    rows = rows_of((batch.args, batch.kwargs)) if batch is not None else 2 * session.plan.accumulation
+    has_optimizer = bool(session.workload.optimizers)
+    refused: set[Plan] = set()
+    while True:
+        rungs = next_plans(
+            session.plan, Place.FORWARD, rows=rows, keep=keep, has_optimizer=has_optimizer, refused=refused
+        )
+        plan = next((rung.plan for rung in rungs), None)
+        if plan is None or _applies(session.workload, plan):
+            return plan
+        refused.add(plan)
+
+
+def _applies(workload: Workload, plan: Plan) -> bool:
+    try:
+        check(workload, plan)
+    except RefusalError:
+        return False
+    return True
+
+
+def own_frames(shell: Any, error: BaseException) -> list[str]:
+    """The lines of a traceback through the user's own code, without those of libraries; empty where there are none.
+
+    `%tb` shows the whole of it.
+    """
+    frames: list[TracebackType] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        if not _is_of_library(traceback.tb_frame.f_code.co_filename):
+            frames.append(traceback)
+        traceback = traceback.tb_next
+    own: TracebackType | None = None
+    for each in reversed(frames):
+        own = TracebackType(own, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    if own is None:
+        return []
+    try:
+        alone = type(error)(*error.args)  # without what it was raised from, which are steps of libraries
+    except Exception:  # noqa: BLE001 - an error class of the user's may want other arguments
+        return []
+    lines: list[str] = shell.InteractiveTB.structured_traceback(type(alone), alone, own, tb_offset=0)
+    return lines
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    memlab = Path(__file__).parents[1]
+    return tuple({paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], str(memlab)})
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith((*_libraries(), "<frozen"))

@@ -111,7 +111,7 @@ def nothing_fits(
         ...     print(sentence)
         Step 7 ran out of memory under every plan there is to try: as written (in the forward pass)
         The last of them asked for 2.0 MiB where 1.0 MiB of 8.0 MiB was free, so it needs at least 9.0 MiB, \
-1.0 MiB more than there is: use a GPU with the memory of a GTX 1080 (8.00 GiB)
+1.0 MiB more than there is: any GPU has that much; where a capacity was set, raise it
         Otherwise make the batch smaller or its sequences shorter; %memfit find --budget SIZE looks for a plan that fits
         The kernel is in order, and weights and optimizer state are as they were before step 7.
     """

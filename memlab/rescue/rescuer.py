@@ -419,9 +419,7 @@ class Rescuer:
     def _give_up(self, trouble: _Trouble, *, keeps_rows: bool, is_as_before: bool) -> NoReturn:
         self._trouble = None
         session = self._live_session
-        if session.plan != trouble.plan:
-            session.change_plan(trouble.plan, noted=False)
-            self._follow_parameters()
+        self._go_back(trouble)
         text = nothing_fits(
             trouble.attempts,
             capacity_bytes=self._capacity_bytes,
@@ -432,7 +430,26 @@ class Rescuer:
             has_optimizer=bool(session.workload.optimizers),
             is_as_before=is_as_before,
         )
+        if session.plan != trouble.plan:
+            text += f" There is no room to go back to {trouble.plan.label}: {session.plan.label} stays in force until %memfit undo."
         raise NothingFitsError(text) from None
+
+    def _go_back(self, trouble: _Trouble) -> None:
+        """Put the plan before in force; where there is no room for it, the last one tried with its number formats."""
+        session = self._live_session
+        tried = dict.fromkeys(attempt.plan for attempt in reversed(trouble.attempts))
+        alike = [plan for plan in tried if not {"precision", "optimizer"} & _differences(plan, trouble.plan)]
+        for plan in (trouble.plan, *alike):
+            try:
+                session.change_plan(plan, noted=False)
+            except (RefusalError, MemoryError, RuntimeError) as error:
+                if not (isinstance(error, RefusalError) or is_out_of_memory(error)):
+                    raise
+                release(error)
+            else:
+                self._follow_parameters()
+                return
+            _collect()
 
     def _follow_parameters(self) -> None:
         """What a plan has moved off the device must not be kept there by aliases."""
@@ -503,6 +520,11 @@ class _Trouble:
     def is_trying(self) -> bool:
         """Whether a plan of the ladder is in force."""
         return self.rung is not None
+
+
+def _differences(one: Plan, other: Plan) -> set[str]:
+    """Names of the fields in which two plans differ."""
+    return {name for name in {*one.changes(), *other.changes()} if getattr(one, name) != getattr(other, name)}
 
 
 def _can_be_guarded(model: torch.nn.Module) -> bool:

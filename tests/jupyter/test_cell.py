@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -172,6 +173,25 @@ def test_out_of_memory_names_the_first_thing_to_try(made: Cell) -> None:
     assert "OutOfMemoryError: memlab CPU device out of memory. Tried to allocate" in text
     assert "memfit: out of memory under as written. Try next: %%memfit --accumulate 2\n" in text
     assert text.count("Traceback (most recent call last)") == 1
+
+
+def test_out_of_memory_shows_the_user_s_own_lines_and_advises_what_applies(cell: Cell) -> None:
+    cell(
+        "import torch\ndef step():\n    loss = model(inputs).square().sum()\n    loss.backward()\n    optimizer.step()\n"
+        "norm = torch.nn.BatchNorm1d(64)\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(16, 64), norm, torch.nn.Linear(64, 512), torch.nn.Linear(512, 1))\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\ninputs = torch.randn(64, 16)"
+    )
+    ran = cell("%%memfit --capacity 200KiB --no-rescue\nstep()")
+    text = ran.out + ran.err
+    assert isinstance(ran.error, torch.OutOfMemoryError)
+    assert not frames_of_memlab(text)
+    assert len([line for line in text.splitlines() if re.match(r"(Cell In|File )", line)]) == 2
+    assert "site-packages" not in text
+    (advice,) = re.findall(r"memfit: out of memory under as written\. Try next: (.*)", text)
+    assert "--accumulate" not in advice  # which BatchNorm excludes
+    # what it advises is not refused
+    assert cell(f"{advice} --capacity 64MiB\nstep()").error is None
 
 
 def test_what_did_not_fit_stays_the_first_row_of_the_table(shell: Any, made: Cell) -> None:

@@ -36,6 +36,25 @@ for batch in texts:
     losses.append(loss.item())
 """
 
+BLOCKS = """
+import torch
+torch.manual_seed(0)
+class Blocks(torch.nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(width, 8 * width), torch.nn.GELU(), torch.nn.Linear(8 * width, width))
+            for _ in range(6)
+        )
+    def forward(self, x, t):
+        for block in self.blocks:
+            x = x + block(x)
+        return {"loss": torch.nn.functional.mse_loss(x, t)}
+model = Blocks()
+optimizer = torch.optim.AdamW(model.parameters())
+x, t = torch.randn(2, 8, 64)
+"""
+
 OWN_CRITERION = LOOP.replace(
     "loss = model(input_ids=batch, labels=batch).loss",
     "logits = model(input_ids=batch).logits.float()\n"
@@ -102,11 +121,24 @@ def test_when_nothing_fits_the_cell_says_so_in_one_paragraph(shell: Any, texts: 
     paragraph = next(line for line in text.splitlines() if line.startswith("UsageError: "))
     assert "NothingFitsError" not in text
     assert re.search(r"Step \d+ ran out of memory under every plan there is to try: ", paragraph)
-    assert "more than there is: use a GPU with the memory of a GTX 1080 (8.00 GiB)" in paragraph
+    assert "more than there is: any GPU has that much; where a capacity was set, raise it" in paragraph
     assert "The kernel is in order, and weights and optimizer state are as they were before step" in paragraph
     # and training goes on where it stopped, once there is room
     assert texts(f"optimizer.zero_grad()\n%memfit undo\n{LOOP}").error is None
     assert len(shell.user_ns["losses"]) == 8
+
+
+def test_a_plan_that_changes_numerics_does_not_stay_when_nothing_fits(shell: Any, cell: Cell) -> None:
+    """There is no room to bring the parameters back: the last exact plan stays, and the message says so."""
+    cell(BLOCKS)
+    ran = cell("%%memfit --capacity 400KiB\nmodel(x, t)['loss'].backward()\noptimizer.step()")
+    (paragraph,) = [line for line in (ran.out + ran.err).splitlines() if line.startswith("UsageError: ")]
+    plan = session_of(shell.user_ns["model"]).plan
+    assert {"precision", "optimizer"}.isdisjoint(plan.changes())
+    assert plan.changes()
+    assert f"There is no room to go back to as written: {plan.label} stays in force until %memfit undo." in paragraph
+    assert "Try next" not in ran.out + ran.err
+    assert "no plan is in force" in cell("%memfit undo\n%memfit").out
 
 
 @pytest.mark.parametrize(
