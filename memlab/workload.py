@@ -407,14 +407,14 @@ def stale_optimizers(namespace: Mapping[str, Any], cell: str) -> list[str]:
     if not optimizers:
         return []
     models = _trainable(live, named)
+    waiting = [way for way, model in models.items() if not any(steps_some_of(o, model) for o in optimizers.values())]
+    if not waiting:
+        return []
     held = {id(p) for name in live for _, m in _held(name, live[name], nn.Module) for p in m.parameters()}
     held |= {id(p) for name in live for _, p in _held(name, live[name], torch.Tensor)}
     lines = []
     for name, optimizer in optimizers.items():
-        waiting = [
-            way for way, model in models.items() if not any(steps_some_of(o, model) for o in optimizers.values())
-        ]
-        if waiting and held.isdisjoint(_stepped_by(optimizer)):
+        if held.isdisjoint(_stepped_by(optimizer)):
             kind = type(unwrap_optimizer(optimizer)).__name__
             again = f"make it again: {name} = {kind}({waiting[0]}.parameters(), ...)"
             lines.append(f"`{name}` updates none of `{waiting[0]}`'s parameters; {again}")

@@ -10,7 +10,7 @@ from IPython.core.error import UsageError
 from memlab.errors import WorkloadError
 from memlab.jupyter import cells, foresight
 from memlab.jupyter.background import WAYS_OUT, Place
-from memlab.jupyter.display import show
+from memlab.jupyter.display import is_rich, show
 from memlab.jupyter.freeing import calls_for_freeing, free, sentence
 from memlab.jupyter.help import cell_help
 from memlab.jupyter.history import History
@@ -171,7 +171,7 @@ class CellMagic:
         """Add what was predicted to what was measured."""
         history = self._notebook.histories[session.workload.model]
         live = session.workload
-        if self._notebook.config.predict and history.batch is not None and plans:
+        if self._notebook.config.predict_cells and history.batch is not None and plans:
             with suppress(WorkloadError):
                 workload = Workload(live.model, live.optimizers, history.batch, name=live.name)
                 foresight.foretell_rows(history, workload, plans, Saying(line))
@@ -214,7 +214,9 @@ class CellMagic:
         if watch.session is None or (watch.refused is not None and not steps):
             return
         if steps:
-            show(self._notebook.histories[watch.session.workload.model].require())
+            receipt = self._notebook.histories[watch.session.workload.model].require()
+            # a terminal shows no picture
+            show(receipt, exclude=[] if is_rich(self._notebook.shell) else ["image/png"])
         else:
             state = f"{watch.session.plan.label} is in force on {watch.session.workload.name}"
             print(f"memfit: no optimizer step ended in this cell, so nothing was measured; {state}")  # noqa: T201

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, Self
 
 import torch
@@ -41,6 +42,8 @@ from memlab.workload import Batch, Workload, describe_all, live_optimizers, opti
 
 # a loop that accumulates by hand calls its model several times before the first step; after so many, no other is expected
 _MOST_CALLS_OF_A_STEP = 64
+# views draw four times a second
+_LEAST_SECONDS_BETWEEN = 0.02
 
 
 class CellWatch:
@@ -85,6 +88,7 @@ class CellWatch:
         self._meter: Meter | None = None
         self._notes = _Notes(self._step_ended, self._broke_off)
         self._log_from: list[int] = []
+        self._next_told_seconds = 0.0
         self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
         self._looking: FirstTrainingCall | None = None
         self._known: set[int] = set()  # optimizers that were there before, or have been looked at
@@ -241,10 +245,13 @@ class CellWatch:
             self._undo.callback(control.watch(self._progress.draw))
         control.training_begins(session, self._meter)
         self._undo.callback(control.training_ended)
+        self._undo.callback(control.stepped)
 
     def _step_ended(self) -> None:
-        if self._control is not None:
+        """Have views follow; many short steps are taken in at once."""
+        if self._control is not None and perf_counter() >= self._next_told_seconds:
             self._control.stepped()
+            self._next_told_seconds = perf_counter() + _LEAST_SECONDS_BETWEEN
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice, takewhile
 from typing import TypeGuard
 
@@ -100,6 +101,11 @@ class _Period:
     peaks: tuple[int | None, int | None] = (None, None)
     timeline: tuple[TimelinePoint, ...] = ()
     observation: Observation | None = None
+
+    @cached_property
+    def label(self) -> str:
+        """That of the plan; every step carries it."""
+        return self.plan.label
 
     def keep(self, observation: Observation, peaks: tuple[int | None, int | None]) -> None:
         """Keep the observation with the highest peak."""
@@ -391,7 +397,7 @@ class Meter(Observer):
         self._steps_ended += 1
         record = StepRecord(
             step=self._steps_ended,
-            plan=period.plan.label,
+            plan=period.label,
             seconds=0.0,
             samples=step.samples,
             tokens=step.tokens,

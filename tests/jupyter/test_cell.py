@@ -290,3 +290,16 @@ def test_the_shell_is_left_as_it_was(shell: Any, made: Cell) -> None:
     assert "cache" not in vars(shell.compile)
     assert shell.ast_node_interactivity == "last_expr"
     assert sys.displayhook is not None
+
+
+def test_a_plain_cell_neither_predicts_nor_draws(shell: Any, made: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "memlab.jupyter.foresight.foretell_rows", lambda *_: pytest.fail("nobody asked for a prediction")
+    )
+    made("%config MemLab.predict = True")
+    before = set(sys.modules)
+    ran = made(f"%%memfit\n{TRAIN}")
+    assert ran.error is None, ran.err
+    assert not {
+        name for name in set(sys.modules) - before if name.split(".")[0] in ("matplotlib", "bitsandbytes", "plotly")
+    }

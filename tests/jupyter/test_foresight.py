@@ -124,6 +124,7 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 def telling(made: Cell, oracle: Oracle) -> Iterator[Cell]:
     """A notebook in which receipts show predictions."""
     made("%config MemLab.predict = True")
+    made("%config MemLab.predict_cells = True")
     return made
 
 
@@ -522,7 +523,7 @@ def test_a_step_outside_of_cells_is_not_touched_by_a_chooser(shell: Any, made: C
 def test_with_the_real_predictor(shell: Any, cell: Cell) -> None:
     from tests.jupyter.test_line import MAKE_WITH_LOSS, TRAIN_WITH_LOSS
 
-    cell(f"%config MemLab.predict = True\n{MAKE_WITH_LOSS}")
+    cell(f"%config MemLab.predict_cells = True\n{MAKE_WITH_LOSS}")
     cell(f"%%memfit\n{TRAIN_WITH_LOSS}")
     cell("c = %memfit report\np = %memfit predict --accumulate 2 --device T4")
     (row,) = shell.user_ns["c"].rows
