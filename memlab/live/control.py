@@ -228,6 +228,10 @@ class Control(Observer):
 
     def step_boundary(self) -> None:
         """Stand still, or end, where that was asked for."""
+        if not self._go.is_set() or self._is_cancelled:
+            with self._lock:
+                # many short steps are taken in together
+                self.feed.take_in()
         if not self._go.is_set() and not self._is_cancelled:
             self._stand_still()
         if self._is_cancelled:
