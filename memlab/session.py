@@ -15,6 +15,7 @@ asked for is answered by the error, and so are memlab's own loops (measurements,
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -34,10 +35,10 @@ from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.rescue.guard import Start
 from memlab.rescue.rescuer import Rescuer
-from memlab.seams import ForwardSeam, chained, install_step_seam, loss_of, on_first_step
+from memlab.seams import ForwardHandler, ForwardSeam, chained, install_step_seam, loss_of, on_first_step
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.techniques.gradient_release import is_loop_known
-from memlab.uninterrupted import uninterrupted
+from memlab.uninterrupted import HeldBack, hold_back, interruptible, uninterrupted
 from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
 
 
@@ -107,6 +108,7 @@ class Session:
         self._window_open = False
         self._was_called = False  # by a training forward, ever
         self._skipped = False  # of the step that is under way
+        self._held_back: HeldBack | None = None  # while it is
         self._thread = threading.get_ident()
         self._attach()
 
@@ -381,7 +383,7 @@ class Session:
                 "calls inside of torch.func transforms are left as they are: no setting of the plan holds there"
             )
         if is_transformed or not (self.workload.model.training and torch.is_grad_enabled()):
-            return chained([t.evaluate for t in self.techniques], original)(*args, **kwargs)
+            return _through([t.evaluate for t in self.techniques], original, args, kwargs)
         self._take_withdrawn_out()
         self._was_called = True
         if not self._window_open:
@@ -404,7 +406,7 @@ class Session:
 
     def _trained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            return chained([t.forward for t in self.techniques], original)(*args, **kwargs)
+            return _through([t.forward for t in self.techniques], original, args, kwargs)
 
         while True:
             start = Start(self.workload.model, self.workload.device) if self._is_on_trial else None
@@ -450,6 +452,8 @@ class Session:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))  # Accelerate passes None
+        if self.techniques and not has_closure:
+            self._held_back = hold_back(sys._getframe(1))
         self._take_withdrawn_out()
         self._asked_again(lambda: self._tell_step_begins(optimizer, has_closure=has_closure))
         for observer in self.observers:
@@ -516,6 +520,9 @@ class Session:
         self._steps += 1
         self._window_open = False
         self._is_on_trial |= self._before is not None and not is_loop_known()
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            held_back.end()
 
     def _say_what_was_passed_by(self) -> None:
         """Name settings that work around the model's call, where the loop updates the model without calling it."""
@@ -598,6 +605,21 @@ def session_of(model: nn.Module) -> Session | None:
 def sessions() -> tuple[Session, ...]:
     """Every session that is attached now."""
     return tuple(_attached.values())
+
+
+def _through(
+    wrappers: Sequence[ForwardHandler], original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a model call through techniques: a Ctrl-C arises in the model's own code, or when they are done."""
+    if not wrappers:
+        return original(*args, **kwargs)
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        with interruptible():
+            return original(*args, **kwargs)
+
+    with uninterrupted():
+        return chained(wrappers, own)(*args, **kwargs)
 
 
 def _changes_the_step(technique: Technique, optimizer: torch.optim.Optimizer) -> bool:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memlab.layers import SMALL_ELEMENTS, Optimizer, Parameter, at_home, packed, set_state, unpacked
+from memlab.uninterrupted import uninterrupted
 
 if TYPE_CHECKING:  # techniques import this module
     from memlab.techniques.base import Stepper, Technique
@@ -62,7 +63,8 @@ def take_over(update: Callable[[Optimizer], object]) -> StepHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _, *rest = args
         rest, kwargs = _evaluated(rest, kwargs)
-        update(optimizer)
+        with uninterrupted():
+            update(optimizer)
         return (standin(optimizer), *rest), kwargs
 
     return hook

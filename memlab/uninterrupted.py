@@ -5,6 +5,14 @@ arise in the middle of a `finally` as well; no order of statements is safe from 
 exchanged for one that only takes note. Whichever handler was installed is called later, as it would have
 been: Python's own, which raises, or that of a kernel, of an event loop, of a library.
 
+Rules:
+
+1. memlab's code that stands between the loop and torch runs `uninterrupted`; the user's code that it calls (the
+   model's own forward, a closure) runs `interruptible`, so that a Ctrl-C arises there and in none of memlab's frames.
+2. What begins in one call and ends in another (the hooks before and after a step) holds back from `hold_back` to
+   `HeldBack.end`, or until the function that calls both is over.
+3. What must know that the loop was left there listens (`Listener`) and holds nothing back.
+
 Known limitations: other threads are never interrupted by signals, so nothing is done there. Exceptions
 that another thread injects with ``PyThreadState_SetAsyncExc``, and handlers of other signals that raise,
 are not held back.
@@ -15,46 +23,152 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
 
 
-class Interrupts:
+class _Layer:
+    """A handler of Ctrl-C over the one that was there, which is called in the end.
+
+    Args:
+        previous: the handler that was there.
+    """
+
+    def __init__(self, previous: Handler) -> None:
+        self.previous = previous
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.previous(number, frame)
+
+    def remove(self) -> None:
+        """Take it out, also from under others; harmless when done, or when somebody has put in another handler."""
+        layer = signal.getsignal(signal.SIGINT)
+        if layer is self:
+            signal.signal(signal.SIGINT, self.previous)
+        while isinstance(layer, _Layer):
+            if layer.previous is self:
+                layer.previous = self.previous
+            layer = layer.previous
+
+
+class Interrupts(_Layer):
     """Takes note of Ctrl-C.
 
     Attributes:
         came: whether one has come and waits for its delivery.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, previous: Handler = lambda _number, _frame: None) -> None:
+        super().__init__(previous)
         self.came = False
-        self._previous: Handler | None = None
 
     def deliver(self) -> None:
         """Let the handler that was there before have what came, here; it may raise."""
-        if self.came and self._previous is not None:
+        if self.came:
             self.came = False
-            self._previous(signal.SIGINT, sys._getframe(1))
+            self.previous(signal.SIGINT, sys._getframe(1))
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         self.came = True
 
 
-_current: Interrupts | None = None
+class HeldBack(Interrupts):
+    """Ctrl-C held back from one call to another, as long as the function that makes both runs.
+
+    Args:
+        previous: the handler that was there.
+        caller: that function's frame.
+    """
+
+    def __init__(self, previous: Handler, caller: FrameType) -> None:
+        super().__init__(previous)
+        # the frame itself would keep all variables below it alive
+        self._caller = id(caller), id(caller.f_code)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.is_over(frame):
+            self.remove()
+            self.previous(number, frame)
+        else:
+            self.came = True
+
+    def is_over(self, frame: FrameType | None) -> bool:
+        """Whether the caller has ended, so that nobody will end this."""
+        while frame is not None and (id(frame), id(frame.f_code)) != self._caller:
+            frame = frame.f_back
+        return frame is None
+
+    def end(self) -> None:
+        """Hold back no longer, and deliver what came; it may raise. Harmless when done."""
+        self.remove()
+        self.deliver()
 
 
-@contextmanager
-def uninterrupted() -> Iterator[Interrupts]:
+class Listener(_Layer):
+    """Hears of every Ctrl-C that is about to be delivered to the loop.
+
+    Args:
+        previous: the handler that was there.
+        heard: called with what delivers it; it may put that off.
+    """
+
+    def __init__(self, previous: Handler, heard: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__(previous)
+        self._heard = heard
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._heard(lambda: self.previous(number, frame))
+
+
+class _Uninterrupted:
+    """See `uninterrupted`. No generator: one that is interrupted between its call and its code would end who knows when."""
+
+    def __enter__(self) -> Interrupts:
+        handler = _handler()
+        self._own: Interrupts | None = None
+        if handler is None:  # another thread, or a Ctrl-C that is ignored or ends the process
+            return Interrupts()
+        if isinstance(handler, Interrupts):
+            return handler
+        self._own = own = Interrupts(handler)
+        # from here on nothing is raised between two bytecodes
+        signal.signal(signal.SIGINT, own)
+        return own
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._own is not None:
+            # somebody may have put in another handler since, and then that one stays
+            self._own.remove()
+            self._own.deliver()
+
+
+class _Interruptible:
+    """See `interruptible`."""
+
+    def __enter__(self) -> None:
+        handler = _handler()
+        self._held = handler if isinstance(handler, Interrupts) else None
+        if self._held is not None:
+            self._held.deliver()
+            signal.signal(signal.SIGINT, self._held.previous)
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._held is not None and signal.getsignal(signal.SIGINT) is self._held.previous:
+            signal.signal(signal.SIGINT, self._held)
+
+
+def uninterrupted() -> AbstractContextManager[Interrupts]:
     """Hold back Ctrl-C until the end of the block.
 
     Blocks may be nested: what came is delivered at the end of the outermost.
 
-    Yields:
-        What came meanwhile; its `deliver` is for a point within the block at which raising does no harm.
+    Returns:
+        A context; it gives what came meanwhile, whose `deliver` is for a point within the block at which raising does
+        no harm.
 
     Example:
         >>> reached = []
@@ -66,30 +180,70 @@ def uninterrupted() -> Iterator[Interrupts]:
         ...     print(reached)
         ['the end']
     """
-    if _current is not None and _is_main_thread():
-        yield _current
-    elif _is_main_thread() and callable(handler := signal.getsignal(signal.SIGINT)):
-        yield from _holding_back(handler)
-    else:  # another thread, or a Ctrl-C that is ignored or ends the process
-        yield Interrupts()
+    return _Uninterrupted()
 
 
-def _holding_back(handler: Handler) -> Iterator[Interrupts]:
-    global _current
-    interrupts = Interrupts()
-    interrupts._previous = handler
-    try:
-        # from here on nothing is raised between two bytecodes
-        signal.signal(signal.SIGINT, interrupts._note)
-        _current = interrupts
-        yield interrupts
-    finally:
-        _current = None
-        # somebody may have put in another handler since, and then that one stays
-        if signal.getsignal(signal.SIGINT) == interrupts._note:
-            signal.signal(signal.SIGINT, handler)
-        interrupts.deliver()
+def interruptible() -> AbstractContextManager[None]:
+    """Let Ctrl-C through within a block that holds it back: the user's own code runs here.
+
+    Example:
+        >>> with uninterrupted():
+        ...     try:
+        ...         with interruptible():
+        ...             signal.raise_signal(signal.SIGINT)
+        ...     except KeyboardInterrupt:
+        ...         print("at once")
+        at once
+    """
+    return _Interruptible()
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+def hold_back(caller: FrameType) -> HeldBack | None:
+    """Hold back Ctrl-C until `HeldBack.end`, or until a function is over.
+
+    Args:
+        caller: frame of the function that calls whoever ends it.
+
+    Returns:
+        What ends it; None where it is held back already, or there is nothing to hold back.
+    """
+    handler = _handler()
+    if handler is None or isinstance(handler, Interrupts):
+        return None
+    held = HeldBack(handler, caller)
+    signal.signal(signal.SIGINT, held)
+    return held
+
+
+def listen(heard: Callable[[Callable[[], None]], None]) -> Listener | None:
+    """Hear of every Ctrl-C before the loop does, until the listener is removed.
+
+    What holds Ctrl-C back meanwhile stays in force.
+
+    Args:
+        heard: called with what delivers it; it may put that off.
+
+    Returns:
+        The listener; None on threads that signals do not reach, or where Python does not handle them.
+    """
+    handler = _handler()
+    if handler is None:
+        return None
+    if not isinstance(handler, Interrupts):
+        listener = Listener(handler, heard)
+        signal.signal(signal.SIGINT, listener)
+    else:
+        listener = Listener(handler.previous, heard)
+        handler.previous = listener
+    return listener
+
+
+def _handler() -> Handler | None:
+    """Python's handler of Ctrl-C on this thread; None where there is none to exchange."""
+    if threading.get_ident() != threading.main_thread().ident:
+        return None
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, HeldBack) and handler.is_over(sys._getframe(1)):
+        handler.remove()
+        handler = handler.previous
+    return handler if callable(handler) else None

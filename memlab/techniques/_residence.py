@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from memlab.techniques._homes import rests
 from memlab.techniques.spill import Spill
+from memlab.uninterrupted import uninterrupted
 
 _Slot = tuple[nn.Module, str]
 _Hook = Callable[[Any], Any]
@@ -418,7 +419,8 @@ class _Begins(_BlockHook):
     """Called before a block's forward."""
 
     def __call__(self, *_: Any) -> None:
-        self._residence.begin(self._block)
+        with uninterrupted():
+            self._residence.begin(self._block)
 
     def in_use(self) -> AbstractContextManager[None]:
         """See `memlab.techniques._modules.Use`."""
@@ -429,7 +431,8 @@ class _Ends(_BlockHook):
     """Called after it, also when it raised."""
 
     def __call__(self, *_: Any) -> None:
-        self._residence.end(self._block)
+        with uninterrupted():
+            self._residence.end(self._block)
 
 
 def _no_hook(*_: Any) -> None:

@@ -133,9 +133,6 @@ class CudaLanes(Lanes):
 class Leaving:
     """Tensors on their way out, held until they have left, up to a number of bytes.
 
-    Attributes:
-        held_bytes: of the tensors that are held.
-
     Example:
         >>> lanes = Lanes()
         >>> leaving = Leaving()
@@ -149,20 +146,24 @@ class Leaving:
     """
 
     def __init__(self) -> None:
-        self.held_bytes = 0
         self._tickets: deque[tuple[Ticket, Lanes]] = deque()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the tensors that are held."""
+        # counted anew: two books could differ after an error
+        return sum(_size_bytes(ticket.source) for ticket, _ in self._tickets)
 
     def add(self, ticket: Ticket, lanes: Lanes) -> None:
         """Hold one more, until it has left in its lane."""
         self._tickets.append((ticket, lanes))
-        self.held_bytes += _size_bytes(ticket.source)
 
     def retire(self, most_bytes: int) -> None:
         """Let the oldest go until no more than so many bytes are held."""
         while self.held_bytes > most_bytes:
-            ticket, lanes = self._tickets.popleft()
-            self.held_bytes -= _size_bytes(ticket.source)
+            ticket, lanes = self._tickets[0]
             lanes.wait(ticket)
+            self._tickets.popleft()
 
     def holds(self, target: torch.Tensor) -> bool:
         """Whether a tensor is still held that is on its way to a target."""
@@ -174,7 +175,6 @@ class Leaving:
             if ticket.target is target:
                 lanes.wait(ticket)
                 del self._tickets[at]
-                self.held_bytes -= _size_bytes(ticket.source)
                 return ticket.source
         return None
 

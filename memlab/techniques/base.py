@@ -185,6 +185,9 @@ class Technique:
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         """Called after each update, skipped or not."""
 
+    def broken_off(self) -> None:
+        """The loop was left in the middle of a step, and begins anew with its next forward."""
+
     def let_go(self) -> None:
         """The technique is out for good: drop what its undo had to leave, should the change of plans be taken back."""
 

@@ -4,7 +4,7 @@ Numbered rules of the mechanism:
 
 1. A hook on each parameter says when its gradient is complete for this backward pass. Complete gradients wait until
    they are a thirty-second of the model's, so that kernels have something to do; then these parameters are updated,
-   by the same code as in a step, and their gradients are gone. The loop's `step()` updates the few that still wait.
+   by the same code as in a step, and their gradients are gone; those that still wait are when the pass ends.
 2. The update is the loop's own, with learning rates as they are in the backward pass. It is the right one for loops
    that make one backward pass per step and do nothing with gradients in between. Whether a loop is one is not to be
    seen from outside, so the *first step of each optimizer is watched*: it keeps its gradients to the end, as without
@@ -18,11 +18,17 @@ Numbered rules of the mechanism:
 4. memlab's own loops (measurements, predictions) are known, and not watched.
 5. With accumulation of the plan's own, gradients are complete when the last micro-batch is through.
 
+6. A backward pass in which parameters have been updated is completed before a Ctrl-C is delivered: all of them are updated
+   then, as after `step()`. (The other way, to give the updated ones their old values back, would take copies of them.)
+7. A loop that was left in the middle of a step, by Ctrl-C, by an error in the backward pass or by a refusal, is a new loop
+   when it goes on: what was under way is forgotten, and its first step is watched.
+
 An update that a backward pass has made cannot be made undone. A rescue therefore repeats forward passes only; and when
 an update breaks off in its middle, the next gradient is answered by an error instead of being counted twice.
 
 Known limitations: after `step()` gradients read as None. What reads them from compiled code or from another thread is
-not seen.
+not seen. An error in the backward pass itself, in a hook of the loop's say, leaves those parameters updated whose turn had
+come; the notes say so. On a GPU a Ctrl-C never comes into the middle of a backward pass.
 
 The mechanism of torch: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 """
@@ -36,6 +42,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +54,7 @@ from memlab.loop_mode import LoopMode
 from memlab.plan import Plan
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
+from memlab.uninterrupted import Listener, listen, uninterrupted
 from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
@@ -138,7 +146,10 @@ class GradientRelease(Technique):
         self._has_dropped = False  # gradients of the watched step
         self._has_zeroed = False  # the loop has asked for gradients before it made new ones
         self._lock = threading.RLock()  # hooks run on one thread for each device
+        self._passes: set[int] = set()  # backward passes under way with complete gradients, by number of their graph task
+        self._put_off: Callable[[], None] | None = None  # delivers a Ctrl-C that came into the middle of one
         self._watch = _Watch(self._touched)
+        self._listener: Listener | None = None
 
     @property
     def updates_in_backward(self) -> bool:  # type: ignore[override]
@@ -176,7 +187,7 @@ class GradientRelease(Technique):
         method = weakref.WeakMethod(self._completed)  # hooks are no reason to keep a session
         for parameter in workload.model.parameters():
             if parameter.requires_grad:
-                undo.callback(parameter.register_post_accumulate_grad_hook(_calling(method)).remove)  # type: ignore[no-untyped-call]
+                undo.callback(parameter.register_post_accumulate_grad_hook(partial(_told_to, method)).remove)  # type: ignore[no-untyped-call]
         self.notes.append(_WATCHED)
         if self.plan.accumulation > 1:
             self.notes.append(_SPLIT)
@@ -194,26 +205,72 @@ class GradientRelease(Technique):
         self._seen.discard(optimizer)
 
     def _forget(self) -> None:
-        self._watch.end()
+        self._watch_no_more()
         self._complete.clear()
         self._steps.clear()
+        self._passes.clear()
+        self._put_off = None
+
+    def _watch_loop(self) -> None:
+        """See what the loop does with gradients, and hear when it is left."""
+        self._watch.begin()
+        if self._listener is None:
+            method = weakref.WeakMethod(self._interrupted)
+            self._listener = listen(partial(_told_to, method))
+
+    def _watch_no_more(self) -> None:
+        self._watch.end()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.remove()
+
+    # -- a loop that is left -------------------------------------------------------------------
+
+    def _interrupted(self, deliver: Callable[[], None]) -> None:
+        """A Ctrl-C, while the loop is in a step or has not come to drop its gradients."""
+        if self._passes and torch._C._current_graph_task_id() != -1 and self._has_released:
+            self._put_off = deliver
+            return
+        self.broken_off()
+        deliver()
+
+    def broken_off(self) -> None:
+        self._forget()
+        self._seen.clear()
+        self._has_dropped = False
+
+    def _notice_broken_pass(self) -> None:
+        """An error has ended a backward pass, and nobody said so."""
+        if not self._passes or torch._C._current_graph_task_id() != -1:
+            return
+        if self._has_released:
+            self.notes.append(
+                "a backward pass broke off when some parameters had been updated already and others had not; they are one "
+                "update ahead of the others from then on"
+            )
+        self.broken_off()
+
+    @property
+    def _has_released(self) -> bool:
+        return any(step.has_released for step in self._steps.values())
 
     # -- a step --------------------------------------------------------------------------------
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch._C._current_graph_task_id() != -1:  # recomputed in a backward pass
             return call(*args, **kwargs)
-        self._watch.end()
+        self._notice_broken_pass()
+        self._watch_no_more()
         self._is_known = is_loop_known()
         self._has_zeroed |= self._is_known  # nobody has watched what was before these steps
         output = call(*args, **kwargs)
         if not self._is_known:
-            self._watch.begin()
+            self._watch_loop()
         return output
 
     def _completed(self, parameter: nn.Parameter) -> None:
         """The gradient of a parameter is complete."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             optimizer = self._owners.get(id(parameter))
             if optimizer is None or self._is_withdrawn:
                 return
@@ -229,11 +286,32 @@ class GradientRelease(Technique):
             step = self._steps.get(optimizer) or self._begin_step(optimizer)
             if step is None:
                 return
+            self._hear_of_its_end()
             self._complete.add(id(parameter))
             if optimizer in self._seen or self._is_known:
                 step.add(parameter)
                 if step.waiting_bytes >= step.share_bytes:
                     self._release(optimizer, step)
+
+    def _hear_of_its_end(self) -> None:
+        """Have `_pass_ended` called when the backward pass that is under way is over."""
+        number = torch._C._current_graph_task_id()
+        if number not in (-1, *self._passes):
+            self._passes.add(number)
+            method = weakref.WeakMethod(self._pass_ended)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_told_to, method, number))
+
+    def _pass_ended(self, number: int) -> None:
+        with uninterrupted(), self._lock:
+            for optimizer, step in list(self._steps.items()):
+                if step.has_released and step.waiting:
+                    self._release(optimizer, step)
+            self._passes.discard(number)
+            deliver, self._put_off = self._put_off, None
+            if deliver is not None:
+                self.broken_off()
+        if deliver is not None:
+            deliver()
 
     def _begin_step(self, optimizer: Optimizer) -> _Step | None:
         """The first gradient for an optimizer since its step; None when the loop turns out to be none of those served."""
@@ -257,7 +335,8 @@ class GradientRelease(Technique):
             parameter.grad = None
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        self._watch.end()
+        self._notice_broken_pass()
+        self._watch_no_more()
         if has_closure:
             raise self._refusal(*_CLOSURE)
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
@@ -284,7 +363,7 @@ class GradientRelease(Technique):
             self._has_zeroed = False
         self._close(optimizer)
         if self._seen and not self._is_known and (self._complete or not self._has_zeroed):
-            self._watch.begin()
+            self._watch_loop()
 
     def _close(self, optimizer: Optimizer) -> None:
         """The step of an optimizer is over."""
@@ -297,6 +376,7 @@ class GradientRelease(Technique):
         """The loop reads or writes a gradient."""
         if self._is_withdrawn:
             return
+        self._notice_broken_pass()
         if id(tensor) in self._complete:
             self._refuse(*_what_is_done())
         if id(tensor) in self._owners:
@@ -310,12 +390,12 @@ class GradientRelease(Technique):
         self._is_withdrawn = True
 
     def _refusal(self, reason: str, nearest: str) -> RefusalError:
-        has_released = any(step.has_released for step in self._steps.values())
+        has_released = self._has_released
         if has_released:
             reason += "; parameters have been updated with the gradients so far"
-        return RefusalError(
-            self.field, reason, nearest, is_late=has_released or (self._has_dropped and not self._has_zeroed)
-        )
+        is_late = has_released or (self._has_dropped and not self._has_zeroed)
+        self.broken_off()
+        return RefusalError(self.field, reason, nearest, is_late=is_late)
 
 
 class _Watch(LoopMode):
@@ -399,13 +479,10 @@ def _is_own(hook: Any) -> bool:
     return type(getattr(hook, "__self__", None)).__module__.startswith("memlab.")
 
 
-def _calling(method: weakref.WeakMethod[Any]) -> Callable[[nn.Parameter], None]:
-    def hook(parameter: nn.Parameter) -> None:
-        alive = method()
-        if alive is not None:
-            alive(parameter)
-
-    return hook
+def _told_to(method: weakref.WeakMethod[Any], said: Any) -> None:
+    alive = method()
+    if alive is not None:
+        alive(said)
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -143,6 +143,7 @@ class OffloadParams(Technique):
             self._send_away(parameter)
         for block in blocks:
             self._residence.stream(block, undo)
+        undo.callback(self._leave_broken_pass)
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         if not stepping.is_separable(optimizer):
@@ -179,6 +180,7 @@ class OffloadParams(Technique):
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Any) -> Any:
         assert self._residence is not None
+        self._leave_broken_pass()
         try:
             return call(*args, **kwargs)
         finally:
@@ -186,11 +188,18 @@ class OffloadParams(Technique):
 
     evaluate = forward
 
+    def _leave_broken_pass(self) -> None:
+        """Put to rest what a backward pass that broke off has left on the device; within one nothing."""
+        if torch._C._current_graph_task_id() == -1 and self._residence is not None and self._gradients is not None:
+            self._residence.pass_ended()
+            self._gradients.forget_aside()
+
     # -- updates -------------------------------------------------------------------------------
 
     @contextmanager
     def at_home(self, parameters: Sequence[Parameter], *, updates: bool = True) -> Iterator[None]:
         assert self._residence is not None
+        self._leave_broken_pass()
         if not updates and not self._residence.link.overlaps:  # they rest on the very device they are used on
             yield
             return
@@ -324,6 +333,10 @@ class _Gradients:
             for handle in handles:
                 handle.remove()
         self._watched.clear()
+
+    def forget_aside(self) -> None:
+        """Drop what was set aside in a backward pass that broke off."""
+        self._aside.clear()
 
     def _comes(self, gradient: torch.Tensor | None, parameter: Parameter) -> None:
         """Before a gradient is added: autograd cannot add across devices."""

@@ -1,0 +1,285 @@
+"""Ctrl-C at any line of a training loop, and what must hold after it.
+
+A loop of a few steps is run once to count the lines that it takes in memlab, in torch and in its own code. Then it is run
+again and again, each time with a Ctrl-C at another one of them: what training has changed must be what it is after some
+number of whole steps, and the loop must go on from there as if it had never been left.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import memlab
+from memlab import Workload, fit
+from memlab.loop_mode import LoopMode
+from memlab.uninterrupted import Listener
+from tests.helpers.ctrl_c import interrupt
+from tests.helpers.fingerprint import differing, fingerprint
+
+_MEMLAB, _TORCH = f"{Path(memlab.__file__).parent}/", f"{Path(torch.__file__).parent}/"
+_STEPS = 3
+
+PLANS = (
+    "",
+    "--accumulate 2",
+    "--checkpoint",
+    "--checkpoint selective",
+    "--offload optimizer",
+    "--offload activations",
+    "--offload params",
+    "--offload optimizer,activations,params",
+    "--release-grads",
+    "--release-grads --offload optimizer",
+    "--release-grads --offload params,optimizer --checkpoint",
+    "--release-grads --precision pure-bf16",
+    "--release-grads --accumulate 2",
+    "--adam8bit",
+    "--adam8bit --offload optimizer",
+    "--optim adafactor",
+    "--optim sgd",
+    "--bf16",
+    "--fp16",
+    "--precision pure-bf16",
+    "--precision pure-bf16 --adam8bit --offload optimizer,params",
+    "--accumulate 2 --checkpoint --bf16 --offload optimizer,activations",
+    "--chunk-loss",
+    "--tile",
+)
+
+
+class Net(nn.Module):
+    """Repeats a block and has a large head, so every technique applies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3))
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 512, bias=False)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.norm(self.blocks(inputs))), targets)
+
+
+class Loop:
+    """A model in training under a plan, by a loop that may be left and entered again.
+
+    Args:
+        plan: flags.
+        rescue: whether the session rescues the loop.
+        zeroes: where the loop zeroes its gradients: "first" or "last" in a step.
+    """
+
+    def __init__(self, plan: str, *, rescue: bool, zeroes: str = "first") -> None:
+        torch.manual_seed(0)
+        self.model = Net().train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self._zeroes = zeroes
+        self.losses: dict[int, float] = {}
+        self.run(2)
+        self.untouched = fingerprint(self.model, [self.optimizer])
+        self.session = fit(Workload(self.model, self.optimizer), plan, rescue=rescue)
+
+    @property
+    def steps(self) -> int:
+        """Whole steps so far, as the user's optimizer counts them."""
+        counts = self.counts()
+        assert len(counts) <= 1, f"parameters are updated {sorted(counts)} times"
+        return next(iter(counts), 0)
+
+    def counts(self) -> set[int]:
+        """How often parameters were updated."""
+        states = self.optimizer.state.values()
+        return {int(state["step"]) for state in states if "step" in state}
+
+    def run(self, steps: int) -> None:
+        """Train on from where the optimizer has come to."""
+        for number in range(self.steps, self.steps + steps):
+            self.step(number)
+
+    def step(self, number: int) -> None:
+        torch.manual_seed(number)
+        inputs, targets = torch.randn(4, 32), torch.randint(0, 512, (4,))
+        if self._zeroes == "first":
+            self.optimizer.zero_grad()
+        loss = self.model(inputs, targets)
+        loss.backward()
+        self.optimizer.step()
+        if self._zeroes == "last":
+            self.optimizer.zero_grad()
+        self.losses[number] = loss.item()
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Copies of weights and moments, in the user's own form."""
+        found = {f"weight {name}": value.clone() for name, value in self.model.state_dict().items()}
+        for index, state in self.optimizer.state_dict()["state"].items():
+            found |= {f"{name} {index}": v.clone() for name, v in state.items() if isinstance(v, torch.Tensor)}
+        return found
+
+
+class Untouched:
+    """The same loop, never interrupted: what everything is after each of its steps."""
+
+    def __init__(self, plan: str, *, rescue: bool, zeroes: str) -> None:
+        loop = Loop(plan, rescue=rescue, zeroes=zeroes)
+        self.contents: dict[int, dict[str, torch.Tensor]] = {}
+        for _ in range(_STEPS + 3):
+            self.contents[loop.steps] = loop.contents()
+            loop.run(1)
+        self.losses = loop.losses
+        loop.session.undo()
+
+
+def lines(loop: Loop) -> int:
+    """How many lines the steps take at which a Ctrl-C may come."""
+    with _at_line(0) as reached:
+        loop.run(_STEPS)
+    return reached[0]
+
+
+@contextmanager
+def _at_line(nth: int) -> Iterator[list[Any]]:
+    """Press Ctrl-C at the n-th line; yields how many there were, and where it was."""
+    reached: list[Any] = [0, ""]
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        file = frame.f_code.co_filename
+        if not file.startswith((_MEMLAB, _TORCH)) and file != __file__:
+            return None
+        if event == "line" or (event == "return" and file.startswith(_MEMLAB)):
+            reached[0] += 1
+            if reached[0] == nth:
+                reached[1] = _stack(frame)
+                sys.settrace(None)
+                interrupt()
+                return None
+        return trace
+
+    is_collecting = gc.isenabled()
+    gc.disable()  # errors in finalizers go nowhere
+    sys.settrace(trace)
+    try:
+        yield reached
+    finally:
+        sys.settrace(None)
+        if is_collecting:
+            gc.enable()
+
+
+def _stack(frame: FrameType | None) -> str:
+    names = []
+    while frame is not None and frame.f_code.co_filename != __file__ and len(names) < 8:
+        names.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}({frame.f_code.co_name})")
+        frame = frame.f_back
+    if frame is not None:
+        names.append(f"{frame.f_lineno}({frame.f_code.co_name})")
+    return " < ".join(names)
+
+
+def interrupted(plan: str, untouched: Untouched, nth: int, *, rescue: bool, zeroes: str) -> tuple[str, list[str]]:
+    """Interrupt a loop at a line; where that was, and what does not hold after it."""
+    loop = Loop(plan, rescue=rescue, zeroes=zeroes)
+    wrong: list[str] = []
+    with _at_line(nth) as reached:
+        try:
+            loop.run(_STEPS)
+        except KeyboardInterrupt:
+            came = True
+        else:
+            came = nth == 0
+    if not came:
+        wrong.append("no KeyboardInterrupt came out of the loop")
+    wrong += _left_behind(loop)
+    try:
+        wrong += _is_whole(loop, untouched, exact=zeroes == "first")
+        loop.run(2)
+        wrong += _left_behind(loop)
+        wrong += _is_whole(loop, untouched, exact=zeroes == "first")
+        if zeroes == "first":
+            wrong += [f"loss {k}" for k, loss in loop.losses.items() if untouched.losses[k] != loss]
+        loop.session.undo()
+        wrong += _left_behind(None)
+        wrong += differing(loop.untouched, fingerprint(loop.model, [loop.optimizer]))
+        loop.run(1)
+    except Exception as error:  # noqa: BLE001 - what the next cell would show
+        wrong.append(f"the next cell: {type(error).__name__}: {error}")
+        _clean()
+    return str(reached[1]), wrong
+
+
+def _is_whole(loop: Loop, untouched: Untouched, *, exact: bool) -> list[str]:
+    counts = loop.counts()
+    if len(counts) != 1:
+        return [f"parameters are updated {sorted(counts)} times"]
+    found, expected = loop.contents(), untouched.contents[loop.steps]
+    if not exact:
+        return []
+    same = found.keys() == expected.keys()
+    wrong = [name for name in expected if not same or not torch.equal(found[name], expected[name])]
+    return [f"after {loop.steps} steps other: {', '.join(wrong[:3])}"] if wrong else []
+
+
+def _left_behind(loop: Loop | None) -> list[str]:
+    """What a broken off loop has left switched on in the process; as long as it may go on, it may be watched."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    modes = [mode for mode in _get_current_function_mode_stack() if loop is None or not isinstance(mode, LoopMode)]
+    handler = signal.getsignal(signal.SIGINT)
+    left = {
+        "function modes": modes,
+        "dispatch modes": _get_current_dispatch_mode_stack(),
+        "hooks on saved tensors": hooks,
+        "no grad": not torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "handler": handler is not signal.default_int_handler and (loop is None or not isinstance(handler, Listener)),
+    }
+    return [f"left: {name} {value}" for name, value in left.items() if value]
+
+
+def _clean() -> None:
+    while _get_current_function_mode_stack():
+        torch.overrides._pop_mode()
+    torch.set_grad_enabled(True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def campaign(plan: str, count: int, *, rescue: bool, zeroes: str, seed: int = 0) -> dict[str, tuple[str, list[str]]]:
+    """Interrupt a loop so often, at lines drawn at random; where something did not hold, and what."""
+    untouched = Untouched(plan, rescue=rescue, zeroes=zeroes)
+    loop = Loop(plan, rescue=rescue, zeroes=zeroes)
+    total = lines(loop)
+    loop.session.undo()
+    drawn = random.Random(f"{seed} {plan}")
+    failed = {}
+    for nth in sorted(drawn.sample(range(1, total + 1), min(count, total))):
+        where, wrong = interrupted(plan, untouched, nth, rescue=rescue, zeroes=zeroes)
+        if wrong:
+            failed[f"{nth}/{total}"] = (where, wrong)
+    return failed
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    count = int(sys.argv[1])
+    chosen = sys.argv[2:] or PLANS
+    for plan in chosen:
+        for rescue in (False, True):
+            for zeroes in ("first", "last"):
+                failed = campaign(plan, count, rescue=rescue, zeroes=zeroes)
+                print(f"{plan!r} rescue={rescue} {zeroes}: {len(failed)} of {count} wrong", flush=True)  # noqa: T201
+                for at, (where, wrong) in [*failed.items()][:6]:
+                    print(f"   {at} {where}\n      {'; '.join(wrong)[:300]}", flush=True)  # noqa: T201
