@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from memlab.layers import SMALL_ELEMENTS
 from memlab.plan import Plan, Tier
 from memlab.techniques.base import Technique
 from memlab.techniques.spill import Spill, resolve_tier
 
-_SMALL_ELEMENTS = 1024  # smaller tensors are not worth the trip
 # seen from a technique, these are either remembered on their own or keep their own books
 _LEAVES = (torch.Tensor, nn.Module, torch.optim.Optimizer, Plan, Spill, Enum)
 
@@ -101,7 +101,7 @@ _Mover = Callable[[torch.Tensor], _Away]
 
 def _sent(value: Any, away: _Mover) -> Any:
     # paged tensors of bitsandbytes move by themselves
-    moves = type(value) is torch.Tensor and value.numel() >= _SMALL_ELEMENTS and not hasattr(value, "is_paged")
+    moves = type(value) is torch.Tensor and value.numel() >= SMALL_ELEMENTS and not hasattr(value, "is_paged")
     return away(value) if moves else value
 
 

@@ -444,6 +444,18 @@ class _Before:
             self._optimizer.state[parameter] = state
 
 
+@contextmanager
+def restored_on_failure(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Context of an update which, when it raises, leaves parameters and state as they were."""
+    before = _Before(optimizer, parameters)
+    try:
+        with before.restored_on_failure(_cloned):
+            yield
+    except BaseException:
+        before.restore_states()
+        raise
+
+
 def _writes_gradients(optimizer: Optimizer) -> bool:
     """Whether an update changes gradients: fused kernels unscale them, foreach SGD adds momentum to them."""
     has_scale = getattr(optimizer, "grad_scale", None) is not None

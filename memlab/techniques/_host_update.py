@@ -7,9 +7,10 @@ Rules:
 1. The host keeps no parameters, so there is none to fall behind when somebody writes to a parameter. torch's fused
    kernel for the CPU updates zeros without weight decay, which gives what is to be added; the device applies weight
    decay and adds. Adam's weight decay is part of the gradient, and is added to it on the device.
-2. A bucket is updated or it is not: memory is taken first, then the kernel runs, and after it only copies and
+2. Small parameters, whose state stays on the device, are updated there by the user's own step.
+3. A bucket is updated or it is not: memory is taken first, then the kernel runs, and after it only copies and
    arithmetic in place that need no memory. Ctrl-C waits until it is over.
-3. While one bucket is updated, the gradients of the next are on their way.
+4. While one bucket is updated, the gradients of the next are on their way.
 
 Equal to the device's own arithmetic within a rounding of the update and one of the sum: at most some 1e-7 of a
 parameter and of its update per step.
@@ -17,12 +18,14 @@ parameter and of its update per step.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memlab.layers import SMALL_ELEMENTS
+from memlab.stepping import plain_stepper, restored_on_failure
 from memlab.techniques._transfers import Lanes, Ticket, lanes_of
 from memlab.techniques.spill import Spill
 from memlab.uninterrupted import uninterrupted
@@ -62,12 +65,12 @@ class HostUpdate:
 
     Example:
         >>> from memlab.plan import Tier
-        >>> parameter = torch.nn.Parameter(torch.ones(2))
+        >>> parameter = torch.nn.Parameter(torch.ones(1024))
         >>> optimizer = torch.optim.AdamW([parameter], lr=0.5, weight_decay=0.0)
-        >>> parameter.grad = torch.ones(2)
+        >>> parameter.grad = torch.ones(1024)
         >>> HostUpdate(optimizer, Spill(Tier.DISK))([parameter])
-        >>> [round(value, 6) for value in parameter.tolist()], float(optimizer.state[parameter]["step"])
-        ([0.5, 0.5], 1.0)
+        >>> round(parameter.mean().item(), 6), float(optimizer.state[parameter]["step"])
+        (0.5, 1.0)
     """
 
     is_atomic = True
@@ -81,7 +84,7 @@ class HostUpdate:
     def begin(self, parameters: Sequence[Parameter]) -> None:
         """Have the gradients of parameters on their way that are updated next."""
         for group in self._optimizer.param_groups:
-            for parameter in _chosen(group, parameters):
+            for parameter in _large(group, parameters):
                 self._gradients[parameter] = self._sent(group, parameter)
 
     def forget(self) -> None:
@@ -91,12 +94,18 @@ class HostUpdate:
         self._gradients.clear()
 
     def __call__(self, parameters: Sequence[Parameter]) -> None:
+        small = [parameter for parameter in parameters if parameter.numel() < SMALL_ELEMENTS]
         with uninterrupted(), torch.no_grad():
-            for group in self._optimizer.param_groups:
-                if chosen := _chosen(group, parameters):
-                    self._update(group, chosen)
+            chosen = [(group, large) for group in self._optimizer.param_groups if (large := _large(group, parameters))]
+            updates = [self._prepared(group, large) for group, large in chosen]
+            if small:
+                with restored_on_failure(self._optimizer, small):
+                    plain_stepper(self._optimizer)(small)
+            for update in updates:
+                update()
 
-    def _update(self, group: dict[str, Any], parameters: Sequence[Parameter]) -> None:
+    def _prepared(self, group: dict[str, Any], parameters: Sequence[Parameter]) -> Callable[[], None]:
+        """Take all memory that an update needs; what makes the update."""
         lanes = lanes_of(parameters[0])
         tickets = [self._gradients.pop(p) if p in self._gradients else self._sent(group, p) for p in parameters]
         fresh = {p: self._fresh(group, p) for p in parameters if not self._optimizer.state.get(p)}
@@ -105,16 +114,20 @@ class HostUpdate:
         above = [torch.empty_like(p) for p in parameters]
         counters = [self._counter(p, state["step"]) for p, state in zip(parameters, states, strict=True)]
         steps = [torch.tensor(counter.steps + 1.0) for counter in counters]
-        gradients = [_arrived(lanes, ticket) for ticket in tickets]
-        _fused_update(group, changes, gradients, states, steps)
-        for change, target in zip(changes, above, strict=True):
-            lanes.wait(lanes.fetch(target, change))
-        if _is_decoupled(group, self._optimizer) and group["weight_decay"]:
-            torch._foreach_mul_(list(parameters), 1 - float(group["lr"]) * group["weight_decay"])
-        torch._foreach_add_(list(parameters), above)
-        for p, state, counter in zip(parameters, states, counters, strict=True):
-            counter.count()
-            self._optimizer.state[p] = state
+
+        def update() -> None:
+            gradients = [_arrived(lanes, ticket) for ticket in tickets]
+            _fused_update(group, changes, gradients, states, steps)
+            for change, target in zip(changes, above, strict=True):
+                lanes.wait(lanes.fetch(target, change))
+            if _is_decoupled(group, self._optimizer) and group["weight_decay"]:
+                torch._foreach_mul_(list(parameters), 1 - float(group["lr"]) * group["weight_decay"])
+            torch._foreach_add_(list(parameters), above)
+            for p, state, counter in zip(parameters, states, counters, strict=True):
+                counter.count()
+                self._optimizer.state[p] = state
+
+        return update
 
     def _sent(self, group: dict[str, Any], parameter: Parameter) -> Ticket:
         gradient = parameter.grad
@@ -160,8 +173,9 @@ class _Counter:
         self.steps += 1.0
 
 
-def _chosen(group: dict[str, Any], parameters: Sequence[Parameter]) -> list[Parameter]:
-    wanted = {id(parameter) for parameter in parameters}
+def _large(group: dict[str, Any], parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Those parameters of a group that are updated on the host."""
+    wanted = {id(parameter) for parameter in parameters if parameter.numel() >= SMALL_ELEMENTS}
     return [parameter for parameter in group["params"] if id(parameter) in wanted]
 
 

@@ -146,7 +146,9 @@ class GradientRelease(Technique):
         self._has_dropped = False  # gradients of the watched step
         self._has_zeroed = False  # the loop has asked for gradients before it made new ones
         self._lock = threading.RLock()  # hooks run on one thread for each device
-        self._passes: set[int] = set()  # backward passes under way with complete gradients, by number of their graph task
+        self._passes: set[int] = (
+            set()
+        )  # backward passes under way with complete gradients, by number of their graph task
         self._put_off: Callable[[], None] | None = None  # delivers a Ctrl-C that came into the middle of one
         self._watch = _Watch(self._touched)
         self._listener: Listener | None = None

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
+from memlab.layers import SMALL_ELEMENTS
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.techniques import _link
 from memlab.techniques._homes import home_of
@@ -37,8 +38,6 @@ from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
-
-_SMALL_ELEMENTS = 1024  # smaller tensors stay: moving them costs more than they weigh
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +263,7 @@ class OffloadOptimizer(Technique):
 
 def _moves(value: Any) -> bool:
     # paged tensors of bitsandbytes move by themselves
-    return isinstance(value, torch.Tensor) and value.numel() >= _SMALL_ELEMENTS and not hasattr(value, "is_paged")
+    return isinstance(value, torch.Tensor) and value.numel() >= SMALL_ELEMENTS and not hasattr(value, "is_paged")
 
 
 def _is_kept_already(parameter: Parameter, value: torch.Tensor) -> bool:

@@ -33,6 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab import stepping
 from memlab.errors import RefusalError
+from memlab.layers import SMALL_ELEMENTS
 from memlab.plan import Offloaded, Plan, Precision, Tier
 from memlab.techniques._modules import repeated_blocks
 from memlab.techniques._residence import PLAIN, Link, Residence, Resting, is_dense, room_for, storage_of
@@ -43,8 +44,6 @@ from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 Parameter = nn.Parameter
-
-_SMALL_ELEMENTS = 1024  # smaller ones stay: moving them costs more than they weigh
 
 
 class OffloadParams(Technique):
@@ -108,7 +107,7 @@ class OffloadParams(Technique):
         if not isinstance(self.predecessor, OffloadParams) and not _movable(workload.model, blocks):
             raise RefusalError(
                 self.field,
-                f"params: no parameter in the blocks of {workload.name} is large enough ({_SMALL_ELEMENTS} elements) "
+                f"params: no parameter in the blocks of {workload.name} is large enough ({SMALL_ELEMENTS} elements) "
                 "and its own to be moved",
                 "use --offload optimizer,activations",
             )
@@ -422,7 +421,7 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
         if id(p) not in outside | first
         and type(p) in PLAIN
         and p.layout is torch.strided
-        and p.numel() >= _SMALL_ELEMENTS
+        and p.numel() >= SMALL_ELEMENTS
         and p.device == everything[0].device
         and _fills_its_storage(p)
         and storages.count(p.untyped_storage()._cdata) == 1

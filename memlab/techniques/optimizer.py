@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.extras import require
+from memlab.layers import SMALL_ELEMENTS
 from memlab.plan import OptimizerChoice, Plan, Tier
 from memlab.stepping import unhooked_step
 from memlab.techniques.base import State, Stepper, Technique
@@ -43,7 +44,6 @@ Parameter = torch.nn.Parameter
 Group = Mapping[str, Any]
 
 _8BIT = (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
-_SMALL_ELEMENTS = 1024
 _NOTES = {
     OptimizerChoice.ADAMW: "moments are converted to fp32; going back to 8 bits is not bit-exact",
     OptimizerChoice.ADAM8BIT: "moments are kept in 8 bits; turning them into fp32 again is close, not bit-exact",
@@ -246,14 +246,14 @@ class _Conversion:
     def _park(self, parameter: Parameter, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.numel() < _SMALL_ELEMENTS:
+        if value.numel() < SMALL_ELEMENTS:
             return value.clone()
         tier = resolve_tier(Tier.AUTO, parameter.device, "optimizer")
         return self._spills.setdefault(tier, Spill(tier)).store(value)
 
 
 def _unparked(parameter: Parameter, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.numel() < _SMALL_ELEMENTS:
+    if not isinstance(value, torch.Tensor) or value.numel() < SMALL_ELEMENTS:
         return value.clone() if isinstance(value, torch.Tensor) else value
     like = parameter if value.shape == parameter.shape else value
     return torch.empty_like(like, dtype=value.dtype, device=parameter.device, requires_grad=False).copy_(value)

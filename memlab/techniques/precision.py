@@ -30,12 +30,15 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from memlab.errors import RefusalError
+from memlab.layers import at_home
 from memlab.plan import Plan, Precision
 from memlab.techniques._autocast import without_autocast
 from memlab.techniques._lazy import LazyTensor
+from memlab.techniques._own_form import OwnForm
 from memlab.techniques.base import ModelCall, State, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.moments import join_master, round_stochastically, split_master
+from memlab.uninterrupted import uninterrupted
 from memlab.workload import Workload
 
 FIRST_SCALE = 2.0**16
@@ -87,6 +90,7 @@ class PrecisionChoice(Technique):
         super().__init__(plan)
         self._scaler = LossScale()
         self._masters: dict[int, torch.Tensor] = {}
+        self._own_form: OwnForm | None = None
         self._generators: dict[torch.device, torch.Generator] = {}
 
     @property
@@ -181,12 +185,27 @@ class PrecisionChoice(Technique):
         return self._is(Precision.FP16) and self._scaler.found_bad_gradients()
 
     def _split_parameters(self, model: nn.Module, undo: ExitStack) -> None:
-        for tensor in [*model.parameters(), *convertible_buffers(model)]:
-            if tensor.dtype is not torch.float32:
-                continue
+        tensors = [t for t in (*model.parameters(), *convertible_buffers(model)) if t.dtype is torch.float32]
+        for tensor in tensors:
             undo.callback(self._join, tensor)
             high, self._masters[id(tensor)] = split_master(tensor.data)
             _set_data(tensor, high)
+        self._own_form = OwnForm(self._whole, self._restored)
+        self._own_form.serve(model, tensors, undo)
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor's master, where the tensor rests; None when it is in its place."""
+        low = self._masters.get(id(tensor))
+        if low is None or tensor.dtype is torch.float32:
+            return None
+        return join_master(tensor.data.to(low.device), low).to(tensor.device)
+
+    @contextmanager
+    def _restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """All masters in their places."""
+        split = [tensor for tensor in tensors if id(tensor) in self._masters and tensor.dtype is not torch.float32]
+        with uninterrupted(), at_home(self.in_force(), split, updates=True), self._with_masters(split):
+            yield
 
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return torch.float32 if id(tensor) in self._masters else tensor.dtype
@@ -223,7 +242,7 @@ class PrecisionChoice(Technique):
         return self._with_masters(parameters) if self._is(Precision.PURE_BF16) else nullcontext()
 
     @contextmanager
-    def _with_masters(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    def _with_masters(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         split = [p for p in parameters if id(p) in self._masters]
         gradients = [p.grad for p in split]
         try:
@@ -243,7 +262,7 @@ class PrecisionChoice(Technique):
             for parameter, gradient in zip(split, gradients, strict=True):
                 parameter.grad = gradient
 
-    def _split(self, parameter: nn.Parameter) -> None:
+    def _split(self, parameter: torch.Tensor) -> None:
         try:
             low, master = split_master(parameter.data)
         except torch.OutOfMemoryError:

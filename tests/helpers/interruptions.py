@@ -12,8 +12,9 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import perf_counter
 from types import FrameType
 from typing import Any
 
@@ -217,7 +218,7 @@ def interrupted(plan: str, untouched: Untouched, nth: int, *, rescue: bool, zero
         loop.run(1)
     except Exception as error:  # noqa: BLE001 - what the next cell would show
         wrong.append(f"the next cell: {type(error).__name__}: {error}")
-        _clean()
+    _clean(loop)
     return str(reached[1]), wrong
 
 
@@ -250,11 +251,18 @@ def _left_behind(loop: Loop | None) -> list[str]:
     return [f"left: {name} {value}" for name, value in left.items() if value]
 
 
-def _clean() -> None:
+def _clean(loop: Loop) -> None:
+    """Let nothing that was left behind go on into what follows."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     while _get_current_function_mode_stack():
         torch.overrides._pop_mode()
+    while _get_current_dispatch_mode_stack():
+        torch.utils._python_dispatch._pop_mode()
+    while torch._C._autograd._top_saved_tensors_default_hooks(False):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
     torch.set_grad_enabled(True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with suppress(Exception):
+        loop.session.undo()
 
 
 def campaign(plan: str, count: int, *, rescue: bool, zeroes: str, seed: int = 0) -> dict[str, tuple[str, list[str]]]:
@@ -276,10 +284,14 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     count = int(sys.argv[1])
     chosen = sys.argv[2:] or PLANS
+    began = perf_counter()
     for plan in chosen:
-        for rescue in (False, True):
+        for rescue in (False, True)[not plan :]:  # the user's own step is interrupted as torch has it
             for zeroes in ("first", "last"):
                 failed = campaign(plan, count, rescue=rescue, zeroes=zeroes)
-                print(f"{plan!r} rescue={rescue} {zeroes}: {len(failed)} of {count} wrong", flush=True)  # noqa: T201
+                print(
+                    f"{plan!r} rescue={rescue} {zeroes}: {len(failed)} of {count} wrong ({perf_counter() - began:.0f} s)",
+                    flush=True,
+                )
                 for at, (where, wrong) in [*failed.items()][:6]:
-                    print(f"   {at} {where}\n      {'; '.join(wrong)[:300]}", flush=True)  # noqa: T201
+                    print(f"   {at} {where}\n      {'; '.join(wrong)[:300]}", flush=True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -248,3 +253,93 @@ def test_pure_bf16_gives_way_to_another_precision(other: str) -> None:
         check(session.workload, session.plan.parse(other))
         session.switch(f"{other} --accumulate 2")
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+# -- files and copies ------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["--precision pure-bf16", "--precision pure-bf16 --offload params,optimizer --adam8bit"])
+def trained(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Module, Session, dict[str, torch.Tensor]]]:
+    """A model under pure bf16 that has trained, and its weights as they will be when that is undone."""
+    model = gpt2()
+    load = Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch=ragged_batch())
+    with fit(load, request.param) as session:
+        for _ in range(2):
+            training_step(load)
+        masters = fit_and_undone(session)
+        yield model, session, masters
+    assert all(torch.equal(value, masters[name]) for name, value in model.state_dict().items())
+    assert not any(vars(tensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def fit_and_undone(session: Session) -> dict[str, torch.Tensor]:
+    """Weights without the plan, which is in force again afterwards."""
+    plan = session.plan
+    session.switch("", now=True)
+    weights = {name: value.clone() for name, value in session.workload.model.state_dict().items()}
+    session.switch(plan, now=True)
+    return weights
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].dtype is value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def test_state_dicts_have_full_precision(trained: Any) -> None:
+    model, _, masters = trained
+    assert_same(model.state_dict(), masters)
+    assert_same(
+        model.transformer.state_dict(prefix="transformer."), {k: v for k, v in masters.items() if "lm_" not in k}
+    )
+    state = model.state_dict()
+    assert state["lm_head.weight"] is not None
+    assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
+    kept = model.state_dict(keep_vars=True)
+    assert kept["transformer.wte.weight"] is model.transformer.wte.weight
+
+
+def test_what_is_saved_loads_without_memlab(trained: Any, tmp_path: Path) -> None:
+    model, _, masters = trained
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    assert_same(torch.load(tmp_path / "state.pt", weights_only=True), masters)
+    torch.save([model.transformer.wte.weight, *model.parameters()], tmp_path / "parameters.pt")
+    tied, *parameters = torch.load(tmp_path / "parameters.pt", weights_only=True)
+    assert tied is parameters[0]
+    assert_same(
+        {name: p for (name, _), p in zip(model.named_parameters(), parameters, strict=True)}, without_head(masters)
+    )
+    assert all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in parameters)
+    assert b"memlab" not in (tmp_path / "parameters.pt").read_bytes()
+
+
+def without_head(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in weights.items() if name != "lm_head.weight"}
+
+
+def test_copies_are_plain_models(trained: Any) -> None:
+    model, _, masters = trained
+    copied = copy.deepcopy(model)
+    assert_same(copied.state_dict(), masters)
+    assert copied.lm_head.weight is copied.transformer.wte.weight
+    assert not any(vars(parameter) for parameter in copied.parameters())
+
+
+def test_save_pretrained_writes_full_precision(trained: Any, tmp_path: Path) -> None:
+    model, session, masters = trained
+    model.save_pretrained(tmp_path)
+    restored = type(model).from_pretrained(tmp_path)
+    assert restored.dtype is torch.float32
+    assert_same(restored.state_dict(), masters)
+    assert model.dtype is torch.bfloat16
+    assert_same(fit_and_undone(session), masters)
+
+
+def test_loaded_weights_are_the_masters(trained: Any) -> None:
+    model, session, masters = trained
+    training_step(session.workload)
+    model.load_state_dict(masters)
+    assert model.dtype is torch.bfloat16
+    assert_same(fit_and_undone(session), masters)

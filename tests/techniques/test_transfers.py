@@ -25,6 +25,7 @@ from memlab.techniques._transfers import Lanes, Leaving
 from memlab.techniques.base import Technique
 from memlab.techniques.offload_activations import OffloadActivations
 from memlab.techniques.offload_optimizer import OffloadOptimizer
+from memlab.techniques.spill import is_spilled
 from memlab.workload import Workload
 from tests.driving import (
     FailingAt,
@@ -305,6 +306,32 @@ def test_the_host_sees_parameters_and_counters_that_others_write() -> None:
             losses += train(model, optimizer, range(2, 5))
         runs.append(losses)
     assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("seen", [0, 2])
+def test_small_parameters_are_updated_where_their_state_stays(seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their moments never leave the device, and one call of the host's kernel takes tensors of one device only."""
+    sizes: list[int] = []
+    kernel = torch._fused_adamw_
+
+    def recorded(changes: list[torch.Tensor], *args: Any, **options: Any) -> None:
+        sizes.extend(change.numel() for change in changes)
+        kernel(changes, *args, **options)
+
+    model = mlp()
+    optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
+    train(model, optimizer, range(seen))
+    technique = beside_a_gpu()
+    with applied(optimizer, [technique]):
+        technique.update_on_host(optimizer)
+        monkeypatch.setattr(torch, "_fused_adamw_", recorded)
+        train(model, optimizer, range(seen, seen + 2))
+        for parameter in model.parameters():
+            moment = optimizer.state[parameter]["exp_avg"]
+            assert is_spilled(moment.untyped_storage()) == (parameter.numel() >= 1024)
+    assert {p.numel() for p in model.parameters() if p.numel() < 1024}
+    assert sizes
+    assert min(sizes) >= 1024
 
 
 def test_the_host_leaves_to_others_what_is_theirs() -> None:

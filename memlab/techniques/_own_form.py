@@ -1,0 +1,145 @@
+"""What is saved, copied and loaded of tensors that are kept in another form meanwhile: their own form.
+
+Rules:
+
+1. Pickling and copying look for ``__reduce_ex__`` and ``__deepcopy__`` on a tensor before they look on its class. The ones put
+   there make an ordinary tensor with the user's values, so that files and copies know nothing of memlab.
+2. Modules answer `state_dict()`, their own or that of a module they are part of, with such tensors: one for all names of
+   a tied parameter. With ``keep_vars`` torch gives the live parameters, which stay what they are.
+3. Loading, and `save_pretrained`, which reads more of a model than its state, run while tensors have their own form.
+
+Known limitations: parameters that ``load_state_dict(assign=True)`` puts in place of the old ones are not converted; what reads
+``parameter.data`` itself, an average of weights say, sees the form it is kept in.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab.techniques._modules import patch_forward
+from memlab.uninterrupted import interruptible, uninterrupted
+
+_NAMES = ("__reduce_ex__", "__deepcopy__")
+
+
+class OwnForm:
+    """Gives a model's tensors out in their own form.
+
+    Args:
+        whole: makes a tensor's values in their own form, on the device they rest on; None when it has it now. A method;
+            its object is held weakly.
+        restored: context in which some tensors have their own form, and are converted again at its end; likewise.
+    """
+
+    def __init__(
+        self,
+        whole: Callable[[torch.Tensor], torch.Tensor | None],
+        restored: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]],
+    ) -> None:
+        self._whole = weakref.WeakMethod(whole)
+        self._restored = weakref.WeakMethod(restored)
+        self._saved_to: Callable[[], Any] = lambda: None
+        self._saved: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def serve(self, model: nn.Module, tensors: Sequence[torch.Tensor], undo: ExitStack) -> None:
+        """Answer for some tensors of a model, until undone."""
+        served = {id(tensor) for tensor in tensors}
+        for tensor in tensors:
+            undo.callback(_without_attributes, tensor)
+            for name, answer in zip(_NAMES, (self._reduced, self._copied), strict=True):
+                setattr(tensor, name, partial(answer, weakref.ref(tensor)))
+        for module in model.modules():
+            if any(id(tensor) in served for _, tensor in _tensors_of(module)):
+                there = weakref.ref(module)
+                patch_forward(module, partial(self._save, there), undo, "_save_to_state_dict")
+                patch_forward(module, partial(self._load, there), undo, "_load_from_state_dict")
+        if hasattr(type(model), "save_pretrained"):
+            patch_forward(model, partial(self._save_pretrained, weakref.ref(model)), undo, "save_pretrained")
+
+    def _values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        whole = self._whole()
+        return None if whole is None else whole(tensor)
+
+    # -- pickles and copies --------------------------------------------------------------------
+
+    def _reduced(self, tensor: weakref.ref[Any], protocol: Any) -> Any:
+        live = tensor()
+        made = self._ordinary(live)
+        vars(made).update(_own_attributes(live))
+        return made.__reduce_ex__(protocol)
+
+    def _copied(self, tensor: weakref.ref[Any], memo: dict[int, Any]) -> torch.Tensor:
+        live = tensor()
+        made = self._ordinary(live)
+        if not isinstance(live, nn.Parameter):  # as torch does
+            vars(made).update(copy.deepcopy(_own_attributes(live), memo))
+        memo[id(live)] = made
+        return made
+
+    def _ordinary(self, live: torch.Tensor) -> torch.Tensor:
+        values = self._values_of(live)
+        if values is None:
+            values = live.detach().clone()
+        if isinstance(live, nn.Parameter):
+            return type(live)(values, requires_grad=live.requires_grad)
+        return values.requires_grad_(live.requires_grad)
+
+    # -- state dicts ---------------------------------------------------------------------------
+
+    def _save(self, there: weakref.ref[nn.Module], destination: Any, prefix: str, keep_vars: bool) -> None:
+        module: Any = there()
+        type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
+        if keep_vars:
+            return
+        for name, tensor in _tensors_of(module):
+            key = prefix + name
+            if key in destination and (values := self._once_for(destination, tensor)) is not None:
+                destination[key] = values
+
+    def _once_for(self, destination: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor; the same object for each of its names in one state dict."""
+        if self._saved_to() is not destination:
+            self._saved_to = weakref.ref(destination) if hasattr(destination, "__weakref__") else lambda: destination
+            self._saved.clear()
+        values = self._saved.get(id(tensor))
+        if values is None and (values := self._values_of(tensor)) is not None:
+            self._saved[id(tensor)] = values
+        return values
+
+    def _load(self, there: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> None:
+        module: Any = there()
+        with self._all_restored([tensor for _, tensor in _tensors_of(module)]):
+            type(module)._load_from_state_dict(module, *args, **kwargs)
+
+    def _save_pretrained(self, there: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        model: Any = there()
+        with uninterrupted(), self._all_restored([*model.parameters(), *model.buffers()]), interruptible():
+            return type(model).save_pretrained(model, *args, **kwargs)
+
+    def _all_restored(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        restored = self._restored()
+        assert restored is not None
+        return restored(tensors)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's own parameters and buffers, by name."""
+    for table in (module._parameters, module._buffers):
+        yield from ((name, tensor) for name, tensor in table.items() if tensor is not None)
+
+
+def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    return {name: value for name, value in vars(tensor).items() if name not in _NAMES}
+
+
+def _without_attributes(tensor: torch.Tensor) -> None:
+    for name in _NAMES:
+        vars(tensor).pop(name, None)
