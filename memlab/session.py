@@ -454,6 +454,15 @@ class Session:
         has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))  # Accelerate passes None
         if self.techniques and not has_closure:
             self._held_back = hold_back(sys._getframe(1))
+        try:
+            return self._step_taken_over(optimizer, args, kwargs, has_closure=has_closure)
+        except BaseException:
+            self._hold_back_no_longer()
+            raise
+
+    def _step_taken_over(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_closure: bool
+    ) -> tuple[Any, Any] | None:
         self._take_withdrawn_out()
         self._asked_again(lambda: self._tell_step_begins(optimizer, has_closure=has_closure))
         for observer in self.observers:
@@ -520,6 +529,9 @@ class Session:
         self._steps += 1
         self._window_open = False
         self._is_on_trial |= self._before is not None and not is_loop_known()
+        self._hold_back_no_longer()
+
+    def _hold_back_no_longer(self) -> None:
         held_back, self._held_back = self._held_back, None
         if held_back is not None:
             held_back.end()

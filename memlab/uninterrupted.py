@@ -46,7 +46,7 @@ class _Layer:
 
     def remove(self) -> None:
         """Take it out, also from under others; harmless when done, or when somebody has put in another handler."""
-        layer = signal.getsignal(signal.SIGINT)
+        layer: Any = signal.getsignal(signal.SIGINT)
         if layer is self:
             signal.signal(signal.SIGINT, self.previous)
         while isinstance(layer, _Layer):

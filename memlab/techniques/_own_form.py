@@ -71,13 +71,13 @@ class OwnForm:
     # -- pickles and copies --------------------------------------------------------------------
 
     def _reduced(self, tensor: weakref.ref[Any], protocol: Any) -> Any:
-        live = tensor()
+        live: Any = tensor()
         made = self._ordinary(live)
         vars(made).update(_own_attributes(live))
-        return made.__reduce_ex__(protocol)
+        return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def _copied(self, tensor: weakref.ref[Any], memo: dict[int, Any]) -> torch.Tensor:
-        live = tensor()
+        live: Any = tensor()
         made = self._ordinary(live)
         if not isinstance(live, nn.Parameter):  # as torch does
             vars(made).update(copy.deepcopy(_own_attributes(live), memo))

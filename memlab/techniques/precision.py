@@ -203,7 +203,7 @@ class PrecisionChoice(Technique):
     @contextmanager
     def _restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """All masters in their places."""
-        split = [tensor for tensor in tensors if id(tensor) in self._masters and tensor.dtype is not torch.float32]
+        split: list[Any] = [t for t in tensors if id(t) in self._masters and t.dtype is not torch.float32]
         with uninterrupted(), at_home(self.in_force(), split, updates=True), self._with_masters(split):
             yield
 

@@ -1,0 +1,113 @@
+"""Ctrl-C at any line of a loop in training: it arises in the loop, and the next cell goes on from whole steps.
+
+All plans, a thousand times: ``python -m tests.helpers.interruptions 22``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memlab import Workload, fit
+from memlab.errors import RefusalError
+from tests.driving import loss_of, mlp
+from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
+from tests.helpers.interruptions import campaign
+
+pytestmark = pytest.mark.usefixtures("pythons_own_handler")
+
+
+@pytest.mark.parametrize(
+    ("plan", "rescue", "zeroes"),
+    [
+        ("", True, "first"),
+        ("--accumulate 2 --offload activations", False, "first"),
+        ("--offload optimizer", False, "last"),
+        ("--offload optimizer,activations,params --checkpoint", True, "first"),
+        ("--release-grads", False, "first"),
+        ("--release-grads", True, "last"),
+        ("--release-grads --offload optimizer", False, "first"),
+        ("--precision pure-bf16 --adam8bit", False, "first"),
+        ("--fp16", True, "last"),
+    ],
+)
+def test_the_next_cell_goes_on_from_whole_steps(plan: str, rescue: bool, zeroes: str) -> None:
+    assert campaign(plan, 6, rescue=rescue, zeroes=zeroes) == {}
+
+
+def test_an_interrupted_backward_pass_updates_all_parameters_first() -> None:
+    """Without gradient release no parameter would be updated yet; with it some are, and cannot be put back."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = None
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for step in range(3):
+            if step == 2:  # at the last gradient of all, when most parameters are updated
+                handle = model[0].weight.register_hook(lambda _gradient: interrupt())
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            if step == 2:
+                with pytest.raises(KeyboardInterrupt):
+                    loss.backward()
+            else:
+                loss.backward()
+                optimizer.step()
+        assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+        assert handle is not None
+        handle.remove()
+        loss_of(model, 3).backward()
+        optimizer.step()
+        assert {float(state["step"]) for state in optimizer.state.values()} == {4.0}
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_an_error_in_a_backward_pass_leaves_a_loop_that_can_go_on(watched: bool) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fit(Workload(model, optimizer), "--release-grads") as session:
+        for step in range(0 if watched else 2):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        handle = model[0].weight.register_hook(_stop)
+        with pytest.raises(StopIteration):
+            loss_of(model, 2).backward()
+        handle.remove()
+        for step in range(3, 5):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        assert any("a backward pass broke off" in note for note in session.notes) == (not watched)
+
+
+def _stop(_gradient: torch.Tensor) -> None:
+    raise StopIteration
+
+
+def test_a_refused_loop_may_be_mended_and_run_again() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fit(Workload(model, optimizer), "--release-grads"):
+        loss_of(model, 0).backward()
+        with pytest.raises(RefusalError, match="clips gradients"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+
+
+def test_a_closure_can_be_interrupted() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    reached = []
+
+    def closure() -> torch.Tensor:
+        interrupt()
+        reached.append("past it")
+        return loss_of(model, 0)
+
+    with fit(Workload(model, optimizer), "--offload optimizer"), pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    assert reached == []
