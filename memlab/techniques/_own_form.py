@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.techniques._modules import patch_forward
+from memlab.seams import stand_in
 from memlab.uninterrupted import interruptible, uninterrupted
 
 _NAMES = ("__reduce_ex__", "__deepcopy__")
@@ -59,10 +59,10 @@ class OwnForm:
         for module in model.modules():
             if any(id(tensor) in served for _, tensor in _tensors_of(module)):
                 there = weakref.ref(module)
-                patch_forward(module, partial(self._save, there), undo, "_save_to_state_dict")
-                patch_forward(module, partial(self._load, there), undo, "_load_from_state_dict")
+                stand_in(module, "_save_to_state_dict", partial(self._save, there), undo)
+                stand_in(module, "_load_from_state_dict", partial(self._load, there), undo)
         if hasattr(type(model), "save_pretrained"):
-            patch_forward(model, partial(self._save_pretrained, weakref.ref(model)), undo, "save_pretrained")
+            stand_in(model, "save_pretrained", partial(self._save_pretrained, weakref.ref(model)), undo)
 
     def _values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         whole = self._whole()
