@@ -623,13 +623,13 @@ def _through(
     wrappers: Sequence[ForwardHandler], original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a model call through techniques: a Ctrl-C arises in the model's own code, or when they are done."""
-    if not wrappers:
-        return original(*args, **kwargs)
 
     def own(*args: Any, **kwargs: Any) -> Any:
         with interruptible():
             return original(*args, **kwargs)
 
+    if not wrappers:
+        return own(*args, **kwargs)
     with uninterrupted():
         return chained(wrappers, own)(*args, **kwargs)
 

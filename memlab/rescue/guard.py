@@ -38,6 +38,7 @@ from memlab.rescue.outputs import Path, at, differentiable, replaced
 from memlab.techniques._aliases import Aliases, RandomState
 from memlab.techniques._autocast import AutocastState
 from memlab.techniques._lazy import real
+from memlab.uninterrupted import uninterrupted
 
 Run = Callable[..., Any]
 
@@ -323,7 +324,8 @@ class _Guarded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: GuardedCall, *_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        values = call.first_run()
+        with uninterrupted():
+            values = call.first_run()
         ctx.set_materialize_grads(False)
         ctx.node = _Node(call)
         return values
@@ -331,13 +333,14 @@ class _Guarded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call, rest = ctx.node.call, ctx.node.rest
-        if call is None and rest is not None:
-            return (None, *rest.gradients(gradients))
-        if call is None:
-            raise RuntimeError(_TWICE)
-        if torch.is_grad_enabled():  # as autograd has it under create_graph
-            return (None, *call.differentiable_gradients(gradients))
-        return (None, *call.gradients(gradients))
+        with uninterrupted():
+            if call is None and rest is not None:
+                return (None, *rest.gradients(gradients))
+            if call is None:
+                raise RuntimeError(_TWICE)
+            if torch.is_grad_enabled():  # as autograd has it under create_graph
+                return (None, *call.differentiable_gradients(gradients))
+            return (None, *call.gradients(gradients))
 
 
 class Start:

@@ -15,6 +15,7 @@ from memlab.techniques._aliases import Aliases, RandomState
 from memlab.techniques._autocast import AutocastState, without_autocast
 from memlab.techniques._lazy import LazyTensor, real
 from memlab.techniques._split import Call, Layout, Outputs
+from memlab.uninterrupted import uninterrupted
 from memlab.units import MIB
 
 _FIELD = "accumulation"
@@ -406,7 +407,8 @@ class _SplitCall(torch.autograd.Function):
             raise SessionError(
                 "backward() a second time through a split batch: its gradients were handed over at the first"
             )
-        return (None, *run.gradients(gradients))
+        with uninterrupted():
+            return (None, *run.gradients(gradients))
 
 
 def _requires_grad(leaf: Any) -> bool:
