@@ -195,6 +195,12 @@ class Session:
         """Have somebody watch no longer; harmless when they do not."""
         self.observers[:] = [one for one in self.observers if one is not observer]
 
+    def loop_was_left(self) -> None:
+        """Have techniques forget a step that an error has ended in its middle, when it is not going to be continued."""
+        with uninterrupted():
+            for technique in self.techniques:
+                technique.broken_off()
+
     def hand_over(self, thread: int) -> None:
         """Have another thread train, and change plans between its steps.
 

@@ -271,6 +271,8 @@ class CellWatch:
         session, meter = self.session, self._meter
         if session is None or meter is None:
             return 0
+        if error is not None:
+            session.loop_was_left()
         measurements = [m for plan in self._notes.plans if (m := _measured(meter, plan)) is not None]
         steps = meter.steps
         if self._notes.batch is not None and session.attached and len(self.sessions) == 1:
