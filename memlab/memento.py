@@ -4,7 +4,7 @@ Rules:
 
 1. A change makes new tensors and leaves the old ones unwritten (rule 4 of `memlab.techniques.base`), so a
    reference to an old tensor is a copy of it, and going back is bit for bit.
-2. Remembered are: attributes and hooks of modules; data, gradient and hooks of parameters and buffers;
+2. Remembered are: attributes and hooks of modules; data, gradient, attributes and hooks of parameters and buffers;
    state, groups and hooks of optimizers; the fields of techniques and of memlab's own objects within them,
    with the state of their random generators; torch's precision of matrix products.
 3. References keep old tensors alive beside the new ones. Where there is no room for both, `spare` moves
@@ -272,6 +272,7 @@ class _TensorHooks(_Part):
 def _parts_of_model(model: nn.Module) -> Iterator[_Part]:
     for module in model.modules():
         yield _Table(vars(module))
+        yield from _parts_of_owned([vars(module).get("__getstate__")])  # what copies and pickles leave out
         for key, value in vars(module).items():
             # beside the hooks themselves there are tables of which are called when
             if isinstance(value, MutableMapping) and ("_hooks" in key or key in ("_parameters", "_buffers")):
@@ -287,6 +288,7 @@ def _tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> l
 def _parts_of_tensor(tensor: torch.Tensor) -> Iterator[_Part]:
     if tensor.layout is torch.strided:
         yield _Data(tensor)
+    yield _Table(vars(tensor))
     yield _TensorHooks(tensor, "_backward_hooks")
     yield _TensorHooks(tensor, "_post_accumulate_grad_hooks")
 
