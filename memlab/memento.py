@@ -272,7 +272,6 @@ class _TensorHooks(_Part):
 def _parts_of_model(model: nn.Module) -> Iterator[_Part]:
     for module in model.modules():
         yield _Table(vars(module))
-        yield from _parts_of_owned([vars(module).get("__getstate__")])  # what copies and pickles leave out
         for key, value in vars(module).items():
             # beside the hooks themselves there are tables of which are called when
             if isinstance(value, MutableMapping) and ("_hooks" in key or key in ("_parameters", "_buffers")):
