@@ -101,6 +101,7 @@ class InForce:
         storage_resized: called with a storage that got or lost memory without an operator.
         on_trial: whether there is a plan to go back to.
         withdraw: goes back to it at the next seam; see `Technique`.
+        only_tried: called when what was allocated since the step began was a trial.
 
     Attributes:
         plan: the plan in force.
@@ -123,10 +124,12 @@ class InForce:
         storage_resized: Callable[[torch.UntypedStorage], None] = lambda _storage: None,
         on_trial: Callable[[], bool] = bool,
         withdraw: Callable[[RefusalError], bool] = lambda _refusal: False,
+        only_tried: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan = Plan()
         self.gradients_complete = gradients_complete
         self.storage_resized = storage_resized
+        self.only_tried = only_tried
         self.on_trial = on_trial
         self.withdraw = withdraw
         self.techniques: list[Technique] = []
@@ -242,6 +245,7 @@ class InForce:
         technique.in_force = lambda: self.techniques
         technique.gradients_complete = self.gradients_complete
         technique.storage_resized = self.storage_resized
+        technique.only_tried = self.only_tried
         technique.on_trial, technique.withdraw = self.on_trial, self.withdraw
         entry = self._entries[type(technique)] = _Entry(technique)
         self._refresh()

@@ -33,6 +33,9 @@ class Observer:
     def gradients_complete(self) -> None:
         """In the middle of a backward pass, gradients are complete; their parameters are updated next, and they go."""
 
+    def only_tried(self) -> None:
+        """What was allocated since the step began was a trial: no step of the plan needs it again."""
+
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         """An engine has given memory to a storage, or taken it away, without an operator."""
 

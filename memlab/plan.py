@@ -19,6 +19,13 @@ from memlab.errors import PlanError
 from memlab.units import exact_size, parse_bytes
 
 
+class BatchNorm(StrEnum):
+    """Over which rows BatchNorm takes its statistics when a batch is split."""
+
+    KEEP = "keep"
+    MICRO = "micro"
+
+
 class Precision(StrEnum):
     """Number format of the forward and backward pass."""
 
@@ -225,6 +232,12 @@ FIELDS: tuple[PlanField, ...] = (
         names={"2": "2 micro-batches", "4": "4 micro-batches", "8": "8 micro-batches", "16": "16 micro-batches"},
     ),
     PlanField(
+        "batchnorm", "--batchnorm", "keep|micro",
+        "with --accumulate, let BatchNorm take its statistics from each micro-batch, as in accumulation written by hand",
+        _choice("--batchnorm", BatchNorm), lambda norm: "" if norm is BatchNorm.KEEP else f"--batchnorm {norm}",
+        choices=tuple(BatchNorm), offer="micro", title="BatchNorm", names={"micro": "per micro-batch"}, is_foretold=False,
+    ),
+    PlanField(
         "checkpointing", "--checkpoint", "[off|full|every:N|selective|budget:SIZE]",
         "recompute activations in the backward pass: of every block, of one block in N, all but matrix products and attention, "
         "or of as few blocks as will do for what the blocks keep between forward and backward to fit into SIZE, as in budget:2GiB",
@@ -314,6 +327,7 @@ class Plan:
 
     Args:
         accumulation: micro-batches per batch, 1 or more.
+        batchnorm: a `BatchNorm`, or its text.
         checkpointing: "off", "full", "every:N", "selective" or "budget:SIZE" (see `budget_bytes`).
         precision: a `Precision`, or its text.
         optimizer: an `OptimizerChoice`, or its text.
@@ -335,6 +349,7 @@ class Plan:
     """
 
     accumulation: int = 1
+    batchnorm: BatchNorm = BatchNorm.KEEP
     checkpointing: str = "off"
     precision: Precision = Precision.KEEP
     optimizer: OptimizerChoice = OptimizerChoice.KEEP

@@ -102,6 +102,7 @@ class Session:
             lambda storage: self._storage_resized(storage),
             lambda: self._is_on_trial,
             lambda refusal: self._withdraw(refusal),
+            lambda: self._only_tried(),
         )
         self._seams = ExitStack()
         self._steps = 0
@@ -447,6 +448,10 @@ class Session:
     def _gradients_complete(self) -> None:
         for observer in self.observers:
             observer.gradients_complete()
+
+    def _only_tried(self) -> None:
+        for observer in self.observers:
+            observer.only_tried()
 
     def _storage_resized(self, storage: torch.UntypedStorage) -> None:
         for observer in self.observers:

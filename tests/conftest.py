@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -28,9 +27,6 @@ from tests.helpers import tiers  # noqa: E402
 from tests.helpers.fingerprint import differing, global_state  # noqa: E402
 
 torch.set_num_threads(1)
-# a busy machine takes its time
-hypothesis.settings.register_profile("unhurried", deadline=None)
-hypothesis.settings.load_profile("unhurried")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     # a shell's background job ignores Ctrl-C, and tests that press it would wait for it in vain
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,7 +15,7 @@ from memlab.errors import MemlabError, PlanError
 from memlab.plan import FIELDS, Offloaded, OptimizerChoice, Plan, Precision, Tier, plan_flags
 
 FLAGS = (
-    "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
+    "--accumulate, --batchnorm, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
     "--gradients, --release-grads, --tile, --scale"
 )
 
@@ -284,12 +284,12 @@ def test_unknown_field_of_a_panel() -> None:
     with pytest.raises(PlanError) as caught:
         Plan().with_setting("colour", "red")
     assert str(caught.value) == (
-        "no field 'colour' in a plan; there are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale"
+        "no field 'colour' in a plan; there are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale"
     )
 
 
 def test_json_that_is_no_plan() -> None:
-    fields = "accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale"
+    fields = "accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale"
     for text, expected in (
         ("[1]", f"plan '[1]': expected a JSON object with some of {fields}"),
         ('{"speed": 1}', f"plan '{{\"speed\": 1}}': expected a JSON object with some of {fields}; got ['speed']"),
@@ -307,7 +307,7 @@ def test_errors_are_one_tree() -> None:
 
 def test_json_is_an_object_of_fields() -> None:
     assert json.loads(Plan.parse("--fp16 --offload activations").to_json()) == {
-        "accumulation": 1, "checkpointing": "off", "precision": "fp16", "optimizer": "keep",
+        "accumulation": 1, "batchnorm": "keep", "checkpointing": "off", "precision": "fp16", "optimizer": "keep",
         "offload": [["activations", "auto"]], "loss": "keep", "gradients": "keep",
         "tiling": 1, "scale": "none",
     }  # fmt: skip

@@ -238,6 +238,11 @@ class Meter(Observer):
         """Whether a model call is under way."""
         return self._in_forward
 
+    def only_tried(self) -> None:
+        """Peaks so far are none of the plan's."""
+        if self._step is not None:
+            self._forget_peaks(self._step, ())
+
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         """Take in an optimizer that is first seen now."""
         if all(known is not optimizer for known in self._optimizers):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from memlab.devices import Gpu
 from memlab.errors import RefusalError, WorkloadError
-from memlab.plan import Gradients, Offloaded, OptimizerChoice, Plan, Precision
+from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, Precision
 from memlab.predicting.passes import Passes, without_budget
 from memlab.predicting.segments import (
     NOTHING,
@@ -254,7 +254,7 @@ def _asked(question: Callable[..., None], about: object) -> RefusalError | None:
 def of_model(plan: Plan) -> Plan:
     """The settings that work on the model within a pass."""
     offload = tuple(item for item in plan.offload if item[0] is Offloaded.ACTIVATIONS)
-    return replace(plan, accumulation=1, optimizer=OptimizerChoice.KEEP, offload=offload)
+    return replace(plan, accumulation=1, batchnorm=BatchNorm.KEEP, optimizer=OptimizerChoice.KEEP, offload=offload)
 
 
 def _of_optimizers(plan: Plan) -> Plan:

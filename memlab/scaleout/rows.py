@@ -74,7 +74,7 @@ class Rows:
         share = Share(parts[own], layout, {i: every[own] for i, every in weights.items()}, joins)
         with self._own_randomness():
             outputs, loss_weights = self._run(share)
-        rows = sum(part.leaves[layout.split[0]].size(layout.dim) for part in parts[own])
+        rows = sum(layout.rows_in(part) for part in parts[own])
         return outputs.rebuild(
             [
                 self._whole(leaf, loss_weights.get(i), joins[i], layout.rows / rows)

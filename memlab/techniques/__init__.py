@@ -14,6 +14,7 @@ from memlab.techniques.base import Technique
 from memlab.techniques.checkpointing import Checkpointing
 from memlab.techniques.chunked_loss import ChunkedLoss
 from memlab.techniques.gradient_release import GradientRelease
+from memlab.techniques.norms import MicroStatistics
 from memlab.techniques.offload_activations import OffloadActivations
 from memlab.techniques.offload_optimizer import OffloadOptimizer
 from memlab.techniques.offload_params import OffloadParams
@@ -32,6 +33,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     OffloadOptimizer,
     OffloadActivations,
     Accumulation,
+    MicroStatistics,
     GradientRelease,
     Scaling,
 )

@@ -44,6 +44,11 @@ class AutocastState:
         self._states = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in device_types()]
 
     @property
+    def is_on(self) -> bool:
+        """Whether the loop runs under autocast."""
+        return any(enabled for _, enabled, _ in self._states)
+
+    @property
     def scales_gradients(self) -> bool:
         """Whether the loop runs in fp16, whose gradients vanish unless they are scaled."""
         return any(enabled and dtype is torch.float16 for _, enabled, dtype in self._states)

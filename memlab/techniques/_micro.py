@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from memlab.errors import RefusalError, SessionError
-from memlab.techniques._aliases import Aliases, RandomState
+from memlab.techniques._aliases import Aliases
 from memlab.techniques._autocast import AutocastState, without_autocast
 from memlab.techniques._lazy import LazyTensor, real
+from memlab.techniques._merge import Chain, Merge, UnsettledError, closed, opened
+from memlab.techniques._merge import equal as _is_same
+from memlab.techniques._merge import joined as joined_parts
 from memlab.techniques._split import Call, Layout, Outputs
+from memlab.techniques._surroundings import KEEP_WHOLE, Effect, Randomness, Snapshot
+from memlab.techniques._tree import Structure, flatten
 from memlab.uninterrupted import uninterrupted
 from memlab.units import MIB
 
+if TYPE_CHECKING:
+    from memlab.techniques._judge import Verdict
+
 _FIELD = "accumulation"
-_KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
 # an output larger than this is computed only when the loop looks at it
 LAZY_FROM_BYTES = 1 * MIB
 # scale of the inner backward under a loop's own fp16, until its scaler has shown its own
@@ -70,19 +77,22 @@ class Joined:
             return torch.stack(weighted).sum(0) if weighted else torch.zeros_like(self.parts[0])
         if self.dim is None:
             return self.parts[0].clone()
-        return torch.cat(self.parts, self.dim)
+        return joined_parts(self.parts, self.dim)
 
     def whole_shape(self) -> list[int]:
         assert self.dim is not None
         return [*self.shape[: self.dim], sum(self.sizes), *self.shape[self.dim + 1 :]]
 
-    def share(self, gradient: torch.Tensor, index: int) -> torch.Tensor | None:
+    def share(self, gradient: torch.Tensor, index: int, shape: torch.Size) -> torch.Tensor | None:
         """The part of the joined output's gradient that belongs to one micro-batch."""
         if self.weights is not None:
             return gradient * self.weights[index]
         if self.dim is None:
             return gradient if index == 0 else None
-        return gradient.narrow(self.dim, sum(self.sizes[:index]), self.sizes[index])
+        share = gradient.narrow(self.dim, sum(self.sizes[:index]), self.sizes[index])
+        for dim, size in enumerate(shape):  # a part that was filled up
+            share = share if dim == self.dim else share.narrow(dim, 0, size)
+        return share
 
 
 class Gatherer(Protocol):
@@ -123,6 +133,8 @@ class MicroRun:
         learnt: what earlier calls taught; updated here.
         random_states: of an earlier run, to be repeated; None for a first run.
         gatherer: where gradients gather; None for aliases of the model's parameters.
+        verdict: of the judge: how the rest of what the parts give is put together; None where nobody looked.
+        per_part: kinds of modules whose buffers each part updates by itself.
     """
 
     def __init__(
@@ -134,8 +146,10 @@ class MicroRun:
         weights: Mapping[int, list[float]],
         joins: tuple[int | None, ...],
         learnt: Learnt,
-        random_states: list[RandomState] | None = None,
+        random_states: list[Randomness] | None = None,
         gatherer: Gatherer | None = None,
+        verdict: Verdict | None = None,
+        per_part: tuple[type[nn.Module], ...] = (),
     ) -> None:
         self._model = model
         self._call = call
@@ -157,14 +171,22 @@ class MicroRun:
         self._fused = False
         self._inner_scale: torch.Tensor | float = 1.0
         self._looked_at: list[Any] | None = None
+        self._verdict = verdict
+        self._per_part = per_part
+        self._rows = [layout.rows_in(part) for part in micro_batches]
+        self._snapshot: Snapshot | None = None
+        self._spec: Structure | None = None
+        self._places: list[tuple[Effect, int]] = []  # of each leaf left elsewhere
+        self._plain: dict[int, list[Any]] = {}
 
     def outputs(self) -> Any:
-        """Run all micro-batches and return what the model would have returned."""
+        """Run all micro-batches and return what the model would have returned; leave elsewhere what it would have left."""
         leaves = self._leaves()
         assert self._template is not None
         for position, joined in self._joined.items():
             if not joined.parts:
                 leaves[position] = self._lazy(position, joined)
+        self._leave(leaves)
         return self._template.rebuild(leaves)
 
     def _leaves(self) -> list[Any]:
@@ -174,13 +196,55 @@ class MicroRun:
         leaves = list(self._template.leaves)
         for position, value in zip(self._eager(), values, strict=True):
             leaves[position] = value
+        for position, parts in self._plain.items():
+            leaves[position] = self._plain_value(position, parts)
         return leaves
+
+    def _plain_value(self, position: int, parts: list[Any]) -> Any:
+        """A value without a gradient, of the values that parts gave."""
+        assert self._template is not None
+        effect, place, left = None, 0, None
+        if position >= self._template.returned:
+            effect, place = self._places[position - self._template.returned]
+            left = self._verdict.left.get(effect.name) if self._verdict is not None else None
+        if isinstance(parts[0], Chain):
+            return Chain.of(parts, left.merges if left is not None else (), self._rows)
+        merge = self._merge_of(position)
+        if merge is not None:
+            before = None
+            if any(each.kind == "change" for each in (merge, *merge.others)) and effect is not None:
+                before = [*flatten(effect.before)[0], *[None] * (place + 1)][place]
+                if before is None:
+                    raise UnsettledError
+            return merge.value(before, parts, self._rows)
+        if all(_is_same(part, parts[0]) for part in parts):
+            return parts[0]
+        raise UnsettledError
+
+    def _merge_of(self, position: int) -> Merge | None:
+        """How the judge found that an output or something left elsewhere is put together."""
+        if self._verdict is None or self._template is None:
+            return None
+        if position < self._template.returned:
+            return self._verdict.merges.get(position)
+        effect, place = self._places[position - self._template.returned]
+        left = self._verdict.left.get(effect.name)
+        return left.merges[place] if left is not None and left.merges is not None else None
+
+    def _leave(self, leaves: list[Any]) -> None:
+        """Write what the forward leaves elsewhere, put together."""
+        if not self._places:
+            return
+        assert self._template is not None
+        values = self._template.left(leaves)
+        for effect in {effect.name: effect for effect, _ in self._places}.values():
+            effect.write(opened(values[effect.name]))
 
     def _whole_input(self, position: int) -> torch.Tensor:
         if position not in self._layout.split:
             whole: torch.Tensor = self._micro_batches[0].leaves[position]
             return whole
-        return torch.cat([part.leaves[position] for part in self._micro_batches], self._layout.dim)
+        return torch.cat([part.leaves[position] for part in self._micro_batches], self._layout.dim_of(position))
 
     def _eager(self) -> list[int]:
         return [position for position, joined in self._joined.items() if joined.parts]
@@ -198,8 +262,8 @@ class MicroRun:
             )
         if self._looked_at is None:
             again = self._again()
-            now = RandomState(self._aliases.device)
-            with self._autocast.entered():
+            now = Randomness(self._aliases.device)
+            with self._autocast.entered(), self._as_before():
                 self._looked_at = again._leaves()
             now.restore()
         value: torch.Tensor = self._looked_at[position]
@@ -209,7 +273,7 @@ class MicroRun:
         """The same call once more, with a graph to its outputs."""
         return MicroRun(
             self._model, self._call, self._micro_batches, self._layout, self._weights, self._joins, self._learnt,
-            random_states=self._random_states,
+            random_states=self._random_states, verdict=self._verdict, per_part=self._per_part,
         )  # fmt: skip
 
     # -- first pass ----------------------------------------------------------------------------
@@ -221,15 +285,33 @@ class MicroRun:
             The joined outputs, and those among them that have no gradient.
         """
         with self._aliases.in_place():
-            for index in range(len(self._micro_batches)):
-                self._first_run_of(index)
+            if self._verdict is not None:
+                self._snapshot = Snapshot(self._model, self._verdict.changing, without_buffers_of=self._per_part)
+            try:
+                for index in range(len(self._micro_batches)):
+                    self._first_run_of(index)
+            except BaseException:
+                if self._snapshot is not None:
+                    self._snapshot.restore(strict=False)
+                raise
         joined = [self._joined[position] for position in self._eager()]
         values = [one.value() for one in joined]
+        self._check_settled()
         return values, [value for value, one in zip(values, joined, strict=True) if not one.differentiable]
+
+    def _check_settled(self) -> None:
+        for position in self._eager() if self._verdict is not None and not self._repeats else ():
+            merge = self._merge_of(position)
+            if merge is not None and (merge.others or merge.kind == "same"):
+                merge.value(None, self._joined[position].parts, self._rows)
+
+    def start_over(self) -> None:
+        """Random states as they were before the first run."""
+        self._random_states[0].restore()
 
     def _first_run_of(self, index: int) -> None:
         if not self._repeats:
-            self._random_states.append(RandomState(self._aliases.device))
+            self._random_states.append(Randomness(self._aliases.device))
         else:
             self._random_states[index].restore()
         is_last = index == len(self._micro_batches) - 1
@@ -237,14 +319,19 @@ class MicroRun:
             micro_batch, outputs = self._run(index)
         if index == 0:
             self._choose_form(outputs)
+        if self._verdict is not None and ((index and outputs.spec != self._spec) or not self._verdict.knows(outputs)):
+            raise UnsettledError
+        self._spec = outputs.spec
         self._gather(outputs)
         if self._fused:
             loss = outputs.leaves[outputs.loss]
             # large outputs die before the backward pass, as in a loop that keeps only the loss
             self._template = outputs = outputs.without_tensors()
             self._backward_of_loss(micro_batch, loss, self._weights[outputs.loss][index])
-        elif is_last and not self._repeats:
+        elif is_last and not self._repeats and not (self._verdict is not None and self._verdict.changing):
             self._kept = (micro_batch, outputs)
+        if self._snapshot is not None:
+            self._snapshot.restore()
         if not self._fused:
             self._template = outputs.without_tensors()
             # casts that were cached without gradients must not meet a pass that needs them
@@ -255,7 +342,16 @@ class MicroRun:
         for position in self._inputs:
             leaves[position] = leaves[position].detach().requires_grad_()
         micro_batch = self._micro_batches[index].with_leaves(leaves)
-        return micro_batch, Outputs.of(micro_batch.run(self._call))
+        output = micro_batch.run(self._call)
+        if self._snapshot is None:
+            return micro_batch, Outputs.of(output)
+        effects = self._snapshot.effects()
+        outputs = Outputs.of(output, {name: closed(effect) for name, effect in effects.items()})
+        if not self._places:
+            for effect in effects.values():
+                count = len(flatten(closed(effect))[0])
+                self._places += [(replace(effect, value=None), place) for place in range(count)]
+        return micro_batch, outputs
 
     def _choose_form(self, outputs: Outputs) -> None:
         if not self._repeats:
@@ -268,6 +364,10 @@ class MicroRun:
 
     def _gather(self, outputs: Outputs) -> None:
         for position, leaf in enumerate(outputs.leaves):
+            if self._is_plain(position, leaf, outputs):
+                value = real(leaf).detach() if isinstance(leaf, torch.Tensor) else leaf
+                self._plain.setdefault(position, []).append(value)
+                continue
             if not isinstance(leaf, torch.Tensor):
                 continue
             joined = self._joined.get(position) or self._new_joined(position, leaf, outputs)
@@ -278,7 +378,29 @@ class MicroRun:
                 joined.differentiable |= value.requires_grad or (self._repeats and value.is_floating_point())
                 joined.parts.append(value.detach())
 
+    def _is_plain(self, position: int, leaf: Any, outputs: Outputs) -> bool:
+        """Whether a leaf is put together outside of the graph."""
+        if self._verdict is None:
+            return False
+        merge = self._merge_of_leaf(position, outputs)
+        if not isinstance(leaf, torch.Tensor):
+            return True
+        if position < outputs.returned:
+            return merge is not None and not merge.has_graph and merge.kind in ("change", "sum", "largest", "smallest")
+        return merge is None or not merge.has_graph
+
+    def _merge_of_leaf(self, position: int, outputs: Outputs) -> Merge | None:
+        self._template = self._template or outputs.without_tensors()
+        return self._merge_of(position)
+
     def _new_joined(self, position: int, leaf: torch.Tensor, outputs: Outputs) -> Joined:
+        merge = self._merge_of_leaf(position, outputs)
+        if merge is not None:
+            dim = merge.dim if merge.kind == "join" else None
+            joined = self._joined[position] = Joined(
+                dim, merge.weights(self._rows), leaf.shape, leaf.dtype, leaf.device
+            )
+            return joined
         is_scalar = position in outputs.scalars
         weights = self._weights.get(position) if is_scalar else None
         if is_scalar and weights is None:
@@ -335,17 +457,33 @@ class MicroRun:
 
     def _replay(self, wanted: Mapping[int, torch.Tensor]) -> None:
         self._check_replay(wanted)
-        now = RandomState(self._aliases.device)
+        now = Randomness(self._aliases.device)
         order = [*range(len(self._micro_batches))]
         if self._kept is not None:
             order.insert(0, order.pop())  # its graph is there: use it first, so that it is freed first
         earlier = self._input_gradients
         replayed: dict[int, dict[int, torch.Tensor]] = {}
-        with self._aliases.in_place(), self._autocast.entered(), torch.enable_grad():
+        with self._aliases.in_place(), self._autocast.entered(), self._as_before(), torch.enable_grad():
             for index in order:
                 replayed[index] = self._replay_one(index, wanted)
+                if self._snapshot is not None:
+                    self._snapshot.restore(strict=False)
         now.restore()
         self._input_gradients = [_summed(replayed[i], earlier[i] if earlier else {}) for i in sorted(replayed)]
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """What the forward reads beside its arguments is as it was before the call."""
+        if self._snapshot is None:
+            yield
+            return
+        statistics = Snapshot(self._model, complete=True) if self._per_part else None
+        try:
+            with self._snapshot.as_before():
+                yield
+        finally:
+            if statistics is not None:
+                statistics.restore(strict=False)
 
     def _replay_one(self, index: int, wanted: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         if self._kept is not None and index == len(self._micro_batches) - 1:
@@ -355,7 +493,8 @@ class MicroRun:
             micro_batch, outputs = self._run(index)
         pairs = []
         for position, gradient in wanted.items():
-            leaf, share = real(outputs.leaves[position]), self._joined[position].share(gradient, index)
+            leaf = real(outputs.leaves[position])
+            share = self._joined[position].share(gradient, index, leaf.shape)
             if share is not None and leaf.requires_grad:
                 pairs.append((leaf, share.reshape(leaf.shape)))
         del outputs
@@ -364,11 +503,17 @@ class MicroRun:
         return _gradients_of(micro_batch, self._inputs)
 
     def _check_replay(self, wanted: Mapping[int, torch.Tensor]) -> None:
-        if any(self._joined[position].weights is not None and position not in self._weights for position in wanted):
+        if any(
+            self._joined[position].weights is not None
+            and position not in self._weights
+            and (self._verdict is None or position not in self._verdict.merges)
+            for position in wanted
+            if self._template is not None and position < self._template.returned
+        ):
             raise RefusalError(
                 _FIELD,
                 f"the loop trains on a scalar of {type(self._model).__name__} that is no mean or sum over rows or targets",
-                _KEEP_WHOLE,
+                KEEP_WHOLE,
             )
         if self._updates != self._learnt.updates and self._kept is None:
             raise SessionError(
@@ -380,7 +525,7 @@ class MicroRun:
         if not parts:
             return None
         if position in self._layout.split:
-            return torch.cat(parts, self._layout.dim)
+            return torch.cat(parts, self._layout.dim_of(position))
         return torch.stack(parts).sum(0)
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.errors import RefusalError
+from memlab.errors import MemlabError, RefusalError
 from memlab.shortage import is_out_of_memory
 from memlab.techniques._autocast import without_autocast
+from memlab.techniques._merge import found_merge, joining_dim
+from memlab.techniques._noise import Noise, StrangeDrawError
 from memlab.techniques._split import Call, Layout, LossRule, Outputs, layouts_of, loss_rules
+from memlab.techniques._surroundings import KEEP_WHOLE, Randomness, Snapshot
 
 _FIELD = "accumulation"
 # relative difference up to which two results count as equal: in fp32, and in half precision
@@ -26,6 +31,11 @@ _MOST_COLUMNS = 256
 _ALIKE = 0.1
 # rows among which the probe then looks for unlike ones
 _FEW_ROWS = 8
+# further looks at rows that tell rules apart, and how much their weights must differ for it
+_MOST_LOOKS = 3
+_LEAST_SPREAD = 0.02
+# vectors among which the weights of classes are looked for
+_MOST_VECTORS = 8
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -33,16 +43,21 @@ class Probe:
     """Finds, for one model, how calls split and how scalars add up; remembers what it learnt.
 
     Args:
-        model: the model whose calls are split. It is run through its own `forward`, in eval mode.
+        model: the model whose calls are split. It is run through its own `forward`, without gradients.
         name: how errors call it.
+        per_part: kinds of modules that take statistics of each part; they take those of evaluation here.
     """
 
-    def __init__(self, model: nn.Module, name: str) -> None:
+    def __init__(self, model: nn.Module, name: str, per_part: tuple[type[nn.Module], ...] = ()) -> None:
         self._model = model
         self._name = name
+        self._per_part = per_part
         # by kind of call
-        self._layouts: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
         self._rules: dict[tuple[Any, ...], dict[int, list[LossRule]]] = {}
+        # of Python's and NumPy's generators, which know no rows: whether rows apart go on where those before ended
+        self.goes_on = False
+        self._draws_on_host = False
         self._joins: dict[tuple[Any, ...], tuple[int | None, ...]] = {}
 
     def layout(self, call: Call) -> Layout:
@@ -53,28 +68,38 @@ class Probe:
         """
         known = self._layouts.get(call.kind)
         if known is not None:
-            dim, split = known
-            return Layout(call.leaves[split[0]].size(dim), dim, split)
+            return known.of(call)
         candidates = layouts_of(call)
         if not candidates:
             raise RefusalError(
                 _FIELD, f"the call of {self._name} has no tensor argument to split", "pass the batch as tensors"
             )
-        for layout in candidates:
-            if layout.rows >= 2 and self._fits(call, layout):
-                self._layouts[call.kind] = (layout.dim, layout.split)
-                return layout
-        if candidates[0].rows < 2:
+        if candidates[0].rows < 2 and not candidates[-1].in_lists:
             return candidates[0]
+        failed: list[Exception] = []
+        candidates = [layout for layout in candidates if layout.rows >= 2]
+        for needs_rule in (True, False):
+            for layout in candidates:
+                if self._fits(call, layout, failed, needs_rule=needs_rule):
+                    self._layouts[call.kind] = layout
+                    return layout
+        if failed and len(failed) == 2 * len(candidates):
+            raise RefusalError(
+                _FIELD,
+                first_line(failed[-1])
+                if isinstance(failed[-1], StrangeDrawError)
+                else f"{self._name} does not run on some rows of a batch: {type(failed[0]).__name__}: {first_line(failed[0])}",
+                KEEP_WHOLE,
+            )
         raise RefusalError(
             _FIELD,
             f"rows of a batch depend on each other in {self._name}: run apart they give another result than together",
-            "use --checkpoint or --offload activations, which keep the batch whole",
+            KEEP_WHOLE,
         )
 
     def joins(self, call: Call) -> tuple[int | None, ...]:
         """For each output, the dimension along which parts are joined; None for scalars and shared values."""
-        return self._joins[call.kind]
+        return self._joins.get(call.kind, ())
 
     def weights(self, call: Call, layout: Layout, parts: Sequence[Call]) -> dict[int, list[float]]:
         """For each scalar output with a rule, the weight of each part's value in the batch's.
@@ -84,44 +109,91 @@ class Probe:
         """
         known = self._rules.get(call.kind)
         if known is None or not all(
-            _agree([rule.weights(parts, layout) for rule in rules]) for rules in known.values()
+            _agree([rule.weights(parts, layout) for rule in rules]) for rules in known.values() if rules
         ):
-            known = self._matching(call, layout, known)
+            known = self._matching(call, layout, known, parts)
             if not all(known.values()):  # a loss over no target: there is nothing to learn from it
                 return {position: [0.0] * len(parts) for position in known}
             self._rules[call.kind] = known
         return {position: rules[0].weights(parts, layout) for position, rules in known.items()}
 
-    def _fits(self, call: Call, layout: Layout) -> bool:
-        """Whether outputs of rows run apart are those of rows run together."""
-        try:
-            whole, parts = self._look(call, layout, range(min(layout.rows, 3)))
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            if is_out_of_memory(error):
-                raise
-            return False
+    def _fits(self, call: Call, layout: Layout, failed: list[Exception], *, needs_rule: bool) -> bool:
+        """Whether outputs of rows run apart are those of rows run together.
+
+        Args:
+            call: the model call.
+            layout: how it may split.
+            failed: gets the error of a model that does not run on some rows.
+            needs_rule: where there are only scalars, one of them has to follow a rule.
+        """
+        for self.goes_on in (False, True):
+            try:
+                whole, parts = self._look(call, layout, range(min(layout.rows, 3)))
+            except Exception as error:
+                if is_out_of_memory(error) or isinstance(error, MemlabError):
+                    raise
+                failed.append(error)
+                return False
+            joins = self._joins_of(whole, parts, [1, min(layout.rows, 3) - 1])
+            if joins is not None and needs_rule and not self._is_telling(call, layout, whole, parts):
+                return False
+            if joins is not None:
+                self._joins[call.kind] = joins
+                return True
+            if not self._draws_on_host:
+                break
+        return False
+
+    def _is_telling(self, call: Call, layout: Layout, whole: Outputs, parts: list[Outputs]) -> bool:
+        """Whether outputs speak for a layout: a tensor that was joined, or a scalar that follows a rule."""
+        tensors = [i for i, leaf in enumerate(whole.leaves) if isinstance(leaf, torch.Tensor)]
+        if any(i not in whole.scalars for i in tensors) or any(bool(whole.leaves[i].isnan()) for i in tensors):
+            return True
+        call = layout.view(call)
+        picked = [layout.pick(call, [0]), layout.pick(call, range(1, min(layout.rows, 3)))]
+        rules = loss_rules(call, layout, class_weights_of(self._model, call, layout))
+        weightings = [rule.weights(picked, layout) for rule in rules]
+        return all(
+            _closest(
+                rules, weightings, [float(part.leaves[i]) for part in parts], float(whole.leaves[i]), self._tolerance
+            )
+            for i in tensors
+        )
+
+    def _joins_of(self, whole: Outputs, parts: list[Outputs], sizes: list[int]) -> tuple[int | None, ...] | None:
+        """For each output the dimension to join along; None where the parts do not make the whole."""
         joins: list[int | None] = []
+        if any(part.spec != whole.spec for part in parts):
+            return None
         for i, leaf in enumerate(whole.leaves):
             if i in whole.scalars or not isinstance(leaf, torch.Tensor):
                 joins.append(None)
                 continue
             pieces = [part.leaves[i] for part in parts]
-            joins.append(_joining_dim(leaf, pieces, self._tolerance))
-            if joins[-1] is None and not all(_close(piece, leaf, self._tolerance) for piece in pieces):
-                return False
-        self._joins[call.kind] = tuple(joins)
-        return True
+            joins.append(joining_dim(leaf, pieces, self._tolerance))
+            if joins[-1] is None and found_merge(None, pieces, leaf, sizes, self._tolerance) is None:
+                return None
+        return tuple(joins)
 
     def _matching(
-        self, call: Call, layout: Layout, known: dict[int, list[LossRule]] | None
+        self, call: Call, layout: Layout, known: dict[int, list[LossRule]] | None, parts: Sequence[Call]
     ) -> dict[int, list[LossRule]]:
-        every = loss_rules(call, layout)
+        call = layout.view(call)
+        every = loss_rules(call, layout, class_weights_of(self._model, call, layout))
         rows = self._telling_rows(call, layout, every)
         found, outputs = self._holding(call, layout, rows, lambda position: (known or {}).get(position, every))
         if found.get(outputs[0].loss) and _alike(outputs):
             # nearly the same loss in both parts: almost any function of it would do, so look at rows that differ
             rows = self._unlike_rows(call, layout)
             found, outputs = self._holding(call, layout, rows, lambda position: found.get(position, []))
+        for _ in range(_MOST_LOOKS):
+            open_rules = [
+                rules for rules in found.values() if not _agree([rule.weights(parts, layout) for rule in rules])
+            ]
+            pair = self._separating_rows(call, layout, open_rules[0]) if open_rules else None
+            if pair is None:
+                break
+            found, outputs = self._holding(call, layout, pair, lambda position, found=found: found.get(position, []))  # type: ignore[misc]
         whole = outputs[0]
         if whole.loss >= 0 and whole.loss not in found:
             if whole.leaves[whole.loss].isnan():
@@ -156,9 +228,9 @@ class Probe:
     def _unlike_rows(self, call: Call, layout: Layout) -> list[int]:
         """The two rows whose losses are furthest apart, of the first few."""
         losses = []
-        with quietly(self._model):
+        with quietly(self._model, per_part=self._per_part) as quiet:
             for row in range(min(layout.rows, _FEW_ROWS)):
-                outputs = Outputs.of(self._widened(layout.pick(call, [row])).run(self._model.forward))
+                outputs = Outputs.of(quiet.run(self._widened(layout.pick(call, [row])), None))
                 losses.append((float(outputs.leaves[outputs.loss]), row))
         ordered = sorted((loss, row) for loss, row in losses if math.isfinite(loss))
         return [ordered[0][1], ordered[-1][1]]
@@ -179,14 +251,37 @@ class Probe:
                 return [order[0], next(row for row in range(len(rows)) if not counts[row]), order[-1]]
         return list(range(min(layout.rows, 3)))
 
+    def _separating_rows(self, call: Call, layout: Layout, rules: Sequence[LossRule]) -> list[int] | None:
+        """Two rows for which rules that are still open weigh most differently; None where they do nowhere."""
+        rows = [layout.take(call, row, row + 1) for row in range(min(layout.rows, 2 * _FEW_ROWS))]
+        counts = [None if rule.name == "sum" else rule.counts(rows, layout) for rule in rules]
+
+        def spread(pair: tuple[int, int]) -> float:
+            totals = [1.0 if each is None else each[pair[0]] + each[pair[1]] for each in counts]
+            shares = [
+                1.0 if each is None else each[pair[0]] / total if total else 0.0
+                for each, total in zip(counts, totals, strict=True)
+            ]
+            return max(shares) - min(shares)
+
+        best = max(combinations(range(len(rows)), 2), key=spread)
+        return [*best] if spread(best) > _LEAST_SPREAD else None
+
     def _look(self, call: Call, layout: Layout, rows: Sequence[int]) -> tuple[Outputs, list[Outputs]]:
         call = self._widened(call)
-        with quietly(self._model):
-            together, *apart = (
-                _sampled(Outputs.of(layout.pick(call, some).run(self._model.forward)))
-                for some in (rows, rows[:1], rows[1:])
-            )
-        return together, apart
+        spans = ((0, len(rows)), (0, 1), (1, len(rows)))
+        for in_turn in (False, True):
+            try:
+                with quietly(self._model, in_turn=in_turn, goes_on=self.goes_on, per_part=self._per_part) as quiet:
+                    together, *apart = (
+                        _sampled(Outputs.of(quiet.run(layout.pick(call, rows[slice(*span)]), (*span, len(rows)))))
+                        for span in spans
+                    )
+            except StrangeDrawError:
+                continue
+            self._draws_on_host = quiet.draws_on_host
+            return together, apart
+        raise StrangeDrawError(f"the random numbers that {self._name} draws do not follow the rows of its batch")
 
     def _widened(self, call: Call) -> Call:
         return call if self._has_half_parameters else call.with_leaves([_widened(leaf) for leaf in call.leaves])
@@ -196,10 +291,14 @@ class Probe:
         return any(p.dtype in _HALF_DTYPES for p in self._model.parameters())
 
     @property
-    def _tolerance(self) -> float:
+    def is_low(self) -> bool:
+        """Whether the model computes in half precision by itself."""
         # Accelerate's mixed precision runs inside forward and keeps the original beside it
-        low = self._has_half_parameters or "_original_forward" in self._model.__dict__
-        return _LOW_TOLERANCE if low else _TOLERANCE
+        return self._has_half_parameters or "_original_forward" in self._model.__dict__
+
+    @property
+    def _tolerance(self) -> float:
+        return _LOW_TOLERANCE if self.is_low else _TOLERANCE
 
 
 def _sampled(outputs: Outputs) -> Outputs:
@@ -225,6 +324,8 @@ def _closest(
     rules: list[LossRule], weightings: list[list[float]], values: list[float], target: float, tolerance: float
 ) -> list[LossRule]:
     """The rules whose weighted sum meets the target: the best one, and those that are as good."""
+    if not rules:
+        return []
     size = max(abs(target), *(abs(value) for value in values), 1e-6)
     errors = [
         abs(sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) - target) / size
@@ -245,39 +346,93 @@ def _agree(weightings: list[list[float]]) -> bool:
     return all(abs(a - b) <= 1e-9 for weights in weightings[1:] for a, b in zip(first, weights, strict=True))
 
 
-def _joining_dim(whole: torch.Tensor, parts: list[torch.Tensor], tolerance: float) -> int | None:
-    for dim in range(whole.dim()):
-        if sum(part.size(dim) for part in parts if part.dim() > dim) != whole.size(dim):
-            continue
-        try:
-            joined = torch.cat(parts, dim)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            continue
-        if _close(joined, whole, tolerance):
-            return dim
-    return None
+def class_weights_of(model: nn.Module, call: Call, layout: Layout) -> list[torch.Tensor]:
+    """Vectors that a loss may weigh classes with: buffers, attributes and arguments."""
+    found = [leaf for i, leaf in enumerate(call.leaves) if i not in layout.split]
+    for module in model.modules():
+        found += [*module._buffers.values(), *module.__dict__.values()]
+    vectors = [
+        each.detach()
+        for each in found
+        if isinstance(each, torch.Tensor) and each.dim() == 1 and each.is_floating_point() and 2 <= len(each) <= 4096
+    ]
+    return vectors[:_MOST_VECTORS]
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    if a.shape != b.shape:
-        return False
-    if not a.is_floating_point():
-        return bool(torch.equal(a, b))
-    size = float(torch.where(b.isfinite(), b, torch.zeros_like(b)).abs().max()) if b.numel() else 1.0
-    return bool(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance * max(size, 1e-6), equal_nan=True))
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    return (str(error).splitlines() or [""])[0][:120]
+
+
+class Quiet:
+    """Runs of a model that leave nothing behind.
+
+    Args:
+        model: run through its own `forward`.
+        in_turn: random numbers are given one after another, see `Noise`.
+        goes_on: Python's and NumPy's generators go on from one run apart to the next.
+    """
+
+    def __init__(self, model: nn.Module, *, in_turn: bool, goes_on: bool) -> None:
+        self._model = model
+        self._in_turn = in_turn
+        self.goes_on = goes_on
+        self.draws_on_host = False
+        parameters = [*model.parameters()]
+        self.is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
+        self._snapshot = None if self.is_fake else Snapshot(model, complete=True)
+        self._random = Randomness(parameters[0].device if parameters else torch.device("cpu"))
+        self._others = [
+            (device, torch.cuda.get_rng_state(device)) for device in {p.device for p in parameters if p.is_cuda}
+        ]
+        self.noise = Noise()
+
+    def run(self, call: Call, span: tuple[int, int, int] | None) -> Any:
+        """Run some of the rows.
+
+        Args:
+            call: they.
+            span: the first, the one after the last, and how many were run together, whose random numbers they get; None for
+                numbers of their own.
+        """
+        is_apart = span is not None and span[:2] != (0, span[2])
+        if is_apart:
+            assert span is not None
+            self.noise.give(span[0], span[1], of=span[2], in_turn=self._in_turn)
+        with nullcontext() if span is None or self.is_fake else self.noise:
+            output = call.run(self._model.forward)
+        self.draws_on_host |= not self.is_fake and self._random.host_differs(Randomness(torch.device("cpu")))
+        self.put_back(host=not (is_apart and self.goes_on))
+        return output
+
+    def put_back(self, *, host: bool = True) -> None:
+        """Everything but the output as it was; without `host` all but Python's and NumPy's generators."""
+        if self._snapshot is not None:
+            self._snapshot.restore()
+        self._random.restore(host=host)
+        for device, state in self._others:
+            torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager
-def quietly(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, and random numbers as they were, for a look at the model's outputs."""
-    training = [module for module in model.modules() if module.training]
-    devices = list({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+def quietly(
+    model: nn.Module, *, in_turn: bool = False, goes_on: bool = False, per_part: tuple[type[nn.Module], ...] = ()
+) -> Iterator[Quiet]:
+    """Look at a model's outputs without gradients; buffers, attributes and random states stay as they were.
+
+    The mode stays that of training: what depends on other rows only then must be seen, and layers that repack their weights for
+    evaluation must not do so.
+    """
+    quiet = Quiet(model, in_turn=in_turn, goes_on=goes_on)
+    # a twin of fakes has no values that could depend on the mode
+    changed = nn.Module if quiet.is_fake else per_part
+    training = [module for module in model.modules() if isinstance(module, changed) and module.training]
     try:
-        with torch.random.fork_rng(devices), torch.no_grad(), without_autocast():
-            model.eval()
-            yield
+        for module in training:
+            module.training = False
+        with torch.no_grad(), without_autocast():
+            yield quiet
     finally:
         for module in training:
             module.training = True
+        quiet.put_back()

@@ -15,9 +15,15 @@ Numbered rules of the mechanism:
    by replay. Large ones are computed only when looked at.
 5. Under a loop's own fp16 autocast the inner backward is scaled by the factor the loop's scaler
    used last, because the loop's own scaling comes too late for it.
+6. The first batch of each shape is judged (`_judge.py`): run together and apart in train mode with the same random
+   numbers, it has to give the same, or the plan is refused with what differs. What cannot be told then (a forward that
+   does something new, values that were alike by chance) is judged when it comes.
+7. Each micro-batch begins with the buffers, attributes and lists the call began with; what they leave is put together and
+   written once (`_surroundings.py`, `_merge.py`), so that it is what the whole batch would have left.
+8. A later batch that cannot be split is run whole, and the receipt says so: a loop that has come so far goes on.
 
-Gradients agree with the unsplit batch to rounding (tested at 1e-6 relative in fp32); with dropout,
-with a hand-written accumulation loop under the same random state.
+Gradients agree with the unsplit batch to rounding (tested at 1e-6 relative in fp32). Random numbers drawn by the model are those of
+a hand-written loop over the micro-batches under the same random state, not those of one call for all rows.
 
 Source of the replay form: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory
 Limited Setup", https://arxiv.org/abs/2101.06983
@@ -27,27 +33,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.errors import RefusalError
-from memlab.plan import Plan
+from memlab.errors import MemlabError, RefusalError
+from memlab.plan import BatchNorm, Plan, Precision
+from memlab.shortage import is_out_of_memory
+from memlab.techniques._judge import Judge, Verdict
+from memlab.techniques._merge import UnsettledError
 from memlab.techniques._micro import Learnt, MicroRun
 from memlab.techniques._modules import without_cache
-from memlab.techniques._probe import Probe
-from memlab.techniques._split import Call, row_ranges
+from memlab.techniques._probe import Probe, first_line
+from memlab.techniques._split import Call, Layout, row_ranges
+from memlab.techniques._surroundings import KEEP_WHOLE, Randomness, Snapshot
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
+from memlab.techniques.norms import BATCH_NORM
 from memlab.workload import Workload
+
+_FULL = (Precision.KEEP, Precision.FP32)
 
 
 class Accumulation(Technique):
     """Split every training batch into micro-batches; the gradient is that of the whole batch.
 
-    Known limitations: inputs and outputs must be tensors (in any nesting of dicts, lists and tuples);
-    a second backward through the same loss is not possible.
+    Known limitations: a second backward through the same loss is not possible; neither are models that write to their
+    arguments. What a forward changes in objects of libraries, or in its ways through other threads, is not looked at.
     """
 
     field = "accumulation"
@@ -57,7 +71,7 @@ class Accumulation(Technique):
             saves="activations and logits ÷ N",
             costs="smaller kernels, which fill a GPU less; a loop with its own criterion runs each forward pass twice",
             exactness="same gradient (≤ 1e-6 relative in fp32)",
-            gives_nothing="the peak is in the optimizer step, or is mostly parameters, gradients and moments; refused with BatchNorm and for fewer than N rows",
+            gives_nothing="the peak is in the optimizer step, or is mostly parameters, gradients and moments; refused with BatchNorm unless `--batchnorm micro` is given, and where rows depend on each other",
         ),
     )
 
@@ -66,25 +80,45 @@ class Accumulation(Technique):
         self._model: nn.Module | None = None
         self._name = ""
         self._probe: Probe | None = None
-        self._split_before = False
+        self._judge: Judge | None = None
+        self._is_fake = False
+        self._verdicts: dict[tuple[Any, ...], Verdict | None] = {}
+        self._has_split = False
         self._learnt = Learnt()
 
+    @classmethod
+    def setting(cls, plan: Plan) -> Any:
+        return plan.accumulation, plan.batchnorm
+
+    @property
+    def _per_part(self) -> tuple[type[nn.Module], ...]:
+        return BATCH_NORM if self.plan.batchnorm is BatchNorm.MICRO else ()
+
     def check(self, workload: Workload) -> None:
-        for name, module in workload.model.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        self._check_batch_norm(workload.model, workload.name)
+
+    def _check_batch_norm(self, model: nn.Module, model_name: str) -> None:
+        for name, module in () if self._per_part else model.named_modules():
+            if isinstance(module, BATCH_NORM) and module.training:
                 raise RefusalError(
                     self.field,
-                    f"{workload.name} has BatchNorm ({name}), whose statistics depend on the whole batch",
-                    "replace it by GroupNorm, or use --checkpoint or --offload activations, which keep the batch whole",
+                    f"{model_name} has BatchNorm ({name}), whose statistics depend on the whole batch",
+                    "add --batchnorm micro for statistics of each micro-batch, as in accumulation written by hand, "
+                    "or use --checkpoint or --offload activations, which keep the batch whole",
                 )
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         self._model, self._name = workload.model, workload.name
-        self._probe = Probe(workload.model, workload.name)
+        self._probe = Probe(workload.model, workload.name, self._per_part)
+        self._judge = Judge(
+            workload.model, workload.name, self._probe, self._per_part, is_low=self.plan.precision not in _FULL
+        )
+        self._is_fake = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
         undo.callback(self._forget)
 
     def _forget(self) -> None:
-        self._model = self._probe = None
+        self._model = self._probe = self._judge = None
+        self._verdicts.clear()
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         self._learnt.updates += 1
@@ -92,27 +126,140 @@ class Accumulation(Technique):
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._model is not None
         assert self._probe is not None
-        whole = Call.of(args, without_cache(self._model, kwargs))
+        # packed rows and cached beginnings are told apart by whether there is a cache, so there the call stays as it is
+        keeps_cache = any(kwargs.get(name) is not None for name in ("past_key_values", "position_ids"))
+        whole = Call.of(args, dict(kwargs) if keeps_cache else without_cache(self._model, kwargs))
+        try:
+            return self._split(call, whole)
+        except RefusalError as refusal:
+            if not self._has_split:
+                raise
+            # the loop has come this far under the plan: a batch that cannot be split must not end it
+            self._note_once("a batch is run whole", f"a batch is run whole, since {refusal.reason}")
+        return call(*args, **kwargs)
+
+    def _split(self, call: ModelCall, whole: Call) -> Any:
+        """Run a call in micro-batches.
+
+        Raises:
+            RefusalError: it cannot be split; nothing of it is left behind.
+        """
+        assert self._model is not None
+        assert self._probe is not None
         layout = self._probe.layout(whole)
-        parts = self._parts_for(layout.rows)
-        if parts == 1:
-            return call(*args, **kwargs)
+        parts = min(self.plan.accumulation, layout.rows)
+        if 1 < parts < self.plan.accumulation and not self._has_split:
+            raise RefusalError(
+                self.field,
+                f"--accumulate {self.plan.accumulation} needs at least {self.plan.accumulation} rows in a batch of {self._name}, "
+                f"this one has {parts}",
+                f"use --accumulate {parts} or larger batches",
+            )
+        if parts < self.plan.accumulation:
+            self._note_once(
+                "fewer rows than micro-batches",
+                f"a batch of fewer rows than micro-batches ({layout.rows} of {self.plan.accumulation}) is split as far as it goes",
+            )
+        if parts <= 1:
+            return whole.run(call)
         micro_batches = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, parts)]
         weights = self._probe.weights(whole, layout, micro_batches)
         if any(not any(shares) for shares in weights.values()):
             # no target anywhere: the model's own answer (0/0) is the right one
-            return call(*args, **kwargs)
-        run = MicroRun(self._model, call, micro_batches, layout, weights, self._probe.joins(whole), self._learnt)
-        return run.outputs()
+            return whole.run(call)
+        for last_try in (False, True):
+            run = MicroRun(
+                self._model, call, micro_batches, layout, weights, self._probe.joins(whole), self._learnt,
+                verdict=self._verdict(call, whole, layout, parts), per_part=self._per_part,
+            )  # fmt: skip
+            try:
+                output = run.outputs()
+                self._has_split = True
+                return output
+            except UnsettledError:
+                # a forward that does something new, or values that were alike by chance: this batch is judged as well
+                run.start_over()
+                self._verdicts.pop(self._shape_of(whole, layout))
+                if last_try:
+                    raise RefusalError(
+                        self.field, f"what {self._name} returns or leaves behind changes from call to call", KEEP_WHOLE
+                    ) from None
+            except Exception as error:
+                if is_out_of_memory(error) or isinstance(error, MemlabError):
+                    raise
+                run.start_over()
+                self._raise_as_the_whole_would(call, whole, error)
+        raise AssertionError
 
-    def _parts_for(self, rows: int) -> int:
-        wanted = self.plan.accumulation
-        if rows < wanted and not self._split_before:
-            raise RefusalError(
-                self.field,
-                f"--accumulate {wanted} needs at least {wanted} rows in a batch of {self._name}, this one has {rows}",
-                f"use --accumulate {rows} or larger batches" if rows > 1 else "use larger batches, or --checkpoint",
+    def _raise_as_the_whole_would(self, call: ModelCall, whole: Call, error: Exception) -> NoReturn:
+        """Raise what the model raises for the whole batch; where it raises nothing, micro-batches are to blame."""
+        assert self._model is not None
+        snapshot, randomness = Snapshot(self._model, complete=True), Randomness(next(self._model.parameters()).device)
+        try:
+            whole.run(call)
+        finally:
+            snapshot.restore()
+            randomness.restore()
+        raise RefusalError(
+            self.field,
+            f"{self._name} does not run on some rows of a batch: {type(error).__name__}: {first_line(error)}",
+            KEEP_WHOLE,
+        ) from None
+
+    def _verdict(self, call: ModelCall, whole: Call, layout: Layout, parts: int) -> Verdict | None:
+        """What the judge says of calls of this shape; asked once for each.
+
+        Raises:
+            RefusalError: they cannot be split.
+        """
+        assert self._model is not None
+        assert self._judge is not None
+        if self._is_fake:
+            return None
+        shape = self._shape_of(whole, layout)
+        if shape not in self._verdicts:
+            self._check_batch_norm(self._model, self._name)
+            self._verdicts[shape] = verdict = self._judge.judge(call, whole, layout, parts)
+            for technique in self.in_force():
+                technique.trial_over()
+            self.only_tried()
+            if verdict.rows < layout.rows:
+                self.notes.append(
+                    f"memory for {verdict.rows} of {layout.rows} rows to see whether the batch may be split"
+                )
+        return self._verdicts[shape]
+
+    def _shape_of(self, whole: Call, layout: Layout) -> tuple[Any, ...]:
+        """What decides whether another judgement is needed: everything but the number of rows.
+
+        Lengths count by powers of two: a loop whose batches are as long as their longest row would else be judged all the time.
+        """
+        assert self._model is not None
+        dims = dict(layout.dims)
+        shapes = tuple(
+            (
+                leaf.dtype,
+                leaf.requires_grad,
+                *(size.bit_length() for dim, size in enumerate(leaf.shape) if dim != dims.get(i)),
             )
-        # a last, smaller batch of an epoch is split as far as it goes
-        self._split_before = True
-        return min(wanted, rows)
+            if isinstance(leaf, torch.Tensor)
+            else type(leaf)
+            for i, leaf in enumerate(whole.leaves)
+            if not layout.in_lists
+        )
+        modes = hash(
+            tuple(
+                (
+                    module.training,
+                    *map(id, module._forward_hooks.values()),
+                    *map(id, module._forward_pre_hooks.values()),
+                )
+                for module in self._model.modules()
+            )
+        )
+        trained = hash(tuple(parameter.requires_grad for parameter in self._model.parameters()))
+        return () if layout.in_lists else whole.spec, shapes, layout.dims, modes, trained
+
+    def _note_once(self, kind: str, line: str) -> None:
+        if not any(kind in note for note in self.notes):
+            self.notes.append(line)

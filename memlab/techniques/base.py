@@ -61,6 +61,7 @@ class Technique:
         changes_modules: whether it works within the model's modules, which compiled code does not look into again.
         is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
         owns_steps: whether `step` does the optimizer's steps.
+        only_tried: to be called when what was allocated since the step began was a trial, and is no peak of the plan.
         storage_resized: to be called when a storage got or lost memory without an operator.
         predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
         in_force: all techniques that are on the workload, in the order of their list.
@@ -86,6 +87,7 @@ class Technique:
     predecessor: Technique | None = None
     in_force: Callable[[], Sequence[Technique]] = staticmethod(lambda: ())
     gradients_complete: Callable[[], None] = staticmethod(lambda: None)
+    only_tried: Callable[[], None] = staticmethod(lambda: None)
     storage_resized: Callable[[torch.UntypedStorage], None] = staticmethod(lambda _storage: None)
     on_trial: Callable[[], bool] = staticmethod(bool)
     withdraw: Callable[[RefusalError], bool] = staticmethod(lambda _refusal: False)
@@ -165,6 +167,9 @@ class Technique:
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Do a step, where the technique `owns_steps`; False when nothing was updated."""
         return False
+
+    def trial_over(self) -> None:
+        """Forwards and backward passes since the step began were a trial: forget how much they took."""
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """The loop calls ``optimizer.step()``; nobody has looked at gradients yet."""

@@ -321,6 +321,10 @@ class OffloadActivations(Technique):
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return call(*args, **kwargs)
 
+    def trial_over(self) -> None:
+        if self._spill is not None and self._model is not None:
+            self._spill = Spill(self._spill.tier, pooled=True)
+
     @property
     def host_bytes(self) -> int:
         return self._spill.peak_bytes if self._spill else 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.measuring.batches import samples_of, tokens_of
@@ -342,22 +342,24 @@ class Tracer:
 
         known: dict[int, torch.Tensor] = {}
 
-        def taken(leaf: torch.Tensor) -> torch.Tensor:
+        def taken(leaf: Any, dim: int) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return [leaf[row % whole] for row in range(rows)]
             if id(leaf) not in known:  # labels may be the very tensor the inputs are
-                known[id(leaf)] = leaf.index_select(layout.dim, torch.arange(rows) % whole)
+                known[id(leaf)] = leaf.index_select(dim, torch.arange(rows) % whole)
             return known[id(leaf)]
 
         def resized(batch: Any) -> Any:
             call = Batch.of(batch)
-            leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
-            args, kwargs = tree_unflatten(
-                [taken(leaf) if place in layout.split else leaf for place, leaf in enumerate(leaves)], spec
-            )
+            flat, dims = layout.view(_flat(call)), dict(layout.dims)
+            leaves = [taken(leaf, dims[place]) if place in dims else leaf for place, leaf in enumerate(flat.leaves)]
+            args, kwargs = flat.spec.put(leaves)
             return Batch(args, kwargs)
 
         def target_of(leaf: Any) -> Any:
-            is_split = isinstance(leaf, torch.Tensor) and leaf.dim() > layout.dim and leaf.size(layout.dim) == whole
-            return taken(leaf) if is_split else leaf
+            dim = layout.dims[0][1]
+            is_split = isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.size(dim) == whole
+            return taken(leaf, dim) if is_split else leaf
 
         if twin.loss_fn is None:
             batch: Any = resized(twin.batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -121,21 +120,8 @@ def test_the_command_line_prints_one_line() -> None:
 # --- the guard ------------------------------------------------------------------------------------
 
 
-# in a process of its own: whatever its process has started is counted and ended, and that of the tests has a browser, say
-GUARDED = """
-import json, os, sys
-from tests.emulated_gpu.guard import guarded
-print(json.dumps(guarded([sys.executable, "-c", sys.argv[1]], os.environ, int(sys.argv[2]), float(sys.argv[3]))))
-"""
-
-
 def run(program: str, limit_bytes: int = 200 * MIB, seconds: float = 30) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", GUARDED, program, str(limit_bytes), str(seconds)],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    status, why = json.loads(done.stdout)
-    return status, why
+    return guarded([sys.executable, "-c", program], os.environ, limit_bytes, seconds)
 
 
 def test_a_status_is_handed_on() -> None:

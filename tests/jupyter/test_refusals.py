@@ -17,7 +17,7 @@ from memlab.workload import Workload
 from tests.jupyter.conftest import STEP, TRAIN, Cell
 
 FLAGS = (
-    "--accumulate, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
+    "--accumulate, --batchnorm, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
     "--gradients, --release-grads, --tile, --scale, --model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --inference, --prove, --nproc, --quiet, --help"
 )
 
@@ -84,12 +84,12 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--keep", "--keep needs a value: --keep FIELD[,FIELD…]"),
         (
             "--keep presicion",
-            "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale, and the flags "
+            "--keep presicion: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale, and the flags "
             "that set them; did you mean precision?",
         ),
         (
             "--keep precision --keep speed",
-            "--keep speed: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale, and the flags "
+            "--keep speed: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale, and the flags "
             "that set them",
         ),
         (

@@ -144,7 +144,10 @@ def test_a_plan_that_changes_numerics_does_not_stay_when_nothing_fits(shell: Any
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("--keep acumulate", "--keep acumulate: allowed are accumulation, checkpointing, precision, optimizer, "),
+        (
+            "--keep acumulate",
+            "--keep acumulate: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, ",
+        ),
         ("--keep", "--keep needs a value: --keep FIELD[,FIELD…]"),
         ("--no-rescue --keep loss", "--keep says what a rescue may not change, and --no-rescue that there is none"),
     ],

@@ -346,7 +346,7 @@ def test_an_unknown_name() -> None:
     with pytest.raises(PlanError) as raised:
         pinned(["presicion"])
     assert str(raised.value) == (
-        "--keep presicion: allowed are accumulation, checkpointing, precision, optimizer, offload, loss, gradients, "
+        "--keep presicion: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, "
         "tiling, scale, and the flags that set them; did you mean precision?"
     )
 

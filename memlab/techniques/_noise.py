@@ -1,0 +1,176 @@
+"""The same random numbers for rows that run together and apart, so that the two can be compared.
+
+Numbered rules:
+
+1. The run together comes first, and what it draws is kept, in order. Each run of some of its rows is then given, at the same
+   place in the order, the rows of those numbers that are its own. Numbers whose shape does not depend on the rows (noise on
+   weights) are the same for all.
+2. Where a model draws row by row, the runs apart take what was drawn one after another (`in_turn`).
+3. Dropout inside of an attention kernel cannot be given numbers: it is left out on both sides.
+
+Which operators draw is what torch says of them (`torch.Tag.nondeterministic_seeded`).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memlab.dispatch import WatchingMode, defers
+
+
+class StrangeDrawError(Exception):
+    """Rows apart ask for random numbers that rows together did not draw in this order."""
+
+
+class Noise(WatchingMode):  # type: ignore[no-untyped-call]
+    """Keeps random numbers, then gives them out again.
+
+    Example:
+        >>> noise = Noise()
+        >>> with noise:
+        ...     together = torch.rand(4)
+        >>> noise.give(1, 3, of=4)
+        >>> with noise:
+        ...     apart = torch.rand(2)
+        >>> bool((apart == together[1:3]).all())
+        True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: list[tuple[Any, list[torch.Tensor]]] = []
+        self._giving = False
+        self._in_turn = False
+        self._next = 0
+        self._rows = (0, 0, 0)
+        self._born: list[weakref.ref[torch.UntypedStorage]] = []
+
+    @property
+    def survivors(self) -> set[int]:
+        """Addresses of storages made by the run together that are still in use."""
+        alive = (reference() for reference in self._born)
+        return {storage._cdata for storage in alive if storage is not None}
+
+    @property
+    def any_drawn(self) -> bool:
+        """Whether the run together drew anything."""
+        return bool(self._drawn)
+
+    def give(self, start: int, stop: int, *, of: int, in_turn: bool = False) -> None:
+        """From now on give the numbers that belong to some rows.
+
+        Args:
+            start: the first of the rows.
+            stop: the one after the last.
+            of: how many rows ran together.
+            in_turn: go on where the rows before ended, instead of taking a share of each draw.
+        """
+        self._giving = True
+        self._rows = (start, stop, of)
+        self._in_turn = in_turn
+        if not (in_turn and start):
+            self._next = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if defers(types):
+            return NotImplemented
+        if not self._giving:
+            result = self._answered(func, args, kwargs)
+            for tensor in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                    self._born.append(weakref.ref(tensor.untyped_storage()))
+            return result
+        return self._answered(func, args, kwargs)
+
+    def _answered(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        inner, draws = _kind_of(func)
+        if inner is not None:
+            args, kwargs = _without_dropout(inner, args, kwargs)
+        if not draws or _is_idle(func, args):
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        numbers = _numbers_of(func, args, kwargs, result)
+        if not self._giving:
+            self._drawn.append((func, [tensor.detach().clone() for tensor in numbers]))
+            return result
+        given = self._given(func, numbers)
+        if func is torch.ops.aten.native_dropout.default:
+            result[0].copy_(args[0] * given[1] / (1 - args[1]) if args[1] < 1 else torch.zeros_like(args[0]))
+            result[1].copy_(given[1])
+            return result
+        for tensor, value in zip(numbers, given, strict=True):
+            tensor.copy_(value)
+        return result
+
+    def _given(self, func: Any, numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self._next >= len(self._drawn):
+            raise StrangeDrawError
+        drawn_by, drawn = self._drawn[self._next]
+        self._next += 1
+        if drawn_by is not func or len(drawn) != len(numbers):
+            raise StrangeDrawError
+        return [self._share(kept, wanted.shape) for kept, wanted in zip(drawn, numbers, strict=True)]
+
+    def _share(self, kept: torch.Tensor, wanted: torch.Size) -> torch.Tensor:
+        if kept.shape == wanted:
+            return kept
+        start, stop, rows = self._rows
+        if self._in_turn or kept.dim() != len(wanted):
+            raise StrangeDrawError
+        differing = [dim for dim in range(kept.dim()) if kept.size(dim) != wanted[dim]]
+        dim = differing[0]
+        if len(differing) > 1 or kept.size(dim) % rows or wanted[dim] * rows != kept.size(dim) * (stop - start):
+            raise StrangeDrawError
+        each = kept.size(dim) // rows
+        return kept.narrow(dim, start * each, (stop - start) * each)
+
+
+@functools.cache
+def _kind_of(func: Any) -> tuple[int | None, bool]:
+    """Position of an argument that says how much a fused kernel drops, and whether an operator draws otherwise."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return None, False
+    names = [argument.name for argument in schema.arguments]
+    inner = (
+        "dropout_p" if "dropout_p" in names else "dropout" if "dropout" in names and "cudnn" in func.name() else None
+    )
+    if inner is not None:
+        return names.index(inner), False
+    return None, torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _without_dropout(
+    place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    if place < len(args):
+        return (*args[:place], 0.0, *args[place + 1 :]), kwargs
+    return args, {key: 0.0 if key in ("dropout_p", "dropout") else value for key, value in kwargs.items()}
+
+
+def _is_idle(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether dropout drops nothing here."""
+    return func is torch.ops.aten.native_dropout.default and (args[2] is False or args[1] == 0)
+
+
+def _numbers_of(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> list[torch.Tensor]:
+    """The tensors that hold what an operator has drawn: what it returned, and what it wrote to."""
+    found = [
+        each for each in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(each, torch.Tensor)
+    ]
+    for place, argument in enumerate(func._schema.arguments):  # type: ignore[attr-defined]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if isinstance(value, torch.Tensor) and all(value is not each for each in found):
+                found.append(value)
+    return found

@@ -1,0 +1,191 @@
+"""Taking values apart into leaves, and putting them together again: whatever a model gets or returns.
+
+Beside what torch's pytrees know (dicts, lists, tuples, named tuples, outputs of Transformers), these are opened: subclasses of
+dicts, lists and tuples, dataclasses, other objects that hold tensors, and packed sequences (as padded rows and lengths).
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils import _pytree
+
+# how deep objects are opened; the caches of transformers within a model output need four
+_DEPTH = 6
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is left of a value when its leaves are taken out.
+
+    Args:
+        kind: its type; None for a leaf.
+        keys: of the children, as text.
+        children: their structures.
+        build: children to value.
+    """
+
+    kind: type | None = None
+    keys: tuple[str, ...] = ()
+    children: tuple[Structure, ...] = ()
+    build: Callable[[list[Any]], Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def children_by_name(self) -> dict[str, Structure]:
+        """Structures of a dict's values, by its keys."""
+        return {ast.literal_eval(key[1:-1]): child for key, child in zip(self.keys, self.children, strict=True)}
+
+    def put(self, leaves: Sequence[Any]) -> Any:
+        """The value with these leaves, in order."""
+        value, rest = self._put(list(leaves))
+        assert not rest
+        return value
+
+    def _put(self, leaves: list[Any]) -> tuple[Any, list[Any]]:
+        if self.build is None:
+            return leaves[0], leaves[1:]
+        children = []
+        for child in self.children:
+            value, leaves = child._put(leaves)
+            children.append(value)
+        return self.build(children), leaves
+
+    def names(self) -> list[str]:
+        """Of each leaf, how one writes its way down from the value.
+
+        Example:
+            >>> flatten({"a": [1, 2]})[1].names()
+            ["['a'][0]", "['a'][1]"]
+        """
+        if self.build is None:
+            return [""]
+        return [key + rest for key, child in zip(self.keys, self.children, strict=True) for rest in child.names()]
+
+
+LEAF = Structure()
+
+
+def flatten(value: Any, is_leaf: Callable[[Any], bool] = lambda _value: False) -> tuple[list[Any], Structure]:
+    """Leaves of a value in order, and its structure.
+
+    Args:
+        value: anything.
+        is_leaf: whether something is not to be opened.
+
+    Example:
+        >>> leaves, structure = flatten({"x": (1, [2])})
+        >>> leaves, structure.put([10, 20])
+        ([1, 2], {'x': (10, [20])})
+    """
+    leaves: list[Any] = []
+    return leaves, _structure(value, leaves, _DEPTH, is_leaf)
+
+
+def holds_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether a tensor is in a value that `flatten` does not know from torch."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(value, (nn.Module, type, ModuleType, str)) or callable(value):
+        return False
+    return any(holds_tensors(item, depth - 1) for item in _contents(value))
+
+
+def _contents(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = list(value)
+    else:
+        items = []
+    return items[:64] + [item for _, item in _attributes(value)]
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    names = [*getattr(value, "__dict__", ())]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names += [field.name for field in dataclasses.fields(value) if field.name not in names]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def _structure(value: Any, leaves: list[Any], depth: int, is_leaf: Callable[[Any], bool]) -> Structure:
+    parts = None if isinstance(value, torch.Tensor) or depth == 0 or is_leaf(value) else _parts(value)
+    if parts is None:
+        leaves.append(value)
+        return LEAF
+    keys, children, build = parts
+    structures = tuple(_structure(child, leaves, depth - 1, is_leaf) for child in children)
+    return Structure(type(value), tuple(keys), structures, build)
+
+
+_Parts = tuple[list[str], list[Any], Callable[[list[Any]], Any]]
+
+
+def _parts(value: Any) -> _Parts | None:
+    if isinstance(value, PackedSequence):
+        return _packed(value)
+    kind = _pytree._get_node_type(value)
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    if node is not None:
+        children, context = node.flatten_fn(value)
+        return _keys(value, len(children)), list(children), lambda items: node.unflatten_fn(items, context)
+    if isinstance(value, (str, bytes, type, nn.Module, ModuleType)) or callable(value) or not holds_tensors(value):
+        return None
+    if isinstance(value, tuple):
+        return _keys(value, len(value)), list(value), lambda items: tuple.__new__(type(value), items)
+    return _opened(value)
+
+
+def _keys(value: Any, count: int) -> list[str]:
+    if isinstance(value, Mapping):
+        return [f"[{key!r}]" for key in value][:count]
+    fields = getattr(value, "_fields", None)
+    return [f".{name}" for name in fields] if fields else [f"[{place}]" for place in range(count)]
+
+
+def _opened(value: Any) -> _Parts:
+    """An object: its items, if it is a dict or list of a kind of its own, and its attributes."""
+    shell = copy.copy(value)
+    if isinstance(value, dict):
+        places: list[Any] = list(value)
+    elif isinstance(value, list):
+        places = list(range(len(value)))
+    else:
+        places = []
+    attributes = [(name, item) for name, item in _attributes(value) if holds_tensors(item, _DEPTH)]
+    items = [value[place] for place in places]
+    for place in places:  # so that the shell keeps no tensor
+        shell[place] = None
+    for name, _ in attributes:
+        object.__setattr__(shell, name, None)
+
+    def build(children: list[Any]) -> Any:
+        made = copy.copy(shell)
+        for place, child in zip(places, children, strict=False):
+            made[place] = child
+        for (name, _), child in zip(attributes, children[len(places) :], strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+    keys = [*(f"[{place!r}]" for place in places), *(f".{name}" for name, _ in attributes)]
+    names = [name for name, _ in attributes]
+    children = [*items, *(item for _, item in attributes)]
+    attributes = [(name, None) for name in names]
+    return keys, children, build
+
+
+def _packed(value: PackedSequence) -> _Parts:
+    rows, lengths = pad_packed_sequence(value, batch_first=True)
+    is_sorted = value.sorted_indices is None
+
+    def build(children: list[Any]) -> Any:
+        return pack_padded_sequence(children[0], children[1], batch_first=True, enforce_sorted=is_sorted)
+
+    return [".data", ".lengths"], [rows, lengths], build

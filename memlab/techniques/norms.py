@@ -1,0 +1,73 @@
+"""BatchNorm under accumulation: statistics of each micro-batch, as in accumulation written by hand.
+
+This is another computation than that of the whole batch, which is why it has to be asked for. Running statistics are updated once
+per micro-batch, in order, as a loop over micro-batches leaves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab.errors import RefusalError
+from memlab.seams import stand_in
+from memlab.techniques.base import Technique
+from memlab.techniques.description import Description
+from memlab.workload import Workload
+
+BATCH_NORM: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+
+
+class MicroStatistics(Technique):
+    """Let each micro-batch of `--accumulate` have its own BatchNorm statistics; `Accumulation` does the work."""
+
+    field = "batchnorm"
+    descriptions = (
+        Description(
+            flags="--batchnorm micro",
+            saves="lets --accumulate split the batch of a model with BatchNorm",
+            costs="nothing",
+            exactness="as accumulation written by hand: statistics of each micro-batch, another gradient than that of the whole batch",
+            gives_nothing="without --accumulate, or without BatchNorm in the model; both are refused",
+        ),
+    )
+
+    def check(self, workload: Workload) -> None:
+        if self.plan.accumulation == 1:
+            raise RefusalError(
+                self.field, "--batchnorm micro changes nothing without --accumulate N", "add it, as in --accumulate 4"
+            )
+        if not any(isinstance(module, BATCH_NORM) for module in workload.model.modules()):
+            raise RefusalError(self.field, f"{workload.name} has no BatchNorm", "leave --batchnorm micro out")
+
+
+@contextmanager
+def in_groups(model: nn.Module, kinds: tuple[type[nn.Module], ...], rows: Sequence[int]) -> Iterator[None]:
+    """Modules of some kinds treat their input as parts, one after another.
+
+    Args:
+        model: the model.
+        kinds: of its modules.
+        rows: of each part; inputs have a multiple of their sum in dimension 0.
+    """
+    with ExitStack() as undo:
+        for module in model.modules():
+            if kinds and isinstance(module, kinds):
+                stand_in(module, "forward", _grouped(module.forward, rows), undo)
+        yield
+
+
+def _grouped(forward: Callable[..., torch.Tensor], rows: Sequence[int]) -> Callable[..., torch.Tensor]:
+    def grouped(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        each, rest = divmod(inputs.size(0), sum(rows))
+        if rest:
+            return forward(inputs, *args, **kwargs)
+        return torch.cat(
+            [forward(part, *args, **kwargs) for part in torch.split(inputs, [each * count for count in rows])]
+        )
+
+    return grouped

@@ -1,0 +1,265 @@
+"""The judgement of the first batch: what is served, and the words with which the rest is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memlab import RefusalError, Workload, fit
+from memlab.techniques import _judge
+from tests.techniques.models import Regressor, distance, gradients, regression_batch, workload
+
+Loop = Callable[[nn.Module, int], torch.Tensor]
+
+
+def trained(
+    model: nn.Module, loop: Loop, flags: str, steps: int = 3
+) -> tuple[list[float], list[torch.Tensor], list[str]]:
+    """Losses, then parameters and buffers, and what the technique notes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    losses = []
+    with fit(Workload(model, optimizer), flags) as session:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = loop(model, step)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        notes = list(session.notes)
+    return losses, [each.detach().double() for each in (*model.parameters(), *model.buffers())], notes
+
+
+def same_as_plain(make: Callable[[], nn.Module], loop: Loop, steps: int = 3) -> list[str]:
+    """Train with two micro-batches and without, and compare; returns the notes."""
+    torch.manual_seed(0)
+    expected, weights, _ = trained(make(), loop, "", steps)
+    torch.manual_seed(0)
+    losses, found, notes = trained(make(), loop, "--accumulate 2", steps)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert distance(found, weights) < 1e-5
+    return notes
+
+
+def inputs(rows: int = 8) -> torch.Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(2))
+
+
+def test_a_batch_of_one_that_comes_first_is_run_whole() -> None:
+    notes = same_as_plain(lambda: nn.Linear(6, 2), lambda m, s: m(inputs(8 if s else 1)).square().mean())
+    assert notes == ["a batch of fewer rows than micro-batches (1 of 2) is split as far as it goes"]
+
+
+def test_an_empty_batch_is_run_whole() -> None:
+    same_as_plain(lambda: nn.Linear(6, 2), lambda m, s: m(inputs(0 if s == 1 else 8)).sum())
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [nn.utils.spectral_norm, nn.utils.weight_norm, nn.utils.parametrizations.weight_norm],
+    ids=lambda f: f.__module__,
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_a_hook_computes(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    same_as_plain(
+        lambda: nn.Sequential(wrap(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 2)),
+        lambda m, _: m(inputs()).square().mean(),
+    )
+
+
+def test_lists_of_images_of_unlike_sizes() -> None:
+    class Detector(nn.Linear):
+        def forward(
+            self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]
+        ) -> dict[str, torch.Tensor]:
+            found = [super(Detector, self).forward(image.mean((1, 2))) for image in images]
+            apart = [
+                (one - target["boxes"].mean(0)).square().mean() for one, target in zip(found, targets, strict=True)
+            ]
+            return {"boxes": torch.stack(apart).mean(), "scores": torch.stack(apart).sqrt().mean()}
+
+    images = [torch.randn(3, 4 + i, 5, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    targets = [{"boxes": torch.ones(1 + i, 4) * i} for i in range(4)]
+    same_as_plain(lambda: Detector(3, 4), lambda m, _: sum(m(images, targets).values()))
+
+
+def test_what_is_done_in_every_second_call_is_judged_when_it_comes() -> None:
+    class Alternating(nn.Linear):
+        calls = 0
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            output = super().forward(rows)
+            if self.calls % 2 == 0:
+                self.extra = 2 * output
+            return output
+
+    def loop(model: Any, _step: int) -> torch.Tensor:
+        loss = model(inputs()).square().mean()
+        return loss + model.extra.square().mean() if model.calls % 2 == 0 else loss
+
+    same_as_plain(lambda: Alternating(6, 2), loop, steps=5)
+
+
+def test_a_batch_that_cannot_be_split_later_does_not_end_the_run() -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.GRU(6, 5, batch_first=True)
+            self.state: torch.Tensor | None = None
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            output, state = self.layer(rows, torch.zeros(1, len(rows), 5) if self.state is None else self.state)
+            self.state = state.detach()
+            return output
+
+    notes = same_as_plain(Remembering, lambda m, _: m(inputs().view(4, 2, 6)).square().mean())
+    assert notes[0].startswith(
+        "a batch is run whole, since Remembering does not run on some rows of a batch: RuntimeError: Expected hidden size"
+    )
+
+
+def test_statistics_of_each_micro_batch_are_those_of_a_loop_by_hand() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2))
+
+    rows = inputs()
+    by_hand = trained(make(), lambda m, _: sum(m(rows[i : i + 4]).square().mean() / 2 for i in (0, 4)), "")
+    found = trained(make(), lambda m, _: m(rows).square().mean(), "--accumulate 2 --batchnorm micro")
+    assert found[0] == pytest.approx(by_hand[0], rel=1e-6)
+    assert distance(found[1], by_hand[1]) < 1e-6
+
+
+def test_frozen_batch_norm_is_no_reason_to_refuse() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        model[1].eval()
+        return model
+
+    same_as_plain(make, lambda m, _: m(inputs()).square().mean())
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "line"),
+    [
+        (nn.Linear(2, 2), "--accumulate 2 --batchnorm micro", "batchnorm: Linear has no BatchNorm; leave --batchnorm micro out"),
+        (
+            nn.BatchNorm1d(2), "--batchnorm micro",
+            "batchnorm: --batchnorm micro changes nothing without --accumulate N; add it, as in --accumulate 4",
+        ),
+    ],
+)  # fmt: skip
+def test_statistics_of_micro_batches_where_there_are_none(model: nn.Module, flags: str, line: str) -> None:
+    with pytest.raises(RefusalError) as caught:
+        fit(workload(model), flags)
+    assert str(caught.value) == line
+
+
+class _Normalized(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.norm()
+
+
+class TestRefusals:
+    """Each names what does not agree, and by how much; nothing is left behind."""
+
+    def refusal(self, model: nn.Module, *arguments: Any) -> str:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        state = torch.get_rng_state()
+        with fit(workload(model), "--accumulate 2"), pytest.raises(RefusalError) as caught:
+            model(*arguments)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert torch.equal(torch.get_rng_state(), state)
+        return str(caught.value)
+
+    def test_a_gradient_that_depends_on_the_whole_batch(self) -> None:
+        class Backward(nn.Linear):
+            def forward(self, rows: torch.Tensor) -> torch.Tensor:
+                return _Normalized.apply(super().forward(rows))
+
+        line = self.refusal(Backward(6, 2), inputs())
+        assert line.startswith("accumulation: the gradient of Backward by ")
+        assert line.endswith(
+            "of its size off when the batch is split (allowed 2e-05): rows of a batch depend on each other; "
+            "use --checkpoint or --offload activations, which keep the batch whole"
+        )
+
+    def test_a_buffer_that_cannot_be_put_together(self) -> None:
+        class Counting(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(6, 2)
+                self.register_buffer("largest", torch.zeros(()))
+
+            def forward(self, rows: torch.Tensor) -> torch.Tensor:
+                self.largest += rows.sum() ** 2
+                return super().forward(rows)
+
+        line = self.refusal(Counting(), inputs())
+        assert line.startswith(
+            "accumulation: buffer largest of Counting cannot be put together from micro-batches: a whole batch leaves another value"
+        )
+
+    def test_a_tensor_that_leaves_where_nobody_looks(self) -> None:
+        class Hidden:
+            __slots__ = ("kept",)
+
+        hidden = Hidden()
+        keep = nn.Linear(6, 2)
+        layer = nn.Sequential(keep, nn.Tanh())
+        keep.register_forward_hook(lambda _m, _i, output: setattr(hidden, "kept", output))
+        line = self.refusal(layer, inputs())
+        assert line.startswith("accumulation: a tensor [8, 2] with a graph leaves Sequential past its output")
+
+    def test_an_input_that_is_written_to(self) -> None:
+        class Writing(nn.Linear):
+            def forward(self, rows: torch.Tensor) -> torch.Tensor:
+                return super().forward(rows.mul_(2))
+
+        rows = inputs()
+        line = self.refusal(Writing(6, 2), rows)
+        assert line.startswith("accumulation: Writing writes to its argument")
+        assert torch.equal(rows, inputs())
+
+    def test_a_loss_of_classes_as_frequent_as_in_the_batch(self) -> None:
+        class Balanced(Regressor):
+            def forward(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+                share = F.one_hot(targets, 3).float().mean(0)
+                return F.cross_entropy(self.layers(rows), targets, weight=1 / (share + 0.1))
+
+        rows, _ = regression_batch(8)
+        # the first rows are alike, and do not tell
+        line = self.refusal(Balanced(), rows, torch.tensor([0, 0, 0, 0, 1, 2, 1, 2]))
+        assert "the loss of Balanced is not a mean or sum over rows or targets" in line
+
+
+def test_rows_that_do_not_fit_together_are_judged_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    judged = _judge.Judge._judged
+
+    def short(judge: Any, call: Any, whole: Any, layout: Any, ranges: Any) -> Any:
+        tried.append(layout.rows_in(whole))
+        if tried[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return judged(judge, call, whole, layout, ranges)
+
+    monkeypatch.setattr(_judge.Judge, "_judged", short)
+    model, batch = Regressor(), regression_batch(8)
+    model(*batch).backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 4") as session:
+        model(*batch).backward()
+        assert session.notes == ("memory for 2 of 8 rows to see whether the batch may be split",)
+    assert tried == [8, 2]
+    assert distance(gradients(model), expected) < 1e-6
