@@ -191,7 +191,8 @@ def test_batch_norm(made: Cell, unchanged: Any) -> None:
         "optimizer = torch.optim.AdamW(model.parameters())"
     )
     assert refused(made, unchanged, "%%memfit --accumulate 4", setup=setup) == (
-        "accumulation: Sequential has BatchNorm (1), whose statistics depend on the whole batch; replace it by GroupNorm, "
+        "accumulation: Sequential has BatchNorm (1), whose statistics depend on the whole batch; add --batchnorm micro for statistics of "
+        "each micro-batch, as in accumulation written by hand, "
         "or use --checkpoint or --offload activations, which keep the batch whole"
     )
 
