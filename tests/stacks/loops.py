@@ -1,0 +1,427 @@
+"""The loops: each is code that makes things, and a cell that trains them and leaves `losses`.
+
+They are written as a notebook would have them. Nothing here knows memlab. `parts` names the models whose weights are
+compared afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One loop.
+
+    Args:
+        make: source of the cells before.
+        cell: source of the cell that trains; sets `losses`.
+        parts: names of the models.
+        packages: what it needs beside torch.
+    """
+
+    make: str
+    cell: str
+    parts: tuple[str, ...] = ("model",)
+    packages: tuple[str, ...] = ()
+
+
+_TORCH = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+torch.manual_seed(0)
+"""
+
+_GPT2 = """
+from transformers import GPT2Config, GPT2LMHeadModel
+config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=96, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
+                    attn_pdrop=0.0)
+model = GPT2LMHeadModel(config).train()
+batches = [torch.randint(0, 96, (4, 16), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+"""
+
+_DATASET = """
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        ids = torch.randint(0, 96, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+"""
+
+_IMAGES = """
+batches = [(torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(i)),
+            torch.randint(0, 5, (8,), generator=torch.Generator().manual_seed(i))) for i in range(4)]
+"""
+
+_ROWS = """
+batches = [(torch.randn(8, 12, generator=torch.Generator().manual_seed(i)),
+            torch.randint(0, 3, (8,), generator=torch.Generator().manual_seed(i))) for i in range(4)]
+"""
+
+_BY_HAND = """
+losses = []
+for ids in batches:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+"""
+
+_CLASSIFY = """
+losses = []
+for inputs, targets in batches:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+"""
+
+_TRAINER_SAID = """
+trainer.train()
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+"""
+
+_ARGUMENTS = """output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=4, logging_steps=1,
+    report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, seed=0, learning_rate=1e-3, adam_epsilon=1e-4"""
+
+STACKS: dict[str, Stack] = {
+    "CNN": Stack(
+        _TORCH
+        + _IMAGES
+        + """
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(c, c, 3, padding=1, bias=False), nn.BatchNorm2d(c)
+        self.conv2, self.bn2 = nn.Conv2d(c, c, 3, padding=1, bias=False), nn.BatchNorm2d(c)
+        self.act = nn.ReLU(inplace=True)
+    def forward(self, x):
+        return self.act(x + self.bn2(self.conv2(self.act(self.bn1(self.conv1(x))))))
+model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(8), nn.MaxPool2d(2), Block(8), nn.AdaptiveAvgPool2d(1),
+                      nn.Flatten(), nn.Linear(8, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+""",
+        _CLASSIFY,
+    ),
+    "U-Net, frozen encoder": Stack(
+        _TORCH
+        + """
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(4, 8, 3, 2, 1), nn.Conv2d(8, 16, 3, 2, 1)])
+        self.mid = nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1))
+        self.up = nn.ModuleList([nn.ConvTranspose2d(32, 8, 4, 2, 1), nn.ConvTranspose2d(16, 4, 4, 2, 1)])
+    def forward(self, x, t):
+        x = x + t[:, None, None, None]
+        kept = []
+        for down in self.down:
+            x = F.silu(down(x)); kept.append(x)
+        x = self.mid(x)
+        for up in self.up:
+            x = up(torch.cat([x, kept.pop()], 1))
+        return x
+vae = nn.Conv2d(3, 4, 2, 2).requires_grad_(False)
+model = UNet()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+images = [torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+""",
+        """
+losses = []
+for image in images:
+    with torch.no_grad():
+        latents = vae(image)
+    noise, t = torch.randn_like(latents), torch.rand(len(latents))
+    noisy = latents * (1 - t)[:, None, None, None] + noise * t[:, None, None, None]
+    loss = F.mse_loss(model(noisy, t), noise)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+""",
+    ),
+    "VAE": Stack(
+        _TORCH
+        + _ROWS
+        + """
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.decoder = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 12))
+    def forward(self, x):
+        mean, logvar = self.encoder(x).chunk(2, -1)
+        z = mean + torch.randn_like(mean) * (0.5 * logvar).exp()
+        return self.decoder(z), mean, logvar
+model = VAE()
+optimizer = torch.optim.Adam(model.parameters())
+""",
+        """
+losses = []
+for inputs, _ in batches:
+    made, mean, logvar = model(inputs)
+    loss = F.mse_loss(made, inputs) - 0.5 * (1 + logvar - mean.square() - logvar.exp()).mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    losses.append(loss.item())
+""",
+    ),
+    "GAN": Stack(
+        _TORCH
+        + _ROWS
+        + """
+netG = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 12))
+netD = nn.Sequential(nn.Linear(12, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+optimizerG, optimizerD = torch.optim.Adam(netG.parameters()), torch.optim.Adam(netD.parameters())
+""",
+        """
+losses = []
+for inputs, _ in batches:
+    netD.zero_grad()
+    errD_real = F.softplus(-netD(inputs)).mean(); errD_real.backward()
+    fake = netG(torch.randn(8, 4))
+    errD_fake = F.softplus(netD(fake.detach())).mean(); errD_fake.backward()
+    optimizerD.step()
+    netG.zero_grad()
+    errG = F.softplus(-netD(fake)).mean(); errG.backward()
+    optimizerG.step()
+    losses += [errD_real.item(), errD_fake.item(), errG.item()]
+""",
+        parts=("netG", "netD"),
+    ),
+    "DPO by hand": Stack(
+        _TORCH
+        + _GPT2
+        + """
+import copy
+reference = copy.deepcopy(model).eval().requires_grad_(False)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+def log_probability(network, ids):
+    return network(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).sum((1, 2))
+""",
+        """
+losses = []
+for ids in batches:
+    chosen, rejected = ids, ids.flip(1)
+    with torch.no_grad():
+        base = log_probability(reference, chosen) - log_probability(reference, rejected)
+    margin = log_probability(model, chosen) - log_probability(model, rejected) - base
+    loss = -F.logsigmoid(0.1 * margin).mean()
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+    losses.append(loss.item())
+""",
+        packages=("transformers",),
+    ),
+    "actor and critic": Stack(
+        _TORCH
+        + """
+actor, critic = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)), nn.Sequential(nn.Linear(4, 16), nn.Tanh(),
+                                                                                            nn.Linear(16, 1))
+optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=1e-2)
+""",
+        """
+losses = []
+for episode in range(3):
+    state, log_probs, values, rewards = torch.randn(1, 4), [], [], []
+    for _ in range(5):
+        policy = torch.distributions.Categorical(logits=actor(state))
+        action = policy.sample()
+        log_probs.append(policy.log_prob(action)); values.append(critic(state)[:, 0])
+        rewards.append(float(action) - 0.5); state = state.roll(1, -1) + 0.1 * float(action)
+    returns = torch.tensor(rewards).flip(0).cumsum(0).flip(0)
+    advantage = returns - torch.cat(values)
+    loss = -(torch.cat(log_probs) * advantage.detach()).mean() + advantage.square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    losses.append(loss.item())
+""",
+        parts=("actor", "critic"),
+    ),
+    "siamese": Stack(
+        _TORCH
+        + _ROWS
+        + """
+model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 8))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+""",
+        """
+losses = []
+for inputs, targets in batches:
+    one, two = model(inputs), model(inputs.flip(0))
+    loss = F.cosine_embedding_loss(one, two, (targets == targets.flip(0)).float() * 2 - 1)
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+    losses.append(loss.item())
+""",
+    ),
+    "distillation": Stack(
+        _TORCH
+        + _ROWS
+        + """
+teacher = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
+model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+""",
+        """
+losses = []
+for inputs, targets in batches:
+    with torch.no_grad():
+        wanted = teacher(inputs).softmax(-1)
+    output = model(inputs)
+    loss = F.cross_entropy(output, targets) + F.kl_div(output.log_softmax(-1), wanted, reduction="batchmean")
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+    losses.append(loss.item())
+""",
+    ),
+    "MAML": Stack(
+        _TORCH
+        + _ROWS
+        + """
+model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+""",
+        """
+losses = []
+for inputs, targets in batches:
+    weights = dict(model.named_parameters())
+    inner = F.cross_entropy(torch.func.functional_call(model, weights, (inputs[:4],)), targets[:4])
+    gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+    fast = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients)}
+    loss = F.cross_entropy(torch.func.functional_call(model, fast, (inputs[4:],)), targets[4:])
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    losses.append(loss.item())
+""",
+    ),
+    "compiled": Stack(
+        _TORCH
+        + _ROWS
+        + """
+torch._dynamo.reset()
+model = torch.compile(nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3)), backend="aot_eager")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+""",
+        _CLASSIFY,
+    ),
+    "Trainer": Stack(
+        _TORCH
+        + _GPT2
+        + _DATASET
+        + f"""
+import tempfile
+from transformers import Trainer, TrainingArguments
+trainer = Trainer(model, TrainingArguments({_ARGUMENTS}), train_dataset=Rows())
+""",
+        _TRAINER_SAID,
+        packages=("transformers", "accelerate"),
+    ),
+    "Accelerate": Stack(
+        _TORCH
+        + _GPT2
+        + """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4))
+""",
+        """
+losses = []
+for ids in batches:
+    with accelerator.accumulate(model):
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(); optimizer.zero_grad()
+        losses.append(loss.item())
+""",
+        packages=("transformers", "accelerate"),
+    ),
+    "PEFT LoRA": Stack(
+        _TORCH
+        + _GPT2
+        + """
+from peft import LoraConfig, get_peft_model
+model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True))
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+""",
+        _BY_HAND,
+        packages=("transformers", "peft"),
+    ),
+    "TRL SFT": Stack(
+        _TORCH
+        + _GPT2
+        + _DATASET
+        + f"""
+import tempfile
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models
+from trl import SFTConfig, SFTTrainer
+from datasets import Dataset
+words = Tokenizer(models.WordLevel({{str(i): i for i in range(96)}}, unk_token="0"))
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0")
+data = Dataset.from_list([{{key: value.tolist() for key, value in Rows()[i].items()}} for i in range(16)])
+trainer = SFTTrainer(model, args=SFTConfig({_ARGUMENTS}, max_length=16, dataset_kwargs={{"skip_prepare_dataset": True}}),
+                     train_dataset=data, processing_class=tokenizer)
+""",
+        _TRAINER_SAID,
+        packages=("transformers", "trl", "datasets"),
+    ),
+    "Lightning": Stack(
+        _TORCH
+        + _ROWS
+        + """
+import lightning
+class Lit(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))
+        self.said = []
+    def forward(self, x):
+        return self.net(x)
+    def training_step(self, batch, _):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.said.append(loss.item())
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+model = Lit()
+def fit():
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+                                enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))
+""",
+        """
+fit()
+losses = model.said
+""",
+        packages=("lightning",),
+    ),
+    "Lightning, manual": Stack(
+        _TORCH
+        + _ROWS
+        + """
+import lightning
+class Lit(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))
+        self.said = []
+    def training_step(self, batch, _):
+        optimizer = self.optimizers()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        optimizer.zero_grad(); self.manual_backward(loss); optimizer.step()
+        self.said.append(loss.item())
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+""",
+        """
+model = Lit()
+trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+                            enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))
+losses = model.said
+""",
+        packages=("lightning",),
+    ),
+}
