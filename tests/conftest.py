@@ -75,6 +75,14 @@ def seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """No compiled code of an earlier test: where there is any, a loop's own code is left alone."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    if dynamo is not None and dynamo.FRAME_COUNTER:
+        torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
 def nothing_left_behind(own_temporary_folder: Path, request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail on a session, a mode, a hook, a thread, a file or a switch that a test left."""
     modes_before = len(_get_current_dispatch_mode_stack())

@@ -411,9 +411,12 @@ def _set_aside(leaves: list[torch.Tensor]) -> Iterator[Callable[[], None]]:
 
 
 def has_compiled_code() -> bool:
-    """Whether ``torch.compile`` was used in this process, so that code of the loop's may be compiled."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and any(callable(backend) for backend in dynamo.cached_backends.values())
+    """Whether ``torch.compile`` has compiled anything in this process, and so may have code of the loop's.
+
+    Functions that were only marked for it, as libraries do when they are imported, are none yet.
+    """
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return dynamo is not None and dynamo.FRAME_COUNTER > 0
 
 
 # what is asked of tensors and gradients without computing anything
