@@ -88,7 +88,7 @@ ALLOWED: dict[str, set[str]] = {
     "observer": {"errors", "plan", "workload"},
     "uninterrupted": set(),
     "memento": {"plan", "techniques"},
-    "in_force": {"errors", "layers", "memento", "plan", "shortage", "techniques", "uninterrupted", "workload"},
+    "in_force": {"errors", "layers", "memento", "plan", "seams", "shortage", "techniques", "uninterrupted", "workload"},
     "scaleout": {
         "comparison",
         "errors",

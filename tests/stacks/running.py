@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import torch
 from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
+from memlab.jupyter.magic import unload
 from memlab.session import sessions
 from tests.stacks.loops import Stack
 
@@ -54,6 +58,25 @@ class Outcome:
 
 
 Numbers = dict[str, torch.Tensor]
+
+
+@contextlib.contextmanager
+def shell() -> Iterator[InteractiveShell]:
+    """A shell with memlab loaded, which predicts nothing."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = "nocolor"
+    main = sys.modules["__main__"]
+    InteractiveShell.clear_instance()
+    made = InteractiveShell.instance(config=config)
+    made.run_line_magic("load_ext", "memlab")
+    made.run_line_magic("config", "MemLab.predict = False")
+    try:
+        yield made
+    finally:
+        unload(made)
+        InteractiveShell.clear_instance()
+        sys.modules["__main__"] = main
 
 
 def untouched(shell: InteractiveShell, stack: Stack) -> Numbers:

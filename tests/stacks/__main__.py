@@ -1,0 +1,55 @@
+"""Run every stack under every setting and write ``docs/stacks.md``."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+
+import torch
+
+from tests.stacks.loops import STACKS
+from tests.stacks.running import SETTINGS, Outcome, Verdict, shell, under, untouched
+
+PAGE = Path(__file__).parents[2] / "docs" / "stacks.md"
+_HEAD = """# Loops of well-known libraries and kinds
+
+Each loop runs in a `%%memfit` cell under each setting, and is held against the same loop without memlab: losses and
+weights, relative to the largest of each tensor. "same" means bit-equal where no number stands, and within 1e-5 else; the
+lossy `--bf16 --adam8bit` within 0.1. A refusal leaves everything as it was. Written by `python -m tests.stacks`.
+
+"""
+
+
+def main() -> None:
+    """Run them all, and say each as it ends."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rows = ["| loop | " + " | ".join(f"`{flags}`" if flags else "no flags" for flags in SETTINGS) + " |"]
+    rows.append("|---" * (len(SETTINGS) + 1) + "|")
+    reasons: dict[str, list[str]] = {}
+    with shell() as opened:
+        for name, stack in STACKS.items():
+            missing = [package for package in stack.packages if importlib.util.find_spec(package) is None]
+            if missing:
+                rows.append(f"| {name} |" + f" not run: {', '.join(missing)} is missing |" * len(SETTINGS))
+                continue
+            expected = untouched(opened, stack)
+            outcomes = {flags: under(opened, stack, flags, expected) for flags in SETTINGS}
+            rows.append(f"| {name} | " + " | ".join(_cell(outcome) for outcome in outcomes.values()) + " |")
+            print(rows[-1], flush=True)
+            for flags, outcome in outcomes.items():
+                if outcome.verdict is Verdict.REFUSED:
+                    reasons.setdefault(outcome.detail, []).append(f"{name} under `{flags}`")
+    why = "\n".join(f"- {', '.join(where)}: {reason}" for reason, where in reasons.items())
+    PAGE.write_text(_HEAD + "\n".join(rows) + f"\n\n## Why settings were refused\n\n{why}\n")
+
+
+def _cell(outcome: Outcome) -> str:
+    if outcome.verdict is Verdict.SAME:
+        return "same" if outcome.detail == "0" else f"same ({outcome.detail})"
+    return str(outcome.verdict)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Every loop of `tests.stacks` under every setting: the same as untouched, or refused with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.needs import needs
+from tests.stacks.loops import STACKS
+from tests.stacks.running import SETTINGS, shell, under, untouched
+
+
+@pytest.fixture(scope="module")
+def opened() -> Any:
+    with shell() as opened:
+        yield opened
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[needs(extra=package) for package in stack.packages]) for name, stack in STACKS.items()],
+)
+def test_a_stack_is_the_same_or_refused(name: str, opened: Any) -> None:
+    expected = untouched(opened, STACKS[name])
+    outcomes = {flags: under(opened, STACKS[name], flags, expected) for flags in SETTINGS}
+    assert {flags: outcome for flags, outcome in outcomes.items() if not outcome.is_good} == {}
+    assert outcomes[""].verdict == "same"
