@@ -397,7 +397,9 @@ class GradientRelease(Technique):
             reason += "; parameters have been updated with the gradients so far"
         is_late = has_released or (self._has_dropped and not self._has_zeroed)
         self.broken_off()
-        return RefusalError(self.field, reason, nearest, is_late=is_late)
+        refusal = RefusalError(self.field, reason, nearest, is_late=is_late)
+        refusal.in_loop = True  # raised where the loop touches a gradient
+        return refusal
 
 
 class _Watch(LoopMode):
