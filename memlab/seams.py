@@ -32,6 +32,7 @@ from torch import nn
 ForwardHandler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 CALL = "_compiled_call_impl"
 _STATE = "__getstate__"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class ForwardSeam:
@@ -180,12 +181,32 @@ def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo
                 del instance[name]
             else:
                 instance[name] = standing.before
-        if not any(isinstance(value, _StandIn) for value in instance.values()):
+
+    keep_out_of_copies(module, undo)
+    undo.callback(restore)
+    instance[name] = standing
+
+
+def keep_out_of_copies(module: nn.Module, undo: ExitStack) -> None:
+    """Leave stand-ins and hooks of memlab's on a module out of its copies and pickles, until undone.
+
+    Call it before they are put there, so that it is undone after them.
+    """
+    instance = module.__dict__
+
+    def restore() -> None:
+        is_needed = any(isinstance(value, _StandIn) for value in instance.values()) or any(
+            _is_ours(hook) for key in _HOOKS for hook in instance[key].values()
+        )
+        if not is_needed:
             instance.pop(_STATE, None)
 
     undo.callback(restore)
-    instance[name] = standing
     instance[_STATE] = functools.partial(_state_without_stand_ins, weakref.ref(module))
+
+
+def _is_ours(hook: Any) -> bool:
+    return type(hook).__module__.partition(".")[0] == "memlab"
 
 
 class _StandIn:
@@ -231,6 +252,9 @@ def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
         users = None if is_state else value.users if isinstance(value, (ForwardSeam, _StandIn)) else value
         if users is value or users is not None:
             own[key] = users
+    for key in _HOOKS:
+        if key in own:
+            own[key] = type(own[key])((number, hook) for number, hook in own[key].items() if not _is_ours(hook))
     return own
 
 

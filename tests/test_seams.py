@@ -26,7 +26,7 @@ PLANS = (
     "--accumulate 2",
     "--checkpoint",
     "--tile 2",
-    "--offload activations",
+    "--offload activations,params",
     "--precision pure-bf16 --offload optimizer",
     "--bf16 --release-grads",
 )

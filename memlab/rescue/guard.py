@@ -373,11 +373,12 @@ class Start:
 
     def call_ended(self) -> None:
         """Learn which buffers a call leaves alone."""
-        for module, name, buffer, _, version in self._buffers:
-            if buffer.numel() > _SMALL_ELEMENTS and module._buffers.get(name) is buffer and buffer._version == version:
-                _left_alone[buffer] = True
-            else:
+        for module, name, buffer, copy, version in self._buffers:
+            is_same = module._buffers.get(name) is buffer and buffer._version == version
+            if not is_same:
                 _left_alone.pop(buffer, None)
+            elif copy is not None and buffer.numel() > _SMALL_ELEMENTS and torch.equal(buffer, copy):
+                _left_alone[buffer] = True  # by values: BatchNorm, and writes to `.data`, leave versions alone
 
     def restore(self) -> None:
         """Put all of it back."""

@@ -32,6 +32,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from memlab.seams import keep_out_of_copies
 from memlab.techniques._homes import rests
 from memlab.techniques.spill import Spill
 from memlab.uninterrupted import uninterrupted
@@ -300,6 +301,7 @@ class Residence:
 
     def stream(self, block: nn.Module, undo: ExitStack) -> None:
         """Have a block's parameters on the device whenever it is called, until undone."""
+        keep_out_of_copies(block, undo)
         undo.callback(block.register_forward_pre_hook(_Begins(self, block)).remove)
         undo.callback(block.register_forward_hook(_Ends(self, block), always_call=True).remove)
 
@@ -402,17 +404,11 @@ class Residence:
 
 
 class _BlockHook:
-    """A hook on a block; copies and pickles of the block do without."""
+    """A hook on a block."""
 
     def __init__(self, residence: Residence, block: nn.Module) -> None:
         self._residence = residence
         self._block = block
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _no_hook
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _without, ()
 
 
 class _Begins(_BlockHook):
@@ -433,14 +429,6 @@ class _Ends(_BlockHook):
     def __call__(self, *_: Any) -> None:
         with uninterrupted():
             self._residence.end(self._block)
-
-
-def _no_hook(*_: Any) -> None:
-    pass
-
-
-def _without() -> Callable[..., None]:
-    return _no_hook
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -360,7 +360,7 @@ from datasets import Dataset
 words = Tokenizer(models.WordLevel({{str(i): i for i in range(96)}}, unk_token="0"))
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0")
 data = Dataset.from_list([{{key: value.tolist() for key, value in Rows()[i].items()}} for i in range(16)])
-trainer = SFTTrainer(model, args=SFTConfig({_ARGUMENTS}, max_length=16, dataset_kwargs={{"skip_prepare_dataset": True}}),
+trainer = SFTTrainer(model, args=SFTConfig({_ARGUMENTS}, bf16=False, max_length=16, dataset_kwargs={{"skip_prepare_dataset": True}}),
                      train_dataset=data, processing_class=tokenizer)
 """,
         _TRAINER_SAID,
