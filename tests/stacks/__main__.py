@@ -16,7 +16,7 @@ _HEAD = """# Loops of well-known libraries and kinds
 
 Each loop runs in a `%%memfit` cell under each setting, and is held against the same loop without memlab: losses and
 weights, relative to the largest of each tensor. "same" means bit-equal where no number stands, and within 1e-5 else; the
-lossy `--bf16 --adam8bit` within 0.1. A refusal leaves everything as it was. Written by `python -m tests.stacks`.
+lossy `--bf16 --adam8bit` within 0.2. A refusal leaves everything as it was. Written by `python -m tests.stacks`.
 
 """
 

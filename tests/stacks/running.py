@@ -25,7 +25,7 @@ SETTINGS: dict[str, float] = {
     "--checkpoint": 1e-5,
     "--offload optimizer,activations": 1e-5,
     "--release-grads": 1e-5,
-    "--bf16 --adam8bit": 0.1,
+    "--bf16 --adam8bit": 0.2,
 }
 
 
