@@ -69,12 +69,13 @@ ALLOWED: dict[str, set[str]] = {
         "units",
         "workload",
     },
-    "stepping": {"layers"},
+    "stepping": {"layers", "uninterrupted"},
     "workshop": {"errors", "extras", "measuring", "plan", "records", "report", "units"},
     "techniques": {
         "dispatch",
         "errors",
         "extras",
+        "layers",
         "loop_mode",
         "plan",
         "seams",
@@ -87,7 +88,7 @@ ALLOWED: dict[str, set[str]] = {
     "seams": set(),
     "observer": {"errors", "plan", "workload"},
     "uninterrupted": set(),
-    "memento": {"plan", "techniques"},
+    "memento": {"layers", "plan", "techniques"},
     "in_force": {"errors", "layers", "memento", "plan", "seams", "shortage", "techniques", "uninterrupted", "workload"},
     "scaleout": {
         "comparison",
