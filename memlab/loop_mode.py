@@ -28,8 +28,11 @@ class LoopMode(TorchFunctionMode):
         >>> mode.end()
     """
 
+    _has_begun = False
+
     def begin(self) -> None:
         """Watch this thread's code from now on; harmless when that is so already."""
+        self._has_begun = True
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if self not in stack:
             base = 1 if stack and stack[0] is _default_device() else 0
@@ -37,9 +40,12 @@ class LoopMode(TorchFunctionMode):
 
     def end(self) -> None:
         """Stop watching; harmless when done."""
+        if not self._has_begun:
+            return
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if self in stack:
+        if self in stack:  # else it is another thread's
             _restack([mode for mode in stack if mode is not self])
+            self._has_begun = False
 
 
 def _default_device() -> Any:
