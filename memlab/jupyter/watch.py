@@ -444,7 +444,7 @@ def _session_for(workload: Workload, plan: Plan | None) -> Session:
 
 
 # settings that concern the model call alone, so that models whose parameters one optimizer holds can have each its own
-_OF_CALLS = ("accumulation", "checkpointing", "tiling", "loss")
+_OF_CALLS = ("accumulation", "batchnorm", "checkpointing", "tiling", "loss")
 
 
 def _require_compatible(workload: Workload, plan: Plan | None, others: Sequence[Session]) -> None:

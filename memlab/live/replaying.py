@@ -46,7 +46,7 @@ class Replay:
         >>> record = RunRecord(Comparison("gpt2", (m,)), (StepRecord(1, "as written", 0.5, 8, 0, 2**30),))
         >>> replay = Replay(record)
         >>> replay.ask("precision", "fp16")
-        >>> replay.moment().toggles[2].text
+        >>> replay.moment().toggles[3].text
         'refused: not in this recording, and not foretold in it'
         >>> replay.run(keep=False)
         >>> replay.advance(1.0)

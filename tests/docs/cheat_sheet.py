@@ -7,7 +7,7 @@ from tests.docs.markdown import NOTE, code, table
 
 # as in the table of a receipt: whose bytes each goes after
 GROUPS = {
-    "Activations": ("accumulation", "checkpointing", "loss", "tiling"),
+    "Activations": ("accumulation", "batchnorm", "checkpointing", "loss", "tiling"),
     "Moments, gradients, weights": ("optimizer", "gradients", "offload"),
     "Number formats": ("precision",),
     "Engines": ("scale",),

@@ -41,6 +41,8 @@ def guarded(
         FileNotFoundError: no such command.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # what this process started before is not the command's
+    others = frozenset(descendants(os.getpid()))
 
     def bounded() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (2 * limit_bytes, 2 * limit_bytes))
@@ -52,7 +54,7 @@ def guarded(
     try:
         while process.poll() is None:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-            used_bytes = bytes_of(descendants(os.getpid()), limit_bytes)
+            used_bytes = bytes_of(descendants(os.getpid(), others), limit_bytes)
             if used_bytes > limit_bytes:
                 why = f"took {used_bytes / GIB:.2f} GiB of memory, allowed are {limit_bytes / GIB:.2f} GiB (--host-gib)"
             elif time.monotonic() > end:
@@ -60,13 +62,13 @@ def guarded(
             if why:
                 break
     finally:
-        _end(descendants(os.getpid()))
+        _end(descendants(os.getpid(), others))
         process.wait()
     return (ENDED, why) if why else (_status(process.returncode), "")
 
 
-def descendants(root: int) -> list[int]:
-    """Processes that a process started, and theirs."""
+def descendants(root: int, without: frozenset[int] = frozenset()) -> list[int]:
+    """Processes that a process started, and theirs; without some, and those that these started."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -78,7 +80,7 @@ def descendants(root: int) -> list[int]:
     found: list[int] = []
     waiting = [root]
     while waiting:
-        of_one = children.get(waiting.pop(), [])
+        of_one = [child for child in children.get(waiting.pop(), ()) if child not in without]
         found += of_one
         waiting += of_one
     return found

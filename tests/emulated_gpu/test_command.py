@@ -129,6 +129,17 @@ def test_a_status_is_handed_on() -> None:
     assert run("import os; os.kill(os.getpid(), 15)") == (128 + 15, "")
 
 
+def test_what_ran_before_is_not_the_commands() -> None:
+    other = subprocess.Popen([sys.executable, "-c", "b = bytearray(300 * 2**20); print('made', flush=True); input()"],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"made\n"
+    assert run("import time; time.sleep(0.5)") == (0, "")
+    assert other.poll() is None
+    other.communicate(b"\n", timeout=10)
+    assert other.returncode == 0
+
+
 def test_memory_ends_a_command_and_what_it_started() -> None:
     hog = "b = bytearray(120 * 2**20)\nimport time\ntime.sleep(30)"
     status, why = run(

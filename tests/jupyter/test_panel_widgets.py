@@ -224,5 +224,6 @@ def test_as_text_every_setting_comes_with_its_magic(control: Control) -> None:
     assert "Gradient accumulation" in lines[2]
     assert lines[2].split()[2:4] == ["4", "1"]
     assert lines[2].endswith("%memfit undo")
-    assert lines[3].endswith("%memfit --accumulate 4 --checkpoint")
+    assert lines[3].endswith("%memfit --accumulate 4 --batchnorm micro")
+    assert lines[4].endswith("%memfit --accumulate 4 --checkpoint")
     assert "text/plain" in Panel(control)._repr_mimebundle_()

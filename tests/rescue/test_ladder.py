@@ -336,7 +336,7 @@ def test_in_the_update_predictions_of_passes_do_not_count() -> None:
 
 def test_names_of_fields_and_of_flags() -> None:
     names = ["accumulate", "--checkpoint", "precision", "bf16", "optim", "offload ", "chunk-loss", "--release-grads"]
-    names += ["--tile", "scale"]
+    names += ["--tile", "scale", "--batchnorm"]
 
     assert pinned(names) == set(NAMES)
     assert pinned([]) == frozenset()
