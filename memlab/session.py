@@ -78,6 +78,7 @@ class Session:
         workload: the live objects.
         log: what was done when.
         rescuer: as given.
+        was_called: whether the loop has called the model to train it.
 
     Raises:
         RefusalError: the model cannot be taken over at all (compiled, sharded).
@@ -107,7 +108,7 @@ class Session:
         self._seams = ExitStack()
         self._steps = 0
         self._window_open = False
-        self._was_called = False  # by a training forward, ever
+        self.was_called = False  # by a training forward, ever
         self._skipped = False  # of the step that is under way
         self._held_back: HeldBack | None = None  # while it is
         self._thread = threading.get_ident()
@@ -392,7 +393,7 @@ class Session:
         if is_transformed or not (self.workload.model.training and torch.is_grad_enabled()):
             return _through([t.evaluate for t in self.techniques], original, args, kwargs)
         self._take_withdrawn_out()
-        self._was_called = True
+        self.was_called = True
         if not self._window_open:
             self._at_boundary()
         self._window_open = True
@@ -549,9 +550,7 @@ class Session:
 
     def _say_what_was_passed_by(self) -> None:
         """Name settings that work around the model's call, where the loop updates the model without calling it."""
-        idle = (
-            [] if self._was_called else [t.field for t in self.techniques if type(t).forward is not Technique.forward]
-        )
+        idle = [] if self.was_called else [t.field for t in self.techniques if type(t).forward is not Technique.forward]
         if idle:
             flags = replace(Plan(), **{field: getattr(self.plan, field) for field in idle})
             self.note_once(

@@ -218,8 +218,11 @@ class CellMagic:
             # a terminal shows no picture
             show(receipt, exclude=[] if is_rich(self._notebook.shell) else ["image/png"])
         else:
-            state = f"{watch.session.plan.label} is in force on {watch.session.workload.name}"
-            print(f"memfit: no optimizer step ended in this cell, so nothing was measured; {state}")  # noqa: T201
+            session, name = watch.session, watch.session.workload.name
+            why = "no optimizer step ended in this cell"
+            if session.steps and not session.was_called:
+                why = f"the loop trains {name} without calling it (it calls parts of it, or its forward directly)"
+            print(f"memfit: {why}, so nothing was measured; {session.plan.label} is in force on {name}")  # noqa: T201
 
     def _batch_of(self, watch: CellWatch) -> Batch | None:
         return self._notebook.history_of(watch.session.workload.model).batch if watch.session is not None else None

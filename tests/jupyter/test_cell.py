@@ -303,3 +303,13 @@ def test_a_plain_cell_neither_predicts_nor_draws(shell: Any, made: Cell, monkeyp
     assert not {
         name for name in set(sys.modules) - before if name.split(".")[0] in ("matplotlib", "bitsandbytes", "plotly")
     }
+
+
+def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell) -> None:
+    cell(MAKE)
+    ran = cell(f"%%memfit --accumulate 2\n{STEP.replace('model(inputs)', 'model.forward(inputs)')}")
+    assert ran.error is None
+    assert ran.out == (
+        "memfit: the loop trains Sequential without calling it (it calls parts of it, or its forward directly), so "
+        "nothing was measured; --accumulate 2 is in force on Sequential\n"
+    )
