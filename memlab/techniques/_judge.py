@@ -286,6 +286,8 @@ class _Attempt:
                 whole, inputs = self._run(self._whole, is_whole=True)
             directions = self._directions(whole.outputs, weights)
             self._backward(whole.outputs, directions)
+            if self.noise.computes_low:
+                self._tolerance = LOW_TOLERANCE
             whole_inputs = [leaf.grad for leaf in inputs]
             sizes = self._norms()
             largest = list(sizes)
@@ -409,7 +411,9 @@ class _Attempt:
         pairs = [(real(outputs.leaves[i]), direction * self._scale) for i, direction in directions.items()]
         pairs = [(tensor, direction) for tensor, direction in pairs if tensor.requires_grad]
         if pairs:
-            with self._aliases.originals_untouched(type(self._model).__name__), without_autocast():
+            # parts that are recomputed see the numbers of their first run
+            self.noise.repeat()
+            with self._aliases.originals_untouched(type(self._model).__name__), without_autocast(), self.noise:
                 torch.autograd.backward([tensor for tensor, _ in pairs], [direction for _, direction in pairs])
 
     def _norms(self) -> list[float]:

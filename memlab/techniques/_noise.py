@@ -7,6 +7,8 @@ Numbered rules:
    weights) are the same for all.
 2. Where a model draws row by row, the runs apart take what was drawn one after another (`in_turn`).
 3. Dropout inside of an attention kernel cannot be given numbers: it is left out on both sides.
+4. A recomputation in the backward pass draws what its first run drew (`repeat`): it starts from the random state that one
+   started from, so each draw is known by the state of its generator. A draw from another state is left as it is.
 
 Which operators draw is what torch says of them (`torch.Tag.nondeterministic_seeded`).
 """
@@ -22,6 +24,10 @@ import torch
 
 from memlab.dispatch import WatchingMode, defers
 
+LOW_DTYPES = frozenset(
+    {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+)
+
 
 class StrangeDrawError(Exception):
     """Rows apart ask for random numbers that rows together did not draw in this order."""
@@ -29,6 +35,9 @@ class StrangeDrawError(Exception):
 
 class Noise(WatchingMode):  # type: ignore[no-untyped-call]
     """Keeps random numbers, then gives them out again.
+
+    Attributes:
+        computes_low: whether an operator of the run together gave numbers in half precision or less.
 
     Example:
         >>> noise = Noise()
@@ -49,6 +58,9 @@ class Noise(WatchingMode):  # type: ignore[no-untyped-call]
         self._next = 0
         self._rows = (0, 0, 0)
         self._born: list[weakref.ref[torch.UntypedStorage]] = []
+        self._repeating = False
+        self._given_at: dict[bytes, list[torch.Tensor]] = {}
+        self.computes_low = False
 
     @property
     def survivors(self) -> set[int]:
@@ -70,11 +82,16 @@ class Noise(WatchingMode):  # type: ignore[no-untyped-call]
             of: how many rows ran together.
             in_turn: go on where the rows before ended, instead of taking a share of each draw.
         """
-        self._giving = True
+        self._giving, self._repeating = True, False
+        self._given_at = {}
         self._rows = (start, stop, of)
         self._in_turn = in_turn
         if not (in_turn and start):
             self._next = 0
+
+    def repeat(self) -> None:
+        """From now on, until numbers of other rows are given, give what the last run drew once more, and keep nothing."""
+        self._repeating = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -82,13 +99,14 @@ class Noise(WatchingMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if defers(types):
             return NotImplemented
-        if not self._giving:
-            result = self._answered(func, args, kwargs)
+        result = self._answered(func, args, kwargs)
+        if not self._giving and not self._repeating:
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                    self._born.append(weakref.ref(tensor.untyped_storage()))
-            return result
-        return self._answered(func, args, kwargs)
+                if isinstance(tensor, torch.Tensor):
+                    self.computes_low |= tensor.dtype in LOW_DTYPES
+                    if tensor.layout is torch.strided:
+                        self._born.append(weakref.ref(tensor.untyped_storage()))
+        return result
 
     def _answered(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         inner, draws = _kind_of(func)
@@ -96,16 +114,21 @@ class Noise(WatchingMode):  # type: ignore[no-untyped-call]
             args, kwargs = _without_dropout(inner, args, kwargs)
         if not draws or _is_idle(func, args):
             return func(*args, **kwargs)
+        place = _state_of(func, args, kwargs) if self._giving else b""
         result = func(*args, **kwargs)
         numbers = _numbers_of(func, args, kwargs, result)
         if not self._giving:
-            self._drawn.append((func, [tensor.detach().clone() for tensor in numbers]))
+            if not self._repeating:
+                self._drawn.append((func, [tensor.detach().clone() for tensor in numbers]))
             return result
-        given = self._given(func, numbers)
+        if self._repeating:
+            given = self._given_at.get(place, [])
+            if [value.shape for value in given] != [number.shape for number in numbers]:
+                return result
+        else:
+            given = self._given_at[place] = self._given(func, numbers)
         if func is torch.ops.aten.native_dropout.default:
-            result[0].copy_(args[0] * given[1] / (1 - args[1]) if args[1] < 1 else torch.zeros_like(args[0]))
-            result[1].copy_(given[1])
-            return result
+            result[0].copy_(args[0] * given[0] / (1 - args[1]) if args[1] < 1 else torch.zeros_like(args[0]))
         for tensor, value in zip(numbers, given, strict=True):
             tensor.copy_(value)
         return result
@@ -131,6 +154,15 @@ class Noise(WatchingMode):  # type: ignore[no-untyped-call]
             raise StrangeDrawError
         each = kept.size(dim) // rows
         return kept.narrow(dim, start * each, (stop - start) * each)
+
+
+def _state_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+    """An operator's name, and the state of the generators that it may draw from."""
+    given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
+    states = [generator.get_state() for generator in given] or [torch.get_rng_state()]
+    if not given and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return b"".join([str(func).encode(), *(state.numpy().tobytes() for state in states)])
 
 
 @functools.cache
@@ -165,6 +197,8 @@ def _numbers_of(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> list[torch.Tensor]:
     """The tensors that hold what an operator has drawn: what it returned, and what it wrote to."""
+    if func is torch.ops.aten.native_dropout.default:
+        return [result[1]]
     found = [
         each for each in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(each, torch.Tensor)
     ]
