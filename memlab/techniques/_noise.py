@@ -7,8 +7,9 @@ Numbered rules:
    weights) are the same for all.
 2. Where a model draws row by row, the runs apart take what was drawn one after another (`in_turn`).
 3. Dropout inside of an attention kernel cannot be given numbers: it is left out on both sides.
-4. A recomputation in the backward pass draws what its first run drew (`repeat`): it starts from the random state that one
-   started from, so each draw is known by the state of its generator. A draw from another state is left as it is.
+4. A part that is run again, in the same pass or in the backward pass (`repeat`), draws what its first run drew: it starts from the
+   random state that one started from, so each draw is known by the state of its generator. In the backward pass a draw
+   from any other state is left as it is.
 
 Which operators draw is what torch says of them (`torch.Tag.nondeterministic_seeded`).
 """
@@ -114,18 +115,20 @@ class Noise(WatchingMode):  # type: ignore[no-untyped-call]
             args, kwargs = _without_dropout(inner, args, kwargs)
         if not draws or _is_idle(func, args):
             return func(*args, **kwargs)
-        place = _state_of(func, args, kwargs) if self._giving else b""
+        place = _state_of(func, args, kwargs)
         result = func(*args, **kwargs)
         numbers = _numbers_of(func, args, kwargs, result)
+        given = self._given_at.get(place)
+        if given is not None and [value.shape for value in given] != [number.shape for number in numbers]:
+            given = None
         if not self._giving:
-            if not self._repeating:
-                self._drawn.append((func, [tensor.detach().clone() for tensor in numbers]))
+            if given is None and not self._repeating:
+                self._given_at[place] = [tensor.detach().clone() for tensor in numbers]
+                self._drawn.append((func, self._given_at[place]))
             return result
-        if self._repeating:
-            given = self._given_at.get(place, [])
-            if [value.shape for value in given] != [number.shape for number in numbers]:
+        if given is None:
+            if self._repeating:
                 return result
-        else:
             given = self._given_at[place] = self._given(func, numbers)
         if func is torch.ops.aten.native_dropout.default:
             result[0].copy_(args[0] * given[0] / (1 - args[1]) if args[1] < 1 else torch.zeros_like(args[0]))
@@ -157,12 +160,13 @@ class Noise(WatchingMode):  # type: ignore[no-untyped-call]
 
 
 def _state_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """An operator's name, and the state of the generators that it may draw from."""
+    """What an operator is asked for beside tensors, and the state of the generators that it may draw from."""
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
     states = [generator.get_state() for generator in given] or [torch.get_rng_state()]
     if not given and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    return b"".join([str(func).encode(), *(state.numpy().tobytes() for state in states)])
+    plain = [each for each in (*args, *kwargs.values()) if isinstance(each, (int, float, bool))]
+    return b"".join([f"{func}{plain}".encode(), *(state.numpy().tobytes() for state in states)])
 
 
 @functools.cache

@@ -43,12 +43,20 @@ class Probe:
     """Finds, for one model, how calls split and how scalars add up; remembers what it learnt.
 
     Args:
-        model: the model whose calls are split. It is run through its own `forward`, without gradients.
+        model: the model whose calls are split. It is run without gradients.
         name: how errors call it.
         per_part: kinds of modules that take statistics of each part; they take those of evaluation here.
+        run: runs it; None for its own `forward`.
     """
 
-    def __init__(self, model: nn.Module, name: str, per_part: tuple[type[nn.Module], ...] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        per_part: tuple[type[nn.Module], ...] = (),
+        run: Callable[..., Any] | None = None,
+    ) -> None:
+        self._run = run
         self._model = model
         self._name = name
         self._per_part = per_part
@@ -228,7 +236,7 @@ class Probe:
     def _unlike_rows(self, call: Call, layout: Layout) -> list[int]:
         """The two rows whose losses are furthest apart, of the first few."""
         losses = []
-        with quietly(self._model, per_part=self._per_part) as quiet:
+        with quietly(self._model, run=self._run, per_part=self._per_part) as quiet:
             for row in range(min(layout.rows, _FEW_ROWS)):
                 outputs = Outputs.of(quiet.run(self._widened(layout.pick(call, [row])), None))
                 losses.append((float(outputs.leaves[outputs.loss]), row))
@@ -272,7 +280,9 @@ class Probe:
         spans = ((0, len(rows)), (0, 1), (1, len(rows)))
         for in_turn in (False, True):
             try:
-                with quietly(self._model, in_turn=in_turn, goes_on=self.goes_on, per_part=self._per_part) as quiet:
+                with quietly(
+                    self._model, run=self._run, in_turn=in_turn, goes_on=self.goes_on, per_part=self._per_part
+                ) as quiet:
                     together, *apart = (
                         _sampled(Outputs.of(quiet.run(layout.pick(call, rows[slice(*span)]), (*span, len(rows)))))
                         for span in spans
@@ -368,13 +378,14 @@ class Quiet:
     """Runs of a model that leave nothing behind.
 
     Args:
-        model: run through its own `forward`.
+        model: the model.
+        run: runs it; None for its own `forward`.
         in_turn: random numbers are given one after another, see `Noise`.
         goes_on: Python's and NumPy's generators go on from one run apart to the next.
     """
 
-    def __init__(self, model: nn.Module, *, in_turn: bool, goes_on: bool) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, run: Callable[..., Any] | None, *, in_turn: bool, goes_on: bool) -> None:
+        self._run = run or model.forward
         self._in_turn = in_turn
         self.goes_on = goes_on
         self.draws_on_host = False
@@ -400,7 +411,7 @@ class Quiet:
             assert span is not None
             self.noise.give(span[0], span[1], of=span[2], in_turn=self._in_turn)
         with nullcontext() if span is None or self.is_fake else self.noise:
-            output = call.run(self._model.forward)
+            output = call.run(self._run)
         self.draws_on_host |= not self.is_fake and self._random.host_differs(Randomness(torch.device("cpu")))
         self.put_back(host=not (is_apart and self.goes_on))
         return output
@@ -416,14 +427,19 @@ class Quiet:
 
 @contextmanager
 def quietly(
-    model: nn.Module, *, in_turn: bool = False, goes_on: bool = False, per_part: tuple[type[nn.Module], ...] = ()
+    model: nn.Module,
+    *,
+    run: Callable[..., Any] | None = None,
+    in_turn: bool = False,
+    goes_on: bool = False,
+    per_part: tuple[type[nn.Module], ...] = (),
 ) -> Iterator[Quiet]:
     """Look at a model's outputs without gradients; buffers, attributes and random states stay as they were.
 
     The mode stays that of training: what depends on other rows only then must be seen, and layers that repack their weights for
     evaluation must not do so.
     """
-    quiet = Quiet(model, in_turn=in_turn, goes_on=goes_on)
+    quiet = Quiet(model, run, in_turn=in_turn, goes_on=goes_on)
     # a twin of fakes has no values that could depend on the mode
     changed = nn.Module if quiet.is_fake else per_part
     training = [module for module in model.modules() if isinstance(module, changed) and module.training]

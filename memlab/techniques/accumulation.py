@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.plan import BatchNorm, Plan, Precision
@@ -52,6 +53,7 @@ from memlab.techniques._surroundings import KEEP_WHOLE, Randomness, Snapshot
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.norms import BATCH_NORM
+from memlab.techniques.precision import as_bf16
 from memlab.workload import Workload
 
 _FULL = (Precision.KEEP, Precision.FP32)
@@ -109,12 +111,19 @@ class Accumulation(Technique):
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         self._model, self._name = workload.model, workload.name
-        self._probe = Probe(workload.model, workload.name, self._per_part)
+        run = self._in_bf16 if self.plan.precision is Precision.PURE_BF16 else None
+        self._probe = Probe(workload.model, workload.name, self._per_part, run)
         self._judge = Judge(
             workload.model, workload.name, self._probe, self._per_part, is_low=self.plan.precision not in _FULL
         )
         self._is_fake = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
         undo.callback(self._forget)
+
+    def _in_bf16(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward with inputs in the precision of its parameters, as the technique below gives them."""
+        assert self._model is not None
+        args, kwargs = tree_map(as_bf16, (args, kwargs))
+        return self._model.forward(*args, **kwargs)
 
     def _forget(self) -> None:
         self._model = self._probe = self._judge = None

@@ -173,7 +173,7 @@ class PrecisionChoice(Technique):
         return tree_map(lambda leaf: _scaled_gradient(_as_fp32(leaf), scale), output)
 
     def _in_bf16(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        args, kwargs = tree_map(_as_bf16, (args, dict(kwargs)))
+        args, kwargs = tree_map(as_bf16, (args, dict(kwargs)))
         with without_autocast():
             return tree_map(_as_fp32, call(*args, **kwargs))
 
@@ -353,7 +353,8 @@ def _as_fp32(leaf: Any) -> Any:
     return leaf.float() if low else leaf
 
 
-def _as_bf16(leaf: Any) -> Any:
+def as_bf16(leaf: Any) -> Any:
+    """An input as a model in bf16 gets it."""
     return leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf
 
 
