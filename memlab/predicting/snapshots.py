@@ -284,7 +284,7 @@ def _measured(workload: Workload, plan: Plan) -> dict[str, Any]:
 def _observed(workload: Workload, plan: Plan, ledger: Ledger) -> Observation:
     """Two real steps in one observation."""
     with rehearsal(workload, plan) as session:
-        session.observers = [_LedgerWatch(workload, ledger)]
+        session.observers = [_LedgerWatch(workload, ledger, session)]
         ledger.begin(_holdings(workload, session))
         ledger.start()
         try:
@@ -326,9 +326,13 @@ class _Watch(Observer):
 class _LedgerWatch(_Watch):
     """Tells a ledger what runs, and what has found its place by then."""
 
-    def __init__(self, workload: Workload, ledger: Ledger) -> None:
+    def __init__(self, workload: Workload, ledger: Ledger, session: Session) -> None:
         self._workload = workload
         self._ledger = ledger
+        self._session = session
+
+    def only_tried(self) -> None:
+        self._ledger.begin(_holdings(self._workload, self._session))
 
     def phase_changed(self, phase: Phase) -> None:
         self._ledger.phase = phase

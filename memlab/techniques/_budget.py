@@ -125,6 +125,10 @@ class Budget:
             blocks.add(block, of_block)
         self._choices[_shape_of(args, kwargs)] = self._chosen(blocks)
 
+    def forget(self) -> None:
+        """Choices so far were made for batches that will not come."""
+        self._choices.clear()
+
     def recomputes(self, block: Part) -> bool:
         """Whether this block, about to run, is recomputed; where that is not known yet, it is."""
         return self._now is None or block in self._now.recomputed

@@ -9,7 +9,8 @@ Numbered rules:
    parameter and input, and everything left elsewhere. How the latter is put together is found out here as well (`_merge`).
 3. A gradient may differ by `TOLERANCE` of its size, or of a partial sum's where parts cancel, or of a hundredth of that of the
    largest gradient; an output by that share of its largest value. In half precision by `LOW_TOLERANCE`.
-4. It is done with all rows, or if memory does not suffice with as many as fit.
+4. It is done with all rows, or if memory does not suffice with those of one micro-batch. Where that is one row, and two do not fit,
+   there is no judgement.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Judge:
         self._per_part = per_part
         self._is_low = is_low or probe.is_low
 
-    def judge(self, call: Callable[..., Any], whole: Call, layout: Layout, parts: int) -> Verdict:
+    def judge(self, call: Callable[..., Any], whole: Call, layout: Layout, parts: int) -> Verdict | None:
         """Whether this call may be split into so many parts.
 
         Args:
@@ -137,6 +138,9 @@ class Judge:
             whole: its arguments.
             layout: how they split.
             parts: micro-batches.
+
+        Returns:
+            What was found out; None if not even two rows can be run together, but one may.
 
         Raises:
             RefusalError: rows apart give something else than rows together.
@@ -152,12 +156,18 @@ class Judge:
                     raise torch.OutOfMemoryError("rows together are expected to take more memory than is free")
                 return self._judged(call, layout.take(whole, 0, rows), layout, ranges)
             except BaseException as error:
-                if not is_out_of_memory(error) or rows <= 2:
+                # a technique below may have no room for so many rows in the budget it was given
+                is_of_another = isinstance(error, RefusalError) and error.technique != _FIELD
+                if not (is_out_of_memory(error) or is_of_another):
+                    raise
+                if rows <= max(2, micro_rows) and micro_rows > 1:
                     raise
                 shortage = error
             release(shortage)
             gc.collect()
-            rows = max(2, min(rows // 2, min(rows, micro_rows)))
+            if rows <= 2:
+                return None
+            rows = max(2, micro_rows)
             ranges = row_ranges(rows, 2)
 
     def _judged(self, call: Callable[..., Any], whole: Call, layout: Layout, ranges: list[tuple[int, int]]) -> Verdict:

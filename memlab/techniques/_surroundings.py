@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.errors import RefusalError
 from memlab.techniques._aliases import RandomState
@@ -308,7 +310,8 @@ def _is_state(value: Any) -> bool:
 
 def _is_object(value: Any) -> bool:
     """Whether attributes of a value may be state: an object of the user's."""
-    is_code = isinstance(value, (nn.Module, type, types.ModuleType))
+    # modes of torch see every operator, the trials of the judgement too: what they count is no state of the model
+    is_code = isinstance(value, (nn.Module, type, types.ModuleType, TorchDispatchMode, TorchFunctionMode))
     return not is_code and hasattr(value, "__dict__") and not _is_of_library(type(value))
 
 

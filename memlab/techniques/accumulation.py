@@ -232,7 +232,9 @@ class Accumulation(Technique):
             for technique in self.in_force():
                 technique.trial_over()
             self.only_tried()
-            if verdict.rows < layout.rows:
+            if verdict is None:
+                self.notes.append("no memory to see whether the batch may be split: only a few rows were looked at")
+            elif verdict.rows < layout.rows:
                 self.notes.append(
                     f"memory for {verdict.rows} of {layout.rows} rows to see whether the batch may be split"
                 )

@@ -152,6 +152,10 @@ class Checkpointing(Technique):
             self.notes = [*budget.notes, *self._said_of_parts()]
         return output
 
+    def trial_over(self) -> None:
+        if self._budget is not None:
+            self._budget.forget()
+
     # -- which parts ---------------------------------------------------------------------------
 
     def _put_on(self, parts: Sequence[Part]) -> None:
