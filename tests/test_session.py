@@ -107,8 +107,8 @@ class TestRefusals:
             (
                 _BATCHNORM,
                 "--accumulate 2",
-                "accumulation: Sequential has BatchNorm (1), whose statistics depend on the whole batch; replace it by "
-                "GroupNorm, or use --checkpoint or --offload activations, which keep the batch whole",
+                "accumulation: Sequential has BatchNorm (1), whose statistics depend on the whole batch; add "
+                "--batchnorm micro for statistics of each micro-batch, as in accumulation written by hand, or use --checkpoint or --offload activations, which keep the batch whole",
             ),
             (
                 nn.Linear(4, 2),
@@ -575,6 +575,10 @@ class TestSwitching:
         )
         if kind.is_engine:
             plan = "--scale fsdp2"
+        if kind.field == "batchnorm":
+            model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            workload = Workload(model, torch.optim.AdamW(model.parameters()))
+            plan = "--accumulate 2 --batchnorm micro"
         original = kind.attach_model
 
         def failing(self: Any, workload: Workload, undo: ExitStack) -> None:

@@ -26,7 +26,14 @@ import torch
 from memlab.dispatch import WatchingMode, defers
 
 LOW_DTYPES = frozenset(
-    {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+    }
 )
 
 
@@ -163,7 +170,7 @@ def _state_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> by
     """What an operator is asked for beside tensors, and the state of the generators that it may draw from."""
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
     states = [generator.get_state() for generator in given] or [torch.get_rng_state()]
-    if not given and torch.cuda.is_initialized():
+    if not given and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
         states.append(torch.cuda.get_rng_state())
     plain = [each for each in (*args, *kwargs.values()) if isinstance(each, (int, float, bool))]
     return b"".join([f"{func}{plain}".encode(), *(state.numpy().tobytes() for state in states)])
