@@ -25,6 +25,8 @@ _Kind = TypeVar("_Kind")
 
 # variables of IPython's own that hold values
 _OF_SHELL = frozenset({"In", "Out"})
+# packages whose objects hold the shell, and with it all variables there are or were: `exit` and `quit` do
+_SHELLS = frozenset({"IPython", "ipykernel"})
 # how far and how long is looked into what a variable holds
 _DEEPEST, _MOST_ITEMS, _MOST_LOOKED_AT = 3, 50, 500
 
@@ -473,6 +475,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", inner) for key, inner in islice(value.items(), _MOST_ITEMS))
     elif isinstance(value, (list, tuple)):
         yield from ((f"[{number}]", inner) for number, inner in enumerate(value[:_MOST_ITEMS]))
+    elif type(value).__module__.partition(".")[0] in _SHELLS:
+        return
     elif not isinstance(value, (type, ModuleType, FunctionType, torch.Tensor, nn.Module)):
         # instance attributes only: a property may do anything
         yield from ((f".{key}", inner) for key, inner in getattr(value, "__dict__", {}).items())

@@ -186,3 +186,15 @@ class TestBatch:
         assert Batch.of(x).args[0] is x
         batch = Batch((x,), {})
         assert Batch.of(batch) is batch
+
+
+def test_what_the_shell_holds_is_not_looked_into() -> None:
+    """`exit` and `quit` hold the shell, which holds results of earlier cells."""
+    model, earlier = linear(), linear()
+    optimizers = [adamw(model), adamw(earlier)]
+    autocall = pytest.importorskip("IPython.core.autocall", reason="needs IPython")
+    leave = autocall.ExitAutocall(SimpleNamespace(user_ns={"_12": earlier}))
+    found = Workload.find({"exit": leave, "model": model, "optimizer": optimizers[0]})
+    assert found is not None
+    assert found.model is model
+    assert Workload.find({"exit": leave}) is None
