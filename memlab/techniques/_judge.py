@@ -212,7 +212,7 @@ class Judge:
             storage = tensor.untyped_storage()
             if storage._cdata not in own:
                 kept[storage._cdata] = storage.nbytes()
-            return tensor
+            return tensor.detach()  # an output that its own graph holds would never be freed
 
         if sum(leaf.nbytes for leaf in whole.leaves if isinstance(leaf, torch.Tensor)) * 1000 < free_bytes:
             small = sum(p.numel() for p in self._model.parameters()) * 1000 < free_bytes
