@@ -41,11 +41,14 @@ class StrangeDrawError(Exception):
     """Rows apart ask for random numbers that rows together did not draw in this order."""
 
 
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
+
+
 class Noise(WatchingMode):  # type: ignore[no-untyped-call]
     """Keeps random numbers, then gives them out again.
 
     Attributes:
-        computes_low: whether an operator of the run together gave numbers in half precision or less.
+        computes_low: whether an operator of the run together computed in TF32, in half precision or in less.
 
     Example:
         >>> noise = Noise()
@@ -111,7 +114,7 @@ class Noise(WatchingMode):  # type: ignore[no-untyped-call]
         if not self._giving and not self._repeating:
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(tensor, torch.Tensor):
-                    self.computes_low |= tensor.dtype in LOW_DTYPES
+                    self.computes_low |= tensor.dtype in LOW_DTYPES or (tensor.is_cuda and _uses_tf32(func))
                     if tensor.layout is torch.strided:
                         self._born.append(weakref.ref(tensor.untyped_storage()))
         return result
@@ -219,3 +222,11 @@ def _numbers_of(
             if isinstance(value, torch.Tensor) and all(value is not each for each in found):
                 found.append(value)
     return found
+
+
+def _uses_tf32(operator: Any) -> bool:
+    """Whether a GPU from Ampere on may round the factors of an operator to TF32, as it does by default in convolutions."""
+    if "conv" in operator.name():
+        return bool(torch.backends.cudnn.allow_tf32)
+    is_product = operator.name().partition("::")[2].startswith(_PRODUCTS)
+    return is_product and bool(torch.backends.cuda.matmul.allow_tf32)
