@@ -25,8 +25,9 @@ _Kind = TypeVar("_Kind")
 
 # variables of IPython's own that hold values
 _OF_SHELL = frozenset({"In", "Out"})
-# packages whose objects hold the shell, and with it all variables there are or were: `exit` and `quit` do
-_SHELLS = frozenset({"IPython", "ipykernel"})
+# packages whose objects are not looked into: they hold the shell, and with it all variables there are or were, as `exit`
+# and `quit` do; or they are memlab's own, such as a workload of an earlier cell
+_SHELLS = frozenset({"IPython", "ipykernel", "memlab"})
 # how far and how long is looked into what a variable holds
 _DEEPEST, _MOST_ITEMS, _MOST_LOOKED_AT = 3, 50, 500
 
