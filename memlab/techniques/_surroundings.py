@@ -7,7 +7,8 @@ Numbered rules:
    attributes of the class). Objects of torch's and memlab's own machinery are left alone.
 2. A `Snapshot` knows how all of it was. `effects` lists what has changed since, by name; `restore` puts it back.
 3. A tensor that is written in place is seen by its version, or by its values where it is known to change: writes through `.data`
-   and those of BatchNorm leave the version alone. Copies are kept of small tensors, and of those that were seen to change before.
+   and those of BatchNorm leave the version alone. Copies are kept of small tensors that are no parameters, and of whatever was
+   seen to change before.
 4. Random states are those of torch (CPU, and the model's GPU), of Python's `random` and of NumPy's global generator.
 """
 
@@ -293,7 +294,8 @@ class Snapshot:
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         if self._is_new(tensor) and not tensor.is_inference() and not isinstance(tensor, FakeTensor):
             compares = self._complete or name in self._changing
-            keep = compares or _bytes_of(tensor) <= _SMALL_BYTES
+            # frozen parameters are many, and seldom written to: of those a copy is kept that have been
+            keep = compares or (_bytes_of(tensor) <= _SMALL_BYTES and not isinstance(tensor, nn.Parameter))
             self._tensors.append(_Tensor(name, tensor, keep=keep, compares=compares))
 
     def _is_new(self, value: Any) -> bool:
