@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -59,9 +60,12 @@ def test_a_flip_reaches_a_background_cell_without_a_subshell(kernel: LiveKernel)
     is_on = kernel.value("rows['accumulation'].box.value")  # as the tests before have left it
     kernel.run("stop = False")
     kernel.run(TRAIN.format(flags="--background", seconds=60))
+    # the run begins in its own thread, after the cell has returned
+    deadline = time.monotonic() + 60
+    while not kernel.value("panel._source.world").startswith("the cell trains in the background"):
+        assert time.monotonic() < deadline, "the panel never said that the cell trains in the background"
     flipped = flip(kernel, box, state, not is_on, None)
     assert ("off since step" if is_on else "applied at step") in flipped.said
-    assert kernel.value("panel._source.world").startswith("the cell trains in the background")
     kernel.run("stop = True")
     kernel.run("%memfit wait")
     assert kernel.value("panel._source.session.plan.label") == ("as written" if is_on else "--accumulate 4")
