@@ -1,4 +1,4 @@
-"""From `git clone` to the first live plot: the README's first command as it is written, on a machine that has nothing yet.
+"""From `git clone` to the first live plot: the README's commands as they are written, on a machine that has nothing yet.
 
 python -m tests.bench.first_plot        clone this repository's last commit, measure, write results/first_plot.json
 
@@ -59,7 +59,7 @@ def measured(folder: Path) -> dict[str, float]:
     clone = folder / "memlab"
     subprocess.run(["git", "clone", "-q", str(README.parent), str(clone)], check=True)
     cloned = time.monotonic()
-    with running(first_command(), clone, folder / "jupyter") as address:
+    with running(first_commands(), clone, folder / "jupyter") as address:
         served = time.monotonic()
         # JupyterLab takes the folder of the file it is given as its root
         shown_after = seconds_to_the_plot(f"{address}/lab/tree/{Path(FIRST_NOTEBOOK).name}")
@@ -72,15 +72,13 @@ def measured(folder: Path) -> dict[str, float]:
     }
 
 
-def first_command() -> str:
-    """The first command of the README, as written there."""
-    return (
-        section_of(README.read_text(encoding="utf-8"), "open")
-        .strip()
-        .removeprefix("```bash")
-        .removesuffix("```")
-        .strip()
+def first_commands() -> str:
+    """Return the README's lines that install memlab and open the first notebook, as written there."""
+    page = README.read_text(encoding="utf-8")
+    blocks = (
+        section_of(page, name).strip().removeprefix("```bash").removesuffix("```") for name in ("install", "open")
     )
+    return "".join(blocks).strip()
 
 
 @contextmanager

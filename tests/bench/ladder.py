@@ -1,6 +1,6 @@
-"""The README's example of a ladder, and its picture, measured anew.
+"""Measure the example of `%memfit ladder` in the documentation, and draw its picture.
 
-python -m tests.bench.ladder        measure on this machine, write README.md and docs/ladder.png
+python -m tests.bench.ladder        measure on this machine, write docs/measured.md and docs/ladder.png
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from memlab import Ladder, Workload, ladder
 from memlab.report import ladder_image
-from tests.bench.readme import README, with_section
+from tests.bench.readme import MEASURED, with_section
 
-PICTURE = README.parent / "docs" / "ladder.png"
+PICTURE = MEASURED.parent / "ladder.png"
 ROWS, TOKENS, STEPS = 8, 64, 5
 
 
 def main() -> None:
     """Measure and write."""
     climbed = climb()
-    README.write_text(with_section(README.read_text(), "ladder", f"```\n{climbed}\n```"))
+    MEASURED.write_text(with_section(MEASURED.read_text(), "ladder", f"```\n{climbed}\n```"))
     PICTURE.write_bytes(ladder_image.png(climbed))
     print(climbed)
 

@@ -1,4 +1,4 @@
-"""Sections of the README that are written by programs, between lines such as ``<!-- ladder -->`` and ``<!-- /ladder -->``."""
+"""Sections of pages that programs write, between lines such as ``<!-- ladder -->`` and ``<!-- /ladder -->``."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import re
 from pathlib import Path
 
 README = Path(__file__).parents[2] / "README.md"
+COMPARED = README.parent / "docs" / "compared.md"
+MEASURED = README.parent / "docs" / "measured.md"
 
 
-def with_section(readme: str, name: str, written: str) -> str:
-    """A README with a section replaced.
+def with_section(page: str, name: str, written: str) -> str:
+    """Replace a section of a page.
 
     Args:
-        readme: its text.
-        name: of the section, as in its markers.
-        written: what is to stand between them.
+        page: its text.
+        name: the section's name, as in its markers.
+        written: the new text between the markers.
 
     Raises:
-        ValueError: it has no place for the section.
+        ValueError: the page has no such markers.
 
     Example:
         >>> with_section("<!-- a -->\\nold\\n<!-- /a -->", "a", "new")
@@ -25,15 +27,15 @@ def with_section(readme: str, name: str, written: str) -> str:
     """
     begin, end = _markers(name)
     place = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
-    if not place.search(readme):
-        raise ValueError(f"README.md: found no lines {begin} and {end} to write the results between; put them back")
-    return place.sub(lambda _: f"{begin}\n{written}\n{end}", readme)
+    if not place.search(page):
+        raise ValueError(f"found no lines {begin} and {end} to write the results between; put them back into the page")
+    return place.sub(lambda _: f"{begin}\n{written}\n{end}", page)
 
 
-def section_of(readme: str, name: str) -> str:
-    """What stands between the markers of a section."""
+def section_of(page: str, name: str) -> str:
+    """Return the text between the markers of a section."""
     begin, end = _markers(name)
-    return readme.partition(f"{begin}\n")[2].partition(f"\n{end}")[0]
+    return page.partition(f"{begin}\n")[2].partition(f"\n{end}")[0]
 
 
 def _markers(name: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Sections of the README that programs write."""
+"""Sections of pages that programs write."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def test_a_section_is_replaced_between_its_marks_and_nothing_else() -> None:
     assert (section_of(written, "one"), section_of(written, "two")) == ("new \\1", "old")
 
 
-def test_a_readme_without_the_place_says_what_to_put_back() -> None:
-    with pytest.raises(ValueError, match=r"README.md: found no lines <!-- one --> and <!-- /one -->"):
+def test_a_page_without_the_markers_says_what_to_put_back() -> None:
+    with pytest.raises(ValueError, match="found no lines <!-- one --> and <!-- /one -->"):
         with_section("no place", "one", "new")

@@ -1,4 +1,4 @@
-"""Parts of the README that are written: where it can be opened without installing, and how long a beginning takes."""
+"""Generated parts of the README and of `docs/measured.md`: badges, the table of techniques, how long a first start takes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import tomllib
 from typing import Any
 from urllib.parse import urlsplit
 
+from memlab.techniques import TECHNIQUES
+from tests.docs.cheat_sheet import GROUPS
+from tests.docs.markdown import code, table
+
 FIRST_NOTEBOOK = "notebooks/00_make_it_fit.ipynb"
-_UNPUBLISHED = """*Binder and Colab:* this copy is not published yet. Once it is, its address goes into one place, `Repository` under `[project.urls]` in
-[pyproject.toml](pyproject.toml), and `python -m tests.docs` writes the badges here. What Binder builds is under [binder/](binder)."""
+_UNPUBLISHED = """*Binder and Colab:* not published yet. Once `Repository` under `[project.urls]` in [pyproject.toml](pyproject.toml) names the repository,
+`python -m tests.docs` writes their badges here."""
 _PUBLISHED = """[![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/{place}/HEAD?urlpath=lab/tree/{notebook})
 [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{place}/blob/HEAD/{notebook})
 On Colab, first run `%pip install -q "memlab[lab] @ git+https://github.com/{place}"` in a cell of its own."""
 
 
 def published(pyproject: str) -> str:
-    """Badges, or what is to be done for them.
+    """Return the badges, or how to get them.
 
     Args:
         pyproject: text of `pyproject.toml`.
@@ -33,11 +37,19 @@ def published(pyproject: str) -> str:
     return _PUBLISHED.format(place=place, notebook=FIRST_NOTEBOOK)
 
 
+def techniques() -> str:
+    """Return one row per technique: its first setting, what that frees, and how exact the result is."""
+    # micro-batch statistics of BatchNorm free nothing by themselves
+    fields = [field for fields in GROUPS.values() for field in fields if field != "batchnorm"]
+    said = [kind.descriptions[0] for field in fields for kind in TECHNIQUES if kind.field == field]
+    return table(("flag", "frees", "result"), ((code(each.flags), each.saves, each.exactness) for each in said))
+
+
 def first_plot(measured: dict[str, Any]) -> str:
-    """How long it takes from a clone to a live plot."""
+    """Return how long it takes from a clone to a live plot."""
     return (
-        f"From `git clone` to the first live plot: {_time(measured['whole_seconds'])}, of which the first command's environment "
-        f"({measured['environment_mib']:,} MiB, no package kept from before) and the start of JupyterLab take "
+        f"From `git clone` to the first live plot: {_time(measured['whole_seconds'])}, of which installing "
+        f"({measured['environment_mib']:,} MiB, no package from a cache) and the start of JupyterLab take "
         f"{_time(measured['install_and_start_seconds'])}. On {measured['machine']}, {measured['date']}, by "
         "`python -m tests.bench.first_plot`."
     )

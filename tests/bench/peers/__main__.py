@@ -4,7 +4,7 @@ python -m tests.bench.peers                      run what has not been run yet, 
 python -m tests.bench.peers --only 8bit finding  these contests only
 python -m tests.bench.peers --minutes 9          end in time; the same command goes on where it stopped
 python -m tests.bench.peers --show               show what is there, run nothing
-python -m tests.bench.peers --page               write the README's section and docs/peers.html anew, run nothing
+python -m tests.bench.peers --page               write docs/compared.md's section and docs/peers.html anew, run nothing
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.bench.peers import page, runner
 from tests.bench.peers.causes import CAUSES
 from tests.bench.peers.contests import BY_NAME, CONTESTS
 from tests.bench.peers.records import SCALES, Book, Contest, Record
-from tests.bench.readme import README, with_section
+from tests.bench.readme import COMPARED, with_section
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers"
 PAGE = runner.ROOT / "docs" / "peers.html"
@@ -35,7 +35,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--fresh", action="store_true", help="forget earlier results of these contests and begin anew")
     made.add_argument("--minutes", type=float, help="end before so many minutes are over")
     made.add_argument("--show", action="store_true", help="show what has been measured; run nothing")
-    made.add_argument("--page", action="store_true", help="write the README's section and the page; run nothing")
+    made.add_argument(
+        "--page", action="store_true", help="write docs/compared.md's section and docs/peers.html; run nothing"
+    )
     made.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     return made
 
@@ -63,7 +65,7 @@ def _run(options: argparse.Namespace) -> None:
     remaining = runner.run_all(contests, where, book, say, minutes=options.minutes)
     if not remaining:
         book.tidy()
-        say(f"complete: {book.path}; --page writes the README's section and {PAGE.relative_to(runner.ROOT)}")
+        say(f"complete: {book.path}; --page writes {COMPARED.name}'s section and {PAGE.name}")
 
 
 def chosen(names: Sequence[str] | None, scale: str) -> list[Contest]:
@@ -77,10 +79,10 @@ def records_in(folder: Path) -> list[Record]:
 
 
 def write(found: Sequence[page.Sheet]) -> None:
-    """The README's section and the page, from what was measured."""
-    README.write_text(with_section(README.read_text(), "peers", page.section(found, CAUSES)))
+    """Write the section of `docs/compared.md` and `docs/peers.html` from what was measured."""
+    COMPARED.write_text(with_section(COMPARED.read_text(), "peers", page.section(found, CAUSES)))
     PAGE.write_text(page.html(found, CAUSES))
-    print(f"written: {README.name}, {PAGE.relative_to(runner.ROOT)}")
+    print(f"written: {COMPARED.name}, {PAGE.name}")
 
 
 def slug(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Why memlab takes more, where it does: by pairing and measure, for the README and the page. Written by hand, after profiling."""
+"""Why memlab takes more, where it does: by pairing and measure, for `docs/compared.md` and `docs/peers.html`. Written by hand, after profiling."""
 
 from __future__ import annotations
 

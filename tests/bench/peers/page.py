@@ -1,4 +1,4 @@
-"""Results as text, as a section of the README and as a page: functions of records, with nothing but the standard library.
+"""Results as text, as a section of `docs/compared.md` and as a page: functions of records, with nothing but the standard library.
 
 Verdicts are words, and marks of different shape, so nothing hangs on a colour.
 """
@@ -147,11 +147,11 @@ def causes_of(sheet: Sheet, causes: Causes) -> list[tuple[Pairing, Ratio, str]]:
     ]
 
 
-# --- the section of the README --------------------------------------------------------------------
+# --- the section of docs/compared.md ---------------------------------------------------------------
 
 
 def section(found: Sequence[Sheet], causes: Causes) -> str:
-    """The README's section: for each device a table, what fell short and why, and what was not run."""
+    """Return the section: for each device a table, what fell short and why, and what was not run."""
     return "\n\n".join(_markdown(each, causes) for each in found)
 
 

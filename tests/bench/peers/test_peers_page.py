@@ -1,4 +1,4 @@
-"""Tables, plots, the page, and that the README says what the committed results say."""
+"""Tables, plots, the page, and that `docs/compared.md` says what the committed results say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.bench.peers.__main__ import PAGE, RESULTS, records_in
 from tests.bench.peers.causes import CAUSES
 from tests.bench.peers.contests import CONTESTS
 from tests.bench.peers.records import Contest, Contestant, Key, Measured, Record, Status
-from tests.bench.readme import README, section_of
+from tests.bench.readme import COMPARED, section_of
 
 
 def never(job: object) -> Measured:
@@ -56,7 +56,7 @@ def test_text_has_a_line_for_every_peer(sheet: page.Sheet) -> None:
     ]
 
 
-def test_the_readme_names_what_falls_short_with_its_cause(sheet: page.Sheet) -> None:
+def test_the_section_names_what_falls_short_with_its_cause(sheet: page.Sheet) -> None:
     written = page.section([sheet], {("work/peer", "sample_seconds"): "a test needs one"})
     assert written == (
         "**cpu · tiny scale · 2026-01-02** (torch 2): 1 ahead, 1 behind.\n\n"
@@ -109,10 +109,10 @@ def test_another_device_gets_a_sheet_of_its_own_at_its_largest_scale() -> None:
     assert [(each.device, each.scale) for each in found] == [("cpu", "small"), ("gpu", "full")]
 
 
-def test_the_readme_and_the_page_say_what_the_committed_results_say() -> None:
+def test_the_section_and_the_page_say_what_the_committed_results_say() -> None:
     found = page.sheets(CONTESTS, records_in(RESULTS))
     assert found
-    assert section_of(README.read_text(), "peers") == page.section(found, CAUSES)
+    assert section_of(COMPARED.read_text(), "peers") == page.section(found, CAUSES)
     assert PAGE.read_text() == page.html(found, CAUSES)
 
 
