@@ -1,1 +1,7 @@
-"""Live numbers: memory and speed of the real training loop."""
+"""Measurement: memory and speed of the real training loop.
+
+- `steps`: `Meter`, which observes a session: times of all steps, memory in detail on two steps per plan and rarely after
+- `runs`: `measure` and `compare`, which put everything back
+- `device`, `cpu`, `cuda`: what counts memory; `ledger`: a dispatch mode that records each storage on the CPU
+- `host_rates`: how fast this host computes and copies
+"""
