@@ -130,5 +130,5 @@ def _argument(parameter: inspect.Parameter) -> str:
         return f"{stars}{parameter.name}{typed}"
     said = f"{type(default).__name__}.{default.name}" if isinstance(default, Enum) else repr(default)
     if inspect.isfunction(default) or " object at " in said or said.startswith("<"):
-        said = "…"
+        said = "..."
     return f"{parameter.name}{typed} = {said}"
