@@ -240,7 +240,7 @@ FIELDS: tuple[PlanField, ...] = (
     PlanField(
         "checkpointing", "--checkpoint", "[off|full|every:N|selective|budget:SIZE]",
         "recompute activations in the backward pass: of every block, of one block in N, all but matrix products and attention, "
-        "or of as few blocks as will do for what the blocks keep between forward and backward to fit into SIZE, as in budget:2GiB",
+        "or of as few blocks as possible so that what blocks keep between forward and backward fits into SIZE, as in budget:2GiB",
         _parse_checkpointing, _show_checkpointing, bare="full",
         choices=("off", "full", "every:2", "selective"), offer="full", title="Checkpointing",
         names={"full": "every block", "every:2": "every second block", "selective": "selective"},

@@ -115,7 +115,7 @@ class Ladder(Shown):
 
     def __post_init__(self) -> None:
         if not self.rungs:
-            raise MemlabError("a ladder needs at least one rung; run some steps first")
+            raise MemlabError("a ladder needs at least one row; run some steps first")
 
     @property
     def plan(self) -> str:

@@ -173,5 +173,5 @@ def test_as_a_comparison_rows_are_named_by_their_levers() -> None:
 
 
 def test_a_ladder_has_rungs() -> None:
-    with pytest.raises(MemlabError, match="needs at least one rung"):
+    with pytest.raises(MemlabError, match="needs at least one row"):
         Ladder("m", ())

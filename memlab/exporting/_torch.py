@@ -136,7 +136,7 @@ def checkpoint_blocks(model):
 
 _CHECKPOINT_BUDGET = '''
 def checkpoint_blocks(model, budget_bytes, run):
-    """Recompute as few blocks as will do for what blocks keep until the backward pass to fit into a budget.
+    """Recompute as few blocks as possible, so that what blocks keep until the backward pass fits into a budget.
 
     `run` calls the model on a batch; no more than one block's activations are held meanwhile. The blocks that keep most
     are recomputed first, the earlier ones of equals: memlab also weighs what each costs to run again.

@@ -17,10 +17,11 @@ class MemLab(Configurable):
     """Defaults of `%%memfit` and `%memfit`."""
 
     capacity = Unicode(
-        "", help="size the device is to behave as, such as '4GiB'; empty for its own size. Past it, memory runs out."
+        "",
+        help="memory size to give the device, such as '4GiB'; empty for its own. Allocations beyond it raise an out-of-memory error.",
     ).tag(config=True)
     budget = Unicode(
-        "", help="size that the plan of %%memfit cells without flags is to fit into, such as '8GiB'; empty for none"
+        "", help="memory that the plan of %%memfit cells without flags must fit into, such as '8GiB'; empty for none"
     ).tag(config=True)
     predict = Bool(True, help="show in comparisons what was predicted for the plans measured").tag(config=True)
     predict_cells = Bool(
@@ -35,7 +36,7 @@ class MemLab(Configurable):
     plan = Unicode("", help="flags of %%memfit cells that give none, such as '--accumulate 4'").tag(config=True)
     free = Bool(
         True,
-        help="let go of what functions hold when a cell ran out of memory or a %%memfit cell was interrupted; "
+        help="release what functions hold when a cell ran out of memory or a %%memfit cell was interrupted; "
         "False keeps their variables for %debug, and their memory",
     ).tag(config=True)
     picture = Bool(True, help="put a PNG picture into receipts, for pages that show no HTML").tag(config=True)

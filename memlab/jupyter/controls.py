@@ -106,7 +106,7 @@ class BudgetRow:
         self._unit = 0
         self.slider = widgets.FloatSlider(
             description="Budget", min=0, max=1, value=1, step=0.01, readout_format=".2f", continuous_update=False,
-            disabled=True, layout={"width": "280px"}, tooltip="size that a setting is to fit into; at its end, none",
+            disabled=True, layout={"width": "280px"}, tooltip="memory that a setting must fit into; at the end of the scale, no limit",
         )  # fmt: skip
         self._said = widgets.HTML()
         self.widget = widgets.HBox([self.slider, self._said], layout={"align_items": "center"})
@@ -159,15 +159,15 @@ class RunRow:
             made.on_click(guarded(lambda _button: clicked()))
             return made
 
-        self.run = button("Run", "train on the batch at hand and measure it", self._run)
+        self.run = button("Run", "train on the current batch and measure it", self._run)
         self.keep = widgets.Checkbox(
             description="keep what it trains", indent=False, layout={"width": "160px"},
             tooltip="off: weights, moments and random state are put back when the run ends",
         )  # fmt: skip
-        self.pause = button("Pause", "hold the run before its next step", self._pause)
+        self.pause = button("Pause", "pause the run before its next step", self._pause)
         self.cancel = button("Cancel", "end the run before its next step", source.cancel)
         self.find = button("Find a plan", "the fastest plan predicted to fit the budget", self._find)
-        self.undo = button("Undo all", "give the model back as it was", source.undo)
+        self.undo = button("Undo all", "restore the model as it was", source.undo)
         self.target = widgets.Dropdown(options=targets, layout={"width": "96px"}, tooltip="Copy as code: for what")
         self.target.add_class("memlab-choice-target")
         self.copy = button("Copy as code", "the settings in force as code", lambda: copy(self.target.value))

@@ -52,8 +52,8 @@ CELL_FLAGS = (
     Flag("model", "--model", "NAME", "variable that holds the model, where there are several"),
     Flag("optimizer", "--optimizer", "NAME", "variable that holds the optimizer, where there are several"),
     Flag("budget", "--budget", "SIZE", "choose the fastest plan predicted to fit; flags of techniques are kept in it"),
-    Flag("lossless", "--lossless", "", "with --budget: only techniques that leave the gradient as it is"),
-    Flag("capacity", "--capacity", "SIZE", "size the device is to behave as in this cell, as in 4GiB"),
+    Flag("lossless", "--lossless", "", "with --budget: only techniques that keep the gradient unchanged"),
+    Flag("capacity", "--capacity", "SIZE", "memory size to give the device in this cell, as in 4GiB"),
     Flag(
         "keep",
         "--keep",
@@ -66,7 +66,7 @@ CELL_FLAGS = (
         "background",
         "--background",
         "",
-        "run the cell on a thread of its own, so that clicks and other cells come through",
+        "run the cell on a thread of its own, so that clicks and other cells are handled meanwhile",
     ),
     Flag(
         "inference",
@@ -80,12 +80,14 @@ CELL_FLAGS = (
         "",
         "with --inference: find the largest batch that fits --budget, or the device, by running it",
     ),
-    Flag("nproc", "--nproc", "N", f"train in N processes and bring everything home; with --scale {'|'.join(ENGINES)}"),
+    Flag(
+        "nproc", "--nproc", "N", f"train in N processes, and bring the results back; with --scale {'|'.join(ENGINES)}"
+    ),
     Flag("quiet", "--quiet", "", "show no progress while the cell runs"),
     Flag("help", "--help", "", "show this and run nothing", also="-h"),
 )
 
-_BUDGET = Flag("budget", "--budget", "SIZE", "what the plans are to fit into, as in 8GiB")
+_BUDGET = Flag("budget", "--budget", "SIZE", "memory that plans must fit into, as in 8GiB")
 _WORKLOAD_FLAGS = (
     Flag(
         "batch",
@@ -97,7 +99,7 @@ _WORKLOAD_FLAGS = (
     Flag("model", "--model", "NAME", "variable that holds the model, where there are several"),
     Flag("optimizer", "--optimizer", "NAME", "variable that holds the optimizer, where there are several"),
 )
-_LOSSLESS = Flag("lossless", "--lossless", "", "only techniques that leave the gradient as it is")
+_LOSSLESS = Flag("lossless", "--lossless", "", "only techniques that keep the gradient unchanged")
 _GPU = Flag(
     "device", "--device", "GPU", "a GPU of the catalogue to predict for, as in T4; by default the model's device"
 )
@@ -108,7 +110,12 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
         _GPU,
         Flag("all", "--all", "", "show every plan, not the best ones only"),
         Flag("wide", "--wide", "", "every combination of techniques, and pure bf16; takes several times as long"),
-        Flag("nproc", "--nproc", "N", f"foretell a rank of 1, 2, 4 … N processes, with --scale {'|'.join(ENGINES)}"),
+        Flag(
+            "nproc",
+            "--nproc",
+            "N",
+            f"predict what a rank needs with 1, 2, 4 … N processes, with --scale {'|'.join(ENGINES)}",
+        ),
         Flag("plans", "--plans", '"FLAGS" …', "predict these plans; the last flag of the line"),
         _LOSSLESS,
         *_WORKLOAD_FLAGS,
@@ -120,10 +127,10 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
             "order",
             "--order",
             "documented|gain",
-            "what comes next: exact and cheap levers, or what is foretold to gain most",
+            "order of the techniques: exact and cheap ones first, or the largest predicted gain first",
         ),
-        Flag("steps", "--steps", "N", "steps to time on each rung; by default 5"),
-        Flag("levers", "--levers", '"FLAGS" …', "these levers, in this order; the last flag of the line"),
+        Flag("steps", "--steps", "N", "steps to time in each row; by default 5"),
+        Flag("levers", "--levers", '"FLAGS" …', "these settings, in this order; the last flag of the line"),
         _LOSSLESS,
         *_WORKLOAD_FLAGS,
     ),
@@ -133,7 +140,7 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
             "predicted",
             "--predicted",
             "",
-            "foretell the snapshot instead of running two steps for it",
+            "predict the snapshot instead of running two steps for it",
         ),
         _GPU,
         *_WORKLOAD_FLAGS,
@@ -147,17 +154,17 @@ WORDS = (
     Word(
         "predict",
         "[FLAGS] [--budget SIZE] [--device GPU] [--all]",
-        "foretell memory and speed of all plans, or of one; with --scale and --nproc what each rank needs",
+        "predict memory and speed of all plans, or of one; with --scale and --nproc of each rank",
     ),
     Word(
         "find",
         "--budget SIZE [FLAGS]",
-        "search the fastest plan that fits, and prove it by running it; returns the FoundPlan",
+        "search for the fastest plan that fits, and verify it by running it; returns the FoundPlan",
     ),
     Word(
         "ladder",
         "[--budget SIZE] [FLAGS]",
-        "add one lever after another and measure what each gives, then put everything back; returns the Ladder",
+        "add one technique after another and measure what each saves, then put everything back; returns the Ladder",
     ),
     Word("report", "", "the settings measured so far, as a table and as figures; returns the Comparison"),
     Word(
@@ -168,13 +175,13 @@ WORDS = (
     Word("switch", "FLAGS", "change the plan now; %memfit FLAGS does the same"),
     Word("wait", "", "wait for the %%memfit --background cell; fails when it has failed"),
     Word("cancel", "", "end the %%memfit --background cell before its next step"),
-    Word("undo", "[all]", "take the plan off the model of the last cell, or off all models"),
+    Word("undo", "[all]", "remove the plan from the model of the last cell, or from all models"),
     Word(
         "export",
         "[torch|trainer|accelerate|deepspeed|fsdp2] [FLAGS] [--scale ENGINE [--nproc N]]",
         "the plan in force, or the one given, as code",
     ),
-    Word("device", "[--capacity SIZE|none]", "what memory is counted on, and the size it behaves as"),
+    Word("device", "[--capacity SIZE|none]", "the device whose memory is counted, and its capacity"),
     Word("snapshot", "FILE [--predicted] [FLAGS]", "save a memory snapshot of a step for pytorch.org/memory_viz"),
     Word("record", "FILE", "save what was measured as JSON"),
     Word("replay", "FILE", "show a saved file, measured here or elsewhere; returns the Comparison"),

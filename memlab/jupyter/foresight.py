@@ -345,7 +345,7 @@ def foretell_ranks(history: History, live: Workload, scale: Scale, ranks: Compar
     except KeyboardInterrupt:
         return (_INTERRUPTED,)
     off = format_change(foretold_bytes / history.rank_peaks[str(scale), nproc])
-    return (f"foretold for a rank: {format_bytes(foretold_bytes)}, {off} of the highest peak measured",)
+    return (f"predicted for a rank: {format_bytes(foretold_bytes)}, {off} of the highest peak measured",)
 
 
 def with_predictions(comparison: Comparison, workload: Workload, say: Say) -> Comparison:

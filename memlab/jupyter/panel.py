@@ -214,7 +214,7 @@ def as_text(source: Source) -> str:
         is_off = toggle.value == default_text(spec)
         instead = spec.offer if is_off else default_text(spec)
         effect = effect_of(moment, spec.name, instead if is_off else toggle.value)
-        gives = "not foretold" if effect is None else effect.text if is_off else f"no more {effect.text}"
+        gives = "not predicted" if effect is None else effect.text if is_off else f"no more {effect.text}"
         by = _magic_for(moment.plan, spec.name, instead)
         lines.append(f"{spec.title:<22}{toggle.value:<16}{instead:<16}{gives:<36}{by}")
     return "\n".join((*lines, moment.status))

@@ -121,7 +121,7 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
     given, loose = _read_flags(rest, flags)
     if command == "predict" and plan.scale is not ScaleOut.NONE:
         raise PlanError(
-            f"--scale {plan.scale} needs --nproc: engines are foretold for ranks, as in --scale {plan.scale} --nproc 2"
+            f"--scale {plan.scale} needs --nproc: engines are predicted for ranks, as in --scale {plan.scale} --nproc 2"
         )
     if given.get("budget"):
         parse_bytes(given["budget"])
@@ -149,9 +149,9 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
 def _foretold_scale(plan: Plan, engine: str | None, given: dict[str, str], plans: list[str]) -> Scale | None:
     scale = _scale(plan, engine, {name: given[name] for name in ("nproc",) if name in given})
     if scale is not None and (left := [name for name in ("budget", "lossless", "all", "wide") if name in given]):
-        raise PlanError(f"--{left[0]} with --scale: ranks are foretold for one plan; leave it out")
+        raise PlanError(f"--{left[0]} with --scale: ranks are predicted for one plan; leave it out")
     if scale is not None and plans:
-        raise PlanError("--plans with --scale: ranks are foretold for one plan; give its flags")
+        raise PlanError("--plans with --scale: ranks are predicted for one plan; give its flags")
     return scale
 
 
@@ -199,7 +199,7 @@ def cell_options(line: str) -> CellOptions:
         raise PlanError("--prove runs the largest batch of an inference cell; give it with --inference")
     if budget is not None and plan.scale is not ScaleOut.NONE:
         raise PlanError(
-            f"--budget with --scale {plan.scale}: a budget is chosen for by what is foretold, and engines are not; leave one out"
+            f"--budget with --scale {plan.scale}: a plan is chosen for a budget by predictions, and engines have none; leave one out"
         )
     if "lossless" in given and budget is None:
         raise PlanError("--lossless says what --budget may choose; give a budget, as in --budget 8GiB --lossless")

@@ -89,7 +89,7 @@ class RanksCell:
         seconds = launched.seconds
         print(  # noqa: T201 - what the way there cost
             f"memfit: {len(launched.steps)} steps on {nproc} processes; {seconds['out']:.1f} s to send, "
-            f"{seconds['there']:.1f} s there, {seconds['home']:.1f} s to come home"
+            f"{seconds['there']:.1f} s there, {seconds['home']:.1f} s to return"
         )
         if launched.comparison is not None:
             show(self._receipt(workload, launched.comparison, scale))

@@ -41,7 +41,7 @@ def state_text(session: Session, history: History, namespace: Mapping[str, Any],
     lines += [f"{'log':<16}{entry}" for entry in session.log[-_MOST_LOG_ENTRIES:]]
     if not is_in(namespace, workload.model):
         lines.append(
-            f"{workload.name} is in no variable of this notebook any more: %memfit undo takes the plan off and lets it go"
+            f"{workload.name} is in no variable of this notebook any more: %memfit undo removes the plan and releases the model"
         )
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from memlab.report.figure import NEUTRAL_INK
 
 _INK = ", ".join(str(int(NEUTRAL_INK[at : at + 2], 16)) for at in (1, 3, 5))
 _FAREWELL = (
-    "This panel has lost its kernel, which was restarted or has closed the panel: nothing here acts any more. Run the "
+    "This panel is no longer connected: its kernel was restarted or has closed the panel. Run the "
     "cell again, or %memfit panel, for a new one."
 )
 # no grey reads well on a white and on a dark page: where the page's own colour is known, figures take that

@@ -47,7 +47,7 @@ class Replay:
         >>> replay = Replay(record)
         >>> replay.ask("precision", "fp16")
         >>> replay.moment().toggles[3].text
-        'refused: not in this recording, and not foretold in it'
+        'refused: not in this recording, and not predicted in it'
         >>> replay.run(keep=False)
         >>> replay.advance(1.0)
         True
@@ -419,9 +419,9 @@ def _first_of_each_plan(predictions: Iterable[Prediction]) -> tuple[Prediction, 
 
 def _foretold(prediction: Prediction | None) -> str:
     if prediction is None:
-        return ", and not foretold in it"
+        return ", and not predicted in it"
     if prediction.refused:
-        return f"; foretold not to apply: {prediction.refused}"
+        return f"; predicted not to apply: {prediction.refused}"
     speed = prediction.samples_per_second
     known = f" and {_rate(speed)} samples/s" if math.isfinite(speed) else ""
     return f"; predicted {format_bytes(prediction.needed_bytes)}{known}"

@@ -18,7 +18,7 @@ _ENGINES = ("ddp", "zero2", "fsdp2", "zero3")
 _GPUS = ("T4", "L4", "RTX 5090", "A100 40GB", "L40S", "A100 80GB", "H200", "B200")
 _TRACED_FOR = "A100 80GB"
 _NOTES = (
-    "numbers are powers of two; from more processes than the batch has rows on, a batch of one row for each is meant",
+    "numbers are powers of two; with more processes than rows in the batch, one row for each process is assumed",
     "outputs beside the loss are not counted: memlab.launch gathers them on every rank, so let the model return its loss",
 )
 
@@ -70,7 +70,7 @@ def how_many(
     if not scales:
         raise next(iter(refusals.values()))
     # what kernels take of a GPU's memory hardly differs between models, and one trace serves all
-    search = _Search(RankForeteller(workload, _TRACED_FOR), most, progress or say_when_long("foretelling"))
+    search = _Search(RankForeteller(workload, _TRACED_FOR), most, progress or say_when_long("predicting"))
     rows = tuple(search.fewest(listed, scale) for listed in asked for scale in scales)
     left_out = tuple(f"--scale {engine} is left out: {refusal}" for engine, refusal in refusals.items())
     label = f" · {wanted.label}" if wanted != Plan() else ""

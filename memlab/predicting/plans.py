@@ -79,7 +79,7 @@ def predict_all(
     """
     foreteller = Foreteller(workload, device)
     wanted = _plans(foreteller, plans, foreteller.rows)
-    say = progress or say_when_long("foretelling")
+    say = progress or say_when_long("predicting")
     predictions = []
     for number, plan in enumerate(wanted, 1):
         say(f"{number} of {len(wanted)}: {plan.label}")

@@ -272,7 +272,7 @@ def _refuse_what_is_not_known(scale: Scale) -> None:
     if strange:
         raise RefusalError(
             "scale",
-            f"{strange[0]} is not foretold for ranks",
+            f"{strange[0]} is not predicted for ranks",
             f"leave it out ({', '.join(_DIVISIONS)} with --checkpoint, --bf16 and --offload optimizer are known)",
         )
 

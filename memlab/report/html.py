@@ -135,7 +135,9 @@ def _ladder_heads(groups: Mapping[str, tuple[Column[Step], ...]]) -> str:
         for columns in groups.values()
         for index, column in enumerate(columns)
     )
-    lever, verdict = (f'<th scope="col" style="{_HEAD};text-align:left">{name}</th>' for name in ("lever", "verdict"))
+    lever, verdict = (
+        f'<th scope="col" style="{_HEAD};text-align:left">{name}</th>' for name in ("technique", "verdict")
+    )
     return (
         f'<tr style="background:transparent"><td style="{_OVER}"></td>{over}<td style="{_OVER}"></td></tr>'
         f'<tr style="background:transparent">{lever}{heads}{verdict}</tr>'

@@ -64,7 +64,7 @@ def batch_line(advice: BatchAdvice, record: InferenceRecord) -> str:
         return f"batch: {advice.rows:,} rows fit into {budget}, proven by a run that peaked at {format_bytes(advice.proven_bytes)} ({needs})"
     if not advice.rows:
         return f"batch: not one row fits into {budget} ({needs})"
-    known = "two sizes" if len(advice.sizes) > 1 else f"{advice.sizes[0]} rows, with all that grows put down to them"
+    known = "two sizes" if len(advice.sizes) > 1 else f"{advice.sizes[0]} rows, all growth attributed to rows"
     how = "of as many tokens" if record.kind is CallKind.GENERATE or record.calls[0].tokens else "like these"
     return f"batch: up to {advice.rows:,} rows {how} fit into {budget} ({needs}, from {known}); --prove runs it"
 

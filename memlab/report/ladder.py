@@ -84,7 +84,7 @@ def sentence(ladder: Ladder) -> str:
     step = next(each for each in ladder.steps if each.rung is last)
     faster = f", {change(step.speed_first)} {unit(ladder)}" if math.isfinite(step.speed_first) else ""
     return (
-        f"{len(kept)} of {len(tried)} levers kept: {format_bytes(first.ran.peak_allocated_bytes)} at "
+        f"{len(kept)} of {len(tried)} techniques kept: {format_bytes(first.ran.peak_allocated_bytes)} at "
         f"{rate(ladder.speed(first.ran))} {unit(ladder)} → {end} ({change(step.memory_first)} memory"
         f"{faster}) with {ladder.plan}"
     )

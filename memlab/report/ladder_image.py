@@ -100,7 +100,7 @@ def _draw_memory(axes: Axes, ladder: Ladder, steps: Sequence[Step]) -> None:
         before = at if step.rung.kept else before
     if ladder.budget_bytes is not None:
         _mark_budget(axes, ladder.budget_bytes, size)
-    label_x(axes, f"peak memory allocated, {name}; changes are against the row a lever was added to")
+    label_x(axes, f"peak memory allocated, {name}; changes are against the row a technique was added to")
 
 
 def _stack(axes: Axes, rung: Rung, at: int, size: int) -> None:

@@ -60,7 +60,7 @@ def predictions_listing(
     ranking = rank(predictions, budget_bytes)
     heading = _heading(predictions, budget_bytes, title)
     if ranking is None:
-        return Listing(heading, (), (), foot=_refused_lines(predictions) or ("no plan was foretold",))
+        return Listing(heading, (), (), foot=_refused_lines(predictions) or ("no plan was predicted",))
     rows = shown(ranking, every=every)
     chosen = _columns(ranking, rows)
     left_out = [each for each in ranking.every if each not in rows]
@@ -128,7 +128,7 @@ def predictions_sentence(predictions: Sequence[Prediction], budget_bytes: int | 
     """
     ranking = rank(predictions, budget_bytes)
     if ranking is None:
-        return "No plan can be foretold."
+        return "No plan can be predicted."
     said, _, fits = counts(ranking.every, budget_bytes).partition(": ")
     best = ranking.others[:1] if ranking.others else ()
     named = [("", ranking.first), *(("best is ", each) for each in best)]

@@ -150,7 +150,7 @@ def chart(
     trials = tuple(_trial(each, points.get(each.plan), found) for each in measurements)
     front = tuple(sorted((p for p in points.values() if p.on_front), key=lambda point: point.memory_bytes))
     return Chart(
-        title=title or (f"predicted for {known[0].device}" if known else "nothing was foretold"),
+        title=title or (f"predicted for {known[0].device}" if known else "nothing was predicted"),
         memory_name="peak memory reserved" if reserved else "peak memory allocated",
         points=tuple(points.values()),
         front=front,

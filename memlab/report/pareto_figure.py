@@ -162,7 +162,7 @@ def _trials(go: Any, trials: Sequence[Trial], unit: int, name: str, marker: dict
 def _labels(chart: Chart, unit: int, ink: str) -> list[dict[str, Any]]:
     if not chart.points:
         return [
-            {"text": "no speed was foretold", "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5, "showarrow": False}
+            {"text": "no speed was predicted", "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5, "showarrow": False}
         ]
     places = {point.plan: (point.memory_bytes, point.per_second) for point in chart.points}
     places |= {trial.plan: trial.place for trial in chart.trials if trial.is_found}

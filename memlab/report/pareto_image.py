@@ -56,7 +56,7 @@ def png(chart: Chart) -> bytes:
     if chart.points:
         _draw(axes, chart, unit)
     else:
-        axes.text(0.5, 0.5, "no speed was foretold", ha="center", color=FAINT, family=FONT, transform=axes.transAxes)
+        axes.text(0.5, 0.5, "no speed was predicted", ha="center", color=FAINT, family=FONT, transform=axes.transAxes)
     _legend(figure, _handles(chart))
     return encode(figure, has_small_marks=True, title=chart.title, description=chart.description)
 

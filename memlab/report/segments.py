@@ -65,7 +65,7 @@ def heading(profile: Profile) -> str:
 def no_timeline(profile: Profile) -> str:
     """What stands in the place of a timeline that is not there."""
     if isinstance(profile, Prediction):
-        return f"no timeline: {profile.refused or 'none was foretold for this plan'}"
+        return f"no timeline: {profile.refused or 'none was predicted for this plan'}"
     return "no timeline: no step of this plan was observed"
 
 

@@ -23,7 +23,7 @@ _GAP = "   "
 _NARROW_GAP = "  "
 _NOTE_INDENT = "    ↳ "
 _LEVER = Column[Step](
-    "lever", lambda step: rungs.lever(step) + (" ✓ fits" if step.is_first_to_fit else ""), is_number=False
+    "technique", lambda step: rungs.lever(step) + (" ✓ fits" if step.is_first_to_fit else ""), is_number=False
 )
 
 

@@ -113,7 +113,7 @@ def nothing_fits(
         The last of them asked for 2.0 MiB where 1.0 MiB of 8.0 MiB was free, so it needs at least 9.0 MiB, \
 1.0 MiB more than there is: any GPU has that much; where a capacity was set, raise it
         Otherwise make the batch smaller or its sequences shorter; %memfit find --budget SIZE looks for a plan that fits
-        The kernel is in order, and weights and optimizer state are as they were before step 7.
+        The kernel still works, and weights and optimizer state are as they were before step 7.
     """
     last = tried[-1]
     room, foretold = Room.of(last.error), (predictions or {}).get(last.plan)
@@ -128,7 +128,7 @@ def nothing_fits(
             f"Step {last.step} ran out of memory under every plan there is to try: {_listed(tried)}.",
             f"{_asked(last.requested_bytes, room)}{_needs(last, room, capacity_bytes, foretold)}.",
             f"{_otherwise(closed)}.",
-            f"The kernel is in order, and {state}.",
+            f"The kernel still works, and {state}.",
         )
     )
 
@@ -185,7 +185,7 @@ def _beyond(needed_bytes: int, capacity_bytes: int) -> str:
 
 
 def _otherwise(closed: Sequence[str]) -> str:
-    opened = f"allow changes of {_joined(closed)} (--keep closes the way to further plans), " if closed else ""
+    opened = f"allow changes of {_joined(closed)} (--keep excludes further plans), " if closed else ""
     return (
         f"Otherwise {opened}make the batch smaller or its sequences shorter; %memfit find --budget SIZE looks for a plan "
         "that fits"

@@ -160,7 +160,7 @@ def _folder(workload: Workload, scale: Scale) -> Iterator[Path]:
         if size_bytes + offloaded_bytes > free_bytes:
             offloaded = f", and {format_bytes(offloaded_bytes)} are offloaded to others" if offloaded_bytes else ""
             raise ScaleError(
-                f"{workload.name} goes out and comes home through files of {format_bytes(size_bytes)}{offloaded}, and "
+                f"{workload.name} is sent and returned through files of {format_bytes(size_bytes)}{offloaded}, and "
                 f"{folder.parent} has {format_bytes(free_bytes)} free: set TMPDIR to a disk with more room"
             )
         yield folder

@@ -194,7 +194,9 @@ class Search:
         """The error for a budget that no plan fits: how far off it is, and which GPU would do."""
         applicable = [candidate for candidate in self._candidates.values() if not candidate.prediction.refused]
         if not applicable:
-            reason = next((candidate.prediction.refused for candidate in self._candidates.values()), "none is foretold")
+            reason = next(
+                (candidate.prediction.refused for candidate in self._candidates.values()), "none is predicted"
+            )
             return WorkloadError(f"no plan applies to {self._title}: {reason}")
         smallest = min(applicable, key=lambda candidate: self._outlook(candidate).log_bytes[1])
         needed_bytes = round(math.exp(self._outlook(smallest).log_bytes[1]))

@@ -61,14 +61,14 @@ class Checkpointing(Technique):
     descriptions = (
         Description(
             flags="--checkpoint",
-            saves="activations of all repeated blocks but one, which leave their inputs; of parts of a model that repeats none",
+            saves="activations of repeated blocks but for one block and the inputs of the others; without repeated blocks, of large parts of the model",
             costs="one more forward pass of the blocks",
             exactness="same gradient, dropout and BatchNorm included",
             gives_nothing="the peak is in the loss or in the optimizer step; refused where no part holds more than one layer",
         ),
         Description(
             flags="--checkpoint every:N",
-            saves="the same, of one block in N",
+            saves="the same for one block in N",
             costs="the same ÷ N",
             exactness="same gradient, dropout and BatchNorm included",
             gives_nothing="as above",

@@ -279,10 +279,10 @@ class OffloadActivations(Technique):
     descriptions = (
         Description(
             flags="--offload activations",
-            saves="what forward keeps for backward, while it waits",
-            costs="it travels both ways once a step",
+            saves="activations between forward and backward pass",
+            costs="they are copied both ways once a step",
             exactness="bit for bit",
-            gives_nothing="together with --checkpoint, when the peak is in a block that is recomputed; tensors too small for the trip stay",
+            gives_nothing="together with --checkpoint, when the peak is in a block that is recomputed; small tensors stay",
         ),
     )
 

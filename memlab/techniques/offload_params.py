@@ -58,9 +58,9 @@ class OffloadParams(Technique):
         Description(
             flags="--offload params",
             saves="weights and gradients of repeated blocks: 8 → ~0 bytes per parameter",
-            costs="each block travels to the device twice a step, its gradient back once",
+            costs="each block is copied to the device twice a step, its gradient back once",
             exactness="bit for bit",
-            gives_nothing="the peak is in what is not of a block: embeddings, head, loss; refused where no block repeats",
+            gives_nothing="the peak is outside of blocks: embeddings, head, loss; refused where no block repeats",
         ),
     )
     takes_step = True

@@ -80,10 +80,10 @@ class OptimizerConversion(Technique):
         ),
         Description(
             flags="--optim paged-adam8bit",
-            saves="the same, and moments move to the host when memory runs short",
-            costs="copies while it is short",
+            saves="the same, and moments move to the host when memory is short",
+            costs="copies while memory is short",
             exactness="as --adam8bit",
-            gives_nothing="as --adam8bit; refused off CUDA",
+            gives_nothing="as --adam8bit; refused without CUDA",
         ),
         Description(
             flags="--optim adafactor",
@@ -95,7 +95,7 @@ class OptimizerConversion(Technique):
         Description(
             flags="--optim sgd",
             saves="all moments",
-            costs="nothing an update, often more steps",
+            costs="no time per update, but often more steps",
             exactness="another algorithm",
             gives_nothing="the peak is mostly activations",
         ),

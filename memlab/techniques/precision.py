@@ -75,7 +75,7 @@ class PrecisionChoice(Technique):
             saves="nothing: it is for speed",
             costs="faster matrix products",
             exactness="10 bits of mantissa in products",
-            gives_nothing="always, in bytes; refused off CUDA",
+            gives_nothing="always: it saves time, not memory; refused without CUDA",
         ),
         Description(
             flags="--precision pure-bf16",

@@ -87,7 +87,7 @@ class Scaling(Technique):
             flags="--scale fsdp2|zero1|zero2|zero3",
             saves="in this process, with --offload: moments and weights; with --nproc P: its share ÷ P",
             costs="copies to and from host memory; communication between processes",
-            exactness="bit for bit in one process, ZeRO 3 apart for gradients added up from three uses of a tensor",
+            exactness="bit for bit in one process; under ZeRO 3 the last bits differ where a gradient is a sum of three or more",
             gives_nothing="one process without --offload",
         ),
     )
@@ -109,7 +109,7 @@ class Scaling(Technique):
     def check(self, workload: Workload) -> None:
         if any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters()):
             raise RefusalError(
-                "scale", f"what {self.plan.scale} needs is not foretold", "measure it: %%memfit, or memlab.measure"
+                "scale", f"what {self.plan.scale} needs is not predicted", "measure it: %%memfit, or memlab.measure"
             )
         self._made_for(workload).check()
 

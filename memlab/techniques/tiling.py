@@ -92,8 +92,8 @@ class Tiling(Technique):
         if layers:
             raise RefusalError(
                 self.field,
-                f"{workload.name} has no feed-forward part to tile over rows, and the copies that its large layers could "
-                f"be spared are those of autocast",
+                f"{workload.name} has no feed-forward part to tile over rows, and tiles save copies of its large "
+                f"layers only under autocast",
                 "use it with --bf16 or --fp16, or --accumulate N instead",
             )
         largest = f"the largest takes {format_bytes(linears[-1].weight_bytes)}" if linears else "it has none at all"
@@ -127,7 +127,7 @@ class Tiling(Technique):
         said += [f"{layers} linear layers over output features"] if layers else []
         whole = f"; {self._mixing} that mix rows stay whole" if self._mixing else ""
         if not said:
-            return "nothing is computed in tiles: without autocast large layers have no copies to be spared"
+            return "nothing is computed in tiles: without autocast large layers make no copies that tiles could save"
         return f"in {self.plan.tiling} tiles: {' and '.join(said)}{whole}"
 
     def _parts(self, model: nn.Module) -> list[FeedForward]:

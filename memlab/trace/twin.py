@@ -157,7 +157,7 @@ class Twin:
         """What stands for a live tensor: a fake for floats, a copy on the CPU for integers."""
         dtype = dtype or tensor.dtype
         if tensor.layout is not torch.strided:
-            raise TraceError(f"a {str(tensor.layout).removeprefix('torch.')} tensor of the model cannot be foretold")
+            raise TraceError(f"a {str(tensor.layout).removeprefix('torch.')} tensor of the model cannot be predicted")
         # on the meta device integers have no values to copy either
         if not (dtype.is_floating_point or dtype.is_complex or tensor.is_meta):
             made = tensor.detach().to(_CPU, copy=True)

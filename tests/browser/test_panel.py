@@ -387,7 +387,7 @@ def test_page_loaded_again_and_kernel_restarted(browser: Any, lab: str, lab_fold
         until_applied(panel)
         _restart(opened)
         stale = panel.locator(".memlab-stale[role=alert]")
-        expect(stale).to_contain_text("lost its kernel", timeout=_MILLISECONDS)
+        expect(stale).to_contain_text("no longer connected", timeout=_MILLISECONDS)
         assert panel.locator(".memlab-controls").evaluate("controls => controls.inert")
         assert panel.locator(".memlab-world").is_hidden()
 

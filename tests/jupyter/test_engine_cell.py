@@ -42,10 +42,10 @@ def test_an_engine_on_a_cell_and_off_again(flags: str, cell: Cell, shell: Any) -
 def test_what_does_not_go_with_an_engine_is_one_line(cell: Cell) -> None:
     cell(MAKE)
     said = str(cell(f"%%memfit --scale fsdp2 --budget 1GiB\n{TRAIN}").error)
-    assert said.startswith("--budget with --scale fsdp2: a budget is chosen for by what is foretold")
+    assert said.startswith("--budget with --scale fsdp2: a plan is chosen for a budget by predictions")
     assert "exclude each other" in str(cell(f"%%memfit --scale fsdp2 --accumulate 2\n{TRAIN}").error)
     cell(f"%%memfit\n{TRAIN}")
-    assert "--scale fsdp2 needs --nproc: engines are foretold for ranks" in str(
+    assert "--scale fsdp2 needs --nproc: engines are predicted for ranks" in str(
         cell("%memfit predict --scale fsdp2").error
     )
     said = str(cell("%memfit export deepspeed --scale fsdp2").error)

@@ -174,8 +174,8 @@ def test_ranks_of_several_processes(shell: Any, made: Cell) -> None:
     [
         ("--scale fsdp2", "--scale fsdp2 needs --nproc"),
         ("--nproc 2", "--nproc 2 needs --scale"),
-        ("--scale fsdp2 --nproc 2 --budget 1GiB", "--budget with --scale: ranks are foretold for one plan"),
-        ('--scale fsdp2 --nproc 2 --plans "--bf16"', "--plans with --scale: ranks are foretold for one plan"),
+        ("--scale fsdp2 --nproc 2 --budget 1GiB", "--budget with --scale: ranks are predicted for one plan"),
+        ('--scale fsdp2 --nproc 2 --plans "--bf16"', "--plans with --scale: ranks are predicted for one plan"),
         ("--scale fsdp2 --nproc 0", "--nproc 0: expected a whole number of processes"),
     ],
 )

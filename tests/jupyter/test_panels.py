@@ -58,7 +58,7 @@ def test_in_a_terminal_the_panel_is_text_with_the_magic_for_each_setting(made: C
     assert ran.error is None
     lines = ran.out.splitlines()
     assert lines[0] == "memfit · Sequential 1.73k · AdamW · cpu"
-    assert lines[2].startswith("Gradient accumulation 1               4               not foretold")
+    assert lines[2].startswith("Gradient accumulation 1               4               not predicted")
     assert lines[2].endswith("%memfit --accumulate 4")
     assert session_of(shell.user_ns["model"]) is not None
 

@@ -47,7 +47,7 @@ def test_a_cell_in_two_processes_leaves_what_it_did(cell: Cell, shell: Any) -> N
     assert "memfit: 6 steps on 2 processes; " in said
     rows = [line.split()[0] for line in said.splitlines() if line.startswith(("one process", "rank "))]
     assert rows == ["one", "rank", "rank"]
-    assert re.search(r"foretold for a rank: [\d.]+ MiB, [+−±]?[012] % of the highest peak measured", said)
+    assert re.search(r"predicted for a rank: [\d.]+ MiB, [+−±]?[012] % of the highest peak measured", said)
     assert shell.user_ns["model"] is model
     assert shell.user_ns["losses"] is kept
     assert kept == pytest.approx(shell.user_ns["expected"], rel=1e-6)

@@ -289,7 +289,7 @@ def test_a_deleted_model_is_said_and_let_go(shell: Any, made: Cell) -> None:
     model = weakref.ref(shell.user_ns["model"])
     made("del model")
     assert (
-        "Sequential is in no variable of this notebook any more: %memfit undo takes the plan off and lets it go"
+        "Sequential is in no variable of this notebook any more: %memfit undo removes the plan and releases the model"
         in made("%memfit").out
     )
     made("%memfit undo\ndel optimizer")

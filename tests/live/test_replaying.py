@@ -235,8 +235,8 @@ def test_a_setting_measured_apart_is_shown_with_the_whole_recording() -> None:
     [
         ("optimizer", "adam8bit", "not in this recording; predicted 3.00 GiB and 10 samples/s"),
         ("accumulation", "8", "not in this recording; predicted 3.00 GiB"),
-        ("offload", "optimizer", "not in this recording; foretold not to apply: offload: no state yet"),
-        ("loss", "chunked", "not in this recording, and not foretold in it"),
+        ("offload", "optimizer", "not in this recording; predicted not to apply: offload: no state yet"),
+        ("loss", "chunked", "not in this recording, and not predicted in it"),
         ("precision", "fp99", "--precision fp99: allowed are keep, fp32, tf32, fp16, bf16, pure-bf16"),
     ],
 )  # fmt: skip

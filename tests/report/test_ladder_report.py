@@ -59,7 +59,7 @@ def test_table_in_full() -> None:
     assert text.ladder_table(climbed(4 * GIB)) == (
         """\
 memfit ladder · gpt2 124M · AdamW · cuda:0 · batch 8 × 512 · budget 4.00 GiB
-lever                       peak allocated   predicted   vs before   vs first    tokens/s   predicted   vs before   vs first
+technique                   peak allocated   predicted   vs before   vs first    tokens/s   predicted   vs before   vs first
 ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 as written                       10.89 GiB   10.89 GiB           –          –   671 ± 3 %         614           –          –
     ↳ the loop as it is; the peak is in the forward pass, mostly activations
@@ -71,7 +71,7 @@ as written                       10.89 GiB   10.89 GiB           –          �
     ↳ Checkpointing: every block; same gradient; fits 4.00 GiB, 1.11 GiB to spare; the peak is in the forward pass, mostly activations
 (+ --offload activations)         2.89 GiB    2.89 GiB        ±0 %      −73 %   205 ± 2 %         614       −59 %      −69 %
     ↳ Offload: activations; same gradient; no gain; the peak is in the forward pass, mostly activations; left out below
-2 of 4 levers kept: 10.89 GiB at 671 tokens/s → 2.89 GiB at 502 tokens/s (−73 % memory, −25 % tokens/s) with --checkpoint --chunk-loss
+2 of 4 techniques kept: 10.89 GiB at 671 tokens/s → 2.89 GiB at 502 tokens/s (−73 % memory, −25 % tokens/s) with --checkpoint --chunk-loss
 ( ) left out of the rows below; before: the last row that was kept; predicted speeds are scaled by the first row that ran"""
     )
 
@@ -175,7 +175,7 @@ def test_the_live_twin() -> None:
 
 def test_the_sentence() -> None:
     assert ladder.sentence(climbed()) == (
-        "2 of 4 levers kept: 10.89 GiB at 671 tokens/s → 2.89 GiB at 502 tokens/s (−73 % memory, −25 % tokens/s) with "
+        "2 of 4 techniques kept: 10.89 GiB at 671 tokens/s → 2.89 GiB at 502 tokens/s (−73 % memory, −25 % tokens/s) with "
         "--checkpoint --chunk-loss"
     )
     assert ladder.sentence(Ladder("m", ran_out().rungs[:1])) == "as written: ran out of memory"

@@ -60,7 +60,7 @@ def test_everything_refused_is_no_table() -> None:
     assert text.predictions_table(FEW[-2:]).splitlines()[1:] == [
         "refused: 2 plans, such as --adam8bit: optimizer: no 8-bit form of LBFGS; use --offload optimizer"
     ]
-    assert text.predictions_table([]).splitlines()[-1] == "no plan was foretold"
+    assert text.predictions_table([]).splitlines()[-1] == "no plan was predicted"
     assert "<table" in html.predictions_table(FEW[-2:])
 
 
@@ -124,4 +124,4 @@ def test_one_sentence() -> None:
         "4 plans predicted for H100 SXM: 1 fit, 1 uncertain, 2 do not fit; as written needs 10.00 GiB at 1.20 samples "
         "per second; best is --accumulate 4 with 3.00 GiB at 1.10 samples per second."
     )
-    assert predictions_sentence(FEW[-1:]) == "No plan can be foretold."
+    assert predictions_sentence(FEW[-1:]) == "No plan can be predicted."

@@ -54,7 +54,7 @@ def test_the_whole_paragraph() -> None:
         "--accumulate 4, --accumulate 4 --checkpoint (in the backward pass). The last of them asked for 1.00 GiB where 512.0 "
         "MiB of 4.00 GiB was free, so it needs at least 4.50 GiB, 512.0 MiB more than there is: use a GPU with the memory of a "
         "GTX 1080 (8.00 GiB). Otherwise make the batch smaller or its sequences shorter; %memfit find --budget SIZE looks for "
-        "a plan that fits. The kernel is in order, and weights and optimizer state are as they were before step 7."
+        "a plan that fits. The kernel still works, and weights and optimizer state are as they were before step 7."
     )
 
 
@@ -190,7 +190,7 @@ def test_a_field_that_closes_the_way() -> None:
     last = attempt("--accumulate 4 --checkpoint --offload activations,optimizer --chunk-loss")
 
     assert sentence(2, last, keep=only, rows=4) == (
-        "Otherwise allow changes of precision and optimizer (--keep closes the way to further plans), make the batch smaller or "
+        "Otherwise allow changes of precision and optimizer (--keep excludes further plans), make the batch smaller or "
         "its sequences shorter; %memfit find --budget SIZE looks for a plan that fits"
     )
     assert "allow changes of accumulation, precision and optimizer" in sentence(2, last, keep=only)
@@ -218,5 +218,5 @@ def test_in_the_update_only_fields_of_the_optimizer_matter() -> None:
 
 def test_an_update_that_is_half_done() -> None:
     assert sentence(3, attempt(place=Place.STEP), is_as_before=False) == (
-        "The kernel is in order, and the optimizer was in the middle of step 7: load a checkpoint to go on."
+        "The kernel still works, and the optimizer was in the middle of step 7: load a checkpoint to go on."
     )

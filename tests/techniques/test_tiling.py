@@ -327,14 +327,14 @@ def test_models_without_large_layers_are_refused() -> None:
 def test_large_layers_alone_need_autocast() -> None:
     layers = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     assert _refusal(layers, "--tile 4 --precision pure-bf16") == (
-        "tiling: Sequential has no feed-forward part to tile over rows, and the copies that its large layers could be "
-        "spared are those of autocast; use it with --bf16 or --fp16, or --accumulate N instead"
+        "tiling: Sequential has no feed-forward part to tile over rows, and tiles save copies of its large "
+        "layers only under autocast; use it with --bf16 or --fp16, or --accumulate N instead"
     )
     load: Any = workload(layers)
     with fit(load, "--tile 4") as session:
         layers(torch.randn(2, 512)).sum().backward()
         assert session.notes == (
-            "nothing is computed in tiles: without autocast large layers have no copies to be spared",
+            "nothing is computed in tiles: without autocast large layers make no copies that tiles could save",
         )
     with fit(load, "--tile 4") as session, torch.autocast("cpu", torch.bfloat16):
         layers(torch.randn(2, 512)).sum().backward()

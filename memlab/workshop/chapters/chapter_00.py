@@ -17,9 +17,9 @@ def _fault_of_flags(given: Any) -> str | None:
     if plan.precision is not Precision.KEEP or plan.optimizer is not OptimizerChoice.KEEP:
         return "It changes number formats, or the algorithm."
     if plan.accumulation == 1 and plan.checkpointing == "off" and Offloaded.ACTIVATIONS not in offloaded:
-        return "Nothing in it goes after the activations."
+        return "Nothing in it lowers the activations."
     if Offloaded.OPTIMIZER not in offloaded:
-        return "Nothing in it goes after the optimizer state."
+        return "Nothing in it lowers the optimizer state."
     return None
 
 

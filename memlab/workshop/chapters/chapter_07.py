@@ -22,7 +22,7 @@ QUESTIONS = (
     ),
     choice(
         "q3", "ABC", "B",
-        "The lever has to go after what is largest at the peak.",
+        "The technique has to lower what is largest at the peak.",
         "Two of the three lower activations only.",
         "B: --adam8bit makes a quarter of the moments; --offload optimizer would take them away",
     ),
