@@ -18,7 +18,7 @@ _HEAD = """# Functions and classes
 
 {note}
 
-`import memlab` gives these names, and nothing else is public. The magics are thin over them: [flags](flags.md). Sizes are bytes where a name ends in
+`import memlab` gives these names, and nothing else is public. The magics call the same functions: [flags](flags.md). Sizes are bytes where a name ends in
 `_bytes`, and times seconds where it ends in `_seconds`; sizes given as text are binary, as in "8GiB"."""
 _ELSEWHERE = re.compile(r", see `(memlab\.[\w.]+)`\.$")
 _MOST_CHARACTERS = 90

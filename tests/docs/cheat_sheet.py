@@ -5,7 +5,7 @@ from __future__ import annotations
 from memlab.techniques import TECHNIQUES
 from tests.docs.markdown import NOTE, code, table
 
-# as in the table of a receipt: whose bytes each goes after
+# as in the table of a receipt: the category that each reduces
 GROUPS = {
     "Activations": ("accumulation", "batchnorm", "checkpointing", "loss", "tiling"),
     "Moments, gradients, weights": ("optimizer", "gradients", "offload"),
@@ -16,10 +16,10 @@ _HEAD = """# Cheat sheet
 
 {note}
 
-Look at the receipt first: **which category is largest at the peak, and in which part of the step is the peak?** A technique that goes after other bytes
-gives nothing there. Two that go after the same bytes do not add up.
+Look at the receipt first: **which category is largest at the peak, and in which part of the step is the peak?** A technique that reduces another category
+saves nothing. Two techniques that reduce the same category do not add up.
 
-| the peak is mostly | go for |
+| the peak is mostly | use |
 |---|---|
 | activations | `--checkpoint`, `--accumulate N`, `--offload activations`, `--bf16` |
 | temporaries, in the loss | `--chunk-loss`, `--accumulate N` |
@@ -33,9 +33,9 @@ _FOOT = """## Ask instead of guessing
 |---|---|
 | `%memfit predict --budget 8GiB` | what every plan would need and how fast it would be, before any is applied |
 | `%memfit ladder --budget 8GiB` | techniques added one after another, each measured, everything put back |
-| `%memfit find --budget 8GiB` | the fastest plan that fits, proven by running it |
-| `%%memfit --budget 8GiB` | the same without the proof, for this cell |
-| `%memfit undo` | everything off, exactly |
+| `%memfit find --budget 8GiB` | the fastest plan that fits, verified by running it |
+| `%%memfit --budget 8GiB` | the same without verification, for this cell |
+| `%memfit undo` | restore model and optimizer exactly |
 
 Details of each flag: [flags](flags.md). Nothing became smaller? [Why did nothing change?](why_did_nothing_change.md)"""
 
@@ -49,4 +49,4 @@ def _group(title: str) -> str:
     fields = GROUPS[title]
     said = [each for field in fields for kind in TECHNIQUES if kind.field == field for each in kind.descriptions]
     rows = ((code(each.flags), each.saves, each.costs, each.exactness, each.gives_nothing) for each in said)
-    return f"## {title}\n\n" + table(("flag", "frees", "costs", "exact?", "gives nothing where"), rows)
+    return f"## {title}\n\n" + table(("flag", "frees", "costs", "exact?", "saves nothing where"), rows)

@@ -14,24 +14,24 @@ _HEAD = """# Flags
 
 {note}
 
-Everything that can stand on a line of `%%memfit` or `%memfit`. The same texts come from `%%memfit?` and `%memfit?`. On one page, with what
-each technique is good for: the [cheat sheet](cheatsheet.md). From Python: [functions and classes](api.md)."""
+All flags and words of `%%memfit` and `%memfit`; `%%memfit?` and `%memfit?` show the same texts. For an overview see the
+[cheat sheet](cheatsheet.md), for Python [functions and classes](api.md)."""
 _PLAN = """## Techniques
 
-A plan is what these flags say together; the order does not matter. `%%memfit` and `%memfit` take them, and so do `memlab.fit`, `measure`, `compare`
-and `predict` as text. What a flag does not name stays as the loop has it. Flags that exclude each other are refused with the reason."""
+These flags together are a *plan*; their order does not matter. `%%memfit` and `%memfit` accept them, and so do `memlab.fit`, `measure`, `compare`
+and `predict`, as text. Everything else stays as the loop has it. Flags that exclude each other are refused with the reason."""
 _CELL = """## Flags of the cell
 
-`%%memfit` takes these beside those of techniques. They are about the cell and do not become a part of the plan."""
+`%%memfit` also accepts these. They apply to the cell and are not part of the plan."""
 _WORDS = """## Words of the line
 
-`%memfit` alone says what is in force and what it needs. A word in front does more; flags of techniques without a word change the plan now."""
+`%memfit` alone shows the plan in force and what it needs. The first word selects an action; flags of techniques without a word change the plan now."""
 _FORESIGHT = """## Flags of words
 
-These words change nothing on the live model, or put everything back. Beside flags of techniques they take:"""
+These words change nothing on the live model, or put everything back. They accept flags of techniques, and also:"""
 _CONFIG = """## Defaults
 
-`%config MemLab` shows them, `%config MemLab.NAME = VALUE` changes one for this notebook."""
+`%config MemLab` shows the defaults, `%config MemLab.NAME = VALUE` changes one for this notebook."""
 
 
 def page() -> str:
@@ -64,7 +64,7 @@ def _technique(field: PlanField) -> str:
             f"### {_title(field)}",
             f"`{field.flag} {field.metavar}`: {field.help}.",
             f"- as a field of a `Plan`: `{field.name}`, by default `{field.choices[0]}`{shorthands}{bare}",
-            table(("setting", "frees", "costs", "exactness", "gives nothing where"), rows),
+            table(("setting", "frees", "costs", "exactness", "saves nothing where"), rows),
         )
     )
 
