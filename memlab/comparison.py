@@ -1,4 +1,4 @@
-"""What runs come to, side by side: comparisons and their verdicts, and plans that were found."""
+"""Results of runs side by side: comparisons and their verdicts, and plans that were found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memlab.units import format_bytes, format_change
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a comparison: a measurement against the first one, and what was foretold for it.
+    """One line of a comparison: a measurement against the first one, and what was predicted for it.
 
     Args:
         measurement: of one plan.
@@ -24,7 +24,7 @@ class Row:
             where too few steps were timed to compare.
         loss_drift: largest relative difference of its losses from the first one's.
         verdict: what is to be said about it.
-        prediction: what was foretold for its plan.
+        prediction: what was predicted for its plan.
     """
 
     measurement: Measurement
@@ -55,7 +55,7 @@ class Comparison(Shown):
         title: what was trained, on what.
         measurements: at least one; put in the order of `baseline_first`.
         events: what happened on the way, in words (plan changes, refusals).
-        predictions: what was foretold for some of the plans, in any order.
+        predictions: what was predicted for some of the plans, in any order.
         are_ranks: whether the rows are ranks of one run, which are shown side by side and not compared.
     """
 
@@ -73,7 +73,7 @@ class Comparison(Shown):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Each measurement beside the first one, with what is to be said about it (`verdict`)."""
+        """Each measurement beside the first one, with a verdict in words (`verdict`)."""
         if self.are_ranks:
             return tuple(Row(each, math.nan, math.nan, None, "; ".join(each.notes)) for each in self.measurements)
         first = self.measurements[0]
@@ -82,7 +82,7 @@ class Comparison(Shown):
         )
 
     def prediction_of(self, plan: str) -> Prediction | None:
-        """What was foretold for a plan, by its label; None when nothing was, or the plan was refused."""
+        """Return what was predicted for a plan, by its label; None when nothing was, or the plan was refused."""
         return next((each for each in self.predictions if each.plan == plan and not each.refused), None)
 
     def add(self, measurement: Measurement) -> Comparison:
@@ -167,7 +167,7 @@ def _verdict(measurement: Measurement, first: Measurement, memory_ratio: float) 
 
 
 def _doubts(measurement: Measurement, prediction: Prediction | None) -> Iterator[str]:
-    """What makes the numbers of a row less certain than they look."""
+    """Yield what makes the numbers of a row less certain than they look."""
     if measurement.waited_share >= _BUSY:
         yield f"the machine was busy: training waited for a processor {measurement.waited_share * 100:.0f} % of the time"
     if prediction is not None and has_left_interval(measurement, prediction):
@@ -176,13 +176,13 @@ def _doubts(measurement: Measurement, prediction: Prediction | None) -> Iterator
 
 
 def has_left_interval(measurement: Measurement, prediction: Prediction) -> bool:
-    """Whether a measured peak lies where the prediction did not expect it."""
+    """Return whether a measured peak lies where the prediction did not expect it."""
     low, high = prediction.interval_bytes
     return measurement.fits and not low <= measurement.needed_bytes <= high
 
 
 def _other_batches(measurement: Measurement, first: Measurement) -> str:
-    """That a measurement's batches were much larger or smaller than those of the first one; empty if not."""
+    """Say that a measurement's batches were much larger or smaller than those of the first one; empty if not."""
     for what, mine, others in (
         ("tokens", measurement.tokens_per_step, first.tokens_per_step),
         ("rows", measurement.samples_per_step, first.samples_per_step),
@@ -203,7 +203,7 @@ def where_the_peak_is(measurement: Measurement) -> str:
 
 @dataclass(frozen=True)
 class FoundPlan(Shown):
-    """The fastest plan that fits a budget, proven by running it.
+    """The fastest plan that fits a budget, verified by running it.
 
     Args:
         title: what was trained, on what.
@@ -211,7 +211,7 @@ class FoundPlan(Shown):
         plan: the plan.
         measurement: what it was measured at.
         trials: every plan that was run, in order; those that did not fit have `fits` False.
-        predictions: what was foretold for every plan that was considered, best first.
+        predictions: what was predicted for every plan that was considered, best first.
     """
 
     title: str

@@ -164,7 +164,7 @@ def smallest_that_holds(size_bytes: int) -> Gpu | None:
 
 
 def usable_bytes(listed: Gpu) -> int:
-    """What the caching allocator may have of a GPU: CUDA's context and what the driver keeps are left out.
+    """Return what the caching allocator may have of a GPU: CUDA's context and what the driver keeps are left out.
 
     Args:
         listed: of the catalogue.
@@ -177,7 +177,7 @@ def usable_bytes(listed: Gpu) -> int:
 
 
 def gpu_for(needed_bytes: int) -> str:
-    """Which GPU would do, in words; CUDA's context and what the driver keeps are allowed for.
+    """Return which GPU would do, in words; CUDA's context and what the driver keeps are allowed for.
 
     Args:
         needed_bytes: peak of the caching allocator.

@@ -1,4 +1,4 @@
-"""What the dispatch modes of memlab have in common: they watch plain tensors, and leave torch.compile alone."""
+"""Base of memlab's dispatch modes: they watch plain tensors, and leave torch.compile alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
 
 
 def defers(types: Iterable[type]) -> bool:
-    """Whether wrapper subclasses take part, which must first unfold into the plain tensors they hold."""
+    """Return whether wrapper subclasses take part, which must first unfold into the plain tensors they hold."""
     return any(_wraps(kind) for kind in types)
 
 

@@ -7,7 +7,7 @@ MemlabError
 ├── RefusalError       a technique that cannot be applied to this model, with the nearest thing that works
 ├── MissingExtraError  an optional package that is not installed (also an ImportError)
 ├── SessionError       a session used after its end, or from inside a step
-├── TraceError         a step that cannot be foretold: which operator, and what to do instead
+├── TraceError         a step that cannot be predicted: which operator, and what to do instead
 ├── ScaleError         training in many processes: what cannot be sent, which rank failed and how
 ├── BudgetError        a budget that no plan fits: how far off it is, and which GPU would do
 └── DoesNotFitError    a request a simulated device has no room for (in memlab.allocator)
@@ -72,11 +72,11 @@ class ScaleError(MemlabError):
 
 
 class SessionError(MemlabError):
-    """A session that is used in a way it cannot serve."""
+    """A session that is used in a way that it does not support."""
 
 
 class TraceError(MemlabError):
-    """A training step that cannot be foretold without running it.
+    """A training step that cannot be predicted without running it.
 
     Args:
         message: what stands in the way, and what to do instead.

@@ -29,7 +29,7 @@ _EXTRAS = {
 
 
 def available(package: str) -> bool:
-    """Whether an optional package can be imported, without importing it."""
+    """Return whether an optional package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 

@@ -14,7 +14,7 @@ from memlab.records import Measurement, TimelinePoint, ratio
 
 
 class CallKind(StrEnum):
-    """What a call was."""
+    """Kinds of calls."""
 
     FORWARD = "forward"
     GENERATE = "generate"
@@ -75,21 +75,21 @@ class CallRecord:
 
     @property
     def shape(self) -> tuple[CallKind, int, int]:
-        """What decides, with the rows, what the call needs: kind, tokens of a row in and out."""
+        """Return what decides, with the rows, what the call needs: kind, tokens of a row in and out."""
         return self.kind, self.tokens, self.new_tokens // max(1, self.rows)
 
 
 @dataclass(frozen=True)
 class BatchAdvice:
-    """The most rows of a call that fit.
+    """The largest number of rows of a call that fits.
 
     Args:
         rows: as many fit; 0 when not even one does.
-        budget_bytes: what they are to fit into.
+        budget_bytes: size that they must fit into.
         fixed_bytes: what does not grow with the rows.
         row_bytes: what one row needs at the peak.
         sizes: numbers of rows that were measured. From two, both numbers are exact where memory is affine in the rows;
-            from one, all that grows is put down to the rows, so that more may fit.
+            from one, all growth is attributed to rows, so that more may fit.
         proven_bytes: peak of a run with as many rows; None when it was not run.
     """
 
@@ -118,7 +118,7 @@ class InferenceRecord:
         timeline: live bytes over the pass with the highest peak; empty on CUDA.
         host_bytes: bytes kept off the device meanwhile: the weights in their own format.
         cache: the largest cache; None when there was none.
-        notes: what is to be known about the numbers, in words.
+        notes: remarks on the numbers, in words.
 
     Example:
         >>> call = CallRecord(CallKind.GENERATE, 4, 16, 80, 20, 2.0, 0.5, 1000, None, 600)
@@ -140,7 +140,7 @@ class InferenceRecord:
 
     @property
     def kind(self) -> CallKind:
-        """Whether its calls are forwards or generations."""
+        """Return whether its calls are forwards or generations."""
         return self.calls[0].kind
 
     @property
@@ -197,7 +197,7 @@ class InferenceRecord:
         )
 
     def advise(self, budget_bytes: int) -> BatchAdvice | None:
-        """How many rows of the call with the highest peak fit into a budget.
+        """Return how many rows of the call with the highest peak fit into a budget.
 
         Args:
             budget_bytes: size of the device, or what may be used of it. It is held against allocated bytes: on a GPU
@@ -222,7 +222,7 @@ class InferenceRecord:
 
 
 def advice_from(peaks: Mapping[int, int], fixed_bytes: int, budget_bytes: int) -> BatchAdvice | None:
-    """How many rows fit, from the peaks of some numbers of rows.
+    """Return how many rows fit, from the peaks of some numbers of rows.
 
     Args:
         peaks: measured peak by number of rows; of more than two the outermost count.

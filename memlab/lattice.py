@@ -121,7 +121,7 @@ def _plan(settings: dict[str, Any]) -> Plan | None:
 
 
 def _is_worth_a_trace(plan: Plan, fixed: Plan) -> bool:
-    """Whether what a plan does to the model is among the usual combinations."""
+    """Return whether what a plan does to the model is among the usual combinations."""
     spilled = plan.tier_of(Offloaded.ACTIVATIONS) is not None and fixed.tier_of(Offloaded.ACTIVATIONS) is None
     tiled = plan.loss is not fixed.loss
     as_given = plan.precision is fixed.precision and plan.checkpointing == fixed.checkpointing

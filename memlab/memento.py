@@ -1,4 +1,4 @@
-"""What a plan change can touch, remembered by reference, so that going back needs no memory.
+"""State that a plan change can touch, remembered by reference, so that going back needs no memory.
 
 Rules:
 

@@ -1,4 +1,4 @@
-"""What a panel shows at one moment: plain values, made by a `memlab.live.source.Source`, drawn by any view.
+"""Content of a panel at one moment: plain values, made by a `memlab.live.source.Source`, drawn by any view.
 
 Sizes are bytes, times are seconds, steps are counted from 1 over the life of the session.
 """
@@ -14,7 +14,7 @@ from memlab.records import Measurement, Prediction, Rescue
 
 
 class Asked(StrEnum):
-    """What has become of a setting that was asked for."""
+    """State of a setting that was asked for."""
 
     IDLE = "idle"
     PENDING = "pending"
@@ -23,7 +23,7 @@ class Asked(StrEnum):
 
 
 class Activity(StrEnum):
-    """What the run is doing; it is gone when its model is."""
+    """State of the run; it ends with its model."""
 
     IDLE = "idle"
     TRAINING = "training"
@@ -56,13 +56,13 @@ class Toggle:
 
     @property
     def is_off(self) -> bool:
-        """Whether the field was set to what changes nothing."""
+        """Return whether the field was set to what changes nothing."""
         default = next(spec.choices[0] for spec in FIELDS if spec.name == self.field)
         return self.asked is Asked.APPLIED and self.value == default
 
     @property
     def text(self) -> str:
-        """What has become of it, in words; empty when nothing was asked.
+        """Return what has become of it, in words; empty when nothing was asked.
 
         Example:
             >>> Toggle("loss", "chunked", "chunked", Asked.APPLIED, 12).text
@@ -131,7 +131,7 @@ class Moment:
         measurements: settings tried, what the others are compared with in front (`comparison.baseline_first`), then in the
             order in which they were first tried; each with timeline and breakdown of an
             observed step (a `Measurement.timeline` is memory within one step), and times of its steps.
-        predictions: settings foretold, tried or not; refused ones included.
+        predictions: settings predicted, tried or not; refused ones included.
         budget_bytes: the budget line, or None for none.
         capacity_bytes: size of the device, or None where it is not limited.
         events: what happened on the way, newest last, in words; bounded.
@@ -162,9 +162,9 @@ class Moment:
     frame: int = 0
 
     def measured(self, plan: str) -> Measurement | None:
-        """What was measured under a plan, by its label."""
+        """Return what was measured under a plan, by its label."""
         return next((each for each in self.measurements if each.plan == plan), None)
 
     def predicted(self, plan: str) -> Prediction | None:
-        """What was foretold for a plan, by its label; None as well where it was refused."""
+        """Return what was predicted for a plan, by its label; None as well where it was refused."""
         return next((each for each in self.predictions if each.plan == plan and not each.refused), None)

@@ -38,7 +38,7 @@ class Precision(StrEnum):
 
 
 class OptimizerChoice(StrEnum):
-    """Which optimizer updates the parameters, with the moments converted."""
+    """Optimizers that can update the parameters, with the moments converted."""
 
     KEEP = "keep"
     ADAMW = "adamw"
@@ -49,21 +49,21 @@ class OptimizerChoice(StrEnum):
 
 
 class Loss(StrEnum):
-    """How the cross-entropy over a large vocabulary is computed."""
+    """Ways to compute the cross-entropy over a large vocabulary."""
 
     KEEP = "keep"
     CHUNKED = "chunked"
 
 
 class Gradients(StrEnum):
-    """How long gradients live."""
+    """Lifetimes of gradients."""
 
     KEEP = "keep"
     RELEASE = "release"
 
 
 class Offloaded(StrEnum):
-    """What can leave the device between uses."""
+    """Kinds of tensors that can leave the device between uses."""
 
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
@@ -71,7 +71,7 @@ class Offloaded(StrEnum):
 
 
 class Tier(StrEnum):
-    """Where offloaded bytes go. AUTO is host memory on a GPU and a file on the CPU device."""
+    """Places for offloaded bytes. AUTO is host memory on a GPU and a file on the CPU device."""
 
     AUTO = "auto"
     HOST = "host"
@@ -323,7 +323,7 @@ def plan_flags() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which techniques to apply, with which parameters. The defaults change nothing.
+    """Techniques to apply, with their parameters. The defaults change nothing.
 
     Args:
         accumulation: micro-batches per batch, 1 or more.
@@ -373,7 +373,7 @@ class Plan:
 
     @property
     def budget_bytes(self) -> int | None:
-        """What the repeated blocks may keep of each (micro-)batch between forward and backward; None without such a budget.
+        """Return what the repeated blocks may keep of each (micro-)batch between forward and backward; None without such a budget.
 
         Example:
             >>> Plan.parse("--checkpoint budget:1.5KiB").budget_bytes
@@ -388,7 +388,7 @@ class Plan:
         return str(self) or "as written"
 
     def tier_of(self, what: Offloaded) -> Tier | None:
-        """Where something is offloaded to, or None when it stays."""
+        """Return where something is offloaded to, or None when it stays."""
         return dict(self.offload).get(what)
 
     def changes(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What is foretold for each rank of a run in many processes, and which GPUs hold it: plain values without torch."""
+"""Predictions for each rank of a run in many processes, and GPUs that hold it: plain values without torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from memlab.shown import Shown
 
 @dataclass(frozen=True)
 class RankPrediction(Shown):
-    """What one rank is foretold to need; all ranks need the same but for a row.
+    """Predicted needs of one rank; all ranks need the same up to one row.
 
     Args:
         scale: engine and plan, as flags.
-        device: what it is foretold for.
+        device: what it is predicted for.
         ranks: number of processes, each with a device of its own.
         rows: rows of the batch that a rank takes.
         peak_allocated_bytes: highest bytes in live tensors of a rank.
@@ -23,8 +23,8 @@ class RankPrediction(Shown):
         breakdown: bytes by what they are for, at the peak.
         divided: bytes of parameters, gradients and optimizer state that a rank keeps through the step.
         wire_bytes: bytes a rank sends in a step.
-        interval_bytes: lowest and highest peak that would be no surprise.
-        notes: what is to be said about it.
+        interval_bytes: lowest and highest plausible peak.
+        notes: remarks, in words.
         refused: why the engine or the plan does not apply; empty when it does. Without numbers then.
     """
 
@@ -42,7 +42,7 @@ class RankPrediction(Shown):
     refused: str = ""
 
     def verdict(self, budget_bytes: int) -> Verdict:
-        """Whether a rank fits into a budget.
+        """Return whether a rank fits into a budget.
 
         Args:
             budget_bytes: what may be used of its device.
@@ -91,19 +91,19 @@ class Fewest:
 
     @property
     def ranks(self) -> int | None:
-        """How many; None when no number that was asked about is enough."""
+        """Return how many; None when no number that was asked about is enough."""
         return None if self.prediction is None else self.prediction.ranks
 
 
 @dataclass(frozen=True)
 class HowMany(Shown):
-    """How many of which GPU hold a workload.
+    """Numbers of GPUs of each kind that hold a workload.
 
     Args:
         title: what is trained.
-        most: most GPUs that were asked about.
+        most: largest number of GPUs that was considered.
         rows: GPUs and engines, by memory.
-        notes: what is to be said about all of them.
+        notes: remarks on all of them.
     """
 
     title: str
@@ -112,5 +112,5 @@ class HowMany(Shown):
     notes: tuple[str, ...] = ()
 
     def of(self, gpu: str, engine: str) -> Fewest | None:
-        """The row of a GPU under an engine; None when it was not asked about."""
+        """The row of a GPU under an engine; None when it was not considered."""
         return next((row for row in self.rows if (row.gpu, row.engine) == (gpu, engine)), None)

@@ -1,4 +1,4 @@
-"""What is measured, foretold and done: plain values without torch; `comparison` sets them side by side.
+"""Records of measurements, predictions and actions: plain values without torch; `comparison` sets them side by side.
 
 Sizes are bytes, times are seconds. Every number says what it counts:
 
@@ -22,7 +22,7 @@ from memlab.shown import Shown
 
 
 class Category(StrEnum):
-    """What a live byte is for."""
+    """Categories of live bytes."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -35,7 +35,7 @@ class Category(StrEnum):
 
 
 class Phase(StrEnum):
-    """What the training thread was doing."""
+    """Phases of a training step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -44,7 +44,7 @@ class Phase(StrEnum):
 
     @property
     def words(self) -> str:
-        """How a sentence names it: "the peak is in the forward pass"."""
+        """Return how a sentence names it: "the peak is in the forward pass"."""
         names = {"forward": "forward pass", "backward": "backward pass", "step": "optimizer step"}
         return names.get(self, "loop between steps")
 
@@ -179,12 +179,12 @@ class Measurement(Shown):
 
     @property
     def is_settled(self) -> bool:
-        """Whether enough steps were timed to compare their speed."""
+        """Return whether enough steps were timed to compare their speed."""
         return self.is_warm and len(self.step_seconds) >= SETTLED_STEPS
 
     @property
     def needed_bytes(self) -> int:
-        """What a budget must hold: the reserved peak where there is one, else the allocated peak."""
+        """Return what a budget must hold: the reserved peak where there is one, else the allocated peak."""
         return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
 
     @property
@@ -216,12 +216,12 @@ class Measurement(Shown):
 
     @property
     def phase_of_peak(self) -> Phase | None:
-        """What ran at the peak, from the timeline; None without one."""
+        """Return what ran at the peak, from the timeline; None without one."""
         return _phase_of_peak(self.timeline)
 
 
 class Fit(StrEnum):
-    """Whether something predicted fits into a budget."""
+    """Answers to whether a prediction fits into a budget."""
 
     YES = "fits"
     NO = "does not fit"
@@ -230,7 +230,7 @@ class Fit(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a prediction fits, and by how much.
+    """Verdict on a prediction: whether it fits, and by how much.
 
     Args:
         fit: the answer; uncertain when the budget lies within the interval of the prediction.
@@ -243,11 +243,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Prediction(Shown):
-    """Memory and speed of one plan, foretold; of the same shape as a `Measurement`.
+    """Memory and speed of one plan, predicted; of the same shape as a `Measurement`.
 
     Args:
         plan: flags of the plan, or "as written".
-        device: name of the device it is foretold for.
+        device: name of the device it is predicted for.
         peak_allocated_bytes: highest live bytes of a step.
         peak_reserved_bytes: highest bytes the caching allocator reserves, None where there is none (CPU).
         host_bytes: bytes memlab would keep in host memory or files for this plan.
@@ -256,9 +256,9 @@ class Prediction(Shown):
         step_seconds: predicted time of a step; NaN where no rate of the device is known.
         samples_per_step: rows of a step's batch.
         tokens_per_step: tokens of a step's batch, 0 when inputs are no token ids.
-        interval_bytes: lowest and highest peak that would be no surprise, of what is compared with a budget.
-        interval_seconds: shortest and longest step that would be no surprise.
-        notes: what the prediction leaves out or takes for granted, in words.
+        interval_bytes: lowest and highest plausible peak, of what is compared with a budget.
+        interval_seconds: shortest and longest plausible step.
+        notes: what the prediction omits or assumes, in words.
         refused: why the plan does not apply here; empty when it does. A refused plan has no numbers.
     """
 
@@ -279,7 +279,7 @@ class Prediction(Shown):
 
     @property
     def needed_bytes(self) -> int:
-        """What a budget must hold: the reserved peak where there is one, else the allocated peak."""
+        """Return what a budget must hold: the reserved peak where there is one, else the allocated peak."""
         return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
 
     @property
@@ -294,11 +294,11 @@ class Prediction(Shown):
 
     @property
     def phase_of_peak(self) -> Phase | None:
-        """What would run at the peak; None without a timeline."""
+        """Return what would run at the peak; None without a timeline."""
         return _phase_of_peak(self.timeline)
 
     def verdict(self, budget_bytes: int) -> Verdict:
-        """Whether the plan fits into a budget.
+        """Return whether the plan fits into a budget.
 
         Args:
             budget_bytes: size of the device, or what may be used of it.
@@ -312,7 +312,7 @@ class Prediction(Shown):
 
 @dataclass(frozen=True)
 class Rescue:
-    """What was done when memory ran out in the middle of training, so that the loop could go on.
+    """Actions taken when memory ran out during training, so that the loop could go on.
 
     Args:
         step: the step that ran out of memory, counted from 1.
@@ -338,7 +338,7 @@ class Rescue:
 
     @property
     def text(self) -> str:
-        """What happened, without the step."""
+        """Return what happened, without the step."""
         change = f"{self.before} → {self.after}" if self.after != self.before else "the model's graph was made again"
         tries = f", {self.attempts} attempts" if self.attempts > 1 else ""
         return f"memory ran out in {self.place}: {change}, same batch again{tries} ({self.seconds:.2f} s lost)"

@@ -44,7 +44,7 @@ _SMALLEST_FP64_SHARE = 1 / 64
 
 
 class Kind(StrEnum):
-    """What sort of arithmetic an operator does, where devices differ in how fast they do it."""
+    """Kinds of arithmetic in whose speed devices differ."""
 
     PRODUCT = "product"
     ATTENTION = "attention"
@@ -86,7 +86,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a device works. A rate that is not known is NaN, and so is every time that needs it.
+    """Rates of a device. A rate that is not known is NaN, and so is every time that needs it.
 
     Args:
         name: of the device.

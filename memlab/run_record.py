@@ -42,7 +42,7 @@ class RunRecord:
         comparison: the settings tried, with the timeline of a step of each.
         steps: steps of the loop, in order; the newest 2,000 are kept.
         versions: package versions of the machine it ran on.
-        predictions: every plan that was foretold, whether it was run or not.
+        predictions: every plan that was predicted, whether it was run or not.
         title: what was trained with what, on what; empty for the title of the comparison.
         device: name of the device; empty for the device of the first measurement.
         capacity_bytes: size of the device, or None where it is not limited.
@@ -178,7 +178,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(expected: Any, value: Any, where: str) -> Any:
-    """What was written of a value, as the type that is expected; `where` is its place in the file."""
+    """Return what was written of a value, as the type that is expected; `where` is its place in the file."""
     origin, parts = typing.get_origin(expected), typing.get_args(expected)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in parts:

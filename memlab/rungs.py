@@ -8,9 +8,9 @@ Rules of the ladder:
    is *left out* of the rungs below, so that nobody pays for it, and its row says where the peak is.
 3. *Before* is the rung that a lever was added to: the last one kept. *First* is the first rung that ran.
 4. A rung that ran out of memory has no peak. It is left out where the rung before it ran. Where that one ran out too,
-   what was foretold decides; where nothing was, it is kept, since only more levers can make the loop fit.
+   what was predicted decides; where nothing was, it is kept, since only more levers can make the loop fit.
 5. Levers overlap: one that gave nothing while the peak was elsewhere may give something once others have moved it.
-   Those foretold to help by now are tried *again* at the end, once.
+   Those predicted to help by now are tried *again* at the end, once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rung:
         plan: label of the whole plan that was run.
         what: the lever in words.
         measurement: what was measured, or that memory ran out; None where the lever was refused.
-        prediction: what was foretold for the plan; None where nothing was.
+        prediction: what was predicted for the plan; None where nothing was.
         refused: why the lever does not apply here; empty when it does.
         kept: whether the rungs below stand on this one.
         again: whether the lever had been left out before, and was tried a second time.
@@ -58,7 +58,7 @@ class Rung:
 
     @property
     def label(self) -> str:
-        """How tables and pictures call it: "+ --checkpoint"."""
+        """Return how tables and pictures call it: "+ --checkpoint"."""
         return f"+ {self.lever}{' (again)' if self.again else ''}" if self.lever else self.plan
 
     @property
@@ -68,7 +68,7 @@ class Rung:
 
     @property
     def ran_out(self) -> bool:
-        """Whether memory ran out."""
+        """Return whether memory ran out."""
         return self.measurement is not None and not self.measurement.fits
 
 
@@ -97,14 +97,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Ladder(Shown):
-    """Levers added one after another, each measured.
+    """Techniques added one after another, each measured.
 
     Args:
         title: what was trained, on what.
-        rungs: at least one; the first adds no lever.
+        rungs: its rows, at least one; the first adds no technique.
         budget_bytes: what the plan was to fit into, or None.
         order: "documented" or "gain"; see `memlab.ladder`.
-        events: what else is to be said: levers that were not tried, predictions that could not be made.
+        events: further notes: techniques that were not tried, predictions that could not be made.
     """
 
     title: str
@@ -119,32 +119,32 @@ class Ladder(Shown):
 
     @property
     def plan(self) -> str:
-        """Label of the plan that the ladder came to: every lever that was kept."""
+        """Label of the final plan, with every technique that was kept."""
         return self._kept[-1].plan
 
     @property
     def fitting(self) -> Rung | None:
-        """The first rung that fits the budget; None without one."""
+        """The first row that fits the budget; None without one."""
         return next((rung for rung in self.rungs if self._fits(rung)), None)
 
     @property
     def first(self) -> Rung:
-        """What "vs first" compares with: the first rung that ran, or the first one where none did."""
+        """Return what "vs first" compares with: the first row that ran, or the first one where none did."""
         return next((rung for rung in self.rungs if rung.ran), self.rungs[0])
 
     @property
     def last(self) -> Rung:
-        """The last rung that was kept."""
+        """The last row that was kept."""
         return self._kept[-1]
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether throughput is in tokens; in samples where the inputs are no token ids."""
+        """Return whether throughput is in tokens; in samples where the inputs are no token ids."""
         return all(rung.ran.tokens_per_step for rung in self.rungs if rung.ran)
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Every rung against the one before and the first."""
+        """Every row against the one before and the first."""
         found: list[Step] = []
         before: Rung | None = None
         said: set[str] = set()
@@ -157,7 +157,7 @@ class Ladder(Shown):
 
     @property
     def comparison(self) -> Comparison:
-        """The rungs that were run side by side, named by their levers; for figures of comparisons."""
+        """The rows that were run, side by side, named by their techniques; for figures of comparisons."""
         named = [(rung.label, rung) for rung in self.rungs if rung.measurement is not None]
         return Comparison(
             self.title,
@@ -203,7 +203,7 @@ class Ladder(Shown):
 
 
 def helps(before: Rung, after: Rung) -> bool:
-    """Whether a rung is kept: rules 2 and 4.
+    """Return whether a rung is kept: rules 2 and 4.
 
     Args:
         before: the last rung that was kept.
@@ -217,7 +217,7 @@ def helps(before: Rung, after: Rung) -> bool:
 
 
 def lever_words(before: Plan, after: Plan) -> str:
-    """What a lever does, in words.
+    """Return what a lever does, in words.
 
     Example:
         >>> lever_words(Plan(), Plan.parse("--checkpoint"))
@@ -271,7 +271,7 @@ def _needs_less(before: Measurement, after: Measurement) -> bool:
 
 
 def _is_faster(before: Measurement, after: Measurement) -> bool:
-    """Whether a rung is worth keeping for its speed alone; a single step has no spread, and proves nothing."""
+    """Return whether a rung is worth keeping for its speed alone; a single step has no spread, and proves nothing."""
     if min(len(before.step_seconds), len(after.step_seconds)) < 2:
         return False
     faster = ratio(after.samples_per_second, before.samples_per_second) - 1
@@ -298,7 +298,7 @@ def _verdict(rung: Rung, before: Rung | None, notes: tuple[str, ...]) -> str:
 
 
 def _gain_words(rung: Rung, before: Rung | None) -> str:
-    """That a rung did not lower the peak; empty where it did, or where there is nothing to compare with."""
+    """Say that a rung did not lower the peak; empty where it did, or where there is nothing to compare with."""
     if before is None or before.ran is None or rung.ran is None or _needs_less(before.ran, rung.ran):
         return ""
     if rung.kept:

@@ -78,7 +78,7 @@ class ForwardSeam:
 
     @property
     def users(self) -> Any:
-        """What ``model.compile()`` has put there, or None."""
+        """Return what ``model.compile()`` has put there, or None."""
         return self.further_in.users if isinstance(self.further_in, ForwardSeam) else self.further_in
 
     def _takes_over(self) -> bool:
@@ -121,7 +121,7 @@ class ForwardSeam:
 
 
 class _BetweenHooks:
-    """What torch calls as ``forward`` between the hooks of a model."""
+    """The function that torch calls as ``forward`` between the hooks of a model."""
 
     def __init__(self, seam: ForwardSeam, original: Callable[..., Any], found: Callable[[], None]) -> None:
         self._seam = seam
@@ -144,13 +144,13 @@ def _has_hooks(model: nn.Module) -> bool:
 
 
 def _has_own_call(kind: type) -> bool:
-    """Whether a class of the user's says itself what calling it does."""
+    """Return whether a class of the user's says itself what calling it does."""
     definer = next(base for base in kind.__mro__ if "__call__" in vars(base))
     return not definer.__module__.startswith("torch.")
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether calls of a model run code that ``torch.compile`` has made, which looks into modules no more.
+    """Return whether calls of a model run code that ``torch.compile`` has made, which looks into modules no more.
 
     Example:
         >>> is_compiled(nn.Linear(2, 2)), is_compiled(torch.compile(nn.Linear(2, 2)))

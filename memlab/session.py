@@ -44,7 +44,7 @@ from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
 
 @dataclass(frozen=True)
 class LogEntry:
-    """What a session did, and in or before which step.
+    """An action of a session, and the step in or before which it happened.
 
     Args:
         step: the step that was under way, or that came next, counted from 1.
@@ -71,7 +71,7 @@ class Session:
 
     Args:
         workload: what to apply plans to.
-        observers: who watches.
+        observers: objects that are told about steps.
         rescuer: keeps the loop running when memory runs out; None lets the error pass.
 
     Attributes:
@@ -128,7 +128,7 @@ class Session:
 
     @property
     def attached(self) -> bool:
-        """Whether the session still holds the seams; False after `undo`."""
+        """Return whether the session is in force; False after `undo`."""
         return _attached.get(id(self.workload.model)) is self
 
     @property
@@ -143,7 +143,7 @@ class Session:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the techniques in force have to say."""
+        """Return what the techniques in force have to say."""
         return tuple(note for technique in self.techniques for note in technique.notes)
 
     @property
@@ -194,17 +194,17 @@ class Session:
         self._pending = plan if plan != self.plan else None
 
     def leave(self, observer: Observer) -> None:
-        """Have somebody watch no longer; harmless when they do not."""
+        """Remove an observer; do nothing when it is not there."""
         self.observers[:] = [one for one in self.observers if one is not observer]
 
     def loop_was_left(self) -> None:
-        """Have techniques forget a step that an error has ended in its middle, when it is not going to be continued."""
+        """Discard the state of a step that an error has interrupted and that will not be continued."""
         with uninterrupted():
             for technique in self.techniques:
                 technique.broken_off()
 
     def hand_over(self, thread: int) -> None:
-        """Have another thread train, and change plans between its steps.
+        """Let another thread train, and change plans between its steps.
 
         Args:
             thread: its number, as from `threading.get_ident`.
@@ -212,33 +212,33 @@ class Session:
         self._thread = thread
 
     def note(self, text: str, step: int | None = None) -> None:
-        """Write into the log what has happened, at a step or now."""
+        """Add an entry to the log, for a step or for now."""
         self.log.append(LogEntry(self._steps + 1 if step is None else step, text))
 
     def note_once(self, text: str) -> None:
-        """Write into the log what has happened, unless the log says so already."""
+        """Add an entry to the log, unless it is there already."""
         if all(entry.text != text for entry in self.log):
             self.note(text)
 
     def shares(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer steps models of other sessions as well: its update is nobody's alone."""
+        """Return whether an optimizer also steps models of other sessions."""
         return any(
             other is not self and any(optimizer is one for one in other.workload.optimizers) for other in sessions()
         )
 
     def accept(self, rescuer: Rescuer) -> None:
-        """Have the loop rescued from now on."""
+        """Recover the loop from out-of-memory errors from now on."""
         self.rescuer = rescuer
         rescuer.attach(self)
 
     def dismiss(self) -> None:
-        """Have the loop rescued no longer; harmless when it is not."""
+        """Stop recovering the loop from out-of-memory errors; do nothing when that is off."""
         if self.rescuer is not None:
             self.rescuer.detach()
         self.rescuer = None
 
     def undo(self) -> None:
-        """Give the workload back as it was: every technique off, both seams out. Harmless when done.
+        """Restore the workload as it was, without any technique. Does nothing when called again.
 
         A Ctrl-C that comes meanwhile is delivered when it is done.
 
@@ -562,12 +562,12 @@ class Session:
 def fit(
     workload: Workload, plan: Plan | str = "", observers: Sequence[Observer] = (), *, rescue: bool | Rescuer = False
 ) -> Session:
-    """Apply a plan to live objects, there and then.
+    """Apply a plan to live objects at once.
 
     Args:
         workload: model and optimizer, see `Workload`.
         plan: a `Plan`, or its flags as text.
-        observers: who watches, such as a `memlab.measuring.Meter`.
+        observers: objects that are told about steps, such as a `memlab.measuring.Meter`.
         rescue: keep the loop running when memory runs out, under other plans that need less; a `Rescuer` says which.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Which errors say that memory ran out, what they say, and how to drop what they hold.
+"""Out-of-memory errors: recognising them, reading them, and dropping what they hold.
 
 Rules of recognition:
 
@@ -66,7 +66,7 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that memory ran out, by the rules of this module.
+    """Return whether an error says that memory ran out, by the rules of this module.
 
     Args:
         error: what was raised; None for nothing.
@@ -81,7 +81,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def requested_bytes(error: BaseException | None) -> int | None:
-    """What the allocation that failed asked for, as the error's text has it.
+    """Return what the allocation that failed asked for, as the error's text has it.
 
     Args:
         error: what was raised.
@@ -210,7 +210,7 @@ def _stack_above(frame: FrameType | None) -> set[FrameType]:
 
 
 def _suspended(frames: list[FrameType]) -> set[FrameType]:
-    """Those that belong to a generator or coroutine which has not ended."""
+    """Return the frames that belong to a generator or coroutine which has not ended."""
     if not any(frame.f_code.co_flags & _SUSPENDABLE for frame in frames):
         return set()
     # a frame does not know its generator before Python 3.14

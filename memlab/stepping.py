@@ -330,7 +330,7 @@ def size_of(parameter: Parameter) -> int:
 
 
 def is_separable(optimizer: Optimizer) -> bool:
-    """Whether the update of each parameter is known to be independent of all others."""
+    """Return whether the update of each parameter is known to be independent of all others."""
     kind = type(optimizer)
     return f"{kind.__module__}.".startswith(_SEPARABLE_PACKAGES) and not isinstance(optimizer, torch.optim.LBFGS)
 
@@ -457,6 +457,6 @@ def restored_on_failure(optimizer: Optimizer, parameters: Sequence[Parameter]) -
 
 
 def _writes_gradients(optimizer: Optimizer) -> bool:
-    """Whether an update changes gradients: fused kernels unscale them, foreach SGD adds momentum to them."""
+    """Return whether an update changes gradients: fused kernels unscale them, foreach SGD adds momentum to them."""
     has_scale = getattr(optimizer, "grad_scale", None) is not None
     return has_scale or any(group.get("nesterov") for group in optimizer.param_groups)

@@ -97,7 +97,7 @@ class HeldBack(Interrupts):
             self.came = True
 
     def is_over(self, frame: FrameType | None) -> bool:
-        """Whether the caller has ended, so that nobody will end this."""
+        """Return whether the caller has ended, so that nobody will end this."""
         while frame is not None and (id(frame), id(frame.f_code)) != self._caller:
             frame = frame.f_back
         return frame is None

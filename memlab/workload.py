@@ -68,7 +68,7 @@ class SeveralModelsError(WorkloadError):
 
 
 class Workload:
-    """A model, what updates it, and optionally what a step looks like.
+    """A model, its optimizer, and optionally the batch and loss of a step.
 
     Args:
         model: the model to train; Accelerate, Fabric and DDP wrappers are looked through.
@@ -78,7 +78,7 @@ class Workload:
             tuple (positional) or a single tensor. With `loss_fn`, a pair of inputs and target.
         loss_fn: called as ``loss_fn(output, target)``; None when the model returns its own loss.
         scheduler: learning-rate scheduler, kept as it is by measurements.
-        name: how reports call it; by default the model's class.
+        name: its name in reports; by default the model's class.
 
     Attributes:
         trained_on: the device, while an engine keeps parameters elsewhere between uses.
@@ -128,7 +128,7 @@ class Workload:
 
     @property
     def device(self) -> torch.device:
-        """Where the first trainable parameter lives, or is trained."""
+        """Return where the first trainable parameter lives, or is trained."""
         if self.trained_on is not None:
             return self.trained_on
         return next(p for p in self.model.parameters() if p.requires_grad).device
@@ -190,7 +190,7 @@ class Workload:
 
     @classmethod
     def from_trainer(cls, trainer: Any) -> Workload:
-        """The workload of a `transformers.Trainer`; its optimizer may still be unmade.
+        """The workload of a `transformers.Trainer`; its optimizer may be made later.
 
         Raises:
             WorkloadError: the object has no model.
@@ -279,7 +279,7 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def steps_some_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether an optimizer updates at least one parameter of a model."""
+    """Return whether an optimizer updates at least one parameter of a model."""
     return not _stepped_by(optimizer).isdisjoint(id(p) for p in model.parameters())
 
 
@@ -374,7 +374,7 @@ def _given(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def is_trained_by(workload: Workload, namespace: Mapping[str, Any], cell: str) -> bool:
-    """Whether a cell trains this workload for certain: it uses an optimizer of the model, or makes nothing itself.
+    """Return whether a cell trains this workload for certain: it uses an optimizer of the model, or makes nothing itself.
 
     Args:
         workload: as `Workload.find` gave it.
@@ -389,7 +389,7 @@ def is_trained_by(workload: Workload, namespace: Mapping[str, Any], cell: str) -
 
 
 def stale_optimizers(namespace: Mapping[str, Any], cell: str) -> list[str]:
-    """What to say about optimizers whose model was made again: the cell uses both, and the one updates nothing of the other.
+    """Return what to say about optimizers whose model was made again: the cell uses both, and the one updates nothing of the other.
 
     Args:
         namespace: variables by name.
@@ -456,7 +456,7 @@ def _trainer_model(value: Any) -> nn.Module | None:
 
 
 def _held(name: str, value: Any, kind: type[_Kind]) -> Iterator[tuple[str, _Kind]]:
-    """What a variable holds of a kind: itself, in containers, in attributes of objects; by the way there."""
+    """Yield what a variable holds of a kind: itself, in containers, in attributes of objects; by the way there."""
     waiting = deque([(name, value, 0)])
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_LOOKED_AT:
@@ -471,7 +471,7 @@ def _held(name: str, value: Any, kind: type[_Kind]) -> Iterator[tuple[str, _Kind
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container or an object of a class of the user's holds, and the way there."""
+    """Yield what a container or an object of a class of the user's holds, and the way there."""
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", inner) for key, inner in islice(value.items(), _MOST_ITEMS))
     elif isinstance(value, (list, tuple)):

@@ -184,7 +184,7 @@ class Allocator:
 
     @property
     def history(self) -> tuple[Entry, ...]:
-        """What happened, when the allocator keeps a history."""
+        """Return what happened, when the allocator keeps a history."""
         return tuple(self._history.entries)
 
     def _serve(self, event: Event) -> None:
@@ -358,7 +358,7 @@ def _check_positive(name: str, size: int | None) -> None:
 
 
 def _allowed_bytes(settings: Settings, capacity_bytes: int | None, device_bytes: int | None) -> int | None:
-    """What a memory fraction below 1 permits; None without one, or on a device without a limit."""
+    """Return what a memory fraction below 1 permits; None without one, or on a device without a limit."""
     total = device_bytes or capacity_bytes
     if settings.per_process_memory_fraction >= 1 or total is None:
         return None

@@ -59,7 +59,7 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Whether its segment has other blocks."""
+        """Return whether its segment has other blocks."""
         return self.prev is not None or self.next is not None
 
     @property

@@ -29,7 +29,7 @@ class Device:
 
     @property
     def free_bytes(self) -> int:
-        """What could still be taken."""
+        """Return what could still be taken."""
         return self.limit_bytes - self.used_bytes
 
     def take(self, size: int) -> bool:

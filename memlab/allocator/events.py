@@ -1,4 +1,4 @@
-"""What a program asks of the allocator: storages that are born and freed."""
+"""Requests of a program to the allocator: storages that are made and freed."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _cut_tail(block: Block, keep: int, *, mapped: bool = False) -> Block:
 
 
 def _holds(start: Block, size: int) -> bool:
-    """Whether free and unmapped blocks from here on, without a gap, hold `size`."""
+    """Return whether free and unmapped blocks from here on, without a gap, hold `size`."""
     found, block = 0, start
     while found < size and not block.allocated:
         found += block.size
@@ -138,7 +138,7 @@ def _holds(start: Block, size: int) -> bool:
 
 
 def _whole_pages(block: Block) -> tuple[int, int]:
-    """Where the pages that lie completely inside a block begin and end."""
+    """Return where the pages that lie completely inside a block begin and end."""
     assert block.range is not None
     page, base = block.range.page_bytes, block.range.address
     begin = base + round_up(block.address - base, page)

@@ -1,4 +1,4 @@
-"""What the allocator did, entry by entry, as torch records it for its memory viewer."""
+"""The allocator's actions, entry by entry, as torch records them for its memory viewer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Action(StrEnum):
-    """What happened, in the words of a torch trace."""
+    """Kinds of actions, in the words of a torch trace."""
 
     ALLOC = "alloc"
     FREE_REQUESTED = "free_requested"
@@ -30,7 +30,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Where a request came from.
+    """Origin of a request.
 
     Args:
         frames: lines of code, the innermost first.

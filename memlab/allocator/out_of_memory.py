@@ -10,7 +10,7 @@ from memlab.units import format_bytes
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What was asked for, and what was there.
+    """The requested size, and the memory there was.
 
     Args:
         requested_bytes: what the program asked for.
@@ -40,12 +40,12 @@ class OutOfMemory:
 
     @property
     def free_bytes(self) -> int:
-        """What was left below the limit."""
+        """Return what was left below the limit."""
         return self.limit_bytes - self.reserved_bytes
 
     @property
     def missing_bytes(self) -> int:
-        """How much more the request needed from the driver."""
+        """Return how much more the request needed from the driver."""
         return self.attempted_bytes - self.free_bytes
 
     def __str__(self) -> str:

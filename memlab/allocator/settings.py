@@ -39,7 +39,7 @@ _ITEM = re.compile(r"([^:,\[\]]+):(\[[^\[\]]*\]|[^:,\[\]]+)(?:,|$)")
 
 @dataclass(frozen=True)
 class Settings:
-    """How the caching allocator behaves; the defaults are torch's.
+    """Settings of the caching allocator; the defaults are torch's.
 
     Args:
         expandable_segments: grow one range of addresses per stream and pool instead of separate segments.
@@ -88,7 +88,7 @@ class Settings:
 
     @property
     def unsplit_slack_bytes(self) -> int:
-        """How much larger than its request an unsplit block may be, as a number."""
+        """Return how much larger than its request an unsplit block may be, as a number."""
         given = self.max_non_split_rounding_bytes
         return self.large_segment_bytes if given is None else given
 

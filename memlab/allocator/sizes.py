@@ -1,4 +1,4 @@
-"""How many bytes a request becomes: the block's size, its pool, and what is asked of the driver.
+"""Sizes of a request: of its block, its pool, and the request to the driver.
 
 1. A request is rounded up: to 512 bytes, or to a fraction of a power of two where settings say so.
 2. Blocks up to 1 MiB live in the small pool, whose segments are 2 MiB.
@@ -38,7 +38,7 @@ def round_up(size: int, step: int) -> int:
 
 
 def interval_of(size: int) -> int:
-    """Which of the sixteen intervals of `roundup_power2_divisions` a size falls into.
+    """Return which of the sixteen intervals of `roundup_power2_divisions` a size falls into.
 
     Example:
         >>> interval_of(100), interval_of(2**21), interval_of(2**40)
@@ -81,7 +81,7 @@ def round_to_division(size: int, parts: int) -> int:
 
 
 def segment_size(block_bytes: int, large_segment_bytes: int = LARGE_SEGMENT_BYTES) -> int:
-    """What is asked of the driver when no cached block fits (`get_allocation_size`).
+    """Return what is asked of the driver when no cached block fits (`get_allocation_size`).
 
     Example:
         >>> [segment_size(int(mib * 2**20)) // 2**20 for mib in (1, 1.5, 10, 11.2)]

@@ -1,4 +1,4 @@
-"""What the allocator counts, under the names `torch.cuda.memory_stats` gives it.
+"""The allocator's counters, under the names of `torch.cuda.memory_stats`.
 
 *Allocated* and *active* bytes are those of blocks, an unsplit remainder included; *requested* bytes are what
 was asked for. *Reserved* bytes are what the driver handed over.
@@ -95,7 +95,7 @@ class Meter:
 
 
 class Counters:
-    """What is counted for the allocator as a whole."""
+    """Counters of the whole allocator."""
 
     def __init__(self) -> None:
         self.num_alloc_retries = self.num_ooms = self.num_sync_all_streams = 0
@@ -128,7 +128,7 @@ class Statistics:
 
     @property
     def fits(self) -> bool:
-        """Whether every request was served."""
+        """Return whether every request was served."""
         return self.out_of_memory is None
 
     @property

@@ -37,14 +37,14 @@ def build(
 ) -> nn.Module:
     """Make a model on its device in its target format, one tensor at a time.
 
-    In place of `factory().to(device, dtype)`, which holds the whole model on the host in full precision. What is held there so
-    at any time is 32 MiB or the two newest tensors, and the buffers.
+    Use it instead of `factory().to(device, dtype)`, which holds the whole model on the host in full precision. This function
+    holds at most 32 MiB or the two newest tensors there, and the buffers.
 
     *Fresh weights* are the ones of `factory().to(device, dtype)` under the same seed, bit for bit and on every device: they are
     drawn on the CPU in full precision, then rounded and moved. There are two differences. Tensors that the factory makes with a
     dtype of their own (`dtype=torch.float32`, `.float()`: rotary frequencies, a router in fp32) keep it; `.to` would
     cast them. And where a factory computes on weights again after 32 MiB of others were made (`weight.mul_(0.5)` in a
-    second round), they are rounded once more. The CPU's random state goes on as it would; no device's is used.
+    second round), they are rounded once more. The CPU's random state advances as it would; no device's is used.
 
     *Weights from files* are read in pieces and cast on the way. For Transformers that is its own `from_pretrained`, so the
     model comes in eval mode and formats are what Transformers decides. Buffers that are not in files are computed.
@@ -54,7 +54,7 @@ def build(
     Args:
         factory: a callable without arguments (a class, a function) that returns a module; a Transformers configuration; a tuple of
             a Transformers class and a configuration; a folder that `save_pretrained` wrote; or a tuple of class and folder.
-        device: where the model shall be.
+        device: device of the finished model.
         dtype: `torch.float32`, `torch.bfloat16`, `torch.float16`, `torch.float64`, or fp32, bf16, fp16, fp64. Without it, the
             factory's, the configuration's or the folder's own.
         weights: for a callable, a safetensors file, an index of shards, or a folder of either, with the names of
@@ -65,7 +65,7 @@ def build(
         The model.
 
     Raises:
-        BuildError: a factory, device, dtype or weights that will not do; what is allowed is said.
+        BuildError: a factory, device, dtype or weights that cannot be used; the message says what is allowed.
         MissingExtraError: transformers, accelerate (from a folder to a GPU) or safetensors is needed and not installed.
 
     Known limitations:

@@ -83,7 +83,7 @@ def disagreement(path: Path, missing: Iterable[str], unexpected: Iterable[str]) 
 
 
 def _files(path: Path, safetensors: Any) -> dict[str, Path]:
-    """Which file holds each name."""
+    """Return which file holds each name."""
     if path.is_dir():
         path = _in_folder(path)
     if not path.is_file():

@@ -222,7 +222,7 @@ class Gradual(TorchFunctionMode):
 
     @staticmethod
     def _shares(made: torch.Tensor, given: list[torch.Tensor]) -> bool:
-        """Whether a result is a view of an argument, and so has that one's dtype."""
+        """Return whether a result is a view of an argument, and so has that one's dtype."""
         return any(_storage(tensor) == _storage(made) for tensor in given)
 
 

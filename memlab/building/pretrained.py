@@ -22,13 +22,13 @@ from memlab.extras import available, require
 
 
 def is_config(given: object) -> bool:
-    """Whether something is a configuration of Transformers. It is not imported for that: without it, nothing is one."""
+    """Return whether something is a configuration of Transformers. It is not imported for that: without it, nothing is one."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(given, transformers.PreTrainedConfig)
 
 
 def is_model_class(given: object) -> bool:
-    """Whether something is a model class of Transformers, or one of its Auto classes."""
+    """Return whether something is a model class of Transformers, or one of its Auto classes."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(given, type) and hasattr(given, "from_pretrained")
 

@@ -1,4 +1,4 @@
-"""Where a model shall be, and in which number format."""
+"""Device and number format of a model that is built."""
 
 from __future__ import annotations
 

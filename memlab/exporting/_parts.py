@@ -1,4 +1,4 @@
-"""What several targets share."""
+"""Parts that several targets share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def header(plan: Plan | Scale) -> str:
 
 
 def torchrun(nproc: int) -> str:
-    """How a script is started on many ranks of one machine."""
+    """Return how a script is started on many ranks of one machine."""
     return f"torchrun --nproc-per-node {nproc} train.py"
 
 
@@ -26,7 +26,7 @@ def block_stride(plan: Plan) -> int:
 
 
 def has_switch_for_checkpointing(plan: Plan) -> bool:
-    """Whether frameworks have a switch for the plan's checkpointing; they have none that weighs blocks or operators."""
+    """Return whether frameworks have a switch for the plan's checkpointing; they have none that weighs blocks or operators."""
     return plan.checkpointing not in ("off", "selective") and plan.budget_bytes is None
 
 

@@ -26,7 +26,7 @@ def _torch_imports(plan: Plan) -> str:
 
 
 def checkpoint_imports(plan: Plan) -> list[str]:
-    """What code that recomputes needs of torch."""
+    """Return what code that recomputes needs of torch."""
     is_selective = plan.checkpointing == "selective"
     recomputes = plan.checkpointing != "off" or plan.tiling > 1
     names = "checkpoint, create_selective_checkpoint_contexts" if is_selective else "checkpoint"
@@ -265,7 +265,7 @@ def _torch_release(plan: Plan) -> str:
 
 
 def _releases(plan: Plan) -> bool:
-    """Whether gradients go as they are used. State in one file is read and written whole."""
+    """Return whether gradients go as they are used. State in one file is read and written whole."""
     return plan.gradients is Gradients.RELEASE and plan.tier_of(Offloaded.OPTIMIZER) is not Tier.DISK
 
 
@@ -401,7 +401,7 @@ def _torch_backward(plan: Plan, loss: str) -> list[str]:
 
 
 def _torch_updates(plan: Plan) -> list[str]:
-    """What follows the backward pass of a batch."""
+    """Return what follows the backward pass of a batch."""
     update = [*_torch_update(plan), "optimizer.zero_grad()"]
     if not _releases(plan):
         whole = plan.gradients is Gradients.RELEASE

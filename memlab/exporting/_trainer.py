@@ -87,7 +87,7 @@ def _trainer_engine(plan: Plan, scale: Scale | None) -> list[str]:
 
 
 def _trainer_notes(plan: Plan, scale: Scale | None) -> list[str]:
-    """What TrainingArguments has no argument for: code where a few lines do it, else the way round."""
+    """Return what TrainingArguments has no argument for: code where a few lines do it, else the way round."""
     notes = (
         (_ACCUMULATION_COMMENT.format(n=plan.accumulation), plan.accumulation > 1),
         (_TRAINER_WEIGHTS, plan.precision in (Precision.FP32, Precision.FP16, Precision.BF16)),

@@ -22,7 +22,7 @@ _MOST_RUNS = 5
 
 @dataclass(frozen=True)
 class Call:
-    """What a call of a model was like, to make it again.
+    """A call of a model, described so that it can be made again.
 
     Args:
         method: "forward" or "generate".

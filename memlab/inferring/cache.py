@@ -34,7 +34,7 @@ def caches_in(values: Any) -> list[Any]:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an object is a cache of Transformers, which memlab does not import."""
+    """Return whether an object is a cache of Transformers, which memlab does not import."""
     return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__)
 
 
@@ -79,7 +79,7 @@ def bytes_of(tensors: Iterable[torch.Tensor], device_type: str) -> int:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model keeps of each token.
+    """Sizes of a model's cache for each token.
 
     Args:
         windows: for each layer the most tokens it keeps; None for all.
@@ -120,7 +120,7 @@ class CacheShape:
 
 
 def shape_of(model: nn.Module) -> CacheShape | None:
-    """What a model keeps of each token, by its configuration; None when that does not say it, or keeps something else.
+    """Return what a model keeps of each token, by its configuration; None when that does not say it, or keeps something else.
 
     Known limitations:
         Latent attention, linear attention and state-space layers have caches of other forms: they are measured only.

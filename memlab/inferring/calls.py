@@ -58,7 +58,7 @@ class _Run:
 
     @property
     def kind(self) -> CallKind:
-        """What it has turned out to be so far."""
+        """Return what it has turned out to be so far."""
         return CallKind.GENERATE if self.is_generate or self.passes > 1 else CallKind.FORWARD
 
     @property
@@ -66,7 +66,7 @@ class _Run:
         return self.rows * max(1, self.tokens)
 
     def record(self) -> CallRecord:
-        """What it came to; waits until the device has done it."""
+        """Return what it came to; waits until the device has done it."""
         end = self.end or self.begin
         first = self.first_end or end
         is_generation = self.kind is CallKind.GENERATE
@@ -88,7 +88,7 @@ class _Run:
 
 @dataclass
 class _Kind:
-    """What is kept of all calls of one kind."""
+    """Records of all calls of one kind."""
 
     runs: list[_Run]
     records: list[CallRecord]
@@ -240,7 +240,7 @@ class CallMeter:
         self._run = run
 
     def _is_larger(self, run: _Run) -> bool:
-        """Whether no call of so many rows, or none as large, has been watched yet; notes that one has now."""
+        """Return whether no call of so many rows, or none as large, has been watched yet; notes that one has now."""
         watched = self._watched[run.is_generate]
         is_larger = run.rows not in watched or run.elements > max(watched.values())
         if is_larger:
@@ -274,7 +274,7 @@ class CallMeter:
             run.breakdown = self._named(run, allocated, reserved)
 
     def _named(self, run: _Run, allocated: int, reserved: int | None) -> dict[str, int]:
-        """What of a peak has a name; the rest is what the pass worked with."""
+        """Return what of a peak has a name; the rest is what the pass worked with."""
         held: dict[str, list[torch.Tensor]] = {}
         for category, tensor in self._held():
             held.setdefault(str(category), []).append(tensor)

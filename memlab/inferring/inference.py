@@ -102,14 +102,14 @@ class Inference:
 
     @property
     def records(self) -> tuple[InferenceRecord, ...]:
-        """What was measured so far, one record for each kind of call: forwards, generations."""
+        """Return what was measured so far, one record for each kind of call: forwards, generations."""
         if self._records is not None:
             return self._records
         return self._meter.records(str(self._precision), self._host_bytes, tuple(self._notes))
 
     @property
     def record(self) -> InferenceRecord:
-        """That of the calls that need most memory.
+        """Return the record of the calls that need most memory.
 
         Raises:
             WorkloadError: there was no call.
@@ -122,11 +122,11 @@ class Inference:
         return max(records, key=lambda record: record.peak_allocated_bytes)
 
     def graph_bytes(self) -> int | None:
-        """Bytes that the graph of the largest forward would have kept, had gradients been on; foretold on a twin.
+        """Bytes that the graph of the largest forward would have kept, had gradients been on; predicted on a twin.
 
         Returns:
             None when the cell had switched gradients off itself, no parameter could get one, there was no forward
-            outside of a generation, or the model cannot be foretold.
+            outside of a generation, or the model cannot be predicted.
         """
         call = self._with_graph
         if call is None or not any(parameter.requires_grad for parameter in self.model.parameters()):
@@ -137,18 +137,18 @@ class Inference:
             return None
 
     def largest_batch(self, budget: str | int | None = None, kind: CallKind | None = None) -> BatchAdvice:
-        """The most rows of the largest call that fit, proven by running it with other numbers of rows.
+        """Return the most rows of the largest call that fit, verified by running it with other numbers of rows.
 
         Rows are repeated to make the batches; random state is put back. What is run is not part of `records`.
 
         Args:
-            budget: what they are to fit into, as in "8GiB"; by default what the device holds.
+            budget: size that they must fit into, as in "8GiB"; by default what the device holds.
             kind: of calls; by default the one that needs most memory.
 
         Raises:
             WorkloadError: no call to repeat, or nothing it needs grows with its rows.
             BudgetError: not one row fits.
-            SessionError: the model has been given back.
+            SessionError: the inference has ended.
         """
         if not self.attached:
             raise SessionError("this inference is over: ask within the block")
@@ -167,7 +167,7 @@ class Inference:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """What the device holds: the size it was given, or on CUDA what others do not use; None where it has no size."""
+        """Return what the device holds: the size it was given, or on CUDA what others do not use; None where it has no size."""
         device, where = self._meter.device, next(self.model.parameters()).device
         if device.capacity_bytes is not None or where.type != "cuda":
             return device.capacity_bytes
@@ -177,11 +177,11 @@ class Inference:
 
     @property
     def attached(self) -> bool:
-        """Whether the model's calls are taken over; False after `undo`."""
+        """Return whether the model's calls are taken over; False after `undo`."""
         return _attached.get(id(self.model)) is self
 
     def undo(self) -> None:
-        """Give the model back as it was. Harmless when done; waits for a call on another thread.
+        """Restore the model as it was. Does nothing when called again; waits for a call on another thread.
 
         Raises:
             torch.OutOfMemoryError: there is no room for the weights as they were. It can be called again once
@@ -243,7 +243,7 @@ class Inference:
             self._notes.append(f"nothing was rounded: the weights are {', '.join(kinds)} already")
 
     def _held(self) -> Iterator[Holding]:
-        """What lives all the time."""
+        """Yield what lives all the time."""
         yield from parameters_of(self.model)
         session = session_of(self.model)
         if session is not None:
@@ -334,7 +334,7 @@ class Inference:
     # -- one call ------------------------------------------------------------------------------
 
     def _is_inside(self) -> bool:
-        """Whether this thread is in a call already."""
+        """Return whether this thread is in a call already."""
         return self._depth > 0 and self._is_mine()
 
     def _is_mine(self) -> bool:
@@ -411,7 +411,7 @@ def inference(
     device: Device | None = None,
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> Inference:
-    """Have the calls of a model run forward only, and measure them.
+    """Run the calls of a model forward only, and measure them.
 
     Args:
         model: the model; parts of it that are called by themselves, and methods other than forward and ``generate``,
@@ -421,7 +421,7 @@ def inference(
         optimizers: whose state takes memory beside the model.
 
     Returns:
-        What holds the model: under ``with`` it is given back at the end of the block; bare, by `undo`.
+        The inference in force: it ends with the ``with`` block, or by `undo`.
 
     Raises:
         PlanError: flags that cannot be read, or mean nothing where nothing is trained.
@@ -463,7 +463,7 @@ def inference(
 
 
 def inference_of(model: nn.Module) -> Inference | None:
-    """What holds a model, or None."""
+    """Return what holds a model, or None."""
     return _attached.get(id(unwrap_model(model)))
 
 
@@ -493,7 +493,7 @@ def precision_of(plan: Plan) -> Precision:
 
 
 def explained(error: BaseException) -> str:
-    """What an error of code that trains means under inference; empty for other errors."""
+    """Return what an error of code that trains means under inference; empty for other errors."""
     if isinstance(error, RuntimeError) and all(words in str(error) for words in _NO_GRADIENT):
         return f"backward() under --inference, where the model's calls have no gradients: {_TRAINS}"
     return ""

@@ -79,7 +79,7 @@ class Background:
 
     @property
     def running(self) -> bool:
-        """Whether a cell runs in the background."""
+        """Return whether a cell runs in the background."""
         return self._job is not None and self._job.is_running
 
     def start(
@@ -102,7 +102,7 @@ class Background:
         self._job.start()
 
     def trains(self, model: nn.Module) -> bool:
-        """Whether a model is trained in the background, by another thread than this one."""
+        """Return whether a model is trained in the background, by another thread than this one."""
         job = self._other()
         return job is not None and job.model is model
 
@@ -235,12 +235,12 @@ class Job:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Return whether it has begun and not ended."""
         return not self._has_ended.is_set()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is its thread."""
+        """Return whether this is its thread."""
         return threading.current_thread() is self._thread
 
     @property
@@ -261,7 +261,7 @@ class Job:
             control.cancel()
 
     def ended(self, within_seconds: float) -> bool:
-        """Whether it ends in time."""
+        """Return whether it ends in time."""
         return self._has_ended.wait(within_seconds)
 
     def trains(self, model: nn.Module, control: Control | None) -> None:

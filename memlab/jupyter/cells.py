@@ -36,7 +36,7 @@ Shell = Any
 
 @dataclass
 class Outcome:
-    """How a cell ended.
+    """Outcome of a cell.
 
     Args:
         error: what it raised, or None.
@@ -74,7 +74,7 @@ def read(shell: Shell, cell: str) -> Source:
 
 
 def syntax_error(shell: Shell, source: Source) -> Outcome | None:
-    """What is wrong with a cell that cannot be run at all; None when nothing is."""
+    """Return what is wrong with a cell that cannot be run at all; None when nothing is."""
     if source.failure is not None:
         return run(shell, source)
     with _numbered_as_outer_cell(shell):
@@ -122,7 +122,7 @@ def raise_shown(shell: Shell, outcome: Outcome, advice: str = "") -> None:
 
 
 def refusal_in(error: BaseException | None) -> MemlabError | None:
-    """What memlab has refused in the middle of a cell, in the error that ends it.
+    """Return what memlab has refused in the middle of a cell, in the error that ends it.
 
     Args:
         error: as the cell raised it; a framework may have raised another one from it.
@@ -138,7 +138,7 @@ def refusal_in(error: BaseException | None) -> MemlabError | None:
 
 
 def _was_called_by_torch(traceback: TracebackType | None) -> bool:
-    """Whether memlab was called by torch (a hook, a node of the backward pass), and not by the user's code."""
+    """Return whether memlab was called by torch (a hook, a node of the backward pass), and not by the user's code."""
     before = ""
     while traceback is not None:
         module = str(traceback.tb_frame.f_globals.get("__name__", ""))

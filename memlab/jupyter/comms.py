@@ -37,7 +37,7 @@ _ENOUGH_ON_MAIN = 2
 
 
 class World(Enum):
-    """How clicks reach the run."""
+    """Ways in which clicks reach the run."""
 
     NOBODY = "no front end"
     UNKNOWN = "not known yet"
@@ -135,12 +135,12 @@ def _handle_quietly(comm: Comm, handle: Callable[[Comm, Any], None], message: An
 
 
 def is_main_thread() -> bool:
-    """Whether this is the thread on which cells run, unless they say otherwise."""
+    """Return whether this is the thread on which cells run, unless they say otherwise."""
     return threading.current_thread() is threading.main_thread()
 
 
 def world_of(kernel: Kernel | None) -> World:
-    """What can be said of a kernel before any message has come.
+    """Return what can be said of a kernel before any message has come.
 
     Args:
         kernel: the kernel of the shell, as in ``get_ipython().kernel``; None in a terminal.

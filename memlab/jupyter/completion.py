@@ -1,4 +1,4 @@
-"""What Tab completes on the lines of `%memfit` and `%%memfit`: words, flags and their values, from the tables they are read by.
+"""Tab completion on the lines of `%memfit` and `%%memfit`: words, flags and their values, from the tables they are read by.
 
 Front ends ask the kernel, the kernel asks IPython, and IPython asks whoever is registered: a *matcher* (from 8.6 on), whose
 answer stands alone, or the older hook, beside whose answer Jedi's names may stand.
@@ -34,7 +34,7 @@ _DEVICE_FLAGS = (Flag("capacity", "--capacity", "SIZE|none", ""),)
 
 
 def completions(text: str, variables: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """What the last word of a line may become.
+    """Return what the last word of a line may become.
 
     Args:
         text: the line up to the cursor.
@@ -131,7 +131,7 @@ def _flags_and_values(
 
 
 def _is_bare(flag: str) -> bool:
-    """Whether a flag may stand without the value it can have."""
+    """Return whether a flag may stand without the value it can have."""
     return any(spec.flag == flag and spec.bare is not None for spec in FIELDS)
 
 

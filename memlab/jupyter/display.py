@@ -1,6 +1,6 @@
 """Receipts in every format a front end may want.
 
-A `Comparison`, a `Forecast`, a `FoundPlan`, a `Ladder` and what is foretold for ranks are taught to the shell's formatters, so they show as tables and
+A `Comparison`, a `Forecast`, a `FoundPlan`, a `Ladder` and what is predicted for ranks are taught to the shell's formatters, so they show as tables and
 pictures wherever a notebook shows values: HTML for live pages, PNG for pages that drop HTML, plain text for terminals and GitHub's diff.
 All three are static: a saved notebook needs no kernel, no widget and no script to show them.
 """
@@ -68,7 +68,7 @@ def _where_wanted(picture: Callable[[Any], bytes | None], config: MemLab) -> Cal
 
 
 def is_rich(shell: Any) -> bool:
-    """Whether the front end shows more than text: a kernel does, IPython in a terminal does not."""
+    """Return whether the front end shows more than text: a kernel does, IPython in a terminal does not."""
     return getattr(shell, "kernel", None) is not None
 
 

@@ -112,7 +112,7 @@ def _send(
 
 
 def _edited(edit: Mapping[str, Any], trace: Mapping[str, Any], path: str) -> Any:
-    """What a property of one trace is to be, in an update of several traces.
+    """Return what a property of one trace is to be, in an update of several traces.
 
     plotly has a mark for "as it was". The page takes it as that for lists, and for single values as "the default".
     """

@@ -129,7 +129,7 @@ class FirstTrainingCall(FirstCall):
 
 
 def _is_transformed() -> bool:
-    """Whether torch records or transforms what is called, so that parameters are not those of the model."""
+    """Return whether torch records or transforms what is called, so that parameters are not those of the model."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined] # not in __all__

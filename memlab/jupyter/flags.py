@@ -103,7 +103,7 @@ _LOSSLESS = Flag("lossless", "--lossless", "", "only techniques that keep the gr
 _GPU = Flag(
     "device", "--device", "GPU", "a GPU of the catalogue to predict for, as in T4; by default the model's device"
 )
-# flags of the subcommands that foretell; those of a plan come on top
+# flags of the subcommands that predict; those of a plan come on top
 FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
     "predict": (
         _BUDGET,

@@ -20,7 +20,7 @@ class Forecast:
     """Predictions, as a sequence, and how to show them.
 
     Args:
-        title: what was foretold, for what.
+        title: what was predicted, for what.
         predictions: as `memlab.predict_all` returns them.
         budget_bytes: what they are to fit into, or None.
         every: show every row.

@@ -1,4 +1,4 @@
-"""What is foretold in a notebook: finding what to foretell it for, asking, and telling it without getting in the way.
+"""What is predicted in a notebook: finding what to predict it for, asking, and telling it without getting in the way.
 
 `memlab.predicting` and `memlab.search` are imported when something is asked of them.
 """
@@ -42,12 +42,12 @@ Say = Callable[[str], None]
 PATIENCE_SECONDS = 5.0
 _INTERRUPTED = "no prediction: interrupted"
 _SAID_AFTER_SECONDS = 1.0
-# what to do about a model that cannot be foretold
+# what to do about a model that cannot be predicted
 _COMPARE = 'measure plans instead, as in %memfit compare "--accumulate 4" "--checkpoint"'
 _CHOOSE = "choose the plan yourself instead, as in %%memfit --accumulate 4"
 
 
-# -- what to foretell it for -----------------------------------------------------------------------
+# -- what to predict it for -----------------------------------------------------------------------
 
 
 def workload_of(
@@ -176,7 +176,7 @@ def _calibration(history: History, workload: Workload) -> Measurement | None:
 
 
 def _is_of_such_batches(measured: Measurement, workload: Workload) -> bool:
-    """Whether every step had as many tokens as the batch, or a multiple: texts of other lengths need other memory."""
+    """Return whether every step had as many tokens as the batch, or a multiple: texts of other lengths need other memory."""
     tokens = tokens_of(workload.batch) if isinstance(workload.batch, Batch) else 0
     return not tokens or measured.tokens_per_step % tokens == 0
 
@@ -220,7 +220,7 @@ def climbed(workload: Workload, options: ForesightOptions, budget: str, device: 
 
 
 def measured_instead(workload: Workload, device: Device, say: Say) -> Comparison:
-    """One step as written, for a model that cannot be foretold; a row that says so where it does not fit."""
+    """One step as written, for a model that cannot be predicted; a row that says so where it does not fit."""
     say("measuring one step")
     return replace(
         compare(workload, [Plan()], 1, device=device, progress=lambda line: say(f"measuring, {line}")),
@@ -264,7 +264,7 @@ def _without_device(workload: Workload) -> str:
 def choice(
     options: CellOptions, budget_bytes: int, fixed: Plan, history_of: Callable[[Workload], History], say: Say
 ) -> Callable[[Workload], Plan]:
-    """What chooses the plan of a cell, once its model and batch are known.
+    """Return what chooses the plan of a cell, once its model and batch are known.
 
     The same choice is not made twice: a model that goes on training on such batches under its chosen plan keeps it.
     """
@@ -292,7 +292,7 @@ def choice(
 
 
 def budget_line(history: History, plan: Plan, budget_bytes: int) -> str:
-    """What was chosen for a budget, what was predicted for it, and what it came to."""
+    """Return what was chosen for a budget, what was predicted for it, and what it came to."""
     words = f"budget {format_bytes(budget_bytes)}: {plan.label}"
     considered = len(history.lattice)
     if considered > 1:
@@ -329,7 +329,7 @@ def foretell_rows(history: History, workload: Workload, plans: Iterable[Plan], s
 
 
 def foretell_ranks(history: History, live: Workload, scale: Scale, ranks: Comparison, say: Say) -> tuple[str, ...]:
-    """What is foretold for a rank of a run that the history knows, in a line; none where no batch of its size is known."""
+    """Return what is predicted for a rank of a run that the history knows, in a line; none where no batch of its size is known."""
     nproc = len(ranks.measurements)
     workload = Workload(live.model, live.optimizers, history.batch, name=live.name)
     whole = replace(ranks.measurements[0], tokens_per_step=sum(each.tokens_per_step for each in ranks.measurements))
@@ -349,7 +349,7 @@ def foretell_ranks(history: History, live: Workload, scale: Scale, ranks: Compar
 
 
 def with_predictions(comparison: Comparison, workload: Workload, say: Say) -> Comparison:
-    """The comparison with what was foretold for its plans."""
+    """The comparison with what was predicted for its plans."""
     plans = [Plan.of_label(each.plan) for each in comparison.measurements]
     predictions, problem = _cheaply(workload, plans, say)
     events = (*comparison.events, problem) if problem else comparison.events

@@ -76,7 +76,7 @@ class Freeing:
             self._free(failed)
 
     def _error_of(self, result: Any) -> BaseException | None:
-        """What ended a cell: its own error, or one that IPython caught on behalf of a magic such as `%run`."""
+        """Return what ended a cell: its own error, or one that IPython caught on behalf of a magic such as `%run`."""
         shown = getattr(sys, "last_value", None)
         is_known, self._known_error = id(shown) == self._known_error, id(shown)
         if result is not None and not result.success:
@@ -99,7 +99,7 @@ class Freeing:
 
 @dataclass(frozen=True)
 class Freed:
-    """What was freed. On a CPU there is no counter to ask; both numbers are None where CUDA is not in use.
+    """The memory freed. On a CPU there is no counter to ask; both numbers are None where CUDA is not in use.
 
     Args:
         before_bytes: allocated on all CUDA devices before.
@@ -127,7 +127,7 @@ def free(errors: Iterable[BaseException]) -> Freed:
 
 
 def calls_for_freeing(error: BaseException) -> bool:
-    """Whether memory ran out, here or in what led here, or the user interrupted a `%%memfit` cell.
+    """Return whether memory ran out, here or in what led here, or the user interrupted a `%%memfit` cell.
 
     Example:
         >>> error = KeyError("raised while an OutOfMemoryError was handled")

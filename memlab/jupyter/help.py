@@ -1,4 +1,4 @@
-"""What the magics say about themselves, from the tables of their flags and words."""
+"""Help of the magics, from the tables of their flags and words."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Examples:
 
 
 def cell_help() -> str:
-    """What `%%memfit?` and `%%memfit -h` show."""
+    """Return what `%%memfit?` and `%%memfit -h` show."""
     return "\n".join(
         [
             "%%memfit [flags]",
@@ -81,7 +81,7 @@ def cell_help() -> str:
 
 
 def line_help() -> str:
-    """What `%memfit?` and `%memfit help` show."""
+    """Return what `%memfit?` and `%memfit help` show."""
     return "\n".join(
         [
             "%memfit [word | flags]",
@@ -101,7 +101,7 @@ def line_help() -> str:
 
 
 def _foresight_flags() -> list[Flag]:
-    """Every flag of the subcommands that foretell, once; which of them knows it, where not all do."""
+    """Every flag of the subcommands that predict, once; which of them knows it, where not all do."""
     known: dict[str, Flag] = {}
     for flags in FORESIGHT_FLAGS.values():
         for flag in flags:

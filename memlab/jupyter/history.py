@@ -1,4 +1,4 @@
-"""What was measured, per model, across cells: the rows of the receipt."""
+"""Measurements per model, across cells: the rows of the receipt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class History:
         steps: every step of the measured cells, in order.
         batch: the largest batch of the last cell that trained, until the plan is undone. By reference: `compare` and `find`
             train on it, and it is a variable of the loop as a rule. It holds no graph.
-        foretold: what was predicted for the measured plans.
+        predicted: what was predicted for the measured plans.
         lattice: what was predicted last for all plans on the model's own device.
         chosen: the plan that was chosen for a budget, by what it was chosen for.
         rank_peaks: highest peak of a rank in bytes, by engine and plan and by number of processes.
@@ -61,7 +61,7 @@ class History:
             self.comparison = replace(self.comparison, title=title, events=events, predictions=predictions)
 
     def _forget_if_of_other_batches(self, measurement: Measurement) -> None:
-        """Drop what was foretold for a plan whose row is replaced by one of larger or smaller batches."""
+        """Drop what was predicted for a plan whose row is replaced by one of larger or smaller batches."""
         before = self.measured(measurement.plan)
         if before is not None and _batch_of(before) != _batch_of(measurement):
             self.foretold.pop(measurement.plan, None)

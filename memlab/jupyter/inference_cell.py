@@ -132,7 +132,7 @@ class InferenceCell:
         cells.raise_shown(self._notebook.shell, outcome, advice)
 
     def _advice(self, options: CellOptions) -> str:
-        """What to try when memory ran out."""
+        """Return what to try when memory ran out."""
         run = self._run_of_model
         record = run.record if run is not None and run.records else None
         fits = _rows_that_fit(record, run.capacity_bytes) if run is not None and record is not None else ""

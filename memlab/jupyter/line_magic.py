@@ -290,7 +290,7 @@ def _capacity_in(words: list[str]) -> str:
 
 
 def _nproc_in(words: list[str]) -> tuple[int, list[str]]:
-    """What ``--nproc`` says, two where it is not there, and the other words."""
+    """Return what ``--nproc`` says, two where it is not there, and the other words."""
     split = " ".join(words).replace("--nproc=", "--nproc ").split()
     if "--nproc" not in split:
         return 2, words

@@ -1,4 +1,4 @@
-"""How training goes while a cell runs: a line and a small picture, gone when the receipt comes."""
+"""Progress while a cell runs: a line and a small picture, replaced by the receipt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `%load_ext memlab` registers: `%%memfit` (`cell_magic`) and `%memfit` (`line_magic`).
+"""Registration by `%load_ext memlab`: `%%memfit` (`cell_magic`) and `%memfit` (`line_magic`).
 
 They parse, call the Python API and display; nothing is decided here. An error that memlab raises on purpose is shown
 as one line, and the cell counts as failed.
@@ -41,7 +41,7 @@ def unload(shell: Any) -> None:
 
 
 class MagicMemfit:
-    """What is registered in one shell.
+    """Everything registered in one shell.
 
     Args:
         shell: IPython's.

@@ -101,7 +101,7 @@ class MainThread:
 
     @property
     def is_working(self) -> bool:
-        """Whether the calling thread is doing such work."""
+        """Return whether the calling thread is doing such work."""
         return self._is_working and is_main_thread()
 
     def at_home(self, work: Work) -> None:
@@ -174,7 +174,7 @@ class Steps:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return self._steps is None
 
     def pause(self) -> None:

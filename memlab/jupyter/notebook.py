@@ -87,16 +87,16 @@ class Notebook:
         return session
 
     def history(self) -> History:
-        """What was measured on the model of the last cell."""
+        """Return what was measured on the model of the last cell."""
         model = self._last()
         return self.histories.get(model, History()) if model is not None else History()
 
     def history_of(self, model: nn.Module) -> History:
-        """What was measured on a model."""
+        """Return what was measured on a model."""
         return self.histories.setdefault(model, History())
 
     def control_of(self, model: nn.Module) -> Control:
-        """What steers and follows a model's run: one for all its cells and panels."""
+        """Return what steers and follows a model's run: one for all its cells and panels."""
         control = control_of(model)
         if control.run_ended is None:
             control.run_ended = self.keep_run
@@ -104,7 +104,7 @@ class Notebook:
         return control
 
     def control(self) -> Control | None:
-        """That of the model of the last cell or panel; None when there is none."""
+        """Return the control of the model of the last cell or panel; None when there is none."""
         model = self._last()
         return self.control_of(model) if model is not None else None
 
@@ -119,7 +119,7 @@ class Notebook:
         show(history.require(), display_id="memlab-receipt")
 
     def subject(self, command: str, options: ForesightOptions, *, needs_batch: bool = True) -> tuple[Workload, History]:
-        """What is foretold: the model of the last cell, or the one in the notebook.
+        """Return what is predicted: the model of the last cell, or the one in the notebook.
 
         Raises:
             WorkloadError: as for `foresight.workload_of`.
@@ -132,7 +132,7 @@ class Notebook:
         return workload, self.history_of(workload.model)
 
     def nothing_applied(self) -> str:
-        """That no plan is in force, in words."""
+        """Say that no plan is in force."""
         if self._last_model is not None and self._last_model() is None:
             return f"{self._last_name} of the last cell is deleted; no plan is in force on any model"
         return "no plan is in force; put %%memfit on the cell that trains (%%memfit? explains)"

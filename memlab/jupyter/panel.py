@@ -207,7 +207,7 @@ class Panel:
 
 
 def as_text(source: Source) -> str:
-    """What a panel shows, as text, where there are no widgets: every setting, what it gives, and the magic for it."""
+    """Return what a panel shows, as text, where there are no widgets: every setting, what it gives, and the magic for it."""
     moment = source.moment()
     lines = [moment.title, f"{'setting':<22}{'now':<16}{'instead':<16}{'gives':<36}by"]
     for spec, toggle in zip(FIELDS, moment.toggles, strict=True):
@@ -240,7 +240,7 @@ def _table(moment: Moment) -> str:
 
 
 def _spoken(moment: Moment) -> str:
-    """What a screen reader is told: what has become of settings, and not every step."""
+    """Return what a screen reader is told: what has become of settings, and not every step."""
     said = [f"{toggle.field} {toggle.text}" for toggle in moment.toggles if toggle.asked is not Asked.IDLE]
     measured = moment.measured(moment.plan.label)
     if measured is not None:

@@ -58,7 +58,7 @@ class Panels:
         return panel
 
     def any_open(self) -> bool:
-        """Whether a panel is on the page."""
+        """Return whether a panel is on the page."""
         return bool(self._open)
 
     def close(self, cell: str | None = None) -> None:
@@ -90,10 +90,10 @@ def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Panel:
     The same as `%memfit panel`. The model gets a session that only watches, unless it has one; `Undo all` ends it.
 
     Args:
-        workload: model and optimizer; with a batch (and a `loss_fn` where the model returns no loss) the panel also foretells
+        workload: model and optimizer; with a batch (and a `loss_fn` where the model returns no loss) the panel also predicts
             what each setting would give, and can run training steps by itself.
         budget: where the budget line stands at first, such as "8GiB".
-        capacity: size the device is to behave as in the panel's own runs.
+        capacity: memory size to give the device in the panel's own runs.
 
     Returns:
         The panel; the last value of a cell is displayed.
@@ -117,7 +117,7 @@ def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Panel:
 
 
 def open_live(opened: Panels, shell: Shell, control: Control) -> Panel | None:
-    """Make a panel on the live run of a model, and foretell what its settings would give."""
+    """Make a panel on the live run of a model, and predict what its settings would give."""
     if is_rich(shell):
         control.stage = MainThread(shell)
     made = opened.open(shell, control)
@@ -147,7 +147,7 @@ def open_recorded(opened: Panels, shell: Shell, record: RunRecord) -> bool:
 
 
 def bring_up_to_date(control: Control, history: History) -> None:
-    """Tell a control what cells have measured and foretold."""
+    """Tell a control what cells have measured and predicted."""
     rows = history.comparison.measurements if history.comparison is not None else ()
     control.know(rows, (*history.lattice, *history.foretold.values()))
     if history.batch is not None:

@@ -17,7 +17,7 @@ from memlab.units import parse_bytes
 
 @dataclass(frozen=True)
 class CellOptions:
-    """What the line of `%%memfit` says.
+    """Arguments of a `%%memfit` line.
 
     Args:
         plan: the plan its flags make, or None when it gives none.
@@ -56,7 +56,7 @@ class CellOptions:
 
 @dataclass(frozen=True)
 class ForesightOptions:
-    """What the line of `%memfit predict`, `find`, `ladder`, `panel` or `snapshot` says.
+    """Arguments of a `%memfit predict`, `find`, `ladder`, `panel` or `snapshot` line.
 
     Args:
         words: what is no flag.
@@ -71,10 +71,10 @@ class ForesightOptions:
         lossless: exact techniques only.
         every: show every row.
         wide: consider every combination of techniques.
-        predicted: foretell instead of recording.
+        predicted: predict instead of recording.
         order: which lever is added next.
         steps: steps to time.
-        nproc: most processes to foretell ranks of.
+        nproc: most processes to predict ranks of.
         scale: what they would train under, or None for one process.
     """
 

@@ -119,7 +119,7 @@ def _shown_nodes(shell: Shell, source: Source, body: list[ast.stmt]) -> list[ast
 
 
 class ThreadState:
-    """What torch keeps per thread, as it is on the thread that makes this object."""
+    """Torch's state per thread, as it is on the thread that makes this object."""
 
     def __init__(self) -> None:
         self._has_grad = torch.is_grad_enabled()

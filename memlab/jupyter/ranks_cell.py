@@ -95,7 +95,7 @@ class RanksCell:
             show(self._receipt(workload, launched.comparison, scale))
 
     def _receipt(self, workload: Workload, ranks: Comparison, scale: Scale) -> Comparison:
-        """The ranks below what the model needed in this process, where that was measured, and what was foretold."""
+        """The ranks below what the model needed in this process, where that was measured, and what was predicted."""
         history = self._notebook.histories.get(workload.model)
         if history is None:
             return ranks
@@ -113,7 +113,7 @@ class RanksCell:
 
 
 def _steps(value: Any, workload: Workload) -> bool:
-    """Whether a variable is a scheduler of the workload's optimizer."""
+    """Return whether a variable is a scheduler of the workload's optimizer."""
     has_its_shape = hasattr(value, "get_last_lr") and hasattr(value, "state_dict")
     return has_its_shape and any(getattr(value, "optimizer", None) is one for one in workload.optimizers)
 

@@ -1,4 +1,4 @@
-"""What `%memfit` says about a session, and what to try when memory ran out."""
+"""Messages of `%memfit` about a session, and advice when memory ran out."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def state_text(session: Session, history: History, namespace: Mapping[str, Any],
 
 
 def is_in(namespace: Mapping[str, Any], model: nn.Module) -> bool:
-    """Whether a variable holds a model, itself or as part of what it holds (a Trainer, a wrapper)."""
+    """Return whether a variable holds a model, itself or as part of what it holds (a Trainer, a wrapper)."""
     return any(_holds(value, model) for name, value in namespace.items() if not name.startswith("_"))
 
 
@@ -65,7 +65,7 @@ def _peak(plan: Plan, history: History) -> str:
 def out_of_memory_advice(
     error: BaseException, session: Session | None, batch: Batch | None, keep: Collection[str] = ()
 ) -> str:
-    """What to try when memory ran out: the first plan of the rescue's own ladder that applies here.
+    """Return what to try when memory ran out: the first plan of the rescue's own ladder that applies here.
 
     Args:
         error: what ended the cell.

@@ -288,7 +288,7 @@ class CellWatch:
         return len(steps)
 
     def _events(self) -> tuple[str, ...]:
-        """What was done to the models meanwhile, in words."""
+        """Return what was done to the models meanwhile, in words."""
         several = len(self.sessions) > 1
         return tuple(
             f"{each.workload.name}: {entry}" if several else str(entry)

@@ -63,7 +63,7 @@ _controls: weakref.WeakKeyDictionary[nn.Module, Control] = weakref.WeakKeyDictio
 
 
 def control_of(model: nn.Module) -> Control:
-    """What follows and steers a model's run: one for all its sessions, cells and panels."""
+    """Return what follows and steers a model's run: one for all its sessions, cells and panels."""
     control = _controls.get(model)
     if control is None:
         control = _controls[model] = Control(model)
@@ -81,7 +81,7 @@ class Control(Observer):
         feed: what was measured.
         stage: as given; a panel that is opened later may bring its own.
         world: how clicks reach the run, in words, where that is not for the panel to find out.
-        batch: what the model is called with, to measure and to foretell with; None where it is not known yet.
+        batch: what the model is called with, to measure and to predict with; None where it is not known yet.
         loss_fn: called as ``loss_fn(output, target)``; None when the model returns its own loss.
         run_ended: called when a run of its own has ended, with what was measured.
         is_taken: whether another cell runs beside the main thread, and may come to train this model.
@@ -190,7 +190,7 @@ class Control(Observer):
                 pace.spent(perf_counter() - began)
 
     def know(self, measurements: Iterable[Measurement] = (), predictions: Iterable[Prediction] = ()) -> None:
-        """Take in what was measured and foretold elsewhere."""
+        """Take in what was measured and predicted elsewhere."""
         with self._lock:
             self.feed.know(measurements)
             self._foretelling.know(predictions)
@@ -294,7 +294,7 @@ class Control(Observer):
             )
 
     def can(self) -> Can:
-        """What may be asked for now."""
+        """Return what may be asked for now."""
         if self._model() is None:
             return Can.NOTHING
         if self._activity is Activity.IDLE:
@@ -308,7 +308,7 @@ class Control(Observer):
 
     @property
     def is_watched(self) -> bool:
-        """Whether a view is open."""
+        """Return whether a view is open."""
         return self._views.any_open
 
     def draw(self, *, figures: bool = True) -> None:
@@ -383,11 +383,11 @@ class Control(Observer):
         self._changed()
 
     def predict(self) -> None:
-        """Foretell what each setting would change, while no cell runs."""
+        """Predict what each setting would change, while no cell runs."""
         self.stage.when_idle(lambda: self._told(self._predict))
 
     def find(self) -> None:
-        """Ask for the fastest plan that is predicted to fit the budget; what is not foretold yet is foretold first."""
+        """Ask for the fastest plan that is predicted to fit the budget; what is not predicted yet is predicted first."""
         self._views.errors.clear()
         self.stage.when_idle(lambda: self._told(lambda: self._predict(then_choose=True)))
 
@@ -541,10 +541,10 @@ class Control(Observer):
             self._events.append("everything is as it was")
         self.draw()
 
-    # -- foretelling ---------------------------------------------------------------------------
+    # -- predicting ---------------------------------------------------------------------------
 
     def _predict_on(self) -> None:
-        """Foretell what is not foretold yet, where somebody looks and it can be done."""
+        """Predict what is not predicted yet, where somebody looks and it can be done."""
         if self.is_watched and self.batch is not None and self._is_foretellable:
             self.predict()
 
@@ -573,7 +573,7 @@ class Control(Observer):
             self.ask_plan(self._foretelling.fastest_within(self._budget_bytes))
 
     def _measured_on(self, workload: Workload) -> Measurement | None:
-        """What was measured on batches of the size at hand."""
+        """Return what was measured on batches of the size at hand."""
         rows = samples_of(call_of(workload))
         known = self.feed.measurements.values()
         return next((each for each in known if each.step_seconds and each.samples_per_step == rows), None)
@@ -584,7 +584,7 @@ class Control(Observer):
             self._is_foretellable = not isinstance(error, TraceError)
             self.report(error)
         elif not was_stopped and not self._foretelling.is_complete:
-            # a cell came in between: the rest is foretold when it has ended
+            # a cell came in between: the rest is predicted when it has ended
             self.predict()
         self.draw()
 

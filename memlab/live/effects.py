@@ -1,4 +1,4 @@
-"""What each setting of a panel gives beside the others, from predictions."""
+"""Effects of each setting of a panel beside the others, from predictions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Effect:
         plan: the plan with the setting.
         of_bytes: what the plan needs without it.
         change_bytes: what the plan needs with it, less what it needs without.
-        speed_ratio: samples per second with it, as a share of those without; NaN where no time is foretold.
+        speed_ratio: samples per second with it, as a share of those without; NaN where no time is predicted.
         verdict: whether the plan with it fits the budget; None without a budget.
         refused: why it does not apply; empty when it does, and then the numbers count.
-        is_near: foretold beside other settings than those in force, because no more is known yet.
+        is_near: predicted beside other settings than those in force, because no more is known yet.
     """
 
     plan: Plan
@@ -75,7 +75,7 @@ def settings_beside(plan: Plan) -> tuple[Plan, ...]:
 
 
 def effect_of(moment: Moment, field: str, text: str) -> Effect | None:
-    """What a setting gives beside the others that are in force or pending.
+    """Return what a setting gives beside the others that are in force or pending.
 
     Args:
         moment: what is known.
@@ -83,7 +83,7 @@ def effect_of(moment: Moment, field: str, text: str) -> Effect | None:
         text: the setting, as text of the field's value.
 
     Returns:
-        The effect; None when it is not foretold.
+        The effect; None when it is not predicted.
     """
     spec = next(each for each in FIELDS if each.name == field)
     beside = moment.pending or moment.plan
@@ -115,7 +115,7 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Effect | 
 
 
 def _near(effect: Effect) -> Effect:
-    # whether it fits is not known: the plan it was foretold for is another one
+    # whether it fits is not known: the plan it was predicted for is another one
     return replace(effect, verdict=None, is_near=True)
 
 

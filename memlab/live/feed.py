@@ -122,7 +122,7 @@ class Feed:
                 self._say(said)
 
     def _is_higher(self, record: StepRecord) -> bool:
-        """Whether a step needed more than what its plan is known to need, as the first ones do."""
+        """Return whether a step needed more than what its plan is known to need, as the first ones do."""
         known = self.measurements.get(record.plan)
         return known is None or (record.peak_allocated_bytes or 0) > sum(known.breakdown.values())
 

@@ -22,7 +22,7 @@ class Foretelling:
     """Predictions of one model's settings, by plan.
 
     Attributes:
-        is_complete: whether everything that was asked for last is foretold.
+        is_complete: whether everything that was asked for last is predicted.
     """
 
     def __init__(self) -> None:
@@ -38,20 +38,20 @@ class Foretelling:
             return tuple(self._predictions.values())
 
     def refusal_of(self, plan: Plan) -> str:
-        """Why a plan does not apply to the batch that was foretold for; empty when it does, or when that is not known."""
+        """Why a plan does not apply to the batch that was predicted for; empty when it does, or when that is not known."""
         with self._lock:
             known = self._predictions.get(plan.label)
         return known.refused if known is not None else ""
 
     def know(self, predictions: Iterable[Prediction]) -> None:
-        """Take in what was foretold elsewhere."""
+        """Take in what was predicted elsewhere."""
         with self._lock:
             self._predictions |= {each.plan: each for each in predictions}
 
     def plan_by_plan(
         self, workload: Workload, plan: Plan, measured: Measurement | None = None, *, every: bool = False
     ) -> Iterator[str]:
-        """Foretell what each setting would change beside a plan, and beside the loop as written.
+        """Predict what each setting would change beside a plan, and beside the loop as written.
 
         Args:
             workload: with its batch; another batch than before makes earlier predictions worthless.
@@ -101,6 +101,6 @@ class Foretelling:
 
 
 def _merit(prediction: Prediction) -> tuple[float, int]:
-    """Faster is better, then smaller; where no time is foretold, smaller."""
+    """Faster is better, then smaller; where no time is predicted, smaller."""
     speed = prediction.samples_per_second
     return (speed if math.isfinite(speed) else 0.0, -prediction.needed_bytes)

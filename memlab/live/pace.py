@@ -53,7 +53,7 @@ class Pace:
         self._last_seconds: float | None = None
 
     def is_due(self) -> bool:
-        """Whether it is time to draw; costs next to nothing."""
+        """Return whether it is time to draw; costs next to nothing."""
         return self._clock() >= self._due_seconds
 
     def spent(self, seconds: float) -> None:

@@ -67,7 +67,7 @@ def changes_of(points: Sequence[LivePoint], stretches: Sequence[Stretch]) -> tup
 
 
 def times_of(points: Sequence[LivePoint]) -> tuple[float, ...]:
-    """When each point comes while it is played: as far apart as in the run, times one factor."""
+    """Return when each point comes while it is played: as far apart as in the run, times one factor."""
     took, step = [], points[0].step - 1 if points else 0
     for each in points:
         seconds = each.seconds if math.isfinite(each.seconds) else 0.0

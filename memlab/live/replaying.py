@@ -3,7 +3,7 @@
 1. It opens at the end, with everything there is to see. `run` plays it from the first step, in twenty seconds at most.
 2. Time passes in `tick`, which a view calls from a timer: nothing runs by itself here.
 3. A setting that was asked for is looked up: where the recording has it, the replay goes there; where it was only
-   foretold, it is refused with what was foretold.
+   predicted, it is refused with what was predicted.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Replay:
 
     @property
     def playing_seconds(self) -> float:
-        """How long the whole recording plays."""
+        """Return how long the whole recording plays."""
         return self._times[-1] if self._times else 0.0
 
     # -- what views see ------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Replay:
             )
 
     def can(self) -> Can:
-        """What may be asked for now."""
+        """Return what may be asked for now."""
         with self._lock:
             if not self._points:
                 return Can.SWITCH
@@ -252,7 +252,7 @@ class Replay:
         return True
 
     def _stretch_of(self, plan: Plan) -> Stretch | None:
-        """Where a plan was in force: the next time from here, else the first time."""
+        """Return where a plan was in force: the next time from here, else the first time."""
         found = [each for each in self._stretches if _is(each.plan, plan)]
         later = [each for each in found if each.start >= self._shown]
         return next(iter(later or found), None)
@@ -296,7 +296,7 @@ class Replay:
         return self._points[self._shown - 1].plan
 
     def _is_known(self, plan: str) -> bool:
-        """Whether a step under a plan has been shown; what was measured apart comes last."""
+        """Return whether a step under a plan has been shown; what was measured apart comes last."""
         if self._is_complete:
             return True
         return any(each.plan == plan and each.start < self._shown for each in self._stretches)
@@ -406,7 +406,7 @@ def plan_of(label: str) -> tuple[Plan, str]:
 
 
 def _is(label: str, plan: Plan) -> bool:
-    """Whether a label says exactly this plan."""
+    """Return whether a label says exactly this plan."""
     return plan_of(label) == (plan, "")
 
 

@@ -11,7 +11,7 @@ from memlab.plan import Plan
 
 
 class Can(Flag):
-    """What a source can do at present; a view greys out the rest."""
+    """Actions that a source can do at present; a view disables the rest."""
 
     NOTHING = 0
     SWITCH = auto()
@@ -34,7 +34,7 @@ class Source(Protocol):
         """The run at this moment."""
 
     def can(self) -> Can:
-        """What may be asked for now."""
+        """Return what may be asked for now."""
 
     def ask(self, field: str, text: str) -> None:
         """Ask for one setting: a field of `plan.FIELDS`, and a text its `parse` reads."""
@@ -58,7 +58,7 @@ class Source(Protocol):
         """End the run at the next step boundary."""
 
     def predict(self) -> None:
-        """Foretell what each setting would change."""
+        """Predict what each setting would change."""
 
     def find(self) -> None:
         """Ask for the fastest setting that is predicted to fit the budget."""

@@ -110,7 +110,7 @@ class Track:
 
     @property
     def points(self) -> tuple[LivePoint, ...]:
-        """What is kept, oldest first."""
+        """Return what is kept, oldest first."""
         with self._lock:
             return tuple(stretch.point for part in (self._older, self._newest) for stretch in part)
 
@@ -156,5 +156,5 @@ def _in_pairs(stretches: Sequence[_Stretch]) -> list[_Stretch]:
 
 
 def _height(point: LivePoint) -> int:
-    """What is compared; a step that was not observed is lower than any that was."""
+    """Return what is compared; a step that was not observed is lower than any that was."""
     return -1 if point.peak_bytes is None else point.peak_bytes

@@ -42,7 +42,7 @@ class Views:
 
     @property
     def any_open(self) -> bool:
-        """Whether there is a view."""
+        """Return whether there is a view."""
         return any(view() is not None for view in self._views)
 
     def draw(self, moment: Callable[[], Moment], *, figures: bool) -> None:

@@ -1,4 +1,4 @@
-"""How large a batch is: rows, tokens, and the shapes that decide what a step needs."""
+"""Size of a batch: rows, tokens, and the shapes that decide what a step needs."""
 
 from __future__ import annotations
 

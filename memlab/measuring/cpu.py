@@ -21,7 +21,7 @@ class WallMark:
         self.seconds = perf_counter()
 
     def passed(self) -> bool:
-        """Whether the device has come this far."""
+        """Return whether the device has come this far."""
         return True
 
     def seconds_since(self, earlier: Self) -> float:

@@ -26,7 +26,7 @@ class EventMark:
         self._event.record(torch.cuda.current_stream(device))
 
     def passed(self) -> bool:
-        """Whether the device has come this far; never waits."""
+        """Return whether the device has come this far; never waits."""
         return bool(self._event.query())
 
     def seconds_since(self, earlier: Self) -> float:

@@ -18,14 +18,14 @@ class Mark(Protocol):
     """A moment on a device."""
 
     def passed(self) -> bool:
-        """Whether the device has come this far; never waits."""
+        """Return whether the device has come this far; never waits."""
 
     def seconds_since(self, earlier: Any) -> float:
         """Time from an earlier mark of the same device; may wait until this one is reached."""
 
 
 class Device(Protocol):
-    """What memory is counted on.
+    """The device whose memory is counted.
 
     Attributes:
         name: the device in words, with its capacity when it was given one.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Effect(IntEnum):
-    """What an operator can do to storages, from its schema."""
+    """Effects of an operator on storages, from its schema."""
 
     NONE = 0
     BIRTH = 1

@@ -140,7 +140,7 @@ def _element_rates() -> dict[str, float]:
 
 
 def _seconds_per_operator() -> float:
-    """What surrounds an operator: Python, modules, dispatch and autograd, on tensors too small to count."""
+    """Return what surrounds an operator: Python, modules, dispatch and autograd, on tensors too small to count."""
     blocks = torch.nn.Sequential(*(module for _ in range(_BLOCKS) for module in _block()))
     values = _ones(_SMALL, _SMALL).requires_grad_()
 

@@ -107,7 +107,7 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
 
     @property
     def phase(self) -> Phase:
-        """What runs outside backward; backward is recognised by itself."""
+        """Return what runs outside backward; backward is recognised by itself."""
         return PHASES[self._moment]
 
     @phase.setter
@@ -116,7 +116,7 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
 
     @property
     def watching(self) -> bool:
-        """Whether the ledger sees operators at present."""
+        """Return whether the ledger sees operators at present."""
         return self._watching
 
     def begin(self, holdings: Iterable[Holding]) -> None:
@@ -145,7 +145,7 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
             self._assigned.setdefault(alive.number, category)
 
     def finish(self) -> Observation:
-        """What was seen since `begin`."""
+        """Return what was seen since `begin`."""
         return Observation(
             peak_bytes=self.peak_bytes,
             baseline=self._baseline,

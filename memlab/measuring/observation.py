@@ -37,7 +37,7 @@ RawEvent = tuple[float, int, int, int]
 
 @dataclass(frozen=True)
 class Observation:
-    """What a ledger saw in one step.
+    """Observations of a ledger in one step.
 
     Args:
         peak_bytes: highest live bytes of the step.
@@ -82,7 +82,7 @@ class Observation:
 
     @functools.cached_property
     def categories(self) -> dict[int, Category]:
-        """What each storage is for, by number; those that are missing are temporaries."""
+        """Return what each storage is for, by number; those that are missing are temporaries."""
         saved = dict.fromkeys(_saved_for_backward(self.raw), Category.ACTIVATIONS)
         return {**saved, **self._assigned}
 

@@ -245,7 +245,7 @@ def loss_of(workload: Workload) -> torch.Tensor:
 
 
 def output_of(workload: Workload) -> Any:
-    """What the model of a workload returns for its batch."""
+    """Return what the model of a workload returns for its batch."""
     call = call_of(workload)
     return workload.model(*call.args, **call.kwargs)
 

@@ -104,7 +104,7 @@ class _Period:
 
     @cached_property
     def label(self) -> str:
-        """That of the plan; every step carries it."""
+        """Return that of the plan; every step carries it."""
         return self.plan.label
 
     def keep(self, observation: Observation, peaks: tuple[int | None, int | None]) -> None:
@@ -235,7 +235,7 @@ class Meter(Observer):
 
     @property
     def in_forward(self) -> bool:
-        """Whether a model call is under way."""
+        """Return whether a model call is under way."""
         return self._in_forward
 
     def only_tried(self) -> None:
@@ -324,7 +324,7 @@ class Meter(Observer):
         return _measurement(period, self.device, timed, self._settled(timed), self._timed_before(period))
 
     def so_far(self, plan: str) -> Measurement | None:
-        """What is known of a plan by now, from its newest steps; never waits for the device.
+        """Return what is known of a plan by now, from its newest steps; never waits for the device.
 
         Args:
             plan: its label.
@@ -373,7 +373,7 @@ class Meter(Observer):
             self._ledger.begin([*self._parameters(), *self._gradients(), *self._state(), *inputs])
 
     def _is_due(self) -> bool:
-        """Whether the next step is to be observed."""
+        """Return whether the next step is to be observed."""
         period = self._period
         since = period.steps - period.observed_from
         if since and since % _LEAST_STEPS_BETWEEN == 0 and since >= self._steps_between(period):
@@ -494,7 +494,7 @@ def _measurement(
 
 
 def steps_between_observations(observed_seconds: Sequence[float], plain_seconds: Sequence[float]) -> int:
-    """How many steps apart observations may begin, so that they cost at most half a percent of the time.
+    """Return how many steps apart observations may begin, so that they cost at most half a percent of the time.
 
     Args:
         observed_seconds: times of observed steps; empty when none is known yet.

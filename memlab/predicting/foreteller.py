@@ -76,7 +76,7 @@ class Parts:
     state: Mapping[int, int] = field(default_factory=dict)
 
     def bases(self) -> list[Levels]:
-        """What lives when each segment begins."""
+        """Return what lives when each segment begins."""
         found, base = [], self.base
         for segment in self.segments:
             found.append(base)
@@ -167,7 +167,7 @@ class Foreteller:
 
     @property
     def _is_replayed(self) -> bool:
-        """Whether the loop computes the loss, so that accumulation runs each micro-batch twice."""
+        """Return whether the loop computes the loss, so that accumulation runs each micro-batch twice."""
         return self._tracer.twin.workload.loss_fn is not None or self._passes.whole(Plan()).has_surrogate_loss
 
     def _traced(self, plan: Plan) -> Parts:
@@ -215,7 +215,7 @@ class Foreteller:
         )
 
     def _about_outputs(self, settings: Plan, *, is_split: bool) -> Iterator[str]:
-        """What a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""
+        """Yield what a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""
         if is_split:
             return
         size_bytes = self._passes.large_outputs_bytes(settings)
@@ -227,7 +227,7 @@ class Foreteller:
             )
 
     def _look_at_rows(self, plan: Plan) -> Segment:
-        """What accumulation does before it first splits a batch; nearly the same for every plan."""
+        """Return what accumulation does before it first splits a batch; nearly the same for every plan."""
         if self._look is None:
             self._look = segment_of(self._tracer.one_probe(plan.accumulation), self.target.rates)
         return self._look

@@ -32,14 +32,14 @@ def how_many(
     most: int = 1024,
     progress: Callable[[str], None] | None = None,
 ) -> HowMany:
-    """Say how many of which GPU a workload needs, without running anything.
+    """Return how many GPUs of each kind a workload needs, without running anything.
 
     Args:
-        workload: with an optimizer and a batch; a model on the meta device will do, however large.
+        workload: with an optimizer and a batch; a model on the meta device is enough, however large.
         plan: what else applies on every rank.
         engines: as in ``--scale``.
         of: GPUs of the catalogue, or their names.
-        most: more are not asked about.
+        most: largest number of GPUs to consider.
         progress: called with a line now and then; by default lines go to standard error once the work takes longer
             than two seconds.
 

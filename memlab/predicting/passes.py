@@ -72,7 +72,7 @@ class Passes:
         return [*found, self._joined(settings)] if places else found
 
     def traced(self, settings: Plan, rows: int, *, is_split: bool) -> TracedPass:
-        """What serves a pass with so many rows.
+        """Return what serves a pass with so many rows.
 
         Args:
             settings: those of a plan that work on the model.
@@ -82,7 +82,7 @@ class Passes:
         return self._sized(settings, rows, is_split=is_split)
 
     def notes(self, settings: Plan, rows: int) -> tuple[str, ...]:
-        """What a pass with so many rows has to say."""
+        """Return what a pass with so many rows has to say."""
         return self._sized(settings, rows, is_split=rows != self._rows).trace.notes
 
     def kept(self, settings: Plan) -> Levels:
@@ -116,7 +116,7 @@ class Passes:
         return self._traces[key]
 
     def _sized(self, settings: Plan, rows: int, *, is_split: bool, after: int | None = None) -> TracedPass:
-        """What serves this number of rows; where calls before it matter, `after` one of so many."""
+        """Return what serves this number of rows; where calls before it matter, `after` one of so many."""
         # a budget that serves the parts of a batch may be too small for the whole of it
         whole = self._trace(settings if rows == self._rows else without_budget(settings), None, is_split=is_split)
         if rows not in (1, whole.samples) and settings.budget_bytes is None:

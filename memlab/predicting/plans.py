@@ -22,12 +22,12 @@ from memlab.workload import Workload
 def predict(
     workload: Workload, plan: Plan | str = "", device: str | Gpu | None = None, *, measured: Measurement | None = None
 ) -> Prediction:
-    """Foretell memory and time of a plan, without applying it.
+    """Predict memory and time of a plan, without applying it.
 
     Args:
         workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss).
         plan: a plan, or its flags.
-        device: a GPU of the catalogue to foretell it for, or its name; by default the device the model is on.
+        device: a GPU of the catalogue to predict it for, or its name; by default the device the model is on.
         measured: a measurement of any plan on this device, by which times are calibrated.
 
     Returns:
@@ -59,7 +59,7 @@ def predict_all(
     measured: Measurement | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> list[Prediction]:
-    """Foretell many plans at once; a plan that does not apply comes back with the reason in `refused`.
+    """Predict many plans at once; a plan that does not apply comes back with the reason in `refused`.
 
     Args:
         workload: as for `predict`.
@@ -90,11 +90,11 @@ def predict_all(
 def predict_each(
     workload: Workload, plans: Iterable[Plan], *, measured: Measurement | None = None
 ) -> Iterator[Prediction]:
-    """Foretell plans one at a time, on the device the model is on; as `predict_all`, for who has other things to do.
+    """Predict plans one at a time, on the device the model is on; as `predict_all`, for who has other things to do.
 
     Args:
         workload: as for `predict`.
-        plans: to foretell.
+        plans: to predict.
         measured: as for `predict`.
 
     Yields:
@@ -111,11 +111,11 @@ def predict_each(
 
 
 def foretold_by(foreteller: Foreteller, plan: Plan, measured: Measurement | None = None) -> Prediction:
-    """Foretell one plan, keeping what was traced for the next one; a plan that does not apply says why in `refused`.
+    """Predict one plan, keeping what was traced for the next one; a plan that does not apply says why in `refused`.
 
     Args:
         foreteller: of the workload.
-        plan: to foretell.
+        plan: to predict.
         measured: as for `predict`.
     """
     return _calibrated([_prediction_or_refusal(foreteller, plan)], measured, foreteller)[0]
@@ -129,7 +129,7 @@ def _plans(foreteller: Foreteller, plans: Iterable[Plan | str] | None, rows: int
 
 
 def _prediction_or_refusal(foreteller: Foreteller, plan: Plan) -> Prediction:
-    """The prediction, or one without numbers that says why the plan does not apply, or cannot be foretold."""
+    """The prediction, or one without numbers that says why the plan does not apply, or cannot be predicted."""
     try:
         return _prediction(foreteller, plan)
     except (RefusalError, TraceError) as refusal:

@@ -69,13 +69,13 @@ _KNOWN_FIELDS = frozenset({"checkpointing", "precision", "offload"})
 def predict_ranks(
     workload: Workload, plan: Scale | str, *, nproc: int = 2, device: str | Gpu | None = None
 ) -> RankPrediction:
-    """Foretell what each rank needs, without starting any.
+    """Predict what each rank needs, without starting any.
 
     Args:
         workload: with an optimizer and a batch; its parameters may be on the meta device.
         plan: engine and plan, as in ``"--scale zero3 --checkpoint"``.
         nproc: number of ranks.
-        device: a GPU of the catalogue to foretell it for, or its name; by default the device the model is on.
+        device: a GPU of the catalogue to predict it for, or its name; by default the device the model is on.
 
     Returns:
         What one rank needs.
@@ -104,7 +104,7 @@ def compare_ranks(
     nprocs: Sequence[int] = (1, 2, 4, 8),
     device: str | Gpu | None = None,
 ) -> RankForecast:
-    """Foretell ranks under several engines, for several numbers of processes: what each divides.
+    """Predict ranks under several engines, for several numbers of processes: what each divides.
 
     Args:
         workload: as for `predict_ranks`.
@@ -178,7 +178,7 @@ class RankForeteller:
     def prediction(
         self, scale: Scale, ranks: int, *, may_grow: bool = False, gathers_outputs: bool = True
     ) -> RankPrediction:
-        """What one rank of so many needs.
+        """Return what one rank of so many needs.
 
         Args:
             scale: engine and plan.
@@ -291,7 +291,7 @@ class _Update:
 
     @property
     def state_bytes(self) -> int:
-        """What the optimizer keeps."""
+        """Return what the optimizer keeps."""
         return round(self.share * self.trace.observation.baseline_bytes.get(Category.OPTIMIZER_STATE, 0))
 
     def replay(self, book: Book) -> None:
@@ -305,7 +305,7 @@ class _Update:
 
 
 def _about(traced: TracedPass, book: Book, division: Division, outputs_bytes: int) -> Iterator[str]:
-    """What is to be said about a prediction."""
+    """Yield what is to be said about a prediction."""
     yield from traced.trace.notes
     whole_bytes = division.ranks * outputs_bytes
     if division.ranks > 1 and whole_bytes > _MOST_OUTPUTS_SHARE * book.peak_bytes:

@@ -58,7 +58,7 @@ class Player(Protocol[ServedT]):
 
 @dataclass(frozen=True)
 class Script:
-    """What two steps ask of the allocator.
+    """Requests of two steps to the allocator.
 
     Args:
         inputs: sizes of the batch's tensors, in bytes.
@@ -156,7 +156,7 @@ def _rounded(size_bytes: int) -> int:
 
 
 def script_of(parts: Parts, workspaces: Iterable[int]) -> Script:
-    """What two steps of a plan ask for.
+    """Return what two steps of a plan ask for.
 
     Args:
         parts: the step.

@@ -75,7 +75,7 @@ class Segment:
 
     @functools.cached_property
     def seconds(self) -> float:
-        """How long the stretch takes."""
+        """Return how long the stretch takes."""
         return self.bill.seconds(self.rates)
 
     def timeline(self, begin_seconds: float, base: Levels) -> Iterator[TimelinePoint]:
@@ -169,7 +169,7 @@ class TracedPass:
         self._segments: dict[tuple[int, bool, frozenset[int]], Segment] = {}
 
     def share(self, rows: int) -> float:
-        """How far a number of rows lies from that of the one trace towards that of the other."""
+        """Return how far a number of rows lies from that of the one trace towards that of the other."""
         return 0.0 if self._other is None else (rows - self._rows) / (self._other.rows - self._rows)
 
     def segment(self, rows: int, *, accumulating: bool = False, kept: frozenset[int] = frozenset()) -> Segment:
@@ -205,7 +205,7 @@ class TracedPass:
         return _between(self.trace.host_bytes, other, self.share(rows))
 
     def category_of(self, number: int) -> Category:
-        """What a storage is for."""
+        """Return what a storage is for."""
         return self.trace.observation.categories.get(number, Category.TEMPORARIES)
 
     def outputs_bytes(self, rows: int) -> dict[int, int]:
@@ -216,7 +216,7 @@ class TracedPass:
         return {number: _between(a, b, share) for a, b, (number, _) in pairs if a > 0 and number in wanted}
 
     def _hidden(self, share: float) -> tuple[Sequence[Hidden], float]:
-        """What lives inside operators, and by which factor it is larger with so many rows.
+        """Return what lives inside operators, and by which factor it is larger with so many rows.
 
         Whether an operator takes temporaries at all depends on its size, so the nearer trace is asked.
         """

@@ -1,4 +1,4 @@
-"""`save_snapshot`: two steps as a file that torch's memory viewer opens, foretold or as they really were.
+"""`save_snapshot`: two steps as a file that torch's memory viewer opens, predicted or as they really were.
 
 What each storage is for, what ran when it was born, and which stretch of which step that was, stand in its frames,
 where the viewer shows a stack trace; the category by itself is its user metadata. External annotations say what the
@@ -66,8 +66,8 @@ def save_snapshot(
         path: file to write; one that exists is replaced.
         workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss).
         plan: a plan, or its flags.
-        device: a GPU of the catalogue to foretell it for, or its name; by default the device the model is on.
-        measured: run the steps instead of foretelling them, and put everything back afterwards. On CUDA the file is
+        device: a GPU of the catalogue to predict it for, or its name; by default the device the model is on.
+        measured: run the steps instead of predicting them, and put everything back afterwards. On CUDA the file is
             torch's own recording.
 
     Returns:
@@ -185,7 +185,7 @@ class _Tape:
             self.died(before)
 
     def memory_viz(self, settings: Settings) -> dict[str, Any]:
-        """What was noted, replayed through the allocator, as the viewer's dictionary."""
+        """Return what was noted, replayed through the allocator, as the viewer's dictionary."""
         allocator = Allocator(settings, history=True)
         allocator.replay(self.events)
         return {**memory_viz(allocator), "external_annotations": list(self._annotations())}
@@ -210,7 +210,7 @@ def _annotation(name: str, stage: str, seconds: float) -> dict[str, Any]:
     return {"name": name, "stage": stage, "device": 0, "time_us": round(seconds * 1_000_000)}
 
 
-# -- foretold --------------------------------------------------------------------------------------
+# -- predicted --------------------------------------------------------------------------------------
 
 
 def _predicted(workload: Workload, plan: Plan, device: str | Gpu | None) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class _PredictedTape(_Tape):
 
 
 def _names_of(segments: Sequence[Segment]) -> list[str]:
-    """What the stretches of a step are called: one alone is the whole step."""
+    """Return what the stretches of a step are called: one alone is the whole step."""
     if len(segments) == 1:
         return ["forward, backward and update"]
     passes = [
@@ -297,7 +297,7 @@ def _observed(workload: Workload, plan: Plan, ledger: Ledger) -> Observation:
 
 
 def _holdings(workload: Workload, session: Session) -> Iterator[Holding]:
-    """What lives before the first step; a list of it would keep alive what an update replaces."""
+    """Yield what lives before the first step; a list of it would keep alive what an update replaces."""
     yield from parameters_of(workload.model)
     yield from ((Category.PARAMETERS, tensor) for tensor in session.held_tensors)
     yield from state_of(workload.optimizers)

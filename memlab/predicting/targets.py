@@ -33,7 +33,7 @@ _CALIBRATED_TIME = (0.2, 0.25)
 
 @dataclass(frozen=True)
 class Target:
-    """A device that a step is foretold for.
+    """A device that a step is predicted for.
 
     Args:
         name: in words.
@@ -79,7 +79,7 @@ def target_for(workload: Workload, device: str | Gpu | None) -> Target:
         WorkloadError: the model is on neither a CPU nor a CUDA device.
 
     Known limitations:
-        Of a GPU of this machine that the catalogue lacks memory is foretold, and no time.
+        Of a GPU of this machine that the catalogue lacks memory is predicted, and no time.
     """
     if isinstance(device, Gpu):
         return _gpu_target(device)
@@ -116,7 +116,7 @@ def _hidden_on(model: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _own_settings() -> Settings:
-    """How the allocator of this process behaves; where memlab does not know a setting, as torch's does without any."""
+    """Return how the allocator of this process behaves; where memlab does not know a setting, as torch's does without any."""
     try:
         return Settings.from_environment(os.environ)
     except PlanError:

@@ -1,4 +1,4 @@
-"""Which columns a comparison has and what stands in each cell: shared by the text and the HTML table."""
+"""Columns of a comparison and their cells: shared by the text and the HTML table."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def rate(per_second: float) -> str:
 
 
 def predicted(row: Row) -> str:
-    """The peak that was foretold; marked where the measured one is outside of the interval."""
+    """The peak that was predicted; marked where the measured one is outside of the interval."""
     if row.prediction is None:
         return NOTHING
     mark = "≠ " if has_left_interval(row.measurement, row.prediction) else ""

@@ -31,7 +31,7 @@ _CELL = f"padding:5px 14px 5px 0;vertical-align:top;background:transparent;borde
 _HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600;white-space:nowrap"
 _CODE = "font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
 _BAR = "display:flex;height:8px;margin-top:4px;width:170px"
-# what is foretold is paler and dashed, in every picture
+# what is predicted is paler and dashed, in every picture
 _FORETOLD = "opacity:.65;border-bottom:1px dashed currentColor"
 _GREY = "#9AA5B1"
 # the green of a plan that was found, translucent so that it reads on either theme
@@ -195,7 +195,7 @@ def _speed_bar(share: float) -> str:
 
 
 def listing(content: Listing) -> str:
-    """Write a table of ready texts; bars of what is foretold have a dashed outline."""
+    """Write a table of ready texts; bars of what is predicted have a dashed outline."""
     heads = "".join(
         f'<th scope="col" style="{_HEAD};{_listed_align(column)}">{_head(column.title)}</th>'
         for column in content.columns

@@ -100,7 +100,7 @@ def _draw_memory(axes: Axes, comparison: Comparison, positions: Sequence[float])
 
 
 def _is_compared(comparison: Comparison, index: int) -> bool:
-    """Whether a row is set against the first one."""
+    """Return whether a row is set against the first one."""
     return index > 0 and not comparison.are_ranks
 
 

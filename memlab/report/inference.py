@@ -13,7 +13,7 @@ _WATCHED = (
 
 
 def receipt(title: str, record: InferenceRecord) -> Comparison:
-    """What was measured as a table with lines below it; several are set side by side by `Comparison.add`.
+    """Return what was measured as a table with lines below it; several are set side by side by `Comparison.add`.
 
     Args:
         title: which model, on what.
@@ -23,7 +23,7 @@ def receipt(title: str, record: InferenceRecord) -> Comparison:
 
 
 def lines(record: InferenceRecord) -> tuple[str, ...]:
-    """What a table has no columns for: the calls, the cache, notes.
+    """Return what a table has no columns for: the calls, the cache, notes.
 
     Example:
         >>> from memlab.inference_record import CallRecord
@@ -44,7 +44,7 @@ def lines(record: InferenceRecord) -> tuple[str, ...]:
 
 
 def cache_line(cache: CacheUse) -> str:
-    """What a key-value cache took, beside what its formula says."""
+    """Return what a key-value cache took, beside what its formula says."""
     each = f", {format_bytes(cache.size_bytes / (cache.rows * cache.tokens))} a token" if cache.tokens else ""
     counted = f" × {cache.tokens} tokens" if cache.tokens else ""
     text = f"KV cache: {format_bytes(cache.size_bytes)} for {cache.rows} rows{counted}{each}"
@@ -57,7 +57,7 @@ def cache_line(cache: CacheUse) -> str:
 
 
 def batch_line(advice: BatchAdvice, record: InferenceRecord) -> str:
-    """How many rows fit, and how that is known."""
+    """Return how many rows fit, and how that is known."""
     needs = f"{format_bytes(advice.fixed_bytes)} + {format_bytes(advice.row_bytes)} a row"
     budget = format_bytes(advice.budget_bytes)
     if advice.proven_bytes is not None:
@@ -70,7 +70,7 @@ def batch_line(advice: BatchAdvice, record: InferenceRecord) -> str:
 
 
 def graph_line(graph_bytes: int) -> str:
-    """What gradients would have cost.
+    """Return what gradients would have cost.
 
     Example:
         >>> graph_line(2**20)

@@ -1,4 +1,4 @@
-"""What the table of a ladder says, before it is text or HTML."""
+"""Content of a ladder's table, before it is text or HTML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PEAK = "peak allocated"
 
 
 def heading(ladder: Ladder) -> str:
-    """What was trained, on what, on which batch, for which budget."""
+    """Return what was trained, on what, on which batch, for which budget."""
     measurement = ladder.first.measurement
     batch = _batch_words(measurement) if measurement is not None else ""
     budget = f"budget {format_bytes(ladder.budget_bytes)}" if ladder.budget_bytes is not None else ""
@@ -23,7 +23,7 @@ def heading(ladder: Ladder) -> str:
 
 
 def unit(ladder: Ladder) -> str:
-    """What throughput is counted in."""
+    """Return what throughput is counted in."""
     return "tokens/s" if ladder.counts_tokens else "samples/s"
 
 
@@ -60,12 +60,12 @@ def lever(step: Step) -> str:
 
 
 def words(step: Step) -> str:
-    """What a row's lever is, and what came of it."""
+    """Return what a row's lever is, and what came of it."""
     return "; ".join(part for part in (step.rung.what, step.verdict) if part)
 
 
 def sentence(ladder: Ladder) -> str:
-    """What the ladder came to, for status lines, screen readers and below the table.
+    """Return what the ladder came to, for status lines, screen readers and below the table.
 
     Example:
         >>> from memlab.records import Measurement

@@ -1,4 +1,4 @@
-"""What a table of foresight says, before it is text or HTML: predictions, and the trials of a found plan."""
+"""Content of the tables of predictions and of a found plan's trials, before they are text or HTML."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def predictions_listing(
     Args:
         predictions: in any order; the plan as written is what the others are compared with.
         budget_bytes: what they are to fit into; None leaves out the verdicts.
-        title: what was foretold; by default the device.
+        title: what was predicted; by default the device.
         every: show every row; otherwise a long list keeps the plan as written, the Pareto-optimal
             plans and the best of each verdict.
         how_to_see_all: said where rows are left out.
@@ -78,7 +78,7 @@ def predictions_listing(
 
 
 def found_listing(found: FoundPlan) -> Listing:
-    """Reduce a found plan to its evidence: every trial, foretold beside measured, and what was considered."""
+    """Reduce a found plan to its evidence: every trial, predicted beside measured, and what was considered."""
     trials = [(str(number), each, _prediction_of(found, each.plan)) for number, each in enumerate(found.trials, 1)]
     heads = ("trial", "plan", "predicted", "measured", "off by", "predicted samples/s", "measured samples/s", "outcome")
     rows = tuple(
@@ -241,12 +241,12 @@ def _needed(measurement: Measurement) -> str:
 
 
 def _ran_out(measurement: Measurement) -> bool:
-    """Whether memory ran out in a trial; one that was measured may still need more than the budget."""
+    """Return whether memory ran out in a trial; one that was measured may still need more than the budget."""
     return not measurement.fits and not measurement.step_seconds
 
 
 def _off_by(measurement: Measurement, prediction: Prediction | None) -> str:
-    """How far the measured peak is from the predicted one; nothing where memory ran out."""
+    """Return how far the measured peak is from the predicted one; nothing where memory ran out."""
     if prediction is None or _ran_out(measurement) or not prediction.needed_bytes:
         return NOTHING
     share = measurement.needed_bytes / prediction.needed_bytes - 1

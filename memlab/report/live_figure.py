@@ -136,7 +136,7 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Sheet:
-    """What the pictures have in common.
+    """Parts that the pictures have in common.
 
     Args:
         settings: those that are drawn as bars, in the order in which they were first tried.
@@ -409,7 +409,7 @@ def _front(mapped: Chart, unit: int, ink: str) -> dict[str, Any]:
 
 
 def _connections(mapped: Chart, unit: int) -> dict[str, Any]:
-    """From what was foretold to what was measured."""
+    """From what was predicted to what was measured."""
     pairs = [(trial.foretold, trial) for trial in mapped.trials if trial.foretold and not trial.ran_out]
     line = {"color": MEASURED.colour, "width": 1.4, "dash": "dot"}
     return _mark([], unit, name="off by") | {

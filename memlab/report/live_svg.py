@@ -1,4 +1,4 @@
-"""How a run is going, in a few lines of HTML without script: a sentence, and memory and speed by step as a small picture.
+"""Progress of a run in a few lines of HTML without script: a sentence, and memory and speed by step as a small picture.
 
 It is drawn anew several times a second beside a loop that trains, so it is cheap: steps are gathered into columns a few
 pixels wide, the highest step of each counts, and stretches where nothing changes take no room.
@@ -69,7 +69,7 @@ def compact(moment: Moment) -> str:
 
 
 def compact_text(moment: Moment) -> str:
-    """How a run is going in one line.
+    """Return how a run is going in one line.
 
     Example:
         >>> from memlab.moment import Activity
@@ -230,7 +230,7 @@ def _picture(moment: Moment) -> str:
 
 
 def _most_bytes(columns: Sequence[_Column], limit: _Limit | None) -> float:
-    """What stands at the top: a little more than the peak, and than the limit if that is not too far off."""
+    """Return what stands at the top: a little more than the peak, and than the limit if that is not too far off."""
     highest = max(1, *(column.total_bytes for column in columns))
     if limit is not None and highest >= limit.size_bytes * _LEAST_SHARE:
         highest = max(highest, limit.size_bytes)
@@ -371,7 +371,7 @@ def _text(x: int, y: int, text: str, anchor: str = "start") -> str:
 
 
 def _key(names: Sequence[str]) -> str:
-    """What the colours mean, in the order of the layers."""
+    """Return what the colours mean, in the order of the layers."""
     keys = "".join(
         f'<span style="margin-right:12px;white-space:nowrap"><span aria-hidden="true" '
         f'style="{_KEY};background-color:{swatch(name).colour}"></span>{escape(name)}</span>'

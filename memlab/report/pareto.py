@@ -1,4 +1,4 @@
-"""What the picture of memory against throughput shows: the same points for the PNG and the plotly figure."""
+"""Content of the picture of memory against throughput: the same points for the PNG and the plotly figure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_LABELS = 5
 
 @dataclass(frozen=True)
 class Look:
-    """How points of one kind look: told apart by shape and by colour.
+    """Style of points of one kind, by shape and by colour.
 
     Args:
         name: in the legend.
@@ -64,10 +64,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Trial:
-    """A measurement in the picture, and the point that foretold it.
+    """A measurement in the picture, and the point that predicted it.
 
     Args:
-        ran_out: it has no peak and no speed, and stands where it was foretold.
+        ran_out: it has no peak and no speed, and stands where it was predicted.
     """
 
     plan: str
@@ -80,7 +80,7 @@ class Trial:
 
     @property
     def place(self) -> tuple[int, float]:
-        """Where its mark stands: bytes and samples per second."""
+        """Return where its mark stands: bytes and samples per second."""
         if self.ran_out and self.foretold is not None:
             return self.foretold.memory_bytes, self.foretold.per_second
         return self.memory_bytes, self.per_second
@@ -91,7 +91,7 @@ class Chart:
     """Memory against throughput.
 
     Args:
-        title: what was foretold, for what.
+        title: what was predicted, for what.
         memory_name: which memory it is.
         points: predictions, the plan as written among them.
         front: the Pareto-optimal points, from the smallest on.
@@ -139,7 +139,7 @@ def chart(
         predictions: those with a speed are drawn.
         measurements: trials, each connected with its prediction.
         budget_bytes: what the plans are to fit into.
-        title: what was foretold; by default the device.
+        title: what was predicted; by default the device.
         found: label of the plan that was found.
     """
     known = [each for each in predictions if not each.refused and speed_of(each)]
@@ -162,7 +162,7 @@ def chart(
 
 
 def found_chart(found: FoundPlan) -> Chart:
-    """The picture of a found plan: what was foretold, what was run, and the plan."""
+    """The picture of a found plan: what was predicted, what was run, and the plan."""
     drawn = chart(found.predictions, found.trials, found.budget_bytes, title=found.title, found=found.plan.label)
     said = found_sentence(found)
     return Chart(**{**vars(drawn), "description": f"{drawn.description} {said[0].upper()}{said[1:]}."})
@@ -218,18 +218,18 @@ def _labelled(front: Sequence[Point], budget_bytes: int | None, found: str) -> t
 
 
 def _description(predictions: Sequence[Prediction], trials: Sequence[Trial], budget_bytes: int | None) -> str:
-    """What the picture shows, in words."""
+    """Return what the picture shows, in words."""
     count = sum(not trial.ran_out for trial in trials)
     measured = f" {count} of them measured." if trials else ""
     return f"Memory against throughput. {predictions_sentence(predictions, budget_bytes)}{measured}"
 
 
 def axis_names(drawn: Chart) -> tuple[str, str]:
-    """What the axes count, without the unit of memory."""
+    """Return what the axes count, without the unit of memory."""
     return drawn.memory_name, "throughput, samples/s"
 
 
 def hover(point: Point | Trial) -> str:
-    """What is said about one mark."""
+    """Return what is said about one mark."""
     mark = f"{FRONT_MARK} " if isinstance(point, Point) and point.on_front else ""
     return f"{mark}{point.plan}: {point.said}"

@@ -106,7 +106,7 @@ def best_of_each_verdict(ranking: Ranking) -> tuple[str, ...]:
 
 
 def counts(predictions: Iterable[Prediction], budget_bytes: int | None) -> str:
-    """How many there are, by verdict.
+    """Return how many there are, by verdict.
 
     Example:
         >>> p = Prediction("as written", "T4", 2**30, None, 0, {}, (), 0.5, 8, 0, (2**30, 2**30), (0.5, 0.5))
@@ -123,7 +123,7 @@ def counts(predictions: Iterable[Prediction], budget_bytes: int | None) -> str:
 
 
 def verdict_words(prediction: Prediction, budget_bytes: int) -> str:
-    """Whether it fits, and by how much.
+    """Return whether it fits, and by how much.
 
     Example:
         >>> p = Prediction("--fp16", "T4", 3 * 2**30, None, 0, {}, (), 0.5, 8, 0, (2 * 2**30, 4 * 2**30), (0.5, 0.5))

@@ -149,7 +149,7 @@ def sentence(forecast: RankForecast) -> str:
 
 
 def _places(known: Sequence[RankPrediction]) -> list[float]:
-    """Where each bar is, with a gap between numbers of ranks."""
+    """Return where each bar is, with a gap between numbers of ranks."""
     found: list[float] = []
     for number, each in enumerate(known):
         is_new = number > 0 and each.ranks != known[number - 1].ranks

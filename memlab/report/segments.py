@@ -1,4 +1,4 @@
-"""What the bars and the layers of a picture are made of: categories, their colours, phases, axis units.
+"""Parts of the bars and layers of a picture: categories, their colours, phases, axis units.
 
 The colours are Okabe and Ito's, told apart with every common colour blindness; each category also
 has a hatch, so that a picture survives a black-and-white printer.
@@ -23,7 +23,7 @@ REST = "not broken down"
 
 @dataclass(frozen=True)
 class Swatch:
-    """How a category looks: a colour, a hatch of matplotlib, a pattern of plotly."""
+    """Style of a category: a colour, a hatch of matplotlib, a pattern of plotly."""
 
     colour: str
     hatch: str
@@ -57,13 +57,13 @@ def ordered(categories: Sequence[str] | set[str]) -> tuple[str, ...]:
 
 
 def heading(profile: Profile) -> str:
-    """What a picture or a breakdown of one plan is called; what is foretold says so."""
+    """Return what a picture or a breakdown of one plan is called; what is predicted says so."""
     foretold = " · predicted" if isinstance(profile, Prediction) else ""
     return f"{profile.plan} · {profile.device}{foretold}"
 
 
 def no_timeline(profile: Profile) -> str:
-    """What stands in the place of a timeline that is not there."""
+    """Return what stands in the place of a timeline that is not there."""
     if isinstance(profile, Prediction):
         return f"no timeline: {profile.refused or 'none was predicted for this plan'}"
     return "no timeline: no step of this plan was observed"
@@ -109,7 +109,7 @@ def scale(most_bytes: float) -> tuple[int, str]:
 
 
 def time_scale(most_seconds: float) -> tuple[float, str]:
-    """What to multiply seconds with on an axis, and the unit it gives."""
+    """Return what to multiply seconds with on an axis, and the unit it gives."""
     return (1.0, "s") if most_seconds >= 1 else (1000.0, "ms")
 
 

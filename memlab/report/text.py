@@ -73,7 +73,7 @@ def predictions_table(
     Args:
         predictions: in any order; the plan as written is what the others are compared with.
         budget_bytes: what they are to fit into; None leaves out the verdicts.
-        title: what was foretold; by default the device.
+        title: what was predicted; by default the device.
         every: show every row; otherwise a long list keeps the plan as written, the Pareto-optimal
             plans and the best of each verdict.
         how_to_see_all: said where rows are left out.
@@ -92,19 +92,19 @@ def predictions_table(
 
 
 def found_table(found: FoundPlan) -> str:
-    """Print the evidence for a found plan: its trials in order, foretold beside measured, and what was considered."""
+    """Print the evidence for a found plan: its trials in order, predicted beside measured, and what was considered."""
     return listing(found_listing(found))
 
 
 def ladder_table(ladder: Ladder) -> str:
-    """Print a ladder as an aligned table: one row per lever, its words below it.
+    """Print a ladder as an aligned table: one row per technique, its notes below it.
 
     Example:
         >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
         >>> from memlab.rungs import Rung
         >>> print(ladder_table(Ladder("gpt2", (Rung("", "as written", "the loop as it is", m),))))
         gpt2 · batch 8
-        lever        peak allocated   vs before   vs first    samples/s   vs before   vs first
+        technique    peak allocated   vs before   vs first    samples/s   vs before   vs first
         ──────────────────────────────────────────────────────────────────────────────────────
         as written         1.00 GiB           –          –   16.0 ± 0 %           –          –
             ↳ the loop as it is
@@ -137,7 +137,7 @@ def listing(content: Listing) -> str:
 
 
 def breakdown(profile: Profile) -> str:
-    """Print what the memory is used for at the peak, measured or foretold.
+    """Print what the memory is used for at the peak, measured or predicted.
 
     Args:
         profile: a measurement or a prediction, with or without a breakdown.

@@ -1,6 +1,6 @@
 """The memory of a step over time as a picture: PNG bytes, of one step or of several on one scale.
 
-What is foretold is paler than what is measured, and outlined with dashes.
+What is predicted is paler than what is measured, and outlined with dashes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# how far foretold layers are mixed with the paper
+# how far predicted layers are mixed with the paper
 _FORETOLD_ALPHA = 0.5
 _PHASES = {Phase.FORWARD: "#DDE3EA", Phase.BACKWARD: "#B9C3CF", Phase.STEP: "#8894A3", Phase.OTHER: "#F3F3F2"}
 _HEAD_INCHES, _ROW_INCHES, _FOOT_INCHES = 0.5, 2.3, 0.42

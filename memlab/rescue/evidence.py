@@ -24,7 +24,7 @@ _MARGIN = 1.25  # of the highest peak: fragments of the allocator, and steps tha
 
 
 class Evidence:
-    """What is known of one device while a loop trains on it.
+    """Facts about one device while a loop trains on it.
 
     Args:
         device: where the model is.
@@ -60,11 +60,11 @@ class Evidence:
 
     @property
     def is_limited(self) -> bool:
-        """Whether anything is known to end on this device at all."""
+        """Return whether anything is known to end on this device at all."""
         return self._always or self._is_gpu
 
     def is_tight(self, elements: int) -> bool:
-        """Whether memory can run out in a step with a batch of so many elements."""
+        """Return whether memory can run out in a step with a batch of so many elements."""
         self._elements = max(self._elements, elements)
         if self._always or not self._is_gpu:
             return self._always
@@ -85,7 +85,7 @@ class Evidence:
 
 
 def _limit_on_cuda(device: torch.device) -> int:
-    """What the allocator of this process holds or could still get."""
+    """Return what the allocator of this process holds or could still get."""
     counters = torch.cuda.memory_stats_as_nested_dict(device)
     reserved = counters.get("reserved_bytes", {}).get("all", {}).get("current", 0)
     free, total = torch.cuda.mem_get_info(device)

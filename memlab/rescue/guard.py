@@ -60,16 +60,16 @@ class Guardian(Protocol):
         """The loop's backward pass has reached the call."""
 
     def keeps_graph(self) -> bool:
-        """Whether the loop asked for its graph to be kept."""
+        """Return whether the loop asked for its graph to be kept."""
 
     def is_done(self, call: GuardedCall) -> None:
         """The gradients of a call are about to be handed over."""
 
     def can_rescue(self, error: BaseException) -> bool:
-        """Whether an error says that memory ran out, or that a plan which was tried against that does not apply."""
+        """Return whether an error says that memory ran out, or that a plan which was tried against that does not apply."""
 
     def falls_back(self, error: BaseException) -> bool:
-        """Whether an error says that a plan on trial does not apply, and the plan before is in force again."""
+        """Return whether an error says that a plan on trial does not apply, and the plan before is in force again."""
 
     def makes_room(self, error: BaseException, call: GuardedCall, *, keeps_rows: bool) -> None:
         """Another plan is in force when this returns; raises when there is none."""
@@ -117,7 +117,7 @@ class GuardedCall:
 
     @property
     def has_graph(self) -> bool:
-        """Whether the inner graph is there, and with it the activations of the model."""
+        """Return whether the inner graph is there, and with it the activations of the model."""
         return self._graph is not None
 
     @property
@@ -239,7 +239,7 @@ class GuardedCall:
         self._aliases.take_gradients()
 
     def _keeps_rows(self, wanted: Mapping[Path, torch.Tensor]) -> bool:
-        """Whether a repetition must draw the same random numbers, and so cannot split the batch.
+        """Return whether a repetition must draw the same random numbers, and so cannot split the batch.
 
         The loop has computed its own loss from outputs that were made with them. A loss that the model computes is
         as good with others.
@@ -344,7 +344,7 @@ class _Guarded(torch.autograd.Function):
 
 
 class Start:
-    """What a model call begins from: random states, and the model's buffers.
+    """Start of a model call: random states, and the model's buffers.
 
     A large buffer that calls have left alone so far (a mask, a table) is not copied.
 

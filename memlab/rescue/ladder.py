@@ -1,4 +1,4 @@
-"""Which plan to try next when memory ran out: pure values in, pure values out.
+"""Choice of the plan to try next when memory ran out: pure values in, pure values out.
 
 Rules of the ladder:
 
@@ -21,7 +21,7 @@ Rules of the ladder:
    attempt costs about 1/2ⁿ of a step, and all of them together one step; a leap too far costs speed for as long as
    the training lasts.
 7. With predictions, every predicted plan that rules 1 and 4 allow is a rung, the fastest first, unless it does not fit
-   for certain. Rungs of rules 3 to 5 whose speed is not foretold come after.
+   for certain. Rungs of rules 3 to 5 whose speed is not predicted come after.
 8. Gradient release is on no rung. It serves loops of one kind only, and takes the rescue of backward passes away.
 9. A plan that was refused takes with it all plans that contain it.
 """
@@ -42,7 +42,7 @@ from memlab.units import format_bytes
 
 
 class Place(StrEnum):
-    """Where memory ran out."""
+    """Places where memory can run out."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -51,7 +51,7 @@ class Place(StrEnum):
 
     @property
     def words(self) -> str:
-        """How a sentence names it: "memory ran out in the forward pass"."""
+        """Return how a sentence names it: "memory ran out in the forward pass"."""
         names = {"forward": "the forward pass", "backward": "the backward pass", "loop": "the loop's own code"}
         return names.get(self, "the optimizer's update")
 
@@ -111,7 +111,7 @@ def next_plans(
         has_optimizer: whether there is an optimizer whose state a rung could change.
         refused: plans that do not apply here; a set that grows meanwhile is heeded. Plans contained in `plan` do
             apply, so those that ran out on the way to it may be among them.
-        predictions: what is foretold for plans, where it is.
+        predictions: what is predicted for plans, where it is.
         budget_bytes: size of the device, to tell which of them fit; None when unknown.
         half: the 16-bit format of the device.
 
@@ -132,7 +132,7 @@ def next_plans(
 
 
 def contains(larger: Plan, smaller: Plan) -> bool:
-    """Whether one plan keeps every setting of another, or raises it (rule 1).
+    """Return whether one plan keeps every setting of another, or raises it (rule 1).
 
     Example:
         >>> contains(Plan.parse("--accumulate 4 --checkpoint"), Plan.parse("--checkpoint selective"))
@@ -194,7 +194,7 @@ def _value(plan: Plan, setting: str) -> Any:
 
 @dataclass(frozen=True)
 class _Limits:
-    """Which plans are above the one that ran out."""
+    """Plans to try after the one that ran out."""
 
     plan: Plan
     rows: int
@@ -282,7 +282,7 @@ class _Climb:
     Args:
         limits: which plans are on it.
         refused: plans that do not apply; may grow.
-        predictions: what is foretold.
+        predictions: what is predicted.
         budget_bytes: what plans are to fit into.
     """
 
@@ -331,7 +331,7 @@ class _Climb:
         return foretold is not None and math.isfinite(foretold.step_seconds)
 
     def _fits(self, plan: Plan) -> bool:
-        """Whether it may fit, as far as anything is known."""
+        """Return whether it may fit, as far as anything is known."""
         foretold = self._predictions.get(plan)
         if foretold is None or self._budget_bytes is None:
             return True

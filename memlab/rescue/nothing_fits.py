@@ -43,7 +43,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Room:
-    """What an error of an allocator says about the device.
+    """Figures about the device in an allocator's error.
 
     Args:
         capacity_bytes: what the device has, or what the process may use of it.
@@ -87,12 +87,12 @@ def nothing_fits(
     has_optimizer: bool = True,
     is_as_before: bool = True,
 ) -> str:
-    """What was tried, how far off it is, what would do, and in which state everything is.
+    """Return what was tried, how far off it is, what would do, and in which state everything is.
 
     Args:
         tried: every attempt in order, the last one under the plan that needs least; at least one.
         capacity_bytes: size of the device; by default the one in the last error's text.
-        predictions: what is foretold for plans.
+        predictions: what is predicted for plans.
         keep: fields of the plan that were not allowed to change.
         rows: rows of the batch, None when unknown; this and what follows tell whether a field in `keep` closes the
             way to further plans.
@@ -160,7 +160,7 @@ def _asked(requested_bytes: int | None, room: Room | None) -> str:
 
 
 def _needs(last: Attempt, room: Room | None, capacity_bytes: int | None, prediction: Prediction | None) -> str:
-    """What the last plan needs beyond what there is, and which GPU has it; empty when that is not known."""
+    """Return what the last plan needs beyond what there is, and which GPU has it; empty when that is not known."""
     capacity_bytes = capacity_bytes or (room.capacity_bytes if room is not None else None)
     if capacity_bytes is None:
         return ""

@@ -50,13 +50,13 @@ class Owner(Protocol):
     """Who makes room when the loop's own code runs out of memory."""
 
     def can_rescue(self, error: BaseException) -> bool:
-        """Whether an error says that memory ran out."""
+        """Return whether an error says that memory ran out."""
 
     def makes_room_for_loop(self, error: BaseException, attempt: int) -> None:
         """Memory has been freed when this returns; raises when that is not possible."""
 
     def is_guarded(self, node: Any) -> bool:
-        """Whether a node of the autograd graph is a guarded call."""
+        """Return whether a node of the autograd graph is a guarded call."""
 
     def backward_runs_again(self) -> None:
         """Guarded calls whose gradients were handed over in a backward pass that broke off are differentiated anew."""
@@ -157,7 +157,7 @@ class OwnCode(LoopMode):
 
     @property
     def graph_is_kept_for_itself(self) -> bool:
-        """Whether a backward pass is under way that keeps its graph although the loop has not asked for it."""
+        """Return whether a backward pass is under way that keeps its graph although the loop has not asked for it."""
         return self._runs_again
 
     # -- functions -----------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class OwnCode(LoopMode):
 
 
 def _saved_by(nodes: Iterable[Any]) -> list[_Saved]:
-    """What calls of functions have saved for these nodes, and for no others."""
+    """Return what calls of functions have saved for these nodes, and for no others."""
     counts = Counter(one for node in nodes for one in node.metadata.get(_SAVED, ()))
     return [one for one, count in counts.items() if count == one.nodes]
 
@@ -329,7 +329,7 @@ class _Differentiation:
 
     @property
     def keeps(self) -> bool:
-        """Whether the loop wants to keep its graph."""
+        """Return whether the loop wants to keep its graph."""
         kept = self.bound.arguments["retain_graph"]
         return bool(self.bound.arguments["create_graph"] if kept is None else kept)
 
@@ -411,7 +411,7 @@ def _set_aside(leaves: list[torch.Tensor]) -> Iterator[Callable[[], None]]:
 
 
 def has_compiled_code() -> bool:
-    """Whether ``torch.compile`` has compiled anything in this process, and so may have code of the loop's.
+    """Return whether ``torch.compile`` has compiled anything in this process, and so may have code of the loop's.
 
     Functions that were only marked for it, as libraries do when they are imported, are none yet.
     """

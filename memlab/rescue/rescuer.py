@@ -276,7 +276,7 @@ class Rescuer:
             self._evidence.step_ended()
 
     def can_rescue(self, error: BaseException) -> bool:
-        """Whether memory ran out, or a plan that was tried against that does not apply.
+        """Return whether memory ran out, or a plan that was tried against that does not apply.
 
         If neither, the error is the loop's, and the attempts before it are forgotten.
         """
@@ -287,7 +287,7 @@ class Rescuer:
         return False
 
     def falls_back(self, error: BaseException) -> bool:
-        """Whether the plan on trial does not apply, and the one before is in force again for the same work."""
+        """Return whether the plan on trial does not apply, and the one before is in force again for the same work."""
         is_back = self._live_session.falls_back(error)
         if is_back:
             self._follow_parameters()
@@ -301,7 +301,7 @@ class Rescuer:
         self._work_began = perf_counter()
 
     def keeps_graph(self) -> bool:
-        """Whether the loop asked for its graph to be kept."""
+        """Return whether the loop asked for its graph to be kept."""
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
         return kept and not self._own_code.graph_is_kept_for_itself
 
@@ -330,7 +330,7 @@ class Rescuer:
         self._make_room(error, Place.LOOP)
 
     def is_guarded(self, node: Any) -> bool:
-        """Whether a node of the autograd graph is a guarded call."""
+        """Return whether a node of the autograd graph is a guarded call."""
         return isinstance(node, _Guarded._backward_cls)
 
     def backward_runs_again(self) -> None:
@@ -518,7 +518,7 @@ class _Trouble:
 
     @property
     def is_trying(self) -> bool:
-        """Whether a plan of the ladder is in force."""
+        """Return whether a plan of the ladder is in force."""
         return self.rung is not None
 
 
@@ -538,7 +538,7 @@ def _can_be_guarded(model: torch.nn.Module) -> bool:
 
 
 def _is_plain(parameter: torch.nn.Parameter) -> bool:
-    """Whether gradients may come to a parameter from a node of memlab's.
+    """Return whether gradients may come to a parameter from a node of memlab's.
 
     `functional_call` puts computed weights in the place of parameters, whose graph goes on behind the model. A hook on a
     parameter would be called with None by a backward pass that does not reach the parameter.

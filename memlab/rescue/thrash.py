@@ -35,7 +35,7 @@ _COUNTER, *_PEAKS = "num_alloc_retries", "allocated_bytes", "reserved_bytes"
 
 @dataclass(frozen=True)
 class AllocatorSample:
-    """What the allocator has counted so far.
+    """The allocator's counters so far.
 
     Args:
         retries: how often it gave its cache back because there was no room.
@@ -58,7 +58,7 @@ class AllocatorSample:
 
 
 def advice(before: AllocatorSample, after: AllocatorSample, settings: Settings, plan: Plan = Plan()) -> str | None:  # noqa: B008 - frozen
-    """What to do about retries between two samples.
+    """Return what to do about retries between two samples.
 
     Args:
         before: at the beginning of a step.

@@ -62,7 +62,7 @@ class Limited(Protocol):
 
     @property
     def watching(self) -> bool:
-        """Whether it refuses anything at present."""
+        """Return whether it refuses anything at present."""
 
 
 class BrokenUpdateError(MemlabError, torch.OutOfMemoryError):
@@ -76,7 +76,7 @@ class BrokenUpdateError(MemlabError, torch.OutOfMemoryError):
 
 
 def need_bytes(optimizer: Optimizer, parameters: Iterable[Parameter]) -> dict[torch.device, int]:
-    """What an update of some parameters may allocate at most, with a margin.
+    """Return what an update of some parameters may allocate at most, with a margin.
 
     Args:
         optimizer: the user's.
@@ -107,7 +107,7 @@ def need_bytes(optimizer: Optimizer, parameters: Iterable[Parameter]) -> dict[to
 
 
 def _passing_bytes(group: Mapping[str, Any], device: torch.device, sizes: Sequence[int]) -> int:
-    """What an update of one group holds for a while."""
+    """Return what an update of one group holds for a while."""
     if group.get("fused"):
         return 0
     foreach = group.get("foreach", False)
@@ -117,7 +117,7 @@ def _passing_bytes(group: Mapping[str, Any], device: torch.device, sizes: Sequen
 
 
 def free_bytes(device: torch.device, enough_bytes: int) -> float | None:
-    """How much of a device allocations can have.
+    """Return how much of a device allocations can have.
 
     Args:
         device: of some tensors.
@@ -248,7 +248,7 @@ class Retrying(WatchingMode):  # type: ignore[no-untyped-call]
 
 
 def may_repeat(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator that ran out of memory has certainly not changed a tensor yet.
+    """Return whether an operator that ran out of memory has certainly not changed a tensor yet.
 
     Kernels for one tensor allocate before they write. Those for lists of tensors may go from one to the next; but where
     dtypes and layouts need no conversion they allocate nothing, and cannot have run out of memory after they began.
@@ -322,7 +322,7 @@ class Update:
 
     @property
     def is_partly_done(self) -> bool:
-        """Whether some parameters are updated."""
+        """Return whether some parameters are updated."""
         return bool(self._done)
 
     def run(self, techniques: Sequence[Technique]) -> bool:
@@ -372,7 +372,7 @@ class Update:
         return self._copy_for(bucket)
 
     def _copy_for(self, bucket: Sequence[Parameter]) -> stepping.Copy:
-        """What copies the tensors of a bucket: on the device if there is room beside the update, else off it."""
+        """Return what copies the tensors of a bucket: on the device if there is room beside the update, else off it."""
         copied_bytes = sum(_size_bytes(p) for p in bucket) * (1 + _STATE_COPIES)
         return _on_device if self._has_room(bucket, copied_bytes, unknown=True) else _off_device
 

@@ -46,7 +46,7 @@ _MOST_LINES = 12
 
 
 def missing(device: torch.device) -> str:
-    """What the build would fail for; empty when it can begin, or is done.
+    """Return what the build would fail for; empty when it can begin, or is done.
 
     Args:
         device: that is trained on.
@@ -140,7 +140,7 @@ def _operator(folder: Path, name: str) -> Path:
 
 
 def _folder(device: torch.device) -> Path:
-    """Where the operators are for these versions and this kind of device."""
+    """Return where the operators are for these versions and this kind of device."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     versions = f"deepspeed-{version('deepspeed')}-torch-{torch.__version__}-{sys.implementation.cache_tag}"
     return cache / "memlab" / f"{versions}-{device.type}"

@@ -20,7 +20,7 @@ _CONTAINERS = (list, dict, set)
 
 @dataclass(frozen=True)
 class Brought:
-    """What a cell did to its variables.
+    """Changes that a cell made to its variables.
 
     Args:
         assigned: values of names it assigned.

@@ -1,4 +1,4 @@
-"""What ranks have said, and what is said of a run that failed: which rank, in which step, how."""
+"""Messages of ranks, and the description of a run that failed: which rank, in which step, how."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNCHANGED = "nothing here has changed"
 
 @dataclass
 class Told:
-    """What the ranks have said so far."""
+    """Messages of the ranks so far."""
 
     pids: dict[int, int] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
@@ -74,7 +74,7 @@ def _at_step(told: Told, rank: int) -> str:
 
 
 def hung(told: Told, nproc: int, hang_seconds: float) -> str:
-    """What is said of a run that was given up.
+    """Return what is said of a run that was given up.
 
     Args:
         told: what the ranks have said.

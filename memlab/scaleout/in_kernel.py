@@ -57,7 +57,7 @@ def live_engine(plan: Plan, workload: Workload) -> LiveEngine:
 
 
 class InKernel(ABC):
-    """What engines in this process have in common.
+    """Base of the engines in this process.
 
     Args:
         plan: the engine and what it offloads; checkpointing and precision apply to its model.

@@ -89,7 +89,7 @@ def launch(
     say: Callable[[str], Any] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Launched:
-    """Run a training function in many processes, starting from the live objects and ending in them.
+    """Run a training function in many processes, starting from the live objects and writing the results back into them.
 
     Every rank runs the whole function over the same batches. At the model call a rank takes its own rows, and gets the
     outputs and the loss of the whole batch, so that an unchanged loop trains as it would in one process.
@@ -169,7 +169,7 @@ def _folder(workload: Workload, scale: Scale) -> Iterator[Path]:
 
 
 def _offloaded_bytes(workload: Workload) -> int:
-    """What DeepSpeed keeps in files of each trained parameter: itself, its gradient and two moments, in fp32."""
+    """Return what DeepSpeed keeps in files of each trained parameter: itself, its gradient and two moments, in fp32."""
     return 16 * sum(parameter.numel() for parameter in workload.model.parameters() if parameter.requires_grad)
 
 
@@ -279,14 +279,14 @@ def _step(content: Mapping[str, Any]) -> StepRecord:
 
 
 def _line(step: StepRecord, nproc: int, peak_bytes: Mapping[int, int]) -> str:
-    """How far the run is; peaks are those of the last step that each rank has told of."""
+    """Return how far the run is; peaks are those of the last step that each rank has told of."""
     loss = f" · loss {step.loss:.4g}" if step.loss is not None else ""
     speed = f"{step.samples / max(step.seconds, 1e-9):.3g} samples/s"
     return f"step {step.step} on {nproc} processes{loss} · {speed}{_peaks(peak_bytes)}"
 
 
 def _peaks(peak_bytes: Mapping[int, int]) -> str:
-    """What the ranks needed, in words.
+    """Return what the ranks needed, in words.
 
     Example:
         >>> _peaks({0: 2**30, 1: 2**30}), _peaks({0: 2**30, 1: 2**31}), _peaks({})

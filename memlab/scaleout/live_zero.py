@@ -50,7 +50,7 @@ _SERVED = (
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter is in the engine.
+    """Place of a parameter in the engine.
 
     Args:
         name: of the parameter.
@@ -99,7 +99,7 @@ class LiveZero(InKernel):
 
     @property
     def _shows_masters(self) -> bool:
-        """Whether gradients are on the host, but what the device computes with is not."""
+        """Return whether gradients are on the host, but what the device computes with is not."""
         offloads_params = self.plan.tier_of(Offloaded.PARAMS) is not None
         return self._tier is not None and self.device.type != "cpu" and not offloads_params
 
@@ -531,7 +531,7 @@ def _refuse_saving(_optimizer: Optimizer) -> None:
 
 
 def _forgetting() -> Callable[[], None]:
-    """What makes DeepSpeed forget the process group."""
+    """Return what makes DeepSpeed forget the process group."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 

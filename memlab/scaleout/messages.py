@@ -1,4 +1,4 @@
-"""What ranks tell the process that started them: one JSON line each, appended to a file of the rank's own.
+"""Messages from ranks to the process that started them: one JSON line each, appended to a file of the rank's own.
 
 A file survives the rank that wrote it, and needs neither a port nor a thread.
 """

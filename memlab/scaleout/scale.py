@@ -127,12 +127,12 @@ class Scale:
 
     @property
     def uses_files(self) -> bool:
-        """Whether something is offloaded to the disk."""
+        """Return whether something is offloaded to the disk."""
         return any(tier is Tier.DISK for _, tier in self.plan.offload)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the engine does beyond what was asked for, in words."""
+        """Return what the engine does beyond what was asked for, in words."""
         asked = {what for what, _ in self.plan.offload}
         if self.engine == "fsdp2" and asked == {Offloaded.OPTIMIZER}:
             return (

@@ -125,7 +125,7 @@ def _what_fails(what: Mapping[str, Any], keys: Mapping[int, Apart], error: Excep
 
 
 def _variables_of(value: Any) -> dict[str, Any]:
-    """What a function reads from around it."""
+    """Return what a function reads from around it."""
     code = getattr(value, "__code__", None)
     if code is None:
         return {}

@@ -109,7 +109,7 @@ def fill(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def stored(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """What is stored: shape and dtype by key."""
+    """Return what is stored: shape and dtype by key."""
     kept = FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {key: each for key, each in kept.items() if isinstance(each, TensorStorageMetadata)}
     return {key: (each.size, each.properties.dtype) for key, each in tensors.items()}

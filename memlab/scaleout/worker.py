@@ -44,7 +44,7 @@ Optimizer = torch.optim.Optimizer
 
 @dataclass(frozen=True)
 class Errand:
-    """What a rank is to do; travels with the objects.
+    """Task of a rank; sent with the objects.
 
     Args:
         scale: engine and plan, as text.
@@ -140,7 +140,7 @@ class Watched:
 
 
 class _Said(io.TextIOBase):
-    """What the loop prints on rank 0, line by line."""
+    """Output of the loop on rank 0, line by line."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender

@@ -4,9 +4,9 @@ Rules of the climb, beside those of the record (`memlab.rungs`):
 
 1. *Documented order*: levers that leave the gradient as it is come first, the cheapest in time first; then those that
    change numerics. So one can stop at the first rung that fits, having paid as little as possible in both.
-2. *Order by gain*: the next lever is the one that is foretold to free the most bytes for each second it adds to a
-   step, judged anew after each rung, since levers overlap. Levers foretold to cost no time come first, by bytes;
-   those foretold to give nothing come last, and are run all the same: a prediction is no measurement.
+2. *Order by gain*: the next lever is the one that is predicted to free the most bytes for each second it adds to a
+   step, judged anew after each rung, since levers overlap. Levers predicted to cost no time come first, by bytes;
+   those predicted to give nothing come last, and are run all the same: a prediction is no measurement.
 3. With a budget the climb ends at the first rung that fits.
 4. A lever that does not apply, or that runs out of memory, becomes a row that says so, and the climb goes on. After
    Ctrl-C the rows so far are returned.
@@ -64,32 +64,32 @@ def ladder(
     device: Device | None = None,
     progress: Say | None = None,
 ) -> Ladder:
-    """Add one memory-saving lever after another and measure what each gives, in memory and throughput.
+    """Add one memory-saving technique after another and measure what each saves, in memory and throughput.
 
     Weights, moments, gradients, scheduler, random state and the plan in force are afterwards as they were.
 
     Args:
         workload: as for `measure`.
-        levers: plans or their flags, each a lever; by default those that memlab has, see `default_levers`.
-        order: "documented" runs levers in the order given (by default: exact ones first, the cheapest in time
-            first); "gain" runs the one next that is foretold to free the most bytes for the time it costs.
-        budget: size to fit into, such as "8GiB"; the ladder ends at the first rung that fits.
-        fixed: a plan, or its flags: settings that all rungs have.
-        lossless: of the default levers those only that leave the gradient as it is.
-        steps: steps to time on each rung.
+        levers: plans or their flags, to be added one by one; by default those that memlab has, see `default_levers`.
+        order: "documented" adds them in the order given (by default: exact ones first, the cheapest in time
+            first); "gain" adds next the one that is predicted to free the most bytes for the time it costs.
+        budget: size to fit into, such as "8GiB"; the ladder ends at the first row that fits.
+        fixed: a plan, or its flags: settings that all rows have.
+        lossless: use only those default techniques that keep the gradient unchanged.
+        steps: steps to time in each row.
         device: what to count memory on, with its capacity; by default that of the model.
-        progress: called with a line before each rung; by default lines go to standard error once the work takes
+        progress: called with a line before each row; by default lines go to standard error once the work takes
             longer than two seconds.
 
     Returns:
-        The ladder; print it with `memlab.report.ladder.table`. After Ctrl-C, the rungs so far.
+        The ladder; print it with `memlab.report.ladder.table`. After Ctrl-C, the rows so far.
 
     Raises:
-        PlanError: an unknown order; a lever, the budget or the flags cannot be read.
+        PlanError: an unknown order; a setting, the budget or the flags cannot be read.
         RefusalError: the model is refused, whatever the plan (compiled, sharded), or a setting in `fixed` is.
-        TraceError: order="gain", and nothing can be foretold since what the model computes depends on values.
+        TraceError: order="gain", and nothing can be predicted since what the model computes depends on values.
         WorkloadError: no batch or no optimizer, or the model gives no loss.
-        KeyboardInterrupt: before the first rung was measured.
+        KeyboardInterrupt: before the first row was measured.
 
     Example:
         >>> import torch
@@ -127,7 +127,7 @@ def default_levers(
     Args:
         workload: a batch of fewer than four rows is split into as many micro-batches as it has rows; a GPU without
             bf16 gets fp16.
-        fixed: settings that all rungs have.
+        fixed: settings that all rows have.
         lossless: those only that leave the gradient as it is.
 
     Example:
@@ -211,7 +211,7 @@ class _Climb:
         return self._left[0] if self._order == "documented" else max(self._left, key=self._worth)
 
     def _second_chance(self) -> Plan | None:
-        """Of the levers that gave nothing, the one that is foretold to help most by now; each gets one more try."""
+        """Of the levers that gave nothing, the one that is predicted to help most by now; each gets one more try."""
         tried = [rung.lever for rung in self._rungs if not rung.kept and not rung.refused]
         once = [Plan.parse(lever) for lever in tried if tried.count(lever) == 1]
         best = max(once, key=self._worth, default=None)
@@ -283,7 +283,7 @@ class _Climb:
 
 
 class _Foresight:
-    """What rungs are foretold to come to, as long as they can be foretold.
+    """What rungs are predicted to come to, as long as they can be predicted.
 
     Attributes:
         problem: why they cannot, in words; empty while they can.
@@ -297,10 +297,10 @@ class _Foresight:
         self.problem = ""
 
     def of_first(self, plan: Plan) -> Prediction | None:
-        """What is foretold for the first rung; where that is nothing, nothing is foretold for any.
+        """Return what is predicted for the first rung; where that is nothing, nothing is predicted for any.
 
         Raises:
-            TraceError: it cannot be foretold, and the order depends on it.
+            TraceError: it cannot be predicted, and the order depends on it.
         """
         prediction = self._foretold(plan)
         if prediction is not None and prediction.refused:
@@ -310,7 +310,7 @@ class _Foresight:
         return prediction
 
     def of(self, plan: Plan | None) -> Prediction | None:
-        """What is foretold for a plan; None where it is refused or cannot be foretold."""
+        """Return what is predicted for a plan; None where it is refused or cannot be predicted."""
         prediction = self._foretold(plan) if plan is not None else None
         return prediction if prediction is not None and not prediction.refused else None
 

@@ -87,7 +87,7 @@ def settings_of(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=4096)
 def _parts(plan: Plan) -> tuple[str, ...]:
-    """What the error of a plan is the sum of."""
+    """Return what the error of a plan is the sum of."""
     settings = settings_of(plan)
     single = [f"{name}:{value}" for name, values in settings.items() for value in values]
     return (_EVERY_PLAN, *(name for name in settings if name in _GRADED), *single)

@@ -44,7 +44,7 @@ _FIELD_NAMES = frozenset(spec.name for spec in FIELDS)
 
 @dataclass
 class Candidate:
-    """A plan, what was foretold for it, and what came of it."""
+    """A plan, what was predicted for it, and what came of it."""
 
     plan: Plan
     prediction: Prediction
@@ -53,13 +53,13 @@ class Candidate:
 
     @property
     def open(self) -> bool:
-        """Whether it could still be run."""
+        """Return whether it could still be run."""
         return self.measurement is None and not self.prediction.refused
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is believed of a plan by now, in logarithms of seconds and bytes.
+    """Current estimate for a plan, in logarithms of seconds and bytes.
 
     Args:
         log_seconds: expected time.
@@ -75,13 +75,13 @@ class Outlook:
 
 
 class Search:
-    """What is known about a set of plans and a budget, and which plan to run next.
+    """Knowledge about a set of plans and a budget, and the choice of the plan to run next.
 
     Args:
         title: what is trained, on what.
         budget_bytes: size to fit into.
         plans: those to consider; the first is the one that changes least.
-        predictions: what is foretold for them, in any order.
+        predictions: what is predicted for them, in any order.
     """
 
     def __init__(self, title: str, budget_bytes: int, plans: Sequence[Plan], predictions: Iterable[Prediction]) -> None:
@@ -116,7 +116,7 @@ class Search:
         return plan if plan is not None and gains[plan] > _WORTH_A_TRIAL else None
 
     def fits_for_certain(self, plan: Plan) -> bool:
-        """Whether a plan is believed to fit without doubt."""
+        """Return whether a plan is believed to fit without doubt."""
         candidate = self._candidates.get(plan)
         return candidate is not None and candidate.open and self._outlook(candidate).likelihood == 1
 
@@ -282,7 +282,7 @@ def _usual_log_cost(plan: Plan) -> float:
 
 
 def _setting_deviation(predictions: Iterable[Prediction]) -> float:
-    """How wrong the predicted time of one setting may be, from how wide the intervals are."""
+    """Return how wrong the predicted time of one setting may be, from how wide the intervals are."""
     low, high = _SETTING_TIME
     intervals = [prediction.interval_seconds for prediction in predictions if not prediction.refused]
     widths = [math.log(longest / shortest) for shortest, longest in intervals if 0 < shortest <= longest < math.inf]

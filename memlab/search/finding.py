@@ -46,7 +46,7 @@ def find_plan(
     fixed: Plan | str = "",
     progress: Say | None = None,
 ) -> FoundPlan:
-    """Find the fastest plan that fits a budget; the answer has been run, not only computed.
+    """Find the fastest plan that fits a budget; the plan found has been run, not only predicted.
 
     Weights, moments, gradients, scheduler, random state and the plan in force are afterwards as they were.
 
@@ -63,13 +63,13 @@ def find_plan(
             once the work takes longer than two seconds.
 
     Returns:
-        The plan and its measurement, every trial, and what was foretold.
+        The plan and its measurement, every trial, and what was predicted.
 
     Raises:
-        BudgetError: no plan fits: with the smallest one, how far off the budget is and which GPU would do.
+        BudgetError: no plan fits: with the smallest one, how far off the budget is and which GPU would be large enough.
         PlanError: the budget or the flags cannot be read.
         RefusalError: the model is refused, whatever the plan (compiled, sharded).
-        TraceError: what the model computes depends on values, so that nothing can be foretold; it names the operator.
+        TraceError: what the model computes depends on values, so that nothing can be predicted; it names the operator.
         WorkloadError: no batch or no optimizer, no trials, or every plan with the settings in `fixed` is refused.
     """
     budget_bytes = _parsed(budget)
@@ -170,7 +170,7 @@ def considered(
 
 
 def compute_capability_of(own: torch.device, named: str | Gpu | None) -> tuple[int, int] | None:
-    """That of the GPU named, or of the device a model is on; None for a CPU."""
+    """Return the compute capability of the GPU named, or of the device a model is on; None for a CPU."""
     if isinstance(named, Gpu):
         return named.compute_capability
     if named is not None and named.strip().casefold() != "cpu":

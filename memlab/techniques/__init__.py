@@ -40,7 +40,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
 
 
 def is_wanted(kind: type[Technique], plan: Plan) -> bool:
-    """Whether a plan puts a technique on the model: an engine is there alone, and sees to the rest of the plan itself."""
+    """Return whether a plan puts a technique on the model: an engine is there alone, and sees to the rest of the plan itself."""
     return kind.wanted(plan) and (kind.is_engine or not Scaling.wanted(plan))
 
 

@@ -51,7 +51,7 @@ class Aliases:
             self._refresh_recurrent()
 
     def serve(self, model: nn.Module) -> bool:
-        """Whether these are still the parameters a model trains, all of them, with the data they have now."""
+        """Return whether these are still the parameters a model trains, all of them, with the data they have now."""
         now = [
             p for module in model.modules() for p in module._parameters.values() if p is not None and p.requires_grad
         ]
@@ -117,7 +117,7 @@ class RandomState:
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def equals(self, other: RandomState) -> bool:
-        """Whether no random number was drawn between this state and another."""
+        """Return whether no random number was drawn between this state and another."""
         same_cuda = self._cuda is None or (other._cuda is not None and torch.equal(self._cuda, other._cuda))
         return torch.equal(self._cpu, other._cpu) and same_cuda
 

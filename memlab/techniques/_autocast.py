@@ -45,12 +45,12 @@ class AutocastState:
 
     @property
     def is_on(self) -> bool:
-        """Whether the loop runs under autocast."""
+        """Return whether the loop runs under autocast."""
         return any(enabled for _, enabled, _ in self._states)
 
     @property
     def scales_gradients(self) -> bool:
-        """Whether the loop runs in fp16, whose gradients vanish unless they are scaled."""
+        """Return whether the loop runs in fp16, whose gradients vanish unless they are scaled."""
         return any(enabled and dtype is torch.float16 for _, enabled, dtype in self._states)
 
     @contextmanager

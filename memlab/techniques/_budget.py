@@ -1,4 +1,4 @@
-"""Which blocks to recompute so that what blocks keep between forward and backward fits into so many bytes.
+"""Choice of the blocks to recompute, so that what blocks keep between forward and backward fits into so many bytes.
 
 Rules:
 
@@ -38,7 +38,7 @@ _Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 @dataclass
 class _Blocks:
-    """What the blocks kept in one training forward, in the order in which they ran."""
+    """Bytes that blocks kept in one training forward, in the order in which they ran."""
 
     own_bytes: dict[Part, int] = field(default_factory=dict)
     cost: dict[Part, float] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class _Blocks:
 
     @property
     def all_bytes(self) -> int:
-        """What is kept where nothing is recomputed."""
+        """Return what is kept where nothing is recomputed."""
         return self.input_bytes + sum(self.own_bytes.values())
 
 
@@ -106,7 +106,7 @@ class Budget:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether what blocks keep is not known yet for this call."""
+        """Return whether what blocks keep is not known yet for this call."""
         return self._measured is not None
 
     def add(self, block: Part, kept: Kept) -> None:
@@ -130,7 +130,7 @@ class Budget:
         self._choices.clear()
 
     def recomputes(self, block: Part) -> bool:
-        """Whether this block, about to run, is recomputed; where that is not known yet, it is."""
+        """Return whether this block, about to run, is recomputed; where that is not known yet, it is."""
         return self._now is None or block in self._now.recomputed
 
     def _choice_for(self, shape: _Shape) -> _Choice | None:
@@ -176,7 +176,7 @@ def _shape_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Shape:
 
 
 def _serves(known: _Shape, shape: _Shape) -> bool:
-    """Whether what was chosen for one shape will do for another: the same, or smaller by not too much."""
+    """Return whether what was chosen for one shape will do for another: the same, or smaller by not too much."""
     if known == shape:
         return True
     alike = len(known) == len(shape) and all(

@@ -41,7 +41,7 @@ class Linear:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the weight is [inputs, outputs]."""
+        """Return whether the weight is [inputs, outputs]."""
         return type(self.module) is not nn.Linear
 
     @property
@@ -126,7 +126,7 @@ def _around_a_wide_result(linears: list[Linear]) -> tuple[Linear, ...] | None:
 
 
 def _has_nothing_else(module: nn.Module, around: tuple[Linear, ...]) -> bool:
-    """Whether all other parameters belong to norms over features, or to adapters."""
+    """Return whether all other parameters belong to norms over features, or to adapters."""
     largest = max(linear.weight.numel() for linear in around)
     own = {id(linear.module) for linear in around}
 
@@ -142,7 +142,7 @@ def _has_nothing_else(module: nn.Module, around: tuple[Linear, ...]) -> bool:
 
 
 def treats_rows_alike(part: FeedForward) -> bool:
-    """Whether rows give the same alone as beside others, as seen on three rows of noise in eval mode.
+    """Return whether rows give the same alone as beside others, as seen on three rows of noise in eval mode.
 
     Where weights have no values, in a prediction, rows are taken to be treated alike.
     """

@@ -24,7 +24,7 @@ def home_of(parameter: torch.Tensor) -> torch.device:
 
 
 def is_at_rest(parameter: torch.Tensor) -> bool:
-    """Whether a parameter's values rest somewhere until they are used.
+    """Return whether a parameter's values rest somewhere until they are used.
 
     Args:
         parameter: of a model.

@@ -37,7 +37,7 @@ _SERVED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def is_served(optimizer: Optimizer) -> bool:
-    """Whether the host can do an optimizer's update: exactly torch's Adam or AdamW, and everything in fp32.
+    """Return whether the host can do an optimizer's update: exactly torch's Adam or AdamW, and everything in fp32.
 
     Example:
         >>> parameters = [torch.nn.Parameter(torch.ones(2))]
@@ -163,7 +163,7 @@ class _Counter:
         self._step, self._version = step, step._version
 
     def is_of(self, step: torch.Tensor) -> bool:
-        """Whether it is still this one's, and nobody else has written to it."""
+        """Return whether it is still this one's, and nobody else has written to it."""
         return step is self._step and step._version == self._version
 
     def count(self) -> None:
@@ -174,7 +174,7 @@ class _Counter:
 
 
 def _large(group: dict[str, Any], parameters: Sequence[Parameter]) -> list[Parameter]:
-    """Those parameters of a group that are updated on the host."""
+    """Return those parameters of a group that are updated on the host."""
     wanted = {id(parameter) for parameter in parameters if parameter.numel() >= SMALL_ELEMENTS}
     return [parameter for parameter in group["params"] if id(parameter) in wanted]
 

@@ -63,7 +63,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judgement found out.
+    """Result of a judgement.
 
     Args:
         merges: of outputs that are neither joined nor weighted, by position.
@@ -78,7 +78,7 @@ class Verdict:
     rows: int
 
     def knows(self, outputs: Outputs) -> bool:
-        """Whether a call has left something in the places where the judged one did, and in no other."""
+        """Return whether a call has left something in the places where the judged one did, and in no other."""
         return {*outputs.spec.children[1].children_by_name()} == {*self.left}
 
 
@@ -90,7 +90,7 @@ class _DisagreementError(Exception):
 
 @dataclass
 class _Run:
-    """What a run has given, without its graph."""
+    """Results of a run, without its graph."""
 
     outputs: Outputs
     effects: dict[str, Effect]
@@ -131,7 +131,7 @@ class Judge:
         self._is_low = is_low or probe.is_low
 
     def judge(self, call: Callable[..., Any], whole: Call, layout: Layout, parts: int) -> Verdict | None:
-        """Whether this call may be split into so many parts.
+        """Return whether this call may be split into so many parts.
 
         Args:
             call: the model call below accumulation.
@@ -200,7 +200,7 @@ class Judge:
         return _Attempt(model, name, call, whole, layout, ranges, probe, self._per_part, is_low=self._is_low)
 
     def _has_room_for(self, call: Callable[..., Any], whole: Call, layout: Layout, rows: int) -> bool:
-        """Whether so many rows are expected to fit, by what two of them keep for the backward pass."""
+        """Return whether so many rows are expected to fit, by what two of them keep for the backward pass."""
         device = next(self._model.parameters()).device
         free_bytes = _free_bytes(device)
         if free_bytes is None:
@@ -640,7 +640,7 @@ def _keeper(tensor: torch.Tensor, candidates: list[torch.Tensor]) -> str:
 
 
 def _unchanged(one: Any, other: Any) -> bool:
-    """Whether an argument is still what it was; packed rows are unpacked anew."""
+    """Return whether an argument is still what it was; packed rows are unpacked anew."""
     both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     return one is other or (both and one.shape == other.shape and bool((one == other).all()))
 

@@ -1,4 +1,4 @@
-"""What a block's forward keeps for its backward pass, and what it would cost to run it again."""
+"""Measurement of what a block's forward keeps for its backward pass, and what running it again would cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memlab.dispatch import WatchingMode, defers
 from memlab.techniques._aliases import RandomState
 
 # Arithmetic that a device does in the time in which it moves a byte: tens on CPUs and on GPUs in fp32, a few hundred
-# on GPUs in 16 bits. One number for all, so that a choice foretold on one machine is the one made on another.
+# on GPUs in 16 bits. One number for all, so that a choice predicted on one machine is the one made on another.
 _OPERATIONS_PER_BYTE = 50
 
 

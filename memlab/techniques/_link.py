@@ -1,4 +1,4 @@
-"""How fast the link to a GPU is, and how fast the host updates: where optimizer state is best updated.
+"""Speed of the link to a GPU and of updates on the host, which decide where optimizer state is updated.
 
 Measured once for each GPU, in some tenths of a second, when state is first offloaded from it. Random state, streams of
 others and dispatch modes do not notice.
@@ -65,7 +65,7 @@ class Link:
 
     @property
     def favours_host(self) -> bool:
-        """Whether updating on the host is faster by enough."""
+        """Return whether updating on the host is faster by enough."""
         return self.host_rate >= _WORTHWHILE * self.streamed_rate
 
     @property

@@ -123,7 +123,7 @@ class Look(WriteWatch):  # type: ignore[no-untyped-call]
         return output
 
     def _gives(self, run: Run, first: Any, again: Callable[[], Any]) -> bool:
-        """Whether running a part once more gives what it gave; where it has a graph, its state then is what counts."""
+        """Return whether running a part once more gives what it gave; where it has a graph, its state then is what counts."""
         self._muted = True
         try:
             with run.again(with_graphs=True) as repetition:
@@ -234,7 +234,7 @@ class Look(WriteWatch):  # type: ignore[no-untyped-call]
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two runs gave the same, bit for bit."""
+    """Return whether two runs gave the same, bit for bit."""
     ones, others = tree_leaves(first), tree_leaves(second)
     return len(ones) == len(others) and all(_same(a, b) for a, b in zip(ones, others, strict=True))
 

@@ -77,14 +77,14 @@ class Merge:
         return parts[-1]
 
     def weights(self, rows: Sequence[int]) -> list[float] | None:
-        """What each part weighs, where the value is a weighted sum that may be derived."""
+        """Return what each part weighs, where the value is a weighted sum that may be derived."""
         if self.kind == "sum":
             return [1.0] * len(rows)
         return [count / sum(rows) for count in rows] if self.kind == "mean" else None
 
 
 def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[int], tolerance: float) -> Merge | None:
-    """How these parts make this whole; None when in no way that is known."""
+    """Return how these parts make this whole; None when in no way that is known."""
     found: list[Merge] = []
     if isinstance(whole, torch.Tensor):
         if not all(isinstance(part, torch.Tensor) for part in parts):
@@ -122,7 +122,7 @@ def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[in
 
 
 def agree(one: Any, other: Any, tolerance: float) -> bool:
-    """Whether two values of any kind are the same, numbers to a tolerance."""
+    """Return whether two values of any kind are the same, numbers to a tolerance."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and close(one, other, tolerance)
     if all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other)):
@@ -138,7 +138,7 @@ class Chain:
 
     @classmethod
     def of(cls, chains: Sequence[Chain], merges: Sequence[Merge] | None, rows: Sequence[int]) -> Chain:
-        """Those of the batch: one after another, or item by item where there are merges."""
+        """Return those of the batch: one after another, or item by item where there are merges."""
         if merges is None or any(len(chain.items) != len(merges) for chain in chains):
             return cls(tuple(item for chain in chains for item in chain.items))
         return cls(
@@ -156,7 +156,7 @@ def closed(effect: Effect) -> Any:
 
 
 def opened(value: Any) -> Any:
-    """What `closed` was given."""
+    """Return what `closed` was given."""
     return [*value.items] if isinstance(value, Chain) else value
 
 
@@ -165,7 +165,7 @@ def _sum(parts: Sequence[Any]) -> Any:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two plain values are the same; objects that cannot tell are when they are of one type and print alike."""
+    """Return whether two plain values are the same; objects that cannot tell are when they are of one type and print alike."""
     if type(one) is not type(other):
         return False
     try:
@@ -206,7 +206,7 @@ def joining_dim(whole: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: f
 
 
 def close(one: Any, other: Any, tolerance: float) -> bool:
-    """Whether two values agree to a share of the size of the second."""
+    """Return whether two values agree to a share of the size of the second."""
     if not isinstance(one, torch.Tensor):
         return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-6)
     if one.shape != other.shape or one.layout != other.layout:

@@ -96,11 +96,11 @@ class Joined:
 
 
 class Gatherer(Protocol):
-    """Where gradients of micro-batches gather until the loop's backward pass asks for them."""
+    """Storage for gradients of micro-batches until the loop's backward pass asks for them."""
 
     @property
     def originals(self) -> Sequence[torch.Tensor]:
-        """What the outer graph derives by."""
+        """Return what the outer graph derives by."""
 
     @property
     def aliases(self) -> Sequence[Any]:
@@ -108,7 +108,7 @@ class Gatherer(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is run."""
+        """Return where the model is run."""
 
     def in_place(self) -> AbstractContextManager[None]:
         """Context in which micro-batches run, and their gradients gather."""
@@ -222,7 +222,7 @@ class MicroRun:
         raise UnsettledError
 
     def _merge_of(self, position: int) -> Merge | None:
-        """How the judge found that an output or something left elsewhere is put together."""
+        """Return how the judge found that an output or something left elsewhere is put together."""
         if self._verdict is None or self._template is None:
             return None
         if position < self._template.returned:
@@ -379,7 +379,7 @@ class MicroRun:
                 joined.parts.append(value.detach())
 
     def _is_plain(self, position: int, leaf: Any, outputs: Outputs) -> bool:
-        """Whether a leaf is put together outside of the graph."""
+        """Return whether a leaf is put together outside of the graph."""
         if self._verdict is None:
             return False
         merge = self._merge_of_leaf(position, outputs)
@@ -410,7 +410,7 @@ class MicroRun:
         return joined
 
     def _may_wait(self, joined: Joined, leaf: torch.Tensor) -> bool:
-        """Whether an output is left out until somebody looks at it: a large one, or one not computed anyway."""
+        """Return whether an output is left out until somebody looks at it: a large one, or one not computed anyway."""
         if not self._fused or joined.dim is None or self._learnt.reads_outputs:
             return False
         size_bytes = leaf.numel() * leaf.element_size() * len(self._micro_batches)

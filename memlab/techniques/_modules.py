@@ -71,7 +71,7 @@ def in_use(block: nn.Module) -> AbstractContextManager[None]:
 
 
 def accepts_use_cache(model: nn.Module) -> bool:
-    """Whether the model call has a `use_cache` argument, as Transformers decoders do."""
+    """Return whether the model call has a `use_cache` argument, as Transformers decoders do."""
     return "use_cache" in inspect.signature(type(model).forward).parameters
 
 

@@ -81,7 +81,7 @@ class Noise(WatchingMode):  # type: ignore[no-untyped-call]
 
     @property
     def any_drawn(self) -> bool:
-        """Whether the run together drew anything."""
+        """Return whether the run together drew anything."""
         return bool(self._drawn)
 
     def give(self, start: int, stop: int, *, of: int, in_turn: bool = False) -> None:
@@ -170,7 +170,7 @@ class Noise(WatchingMode):  # type: ignore[no-untyped-call]
 
 
 def _state_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """What an operator is asked for beside tensors, and the state of the generators that it may draw from."""
+    """Return what an operator is asked for beside tensors, and the state of the generators that it may draw from."""
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
     states = [generator.get_state() for generator in given] or [torch.get_rng_state()]
     if not given and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
@@ -203,7 +203,7 @@ def _without_dropout(
 
 
 def _is_idle(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether dropout drops nothing here."""
+    """Return whether dropout drops nothing here."""
     return func is torch.ops.aten.native_dropout.default and (args[2] is False or args[1] == 0)
 
 
@@ -225,7 +225,7 @@ def _numbers_of(
 
 
 def _uses_tf32(operator: Any) -> bool:
-    """Whether a GPU from Ampere on may round the factors of an operator to TF32, as it does by default in convolutions."""
+    """Return whether a GPU from Ampere on may round the factors of an operator to TF32, as it does by default in convolutions."""
     if "conv" in operator.name():
         return bool(torch.backends.cudnn.allow_tf32)
     is_product = operator.name().partition("::")[2].startswith(_PRODUCTS)

@@ -69,7 +69,7 @@ class Probe:
         self._joins: dict[tuple[Any, ...], tuple[int | None, ...]] = {}
 
     def layout(self, call: Call) -> Layout:
-        """How this call splits.
+        """Return how this call splits.
 
         Raises:
             RefusalError: no tensor with a batch dimension, or rows that depend on each other.
@@ -126,7 +126,7 @@ class Probe:
         return {position: rules[0].weights(parts, layout) for position, rules in known.items()}
 
     def _fits(self, call: Call, layout: Layout, failed: list[Exception], *, needs_rule: bool) -> bool:
-        """Whether outputs of rows run apart are those of rows run together.
+        """Return whether outputs of rows run apart are those of rows run together.
 
         Args:
             call: the model call.
@@ -153,7 +153,7 @@ class Probe:
         return False
 
     def _is_telling(self, call: Call, layout: Layout, whole: Outputs, parts: list[Outputs]) -> bool:
-        """Whether outputs speak for a layout: a tensor that was joined, or a scalar that follows a rule."""
+        """Return whether outputs speak for a layout: a tensor that was joined, or a scalar that follows a rule."""
         tensors = [i for i, leaf in enumerate(whole.leaves) if isinstance(leaf, torch.Tensor)]
         if any(i not in whole.scalars for i in tensors) or any(bool(whole.leaves[i].isnan()) for i in tensors):
             return True
@@ -302,7 +302,7 @@ class Probe:
 
     @property
     def is_low(self) -> bool:
-        """Whether the model computes in half precision by itself."""
+        """Return whether the model computes in half precision by itself."""
         # Accelerate's mixed precision runs inside forward and keeps the original beside it
         return self._has_half_parameters or "_original_forward" in self._model.__dict__
 
@@ -346,7 +346,7 @@ def _closest(
 
 
 def _alike(outputs: Sequence[Outputs]) -> bool:
-    """Whether the losses of the parts are near each other; not when they are the same, as those of a twin are."""
+    """Return whether the losses of the parts are near each other; not when they are the same, as those of a twin are."""
     _, one, other = (float(output.leaves[output.loss]) for output in outputs)
     return 0 < abs(one - other) < _ALIKE * max(abs(one), abs(other))
 
@@ -370,7 +370,7 @@ def class_weights_of(model: nn.Module, call: Call, layout: Layout) -> list[torch
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a line."""
+    """Return what an error says, in a line."""
     return (str(error).splitlines() or [""])[0][:120]
 
 

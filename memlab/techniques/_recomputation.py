@@ -37,5 +37,5 @@ class Recomputation(AbstractContextManager[None]):
 
 
 def contexts_within(block: nn.Module | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What surrounds the forward of a part of a block, and its recomputation; None for a part of no block."""
+    """Return what surrounds the forward of a part of a block, and its recomputation; None for a part of no block."""
     return nullcontext(), nullcontext() if block is None else Recomputation(block, nullcontext())

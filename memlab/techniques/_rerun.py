@@ -30,7 +30,7 @@ _running = threading.local()
 
 
 def is_running() -> bool:
-    """Whether this thread is within a run of a part: parts within it are none of their own."""
+    """Return whether this thread is within a run of a part: parts within it are none of their own."""
     return bool(getattr(_running, "depth", 0))
 
 
@@ -101,12 +101,12 @@ class Run:
 
     @property
     def writes_to_inputs(self) -> bool:
-        """Whether the part has written to its arguments in this run, so that their graphs are no longer those from before."""
+        """Return whether the part has written to its arguments in this run, so that their graphs are no longer those from before."""
         return bool(self._copies)
 
     @property
     def is_seen_inside(self) -> bool:
-        """Whether hooks may keep tensors of this run that have a graph."""
+        """Return whether hooks may keep tensors of this run that have a graph."""
         return self._observers.are_there
 
     @property
@@ -115,7 +115,7 @@ class Run:
         return [kept.seen for kept in self._state.tensors]
 
     def saved(self, *, watched: bool) -> list[torch.Tensor]:
-        """What autograd keeps of the arguments; lets go of them.
+        """Return what autograd keeps of the arguments; lets go of them.
 
         Args:
             watched: writes are watched, and autograd need not refuse them.
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def has_large_state(self) -> bool:
-        """Whether there are tensors in its state that are copied only if they are written to."""
+        """Return whether there are tensors in its state that are copied only if they are written to."""
         return any(not kept.is_copied for kept in self._state.tensors)
 
     def protect_state(self, watch: WriteWatch) -> None:
@@ -237,7 +237,7 @@ def _body(run: Run, call: Callable[..., Any], given: list[Any]) -> Callable[...,
 
 
 def contexts(part: Part, *, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What surrounds a part's forward, and its recomputation."""
+    """Return what surrounds a part's forward, and its recomputation."""
     forward, recomputation = Products().contexts() if selective else (nullcontext(), nullcontext())
     return forward, Recomputation(part.owner if part.span is None else None, recomputation)
 

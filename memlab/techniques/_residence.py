@@ -86,7 +86,7 @@ class Link:
 
     @property
     def overlaps(self) -> bool:
-        """Whether copies run beside computations."""
+        """Return whether copies run beside computations."""
         return self._in is not None
 
     def fetch(self, stored: torch.Tensor, *, was_just_sent: bool = False) -> Arrival:
@@ -137,7 +137,7 @@ def room_for(spill: Spill, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie side by side, in whatever order."""
+    """Return whether a tensor's elements lie side by side, in whatever order."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return extent == tensor.numel()
 
@@ -275,7 +275,7 @@ class Residence:
         return self._at_rest.pop(storage_of(parameter), None)
 
     def resting(self, parameter: torch.Tensor) -> Resting | None:
-        """What holds the values of a parameter that is at rest."""
+        """Return what holds the values of a parameter that is at rest."""
         return self._at_rest.get(storage_of(parameter))
 
     # -- using a block -------------------------------------------------------------------------
@@ -377,7 +377,7 @@ class Residence:
     # -- what autograd saves -------------------------------------------------------------------
 
     def _noted(self, tensor: torch.Tensor) -> _Saved | None:
-        """What stands for a saved tensor, if it is a copy of a parameter; None for others."""
+        """Return what stands for a saved tensor, if it is a copy of a parameter; None for others."""
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return None
         known = self._copies.get(storage_of(tensor))
@@ -432,7 +432,7 @@ class _Ends(_BlockHook):
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What identifies the storage of a tensor, as long as it lives."""
+    """Return what identifies the storage of a tensor, as long as it lives."""
     address: int = tensor.untyped_storage()._cdata
     return address
 

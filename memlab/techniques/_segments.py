@@ -1,4 +1,4 @@
-"""Which parts of a model without repeated blocks to recompute.
+"""Choice of the parts to recompute in a model without repeated blocks.
 
 Rules:
 
@@ -98,7 +98,7 @@ def _run_of(
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
-    """Whether calling a module calls its children one after the other, and does nothing else."""
+    """Return whether calling a module calls its children one after the other, and does nothing else."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
@@ -111,7 +111,7 @@ def _layers(module: nn.Module) -> int:
 
 
 def _is_computed(module: nn.Module) -> bool:
-    """Whether a layer's weight is made of other parameters (parametrizations, weight norm)."""
+    """Return whether a layer's weight is made of other parameters (parametrizations, weight norm)."""
     return "parametrizations" in module._modules
 
 
@@ -152,12 +152,12 @@ class Node:
 
     @property
     def rest_bytes(self) -> int:
-        """What it keeps beside its children."""
+        """Return what it keeps beside its children."""
         return max(0, self.own_bytes + self.hidden - sum(0 if c.recomputed else c.own_bytes for c in self.children))
 
     @property
     def all_bytes(self) -> int:
-        """What it keeps where nothing is recomputed."""
+        """Return what it keeps where nothing is recomputed."""
         return self.rest_bytes + sum(child.all_bytes for child in self.children)
 
     @property
@@ -186,7 +186,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Segmentation:
-    """What to recompute.
+    """Parts to recompute.
 
     Args:
         segments: in the order in which they run.
@@ -200,7 +200,7 @@ class Segmentation:
 
     @property
     def needed_bytes(self) -> int:
-        """What is kept between segments, and the largest of them."""
+        """Return what is kept between segments, and the largest of them."""
         return self.kept_bytes + max((segment.freed_bytes for segment in self.segments), default=0)
 
 
@@ -240,7 +240,7 @@ def _is_run(node: Node) -> bool:
 
 
 def _run_sizes(node: Node) -> list[list[int]]:
-    """What consecutive children keep: [first][how many - 1], in bytes."""
+    """Return what consecutive children keep: [first][how many - 1], in bytes."""
     children = node.children
     own = [child.all_bytes for child in children]
     table: list[list[int]] = []
@@ -264,7 +264,7 @@ class _Cut:
         self._limit, self._least = limit, least
 
     def within(self, node: Node) -> tuple[int, list[Segment]]:
-        """What is kept within a node whose own call is not recomputed, and its segments."""
+        """Return what is kept within a node whose own call is not recomputed, and its segments."""
         if _is_run(node):
             return self._run(node)
         kept, segments = node.rest_bytes, []

@@ -62,7 +62,7 @@ class Products:
         return None if kept is None or _versions(kept[0]) != kept[1] else kept[0]
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Those of the run, and of running it again."""
+        """Return those of the run, and of running it again."""
         return _Keeping(self), _Giving(self)
 
 

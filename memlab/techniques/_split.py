@@ -36,7 +36,7 @@ class Call:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What two calls have in common that split alike: the same arguments, the same ones of them tensors."""
+        """Return what two calls have in common that split alike: the same arguments, the same ones of them tensors."""
         return self.spec, tuple(leaf.dim() if isinstance(leaf, torch.Tensor) else -1 for leaf in self.leaves)
 
     def run(self, call: Callable[..., Any]) -> Any:
@@ -66,7 +66,7 @@ def _is_list_of_rows(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which leaves of a call hold rows of the batch, and along which dimension.
+    """Leaves of a call that hold rows of the batch, and their dimensions.
 
     Args:
         rows: rows of the batch.
@@ -165,7 +165,7 @@ def layouts_of(call: Call) -> list[Layout]:
 
 
 def _dim_with(leaf: torch.Tensor, rows: int, preferred: int) -> int | None:
-    """Where a tensor has so many rows; in three dimensions the preferred place, which for states is 1."""
+    """Return where a tensor has so many rows; in three dimensions the preferred place, which for states is 1."""
     order = (1, 0) if preferred and leaf.dim() == 3 else (0, 1)
     return next((dim for dim in order if leaf.dim() > dim and leaf.size(dim) == rows), None)
 
@@ -184,7 +184,7 @@ def row_ranges(rows: int, parts: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class LossRule:
-    """How the losses of micro-batches make the loss of the batch: a weight for each.
+    """Weights by which losses of micro-batches make the loss of the batch.
 
     Args:
         name: "rows", "sum", or what is counted in which leaf.
@@ -201,7 +201,7 @@ class LossRule:
     class_weights: torch.Tensor | None = field(default=None, compare=False)
 
     def counts(self, parts: Sequence[Call], layout: Layout) -> list[float]:
-        """What each part weighs, before dividing by the total; one transfer for all parts."""
+        """Return what each part weighs, before dividing by the total; one transfer for all parts."""
         if self.leaf < 0:
             return [float(layout.rows_in(part)) for part in parts]
         counted = [self._count(part.leaves[self.leaf]) for part in parts]
@@ -284,12 +284,12 @@ class Outputs:
         return self.spec.children[0].put(leaves[: self.returned])
 
     def left(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """What was left elsewhere, by name, with these leaves."""
+        """Return what was left elsewhere, by name, with these leaves."""
         values: dict[str, Any] = self.spec.children[1].put(leaves[self.returned :])
         return values
 
     def name_of(self, position: int) -> str:
-        """How errors call a leaf."""
+        """Return how errors call a leaf."""
         names = self.spec.names()
         if position >= self.returned:
             return re.sub(r"^left\[(['\"])(.*?)\1\]", r"\2", names[position])

@@ -152,7 +152,7 @@ class State:
 
     @property
     def tensors(self) -> Sequence[KeptTensor]:
-        """Those that modules and arguments refer to."""
+        """Return those that modules and arguments refer to."""
         return self._tensors_kept
 
     @contextmanager
@@ -255,7 +255,7 @@ class _Content:
         self._items = {key: others.get(id(value), value) for key, value in self._items.items()}
 
     def taken_again(self) -> _Content:
-        """What the same container holds now."""
+        """Return what the same container holds now."""
         return type(self)(self.container)  # type: ignore[call-arg]
 
     def put_back(self, stand_ins: _StandIns) -> None:

@@ -75,7 +75,7 @@ class Randomness:
         self._numpy: Any = numpy.random.get_state() if numpy is not None else None
 
     def host_differs(self, other: Randomness) -> bool:
-        """Whether Python's or NumPy's generator was drawn from between this state and another."""
+        """Return whether Python's or NumPy's generator was drawn from between this state and another."""
         if self._python != other._python:
             return True
         if self._numpy is None or other._numpy is None:
@@ -146,7 +146,7 @@ class Snapshot:
             classes.add(type(module))
 
     def effects(self) -> dict[str, Effect]:
-        """What has changed since, by name."""
+        """Return what has changed since, by name."""
         found: dict[str, Effect] = {}
         for node in self._nodes:
             for effect in node.effects():
@@ -306,12 +306,12 @@ class Snapshot:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a global may be something a forward writes to: no function, class or module."""
+    """Return whether a global may be something a forward writes to: no function, class or module."""
     return not (callable(value) or isinstance(value, (types.ModuleType, type, nn.Module)))
 
 
 def _is_object(value: Any) -> bool:
-    """Whether attributes of a value may be state: an object of the user's."""
+    """Return whether attributes of a value may be state: an object of the user's."""
     # modes of torch see every operator, the trials of the judgement too: what they count is no state of the model
     is_code = isinstance(value, (nn.Module, type, types.ModuleType, TorchDispatchMode, TorchFunctionMode))
     return not is_code and hasattr(value, "__dict__") and not _is_of_library(type(value))

@@ -8,7 +8,7 @@ Rules:
    it writes nobody reads any more.
 3. Whatever a copy reads or writes is held by its `Ticket`. A ticket may be dropped once the computation has been made
    to wait for it; not before, or the memory would be given to somebody else while the copy runs.
-   (`Tensor.record_stream` would also do, but then memory comes back at times nobody can foretell.)
+   (`Tensor.record_stream` would also do, but then memory comes back at times nobody can predict.)
 4. A region of a pool that is used again was last written in the lane out, which keeps its order, or read in the lane
    in, which `send(…, reused=True)` waits for.
 5. On the CPU, and for tensors without values, a copy is made there and then, and waiting is nothing.
@@ -166,7 +166,7 @@ class Leaving:
             self._tickets.popleft()
 
     def holds(self, target: torch.Tensor) -> bool:
-        """Whether a tensor is still held that is on its way to a target."""
+        """Return whether a tensor is still held that is on its way to a target."""
         return any(ticket.target is target for ticket, _ in self._tickets)
 
     def take_back(self, target: torch.Tensor) -> torch.Tensor | None:

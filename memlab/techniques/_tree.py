@@ -25,7 +25,7 @@ _DEPTH = 6
 
 @dataclass(frozen=True)
 class Structure:
-    """What is left of a value when its leaves are taken out.
+    """Structure of a value without its leaves.
 
     Args:
         kind: its type; None for a leaf.
@@ -90,7 +90,7 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] = lambda _value: False) -
 
 
 def holds_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether a tensor is in a value that `flatten` does not know from torch."""
+    """Return whether a tensor is in a value that `flatten` does not know from torch."""
     if isinstance(value, torch.Tensor):
         return True
     if depth == 0 or isinstance(value, (nn.Module, type, ModuleType, str)) or callable(value):

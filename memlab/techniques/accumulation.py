@@ -216,7 +216,7 @@ class Accumulation(Technique):
         ) from None
 
     def _verdict(self, call: ModelCall, whole: Call, layout: Layout, parts: int) -> Verdict | None:
-        """What the judge says of calls of this shape; asked once for each.
+        """Return what the judge says of calls of this shape; asked once for each.
 
         Raises:
             RefusalError: they cannot be split.
@@ -241,7 +241,7 @@ class Accumulation(Technique):
         return self._verdicts[shape]
 
     def _shape_of(self, whole: Call, layout: Layout) -> tuple[Any, ...]:
-        """What decides whether another judgement is needed: everything but the number of rows.
+        """Return what decides whether another judgement is needed: everything but the number of rows.
 
         Lengths count by powers of two: a loop whose batches are as long as their longest row would else be judged all the time.
         """

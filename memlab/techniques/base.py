@@ -98,7 +98,7 @@ class Technique:
 
     @classmethod
     def wanted(cls, plan: Plan) -> bool:
-        """Whether the plan asks for this technique."""
+        """Return whether the plan asks for this technique."""
         return cls.field in plan.changes()
 
     @classmethod
@@ -161,7 +161,7 @@ class Technique:
         return nullcontext()
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> Stepper | None:
-        """What updates parameters in place of the user's optimizer; None to leave it to that one."""
+        """Return what updates parameters in place of the user's optimizer; None to leave it to that one."""
         return None
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -184,7 +184,7 @@ class Technique:
         """Some parameters have been updated, within a step."""
 
     def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this step's update must not happen (gradients that are not finite)."""
+        """Return whether this step's update must not happen (gradients that are not finite)."""
         return False
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:

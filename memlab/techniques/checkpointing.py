@@ -261,7 +261,7 @@ class Checkpointing(Technique):
         return checkpointed
 
     def _applies(self) -> bool:
-        """Whether a call of a part is one that a backward pass follows, and that nothing looks through."""
+        """Return whether a call of a part is one that a backward pass follows, and that nothing looks through."""
         model = self._model()
         is_training = model is not None and model.training and torch.is_grad_enabled() and not is_running()
         return is_training and torch._C._get_tracing_state() is None and not torch.compiler.is_compiling()

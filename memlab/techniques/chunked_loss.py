@@ -319,7 +319,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
 
 def _tile_rows(rows: int, vocabulary: int) -> int:
-    """How many rows a tile has."""
+    """Return how many rows a tile has."""
     share = max(_LEAST_ROWS, -(-rows // _TILES))
     return max(1, min(share, _TILE_BYTES // (4 * vocabulary)))
 

@@ -1,4 +1,4 @@
-"""What a technique says about itself: for the cheat sheet, and for whoever chooses."""
+"""Description of a technique: for the cheat sheet, and for users who choose."""
 
 from __future__ import annotations
 

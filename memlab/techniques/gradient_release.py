@@ -112,7 +112,7 @@ def loop_is_known() -> Iterator[None]:
 
 
 def is_loop_known() -> bool:
-    """Whether the steps that are being made are memlab's own."""
+    """Return whether the steps that are being made are memlab's own."""
     return _loop_is_known.get()
 
 

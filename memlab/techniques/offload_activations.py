@@ -228,7 +228,7 @@ class _Seen:
     last: int
 
     def stored_for(self, first: int, last: int) -> _Stored | None:
-        """What was stored, if it serves a tensor over these elements."""
+        """Return what was stored, if it serves a tensor over these elements."""
         is_within = self.first <= first and last <= self.last
         return self.stored() if is_within and self.storage() is not None else None
 

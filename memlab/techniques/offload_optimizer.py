@@ -137,7 +137,7 @@ class OffloadOptimizer(Technique):
         return sum(spill.stored_bytes for spill in self._spills.values())
 
     def _kept_of(self, free: _Kept | None, parameter: Parameter, value: Any) -> _Kept | None:
-        """What is kept of one entry, on its way there; None for what stays."""
+        """Return what is kept of one entry, on its way there; None for what stays."""
         if not _moves(value):
             return None
         if self._is_stepping and _is_kept_already(parameter, value):  # updated where it lies
@@ -167,7 +167,7 @@ class OffloadOptimizer(Technique):
         return home_of(parameter).type != "cuda" and not self._is_for_gpu
 
     def _free(self, optimizer: Optimizer, parameter: Parameter) -> dict[str, _Kept]:
-        """What may be written: within a step state is unpacked, but a plan change must not touch live state."""
+        """Return what may be written: within a step state is unpacked, but a plan change must not touch live state."""
         in_use = {id(value) for value in optimizer.state.get(parameter, {}).values()}
         return {name: kept for name, kept in self._kept.get(parameter, {}).items() if id(kept.tensor) not in in_use}
 
@@ -211,7 +211,7 @@ class OffloadOptimizer(Technique):
         return self._host_update(optimizer)
 
     def _host_update(self, optimizer: Optimizer) -> HostUpdate | None:
-        """What updates on the host; None where another technique updates, or has changed what there is to update."""
+        """Return what updates on the host; None where another technique updates, or has changed what there is to update."""
         update = self._on_host.get(optimizer)
         if update is None or not is_served(optimizer):
             return None

@@ -442,7 +442,7 @@ def _process_count() -> int:
 
 
 def _counts_on_device(optimizer: Optimizer, parameter: Parameter) -> bool:
-    """Whether the optimizer's kernels want the count of steps beside the moments."""
+    """Return whether the optimizer's kernels want the count of steps beside the moments."""
     groups = (g for g in optimizer.param_groups if any(own is parameter for own in g["params"]))
     group = next(groups, optimizer.defaults)
     return bool(group.get("fused") or group.get("capturable"))
@@ -454,7 +454,7 @@ def _placed(value: Any, home: torch.device, *, on_device: bool) -> Any:
 
 
 def _is_scaled_by_the_loop() -> bool:
-    """Whether a `GradScaler` calls the step."""
+    """Return whether a `GradScaler` calls the step."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":

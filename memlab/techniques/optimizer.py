@@ -328,7 +328,7 @@ def _is_bnb_adam(optimizer: Optimizer) -> bool:
 
 
 def _couples_decay(optimizer: Optimizer) -> bool:
-    """Whether weight decay goes through the moments, as in torch's Adam and unlike in AdamW."""
+    """Return whether weight decay goes through the moments, as in torch's Adam and unlike in AdamW."""
     groups = optimizer.param_groups
     return _is_torch_adam(optimizer) and any(g["weight_decay"] and not g.get("decoupled_weight_decay") for g in groups)
 

@@ -298,7 +298,7 @@ class LossScale:
         return true_gradient
 
     def found_bad_gradients(self) -> bool:
-        """Whether a gradient since the last step was inf or nan; adapts the scale (waits for the device).
+        """Return whether a gradient since the last step was inf or nan; adapts the scale (waits for the device).
 
         Several optimizers of one model ask in turn; the later ones get the answer of the first.
         """

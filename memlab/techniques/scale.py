@@ -27,7 +27,7 @@ class LiveEngine(Protocol):
 
     @property
     def owns_steps(self) -> bool:
-        """Whether it does the optimizer's steps."""
+        """Return whether it does the optimizer's steps."""
 
     @property
     def held_tensors(self) -> Sequence[torch.Tensor]:

@@ -24,7 +24,7 @@ _spilling_fakes = False
 
 
 def is_spilled(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is kept elsewhere by a `Spill`, so that it takes no memory of the device."""
+    """Return whether a storage is kept elsewhere by a `Spill`, so that it takes no memory of the device."""
     return _spilling_fakes or storage._cdata in _spilled_storages
 
 

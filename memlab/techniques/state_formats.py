@@ -1,4 +1,4 @@
-"""How optimizers write down Adam's moments, and translating between them.
+"""Formats in which optimizers keep Adam's moments, and translation between them.
 
 Every format decodes to `Moments` and encodes from them, one parameter at a time. Second moments are
 exchanged as Adam accumulates them, that is without bias correction.
@@ -54,7 +54,7 @@ class StateFormat(ABC):
 
     @abstractmethod
     def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
-        """Whether the state of a parameter is in this format."""
+        """Return whether the state of a parameter is in this format."""
 
     @abstractmethod
     def encode(self, parameter: torch.nn.Parameter, group: Group, moments: Moments) -> State:

@@ -140,7 +140,7 @@ class Tiling(Technique):
         return [linear for linear in large if id(linear.module) not in elsewhere]
 
     def _linears(self, model: nn.Module) -> list[Linear]:
-        """Those within the model; not the head where the loss is computed without its logits."""
+        """Return those within the model; not the head where the loss is computed without its logits."""
         heads = {id(head) for head in large_heads(model)} if self.plan.loss is Loss.CHUNKED else set()
         return [linear for linear in linears_of(model) if id(linear.module) not in {id(model), *heads}]
 
@@ -198,7 +198,7 @@ def _only_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tens
 
 
 def _cast_to(inputs: torch.Tensor, linear: Linear) -> torch.dtype | None:
-    """What autocast turns the weight of a layer into for these inputs; None where it leaves it as it is."""
+    """Return what autocast turns the weight of a layer into for these inputs; None where it leaves it as it is."""
     device_type = inputs.device.type
     if not torch.is_autocast_enabled(device_type) or inputs.dtype is torch.float64:
         return None

@@ -234,5 +234,5 @@ def registrations() -> tuple[Registration, ...]:
 
 
 def _elsewhere(name: str) -> Kernel:
-    """What the CPU's list says, for threads that trace nothing while its kernel is covered."""
+    """Return what the CPU's list says, for threads that trace nothing while its kernel is covered."""
     return _widest if name in _CPU_WIDEST else _fp32

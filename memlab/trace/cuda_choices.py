@@ -87,7 +87,7 @@ _NOT_MODELLED: tuple[tuple[type[nn.Module], str], ...] = (
 
 
 def not_modelled(model: nn.Module) -> tuple[str, ...]:
-    """What of a model is not traced as CUDA runs it, in words.
+    """Return what of a model is not traced as CUDA runs it, in words.
 
     Example:
         >>> not_modelled(nn.Linear(2, 2))

@@ -56,7 +56,7 @@ def overload(operator: str) -> Any:
 
 
 def exists(operator: str) -> bool:
-    """Whether this torch has an aten operator."""
+    """Return whether this torch has an aten operator."""
     return bool(torch._C._dispatch_has_kernel(f"aten::{operator}"))
 
 

@@ -1,4 +1,4 @@
-"""Which GPU the current thread traces for, and changes of the process that only that thread feels.
+"""The GPU that the current thread traces for, and changes of the process that apply to that thread only.
 
 A traced step needs a few of torch's functions and kernels to answer as they would on CUDA. They are
 exchanged for the time of the trace, in numbered rules:

@@ -48,7 +48,7 @@ _CHANGES_METADATA = frozenset({torch.Tag.inplace_view, torch.Tag.data_dependent_
 
 @dataclass(slots=True)
 class Recipe:
-    """How to get an operator's result on given shapes.
+    """Recipe for an operator's result on given shapes.
 
     Args:
         way: one of the four ways.
@@ -64,7 +64,7 @@ class Recipe:
 
     @property
     def bears_nothing(self) -> bool:
-        """Whether it is known that no storage is born or resized."""
+        """Return whether it is known that no storage is born or resized."""
         return self.way in (_WRITTEN, _VIEWED)
 
 
@@ -129,7 +129,7 @@ class FastFakes:
         return type(out)(self._wrapped(view) for view in out)
 
     def _wrapped(self, meta: torch.Tensor) -> FakeTensor:
-        """What `FakeTensor.__new__` makes of a meta tensor, without its checks."""
+        """Return what `FakeTensor.__new__` makes of a meta tensor, without its checks."""
         fake: FakeTensor = torch.Tensor._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU
         )
@@ -213,12 +213,12 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
 
 
 def _is_wholly_meta(func: Any) -> bool:
-    """Whether a view needs nothing of the fake mode: torch's own, with a meta kernel or made of ones that have."""
+    """Return whether a view needs nothing of the fake mode: torch's own, with a meta kernel or made of ones that have."""
     return bool(func.namespace == "aten") and func.name() not in ("aten::lift_fresh", "aten::_to_copy")
 
 
 def _is_own_storage(result: Any) -> bool:
-    """Whether a result fills a storage of its own, as `empty_strided` would make it."""
+    """Return whether a result fills a storage of its own, as `empty_strided` would make it."""
     if result is None:
         return True
     if result.storage_offset() != 0:

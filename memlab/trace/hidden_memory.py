@@ -82,7 +82,7 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 def _copy_bytes(tensor: torch.Tensor) -> Sizes:
-    """What `.contiguous()` takes."""
+    """Return what `.contiguous()` takes."""
     return () if tensor.is_contiguous() else (_bytes_of(tensor),)
 
 

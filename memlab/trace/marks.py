@@ -20,7 +20,7 @@ from memlab.trace.recorder import Recorder
 
 
 class Moment(StrEnum):
-    """What happens to a module, or to a parameter."""
+    """Events of a module or a parameter."""
 
     FORWARD_BEGINS = "forward begins"
     FORWARD_ENDS = "forward ends"

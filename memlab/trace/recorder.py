@@ -5,7 +5,7 @@ Rules beyond those of the ledger:
 1. Tensors of integers run for real as long as they are small; everything that grows with the model is fake. A
    factory of floats, whose result no argument makes fake, is made fake here.
 2. A fake has no value. Asked for one outside of the model (by an optimizer, a technique, a loop), the answer is
-   the one that means "nothing special": True, or 1. Asked by the model itself, the step cannot be foretold: the
+   the one that means "nothing special": True, or 1. Asked by the model itself, the step cannot be predicted: the
    answer would decide what it computes.
 3. An operator that reaches a live tensor of floats is refused: the twin must never touch what it was made from.
 """
@@ -228,7 +228,7 @@ class Recorder(Ledger):  # type: ignore[no-untyped-call] # torch leaves __init_s
 
 
 def makes_from_nothing(func: Any) -> bool:
-    """Whether an operator makes tensors without being given any."""
+    """Return whether an operator makes tensors without being given any."""
     known = _makes_from_nothing.get(func)
     if known is None:
         schema = getattr(func, "_schema", None)
@@ -238,7 +238,7 @@ def makes_from_nothing(func: Any) -> bool:
 
 
 def _makes_floats(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a factory's result holds floats, and more than one."""
+    """Return whether a factory's result holds floats, and more than one."""
     dtype = kwargs.get("dtype")
     if dtype is None:
         numbers = [value for value in args if isinstance(value, (int, float))]

@@ -61,7 +61,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a step, or a part of one, showed on the twin.
+    """Observations of a step, or a part of one, on the twin.
 
     Args:
         observation: births and deaths, on top of what lived before.
@@ -91,7 +91,7 @@ class Trace:
 
     @property
     def has_surrogate_loss(self) -> bool:
-        """Whether the loop's own loss is not known, and something in its place was differentiated."""
+        """Return whether the loop's own loss is not known, and something in its place was differentiated."""
         return _NO_LOSS in self.notes
 
     @functools.cached_property
@@ -147,7 +147,7 @@ class Tracer:
 
     @property
     def uses_cache(self) -> bool:
-        """Whether the model call as written fills a key-value cache, which accumulation switches off."""
+        """Return whether the model call as written fills a key-value cache, which accumulation switches off."""
         workload = self.twin.workload
         return accepts_use_cache(workload.model) and call_of(workload).kwargs.get("use_cache") is not False
 
@@ -290,7 +290,7 @@ class Tracer:
 
     @functools.cached_property
     def _layout(self) -> Layout:
-        """How the batch splits into rows."""
+        """Return how the batch splits into rows."""
         with self._session(Plan()) as (_, seen):
             seen.recorder.start()
             return Probe(seen.workload.model, seen.workload.name).layout(_flat(call_of(seen.workload)))

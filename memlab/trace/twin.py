@@ -55,7 +55,7 @@ class TwinWorkload(Workload):
     """A workload of fakes that says it is on the device it stands for.
 
     Args:
-        device: the device the live workload is on, or the one it is foretold for.
+        device: the device the live workload is on, or the one it is predicted for.
         **given: as for `Workload`.
     """
 
@@ -154,7 +154,7 @@ class Twin:
                 ) from error
 
     def _counterpart(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """What stands for a live tensor: a fake for floats, a copy on the CPU for integers."""
+        """Return what stands for a live tensor: a fake for floats, a copy on the CPU for integers."""
         dtype = dtype or tensor.dtype
         if tensor.layout is not torch.strided:
             raise TraceError(f"a {str(tensor.layout).removeprefix('torch.')} tensor of the model cannot be predicted")
@@ -211,7 +211,7 @@ class Twin:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether a value is a fake tensor."""
+    """Return whether a value is a fake tensor."""
     return isinstance(value, FakeTensor)
 
 

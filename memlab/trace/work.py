@@ -1,4 +1,4 @@
-"""What an operator has to do: arithmetic, memory traffic and launches, from its arguments and its result.
+"""Work of an operator: arithmetic, memory traffic and launches, from its arguments and its result.
 
 Rules:
 
@@ -244,7 +244,7 @@ _CHUNK_ELEMENTS = 65536
 
 
 class _Rule:
-    """How to price the calls of one operator.
+    """Cost of the calls of one operator.
 
     Args:
         name: of the operator, without its overload.
@@ -324,7 +324,7 @@ class _Rule:
 
 
 class _ProductRule(_Rule):
-    """How to price products: by a formula of their shapes, besides their memory traffic."""
+    """Cost of products: by a formula of their shapes, besides their memory traffic."""
 
     def __init__(self, name: str, schema: Any, kind: Kind, flops: _Flops) -> None:
         super().__init__(name, schema)
@@ -357,7 +357,7 @@ class _FormulaRule(_ProductRule):
 
 
 class _ForeachRule(_Rule):
-    """How to price an operator over lists of tensors, which takes few launches."""
+    """Cost of an operator over lists of tensors, which takes few launches."""
 
     def __call__(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work | None:
         work = super().__call__(args, kwargs, out)
@@ -447,7 +447,7 @@ def _learnt(func: Any) -> _Pricer | None:
 
 
 def _is_view(schema: Any) -> bool:
-    """Whether an operator returns its arguments' memory and writes nothing."""
+    """Return whether an operator returns its arguments' memory and writes nothing."""
     infos = [returned.alias_info for returned in schema.returns]
     return bool(infos) and all(info is not None and not info.is_write for info in infos)
 

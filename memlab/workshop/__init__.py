@@ -1,4 +1,4 @@
-"""What the course's notebooks share: guesses before measurements, exercises that check themselves, and work of a size for this machine.
+"""Tools that the course's notebooks share: guesses before measurements, exercises that check themselves, and work of a size for this machine.
 
 from memlab import workshop
 

@@ -14,7 +14,7 @@ from memlab.measuring.ledger import Ledger
 
 
 class Film:
-    """What was alive, over time.
+    """Live bytes over time.
 
     Attributes:
         began: the moment it began, on the clock of `time.perf_counter`.

@@ -26,7 +26,7 @@ _FILES = 60
 
 @dataclass(frozen=True)
 class Here:
-    """What a notebook trains on this machine.
+    """Model and data that a notebook trains on this machine.
 
     Args:
         kind: "cpu", "small GPU" (up to 30 GiB) or "large GPU".
@@ -93,7 +93,7 @@ class Here:
 
 
 def here() -> Here:
-    """What suits this machine.
+    """Return what suits this machine.
 
     Example:
         >>> here().rows

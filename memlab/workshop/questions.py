@@ -16,7 +16,7 @@ Judge = Callable[[Any], str | None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of an answer.
+    """Reply to an answer.
 
     Args:
         question: name of the question.
@@ -66,7 +66,7 @@ class Question:
         return Verdict(self.name, NOT_YET, f"{fault} Stuck? check.{self.name}.hint()")
 
     def hint(self) -> Text:
-        """What to think of."""
+        """Return what to think of."""
         return Text(f"{self.name}, a hint: {self.clue} The solution: check.{self.name}.solution()")
 
     def solution(self) -> Text:

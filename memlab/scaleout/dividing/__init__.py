@@ -1,4 +1,4 @@
-"""What engines divide among ranks, and what they need for themselves: rules, without torch.
+"""Rules for what engines divide among ranks, and what they need for themselves, without torch.
 
 1. A rank's step is that of one process on the rank's rows, to which an engine adds and from which it takes: every rule
    says at which moment (a module begins, a gradient is complete, the update begins) so many bytes come or go.

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Part(StrEnum):
-    """What a rank's bytes are for."""
+    """Categories of a rank's bytes."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"

@@ -38,7 +38,7 @@ class Division(ABC):
     @property
     @abstractmethod
     def stepped(self) -> Flats | float:
-        """What the optimizer steps on this rank: flat tensors, or this share of every parameter."""
+        """Return what the optimizer steps on this rank: flat tensors, or this share of every parameter."""
 
     @abstractmethod
     def stands(self, book: Book) -> None:

@@ -25,7 +25,7 @@ _OFFLOADED = {"optimizer": "optimizer state", "params": "parameters", "gradients
 
 @dataclass(frozen=True)
 class ModelStates:
-    """What the states of a model come to on each rank.
+    """Sizes of a model's states on each rank.
 
     Args:
         parameters: how many parameters the model has.
@@ -50,12 +50,12 @@ class ModelStates:
 
     @property
     def device_bytes(self) -> int:
-        """What each rank's device holds."""
+        """Return what each rank's device holds."""
         return sum(self.on_device.values())
 
     @property
     def offloaded_bytes(self) -> int:
-        """What each rank keeps off its device."""
+        """Return what each rank keeps off its device."""
         return sum(self.offloaded.values())
 
 

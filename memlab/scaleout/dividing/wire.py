@@ -10,7 +10,7 @@ from __future__ import annotations
 
 
 class Wire:
-    """What a rank has sent.
+    """Bytes that a rank has sent.
 
     Args:
         ranks: number of ranks.

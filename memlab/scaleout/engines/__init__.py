@@ -13,7 +13,7 @@ from memlab.workload import Workload
 
 
 def engine_for(scale: Scale) -> Callable[[Workload, Path, torch.device], Engine]:
-    """What makes the engine of a scale on one rank."""
+    """Return what makes the engine of a scale on one rank."""
     if scale.engine == "ddp":
         from memlab.scaleout.engines.ddp import Ddp
 

@@ -1,4 +1,4 @@
-"""What an engine does on one rank: takes over a model whose tensors have no data yet, trains it, and writes it down."""
+"""The engine of one rank: takes over a model whose tensors have no data yet, trains it, and writes it down."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from memlab.techniques._split import Call, Layout, Outputs
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a call.
+    """A rank's part of a call.
 
     Args:
         micro_batches: its rows, a few at a time.

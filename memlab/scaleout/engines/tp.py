@@ -82,7 +82,7 @@ def check(model: nn.Module, name: str, ranks: int) -> None:
 
 
 def _sizes(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """What is cut into equal parts: sizes, in words."""
+    """Yield what is cut into equal parts: sizes, in words."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for what in ("num_attention_heads", "num_key_value_heads"):
@@ -96,7 +96,7 @@ def _sizes(model: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def entries(model: nn.Module) -> dict[str, str]:
-    """How each layer is cut, by its name; without those that have to stay whole (rule 1)."""
+    """Return how each layer is cut, by its name; without those that have to stay whole (rule 1)."""
     plan = plan_of(model)
     # plans write * for the number of a block
     found = {name: plan.get(name) or plan.get(re.sub(r"\d+", "*", name), "") for name, _ in model.named_modules()}
@@ -181,7 +181,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(gradient: torch.Tensor) -> torch.Tensor:
-    """What comes in, not what has gathered: that has been summed already."""
+    """Return what comes in, not what has gathered: that has been summed already."""
     total = gradient.clone()
     dist.all_reduce(total)
     return total

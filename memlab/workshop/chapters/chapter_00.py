@@ -9,7 +9,7 @@ from memlab.workshop.questions import Question, choice, number
 
 
 def _fault_of_flags(given: Any) -> str | None:
-    """What is wrong with the flags of a plan that is to lower activations and moments and keep every number's format."""
+    """Return what is wrong with the flags of a plan that is to lower activations and moments and keep every number's format."""
     if not isinstance(given, str):
         return f"{given!r} are no flags: write them as a text, such as '--accumulate 4'."
     plan = Plan.parse(given)

@@ -1,4 +1,4 @@
-"""Where the memory goes."""
+"""Exercises of chapter 01."""
 
 from __future__ import annotations
 
