@@ -138,7 +138,8 @@ def _own_gpu(device: torch.device) -> Gpu:
     if fitting:
         return min(fitting, key=distance)
     capability = (properties.major, properties.minor)
-    return Gpu(properties.name, properties.total_memory, math.nan, None, None, None, None, capability, 0, "")
+    count = properties.multi_processor_count
+    return Gpu(properties.name, properties.total_memory, math.nan, None, None, None, None, capability, 0, "", count)
 
 
 def _model(name: str) -> set[str]:

@@ -213,18 +213,23 @@ def _mask_without_gradient(attention: Attention, _: Gpu) -> bool:
 
 def _cudnn_channels(attention: Attention, gpu: Gpu) -> bool:
     query, value = attention.query.size(-1), attention.value.size(-1)
-    limit = 256 if gpu.compute_capability == (9, 0) else 128
-    if gpu.compute_capability[0] == 10 and (query, value) == (192, 128):
-        limit = 192
-    return max(query, value) <= limit and query % 8 == 0 and value % 8 == 0
+    if query % 8 or value % 8:
+        return False
+    if max(query, value) <= 128 or (gpu.compute_capability[0] == 10 and (query, value) == (192, 128)):
+        return True
+    is_wide = gpu.compute_capability == (9, 0) or (gpu.compute_capability[0] == 10 and _VERSION >= (2, 14))
+    return is_wide and max(query, value) <= 256 and (not attention.trains or query == value == 256)
 
 
-def _cudnn_lengths(attention: Attention, _: Gpu) -> bool:
-    return attention.key.size(2) != 1 and (attention.dropout == 0 or attention.query.size(2) != 1)
+def _cudnn_lengths(attention: Attention, gpu: Gpu) -> bool:
+    single = attention.query.size(2) == 1
+    if single and gpu.compute_capability[0] == 10 and _VERSION >= (2, 14):
+        return False
+    return attention.key.size(2) != 1 and (attention.dropout == 0 or not single)
 
 
 def _cudnn_dropout(attention: Attention, _: Gpu) -> bool:
-    return _VERSION < (2, 12) or (attention.dropout * 16).is_integer()
+    return _VERSION < (2, 12) or attention.dropout * 16 % 1 == 0
 
 
 def _may_vary(_: Attention, __: Gpu) -> bool:
@@ -275,7 +280,7 @@ _BACKENDS: Mapping[SDPBackend, tuple[Callable[[], bool], tuple[Condition, ...]]]
             _not_empty,
             _channels_adjacent,
             _one_batch_size,
-            _one_head_count,  # 2.13's kernel does not share key heads; later versions do
+            _one_head_count if _VERSION < (2, 14) else _heads_divide,
             _half_or_single,
         ),
     ),

@@ -13,16 +13,19 @@ Sources (pytorch; the formulas are those of 2.13 unless a version is named):
   EmbeddingBackwardKernel.cu `embedding_backward_cuda_kernel`;
 - index_put: cuda/Indexing.cu `index_put_with_sort_kernel`;
 - norms of many tensors: cuda/ForeachReduceOp.cu `foreach_tensor_norm_cuda`;
+- sums over rows: cuda/Reduce.cuh `setReduceConfig`, `global_memory_size`;
+- convolutions: native/Convolution.cpp `determine_backend_memory_format`, cudnn/ConvShared.cpp; layer norm: native/cuda/layer_norm_kernel.cu;
 - safe softmax: SoftMax / transformers/attention.cpp `_safe_softmax`;
 - cuBLAS: aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`, `parseCUDABlasLtWorkspaceSize`;
   32 MiB on Blackwell since https://github.com/pytorch/pytorch/pull/175344 (2.12).
 
-Known limitations: workspaces of cuDNN (its attention, convolutions, recurrent layers), of cub's sorts, and the
+Known limitations: workspaces of cuDNN (its attention, plans of convolutions, recurrent layers), of cub's sorts, and the
 extra buffers of deterministic algorithms are not counted, nor flash attention's split over keys for small batches.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -96,11 +99,12 @@ def _flash_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes
     wide_channels = _rounded(channels, 32 if channels <= 128 else 64)
     softmax_sums = batch * heads * wide_queries * _FP32_BYTES
     query_gradient = softmax_sums * wide_channels
-    expanded: Sizes = ()
-    if key.size(1) != heads:  # gradients of keys and values per query head, to be summed
-        expanded = (batch * key.size(2) * heads * channels * query.element_size(),) * 2
+    expanded = _per_query_head(query, key, key)
     copies = (*_copy_bytes(gradient.transpose(1, 2)), *_copy_bytes(out.transpose(1, 2)))
     return (*copies, softmax_sums, query_gradient, *expanded)
+
+
+_LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
 @dataclass(frozen=True)
@@ -119,26 +123,34 @@ def _tiles(channels: int, dtype: torch.dtype, gpu: Gpu) -> _Tiles:
     it is small, the kernel with the larger workspace is assumed.
     """
     if dtype not in _HALF:
-        return _Tiles(64, 64, in_registers=False)
+        is_long = channels > 64 and gpu.compute_capability in _LARGE_SHARED_MEMORY
+        return _Tiles(128 if is_long else 64, 64, in_registers=False)
     if channels <= 64:
         return _Tiles(64, 64, in_registers=True)
     if channels > 128:
         return _Tiles(128, 64, in_registers=False)
-    if channels <= 96 and gpu.compute_capability in ((8, 6), (8, 9)):
+    if gpu.compute_capability < (8, 0) or (channels <= 96 and gpu.compute_capability in ((8, 6), (8, 9))):
         return _Tiles(128, 64, in_registers=True)
-    large_shared_memory = gpu.compute_capability in ((8, 0), (9, 0), (10, 0), (10, 3))
-    return _Tiles(128, 128, in_registers=True) if large_shared_memory else _Tiles(64, 64, in_registers=False)
+    if gpu.compute_capability in _LARGE_SHARED_MEMORY:
+        return _Tiles(128, 128, in_registers=True)
+    return _Tiles(64, 64, in_registers=False)
 
 
 def _efficient_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> Sizes:
     gradient, query, _key, value = args[:4]  # [b, h, s, d]
-    copies = _copy_bytes(gradient.transpose(1, 2))
+    copies = (*_copy_bytes(gradient.transpose(1, 2)), *_per_query_head(query, args[2], value))
     rows_bytes = query.numel() // query.size(-1) * _FP32_BYTES
     running = (rows_bytes, _efficient_workspace(query, args[2], value, gpu))
     if query.dtype in _HALF:
         return (*copies, *running)
     product = rows_bytes * value.size(-1)  # of gradient and output, summed over channels outside of the kernel
     return (*copies, *max(running, (product, rows_bytes), key=sum))
+
+
+def _per_query_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sizes:
+    """Gradients of keys and values for each query head, to be summed where heads share them."""
+    heads = query.size(1)
+    return tuple(_bytes_of(shared) // shared.size(1) * heads for shared in (key, value) if shared.size(1) != heads)
 
 
 def _efficient_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gpu: Gpu) -> int:
@@ -198,6 +210,93 @@ def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any], _: Gpu) -> Sizes:
     return (math.prod(broadcast) * _INDEX_BYTES,) * 4
 
 
+# --- sums over rows -------------------------------------------------------------------------------
+
+_BLOCK_THREADS, _WARP = 512, 32
+_LEAST_VALUES, _MOST_VALUES = 16, 256  # of a thread
+
+
+def _sum(args: Sequence[Any], kwargs: Mapping[str, Any], gpu: Gpu) -> Sizes:
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    return _column_sums(args[0], [dims] if isinstance(dims, int) else dims, gpu)
+
+
+def _column_sums(tensor: torch.Tensor, dims: Sequence[int] | None, gpu: Gpu) -> Sizes:
+    """Partial sums of thread blocks that share columns, as many as a block has threads and vector lanes.
+
+    Sums along adjacent elements are finished within a block and leave next to nothing to the others.
+    """
+    reduced = {dim % tensor.dim() for dim in dims or range(tensor.dim())} if tensor.dim() else set()
+    long = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    kept, over = (
+        sorted((tensor.stride(dim), tensor.size(dim)) for dim in long if (dim in reduced) is is_reduced)
+        for is_reduced in (False, True)
+    )
+    if not kept or not over or over[0][0] < kept[0][0] or not tensor.numel():
+        return ()
+    outputs, inputs = math.prod(size for _, size in kept), math.prod(size for _, size in over)
+    adjacent = kept[0][1]
+    for (stride, size), (longer, more) in itertools.pairwise(kept):
+        if stride * size != longer:
+            break
+        adjacent *= more
+    lanes = 1
+    if kept[0][0] == 1:
+        lanes = min(4, math.gcd(4, adjacent, *(stride for stride, _ in over), *(stride for stride, _ in kept[1:])))
+    most = _BLOCK_THREADS // lanes
+    columns, rows = (_power_of_two(number, most) for number in (outputs // lanes, inputs))
+    height = min(rows, most // min(columns, _WARP))
+    width = min(columns, most // height)
+    each = -(-inputs // height)
+    groups = -(-(outputs // lanes) // width)
+    resident = gpu.multiprocessors * (gpu.threads // (width * height))
+    if inputs < min(_LEAST_VALUES * height, _MOST_VALUES) or each < _MOST_VALUES or groups > resident:
+        return ()
+    least, enough = (-(-each // values) for values in (_MOST_VALUES, _LEAST_VALUES))
+    blocks = max(min(-(-resident // groups), enough), least)
+    element_bytes = max(_FP32_BYTES, tensor.element_size())
+    return (element_bytes * outputs * blocks * width * lanes,) if blocks > 1 else ()
+
+
+def _power_of_two(number: int, most: int) -> int:
+    """The last power of two that is no larger than a number, or the most."""
+    return most if number >= most else 1 << (number.bit_length() - 1)
+
+
+# --- copies in the layout that a library wants ----------------------------------------------------
+
+
+def _layer_norm(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+    return _copy_bytes(args[0])
+
+
+def _layer_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+    return (*_copy_bytes(args[0]), *_copy_bytes(args[1]))
+
+
+def _convolution(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+    return _laid_out(args[:2], args[:2])
+
+
+def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> Sizes:
+    gradient, inputs, weight = args[:3]
+    # the copy of the weight is gone before its gradient, as large, is made
+    copies = _laid_out((gradient, inputs), (inputs, weight))
+    summed = _column_sums(gradient, [0, *range(2, gradient.dim())], gpu) if args[-1][2] else ()
+    return max(copies, summed, key=sum)
+
+
+def _laid_out(tensors: Sequence[torch.Tensor], deciding: Sequence[torch.Tensor]) -> Sizes:
+    """Copies that cuDNN needs: in channels-last format where one of those that decide is, otherwise contiguous."""
+    wanted = torch.contiguous_format
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensors[0].dim())
+    if last is not None and any(
+        tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous() for tensor in deciding
+    ):
+        wanted = last
+    return tuple(_bytes_of(tensor) for tensor in tensors if not tensor.is_contiguous(memory_format=wanted))
+
+
 # --- many tensors at once -------------------------------------------------------------------------
 
 _CHUNK_ELEMENTS = 65536  # kChunkSize, aten/src/ATen/native/cuda/MultiTensorApply.cuh
@@ -223,6 +322,11 @@ _RULES: dict[Any, _Rule] = {
         _overloads(_aten.index_put, _aten.index_put_, _aten._unsafe_index_put, _aten._index_put_impl_), _index_put
     ),
     **dict.fromkeys(_overloads(_aten._foreach_norm), _foreach_norm),
+    **dict.fromkeys((_aten.sum.dim_IntList, _aten.mean.dim), _sum),
+    **dict.fromkeys(_overloads(_aten.native_layer_norm), _layer_norm),
+    **dict.fromkeys(_overloads(_aten.native_layer_norm_backward), _layer_norm_backward),
+    **dict.fromkeys(_overloads(_aten.convolution), _convolution),
+    **dict.fromkeys(_overloads(_aten.convolution_backward), _convolution_backward),
 }
 
 

@@ -80,7 +80,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Any]:
     """A workload's stand-in, on a GPU of this machine that says so of itself."""
 
     def made(name: str, memory_bytes: int) -> Any:
-        properties = SimpleNamespace(name=name, total_memory=memory_bytes, major=8, minor=6)
+        properties = SimpleNamespace(name=name, total_memory=memory_bytes, major=8, minor=6, multi_processor_count=64)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         return SimpleNamespace(device=torch.device("cuda", 0))
 

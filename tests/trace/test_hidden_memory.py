@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.devices import Gpu, gpu
@@ -106,10 +107,27 @@ def test_efficient_backward_in_half_precision_needs_tiles_of_query_gradients() -
 def test_efficient_backward_with_little_shared_memory_gathers_keys_and_values_too() -> None:
     shape = (2, 4, 200, 128)
 
-    sizes = attend(T4, FP16, shape)["_scaled_dot_product_efficient_attention_backward"]
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        sizes = attend(gpu("L4"), FP16, shape)["_scaled_dot_product_efficient_attention_backward"]
 
     splits = min(math.ceil(200 / 64), 200 // 8)
     assert sizes[1] == gradient_tiles(shape, 64, 64) + 2 * 4 * splits * 64 * (128 + 128) * 4
+
+
+def test_efficient_backward_on_turing_keeps_keys_and_values_in_registers() -> None:
+    shape = (2, 4, 200, 128)
+
+    sizes = attend(T4, FP16, shape)["_scaled_dot_product_efficient_attention_backward"]
+
+    assert sizes[1] == gradient_tiles(shape, 128, 64)
+
+
+def test_sums_over_rows_take_what_blocks_of_threads_add_up_apart() -> None:
+    rows = torch.empty(4096, 3072, dtype=torch.bfloat16, device="meta")
+
+    # torch takes fp32 for each of 3072 columns, 64 blocks, 32 threads across and 4 lanes of each
+    assert hidden_bytes(torch.ops.aten.sum.dim_IntList, (rows, [0]), {}, None, A100) == (4 * 3072 * 64 * 32 * 4,)
+    assert hidden_bytes(torch.ops.aten.sum.dim_IntList, (rows, [1]), {}, None, A100) == ()
 
 
 def test_efficient_backward_before_volta_splits_no_keys() -> None:
