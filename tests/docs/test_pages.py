@@ -24,6 +24,11 @@ def test_the_committed_page_is_what_the_program_writes(path: Path) -> None:
     assert pages.written()[path] == COMMITTED[path], "run python -m tests.docs"
 
 
+def test_the_front_pages_are_short() -> None:
+    assert len(COMMITTED[pages.README].encode()) <= 10_000
+    assert (pages.ROOT / "ARCHITECTURE.md").stat().st_size <= 8_000
+
+
 def test_examples_in_the_docstrings() -> None:
     assert doctest.testmod(markdown).failed == 0
 

@@ -12,11 +12,11 @@ from tests.stacks.loops import STACKS
 from tests.stacks.running import SETTINGS, Outcome, Verdict, shell, under, untouched
 
 PAGE = Path(__file__).parents[2] / "docs" / "stacks.md"
-_HEAD = """# Loops of well-known libraries and kinds
+_HEAD = """# Tested loops
 
-Each loop runs in a `%%memfit` cell under each setting, and is held against the same loop without memlab: losses and
-weights, relative to the largest of each tensor. "same" means bit-equal where no number stands, and within 1e-5 else; the
-lossy `--bf16 --adam8bit` within 0.2. A refusal leaves everything as it was. Written by `python -m tests.stacks`.
+Each loop runs in a `%%memfit` cell under each setting, and is compared with the same loop without memlab: losses and
+weights, relative to the largest value of each tensor. "same" without a number means bit-equal; a number is the largest
+difference, at most 1e-5 (0.2 for the lossy `--bf16 --adam8bit`). A refused setting changes nothing. Written by `python -m tests.stacks`.
 
 """
 
