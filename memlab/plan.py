@@ -525,7 +525,7 @@ def _overflow_shows_at_the_end(plan: Plan) -> None:
 def _nothing_is_kept_where_all_leaves(plan: Plan) -> None:
     if plan.budget_bytes is not None and plan.tier_of(Offloaded.ACTIVATIONS):
         raise PlanError(
-            "--checkpoint budget and --offload activations exclude each other: activations off the device take nothing of a budget on it; drop one of the two"
+            "--checkpoint budget and --offload activations exclude each other: offloaded activations use nothing of the budget; drop one of the two"
         )
 
 

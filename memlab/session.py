@@ -387,9 +387,7 @@ class Session:
     def _on_forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         is_transformed = torch._C._are_functorch_transforms_active()
         if is_transformed and self.techniques:
-            self.note_once(
-                "calls inside of torch.func transforms are left as they are: no setting of the plan holds there"
-            )
+            self.note_once("calls inside of torch.func transforms are left as they are: the plan does not apply there")
         if is_transformed or not (self.workload.model.training and torch.is_grad_enabled()):
             return _through([t.evaluate for t in self.techniques], original, args, kwargs)
         self._take_withdrawn_out()

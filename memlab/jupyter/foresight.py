@@ -368,7 +368,7 @@ def _cheaply(workload: Workload, plans: list[Plan], say: Say) -> tuple[list[Pred
             if seconds > PATIENCE_SECONDS:
                 return (
                     predictions,
-                    f"no more predictions in receipts: they took {seconds:.0f} s; %memfit predict makes them",
+                    f"receipts show no more predictions, which took {seconds:.0f} s; use %memfit predict",
                 )
             if seconds > _SAID_AFTER_SECONDS:
                 say(f"predicting {plan.label}")

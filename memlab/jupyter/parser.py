@@ -243,7 +243,7 @@ _NOT_FOR_PROCESSES = {
     "keep": "a cell in several processes is not rescued",
     "no_rescue": "a cell in several processes is not rescued",
     "background": "a cell in several processes is waited for",
-    "inference": "only training is shared out",
+    "inference": "only training runs in several processes",
 }
 
 

@@ -7,9 +7,7 @@ from memlab.inference_record import BatchAdvice, CacheUse, CallKind, InferenceRe
 from memlab.report.columns import rate
 from memlab.units import format_bytes
 
-_WATCHED = (
-    "a ledger watched every call that was timed, which takes time: make the same call twice in the cell for its speed"
-)
+_WATCHED = "every timed call was also measured for memory, which slows it down: make the same call twice in the cell to measure its speed"
 
 
 def receipt(title: str, record: InferenceRecord) -> Comparison:
@@ -32,7 +30,7 @@ def lines(record: InferenceRecord) -> tuple[str, ...]:
         ...     print(line)
         generate: 1 call, the largest of 4 rows × 16 tokens; prefill 128 tokens/s, decode 50.7 new tokens/s
         KV cache: 7.8 KiB for 4 rows × 35 tokens, 57 B a token; by its formula 7.8 KiB = 2 × …
-        a ledger watched every call that was timed, which takes time: make the same call twice in the cell for its speed
+        every timed call was also measured for memory, which slows it down: make the same call twice in the cell to measure its speed
     """
     said = [_calls(record)]
     if record.cache is not None:

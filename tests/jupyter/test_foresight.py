@@ -446,7 +446,7 @@ def test_predictions_that_take_long_are_left_out(
     clock = iter(range(0, 1000, 6))
     monkeypatch.setattr(foresight, "monotonic", lambda: float(next(clock)))
     ran = telling(f"%%memfit\n{TRAIN}")
-    assert "no more predictions in receipts: they took 6 s; %memfit predict makes them" in ran.out
+    assert "receipts show no more predictions, which took 6 s; use %memfit predict" in ran.out
     assert "no more" not in telling(f"%%memfit\n{TRAIN}").out
 
 

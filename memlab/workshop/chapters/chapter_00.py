@@ -33,7 +33,7 @@ QUESTIONS = (
     Question(
         "q2", _fault_of_flags,
         "Smaller parts of the batch, recomputation or offload for the activations, and offloaded moments: the numbers stay the same.",
-        "Three flags go after activations, each by itself. Of those that go after moments, --adam8bit changes their format; which one only moves them?",
+        "Three flags lower activations, each by itself. Of those that lower moments, --adam8bit changes their format; which one only moves them?",
         "--accumulate 4 --offload optimizer (or --checkpoint, or --offload activations,optimizer)",
         ("--accumulate 4 --offload optimizer", "--checkpoint --offload optimizer", "--offload activations,optimizer:disk"),
         ("--accumulate 4", "--offload optimizer", "--checkpoint --adam8bit", "--bf16 --offload optimizer,activations",

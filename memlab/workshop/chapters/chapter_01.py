@@ -26,8 +26,8 @@ QUESTIONS = (
     ),
     choice(
         "q3", "ABCD", "C",
-        "Activations are kept for every row; the other three belong to the model, whatever is fed to it.",
-        "Three of the four are as large as the model is, and do not know the batch.",
+        "Activations are kept for every row; the other three depend on the model alone.",
+        "Three of the four are as large as the model, and do not depend on the batch.",
         "C: the activations",
     ),
     choice(

@@ -25,7 +25,7 @@ QUESTIONS = (
     ),
     choice(
         "q3", "ABC", "B",
-        "A mask that is drawn anew belongs to another network than the one whose loss was computed.",
+        "A mask that is drawn again belongs to another network than the one whose loss was computed.",
         "The recomputation has to give what the forward pass gave, number for number. Which of the three draws numbers?",
         "B: dropout. Its mask has to be drawn from the same random state again (preserve_rng_state=True, the default)",
     ),
@@ -33,6 +33,6 @@ QUESTIONS = (
         "q4", "ABC", "A",
         "Nothing is kept of a block that is recomputed, but the logits belong to no block.",
         "Which of them is computed outside of the repeated blocks?",
-        "A: the logits. --chunk-loss or --accumulate go after them",
+        "A: the logits. --chunk-loss or --accumulate lower them",
     ),
 )  # fmt: skip

@@ -22,7 +22,7 @@ QUESTIONS = (
     ),
     choice(
         "q3", "ABC", "C",
-        "Each block of 256 has a scale of its own, so one large value spoils 255 neighbours and no more.",
+        "Each block of 256 has a scale of its own, so one large value makes only 255 others inexact.",
         "What would one scale for a whole tensor do to its small values, when one value is a thousand times larger?",
         "C: the scale of a block is its own largest value",
     ),

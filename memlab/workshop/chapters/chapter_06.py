@@ -15,16 +15,16 @@ QUESTIONS = (
     function(
         "q2", (((1000,), 16_000), ((124_439_808,), 1_991_036_928), ((7_000_000_000,), 112_000_000_000)),
         "Two moments of four bytes, once in and once out.",
-        "How many numbers does AdamW keep for a parameter, of how many bytes, and how often do they cross the link in a step?",
+        "How many numbers does AdamW keep for a parameter, of how many bytes, and how often are they copied in a step?",
         "def over_the_link(parameters):\n    return parameters * 2 * 4 * 2",
         right=(lambda parameters: 16 * parameters,),
         wrong=(lambda parameters: 8 * parameters, lambda parameters: 4 * parameters),
     ),
     choice(
         "q3", "ABC", "B",
-        "What is largest at the peak has to go. Activations are gone by then, whatever the batch.",
+        "Move what is largest at the peak. Activations are freed by then, whatever the batch.",
         "Which of the three is still there when the update runs?",
-        "B: --offload optimizer. In the update no activation lives, so A and C lower another summit",
+        "B: --offload optimizer. In the update there are no activations, so A and C lower another peak",
     ),
     choice(
         "q4", "ABC", "C",
@@ -34,7 +34,7 @@ QUESTIONS = (
     ),
     choice(
         "q5", "ABC", "B",
-        "With assign=True the values that were loaded become the parameters, and the old objects are left to the optimizer alone.",
+        "With assign=True the values that were loaded become the parameters, and only the optimizer still holds the old ones.",
         "Which of them makes new Parameter objects, where the others write into those that are there?",
         "B: assign=True. Make the optimizer after it, or load without it",
     ),

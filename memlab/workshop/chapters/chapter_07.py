@@ -24,12 +24,12 @@ QUESTIONS = (
         "q3", "ABC", "B",
         "The technique has to lower what is largest at the peak.",
         "Two of the three lower activations only.",
-        "B: --adam8bit makes a quarter of the moments; --offload optimizer would take them away",
+        "B: --adam8bit shrinks the moments to a quarter; --offload optimizer would remove them from the device",
     ),
     number(
         "q4", 4,
-        "(8, 80) is beaten by (8, 90), and (7, 55) by (6, 60), which is faster and needs less.",
-        "For each plan, look for another one that is at least as fast and needs no more. Where there is one, it is beaten.",
+        "(8, 90) is better than (8, 80), and (6, 60), which is faster and needs less, is better than (7, 55).",
+        "For each plan, look for another one that is at least as fast and needs no more. Where there is one, the plan is not on the front.",
         "4: (10, 100), (8, 90), (6, 60) and (4, 30)",
         within=0.0,
         wrong=(5, 6, 3),
@@ -37,7 +37,7 @@ QUESTIONS = (
     choice(
         "q5", "ABC", "C",
         "The peak of a run is that of its worst batch.",
-        "What does the run die of, when one batch of a thousand does not fit?",
+        "What ends the run, when one batch of a thousand does not fit?",
         "C: the longest that can occur. Predictions and searches take its shape",
     ),
 )  # fmt: skip

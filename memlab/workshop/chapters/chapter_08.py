@@ -9,7 +9,7 @@ from memlab.workshop.questions import choice, function, number
 QUESTIONS = (
     number(
         "q1", 2600,
-        "600 steps, and then 2,000 of half the size. A schedule made for 1,000 was at its end before the second start was half done.",
+        "600 steps, and then 2,000 of half the size. A schedule made for 1,000 steps ended before the second start was half done.",
         "How many batches of half the size do 1,000 batches make? And what of the steps that were done before?",
         "600 + 2 * 1000 = 2600",
         within=0.0,
@@ -17,14 +17,14 @@ QUESTIONS = (
     ),
     choice(
         "q2", "ABC", "B",
-        "The failed pass has drawn its dropout masks; drawn on from there, the second attempt would be another one.",
+        "The failed pass has drawn its dropout masks; continued from there, the second attempt would draw others.",
         "Which of the three does a forward pass change?",
         "B: the random state (and buffers, such as the statistics of BatchNorm). Weights and rates change in the update only",
     ),
     choice(
         "q3", "ABC", "B",
         "When the handler is over, the error goes, and with it its traceback, the frames and the graph they hold.",
-        "Where is the error alive when step(quarter) is called: being handled, kept in a list, or gone?",
+        "Where is the error when step(quarter) is called: being handled, kept in a list, or gone?",
         "B: in A the error is still being handled, and emptying a cache frees nothing that is held; in C the list keeps it",
     ),
     function(

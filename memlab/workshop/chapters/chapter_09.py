@@ -41,13 +41,13 @@ QUESTIONS = (
         "q3", "ABC", "B",
         "It divides the moments and sends what DDP sends; ZeRO-3 would gather the weights once more.",
         "Which of the three divides moments, and which of those sends less?",
-        "B: ZeRO-1. DDP keeps all moments on every rank; ZeRO-3 sends half as much again",
+        "B: ZeRO-1. DDP keeps all moments on every rank; ZeRO-3 sends half as much more",
     ),
     choice(
         "q4", "ABCD", "D",
         "All three divide activations only by giving each rank other rows, and there is only one row.",
         "What do they do to the batch? Into how many parts can one row be cut?",
-        "D: none. --checkpoint or --offload activations go after them, or parallelism along the sequence, which this course leaves out",
+        "D: none. --checkpoint or --offload activations lower them, or parallelism along the sequence, which this course leaves out",
     ),
     choice(
         "q5", "ABC", "B",

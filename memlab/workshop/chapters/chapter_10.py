@@ -32,7 +32,7 @@ QUESTIONS = (
     choice(
         "q3", "ABC", "B",
         "A number has no graph. Better still is torch.no_grad(), under which no graph is made at all.",
-        "What does a loss hold on to that was computed with gradients on?",
+        "What does a loss keep in memory that was computed with gradients on?",
         "B: output.loss.item(); the tensor kept the graph of its whole forward pass, and eval() does not switch that off",
     ),
     number(

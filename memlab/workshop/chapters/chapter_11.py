@@ -15,9 +15,9 @@ def _fastest_that_fits(peaks: Sequence[float], speeds: Sequence[float], budget: 
 QUESTIONS = (
     choice(
         "q1", "ABC", "C",
-        "The other two go after activations, which are not what fills the bar.",
+        "The other two lower activations, which are not the largest part.",
         "Which of the three moves what the receipt names?",
-        "C: --offload optimizer; --adam8bit and --optim adafactor go after the same part",
+        "C: --offload optimizer; --adam8bit and --optim adafactor lower the same part",
     ),
     function(
         "q2",
@@ -44,7 +44,7 @@ QUESTIONS = (
     ),
     choice(
         "q4", "ABC", "B",
-        "What is referred to is no garbage. sys.last_value, IPython's own copy of the traceback and the last result all refer to it.",
+        "What is still referred to is not freed. sys.last_value, IPython's own copy of the traceback and the last result all refer to it.",
         "Where does %debug read the variables of a function that is long over?",
         "B: the traceback refers to frames, frames to variables, variables to tensors and graphs",
     ),
