@@ -19,62 +19,25 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.building import build
-from memlab.comparison import Comparison, FoundPlan
-from memlab.errors import (
-    BudgetError,
-    BuildError,
-    MemlabError,
-    MissingExtraError,
-    PlanError,
-    RefusalError,
-    ScaleError,
-    SessionError,
-    TraceError,
-    WorkloadError,
-)
+from memlab.errors import MemlabError, PlanError, RefusalError
 from memlab.exporting import export
-from memlab.inference_record import BatchAdvice, InferenceRecord
-from memlab.inferring.inference import Inference, inference
+from memlab.inferring.inference import inference
 from memlab.measuring.runs import compare, measure
 from memlab.plan import Plan
 from memlab.predicting import compare_ranks, how_many, predict, predict_all, predict_ranks
-from memlab.rank_prediction import HowMany, RankForecast, RankPrediction
-from memlab.records import Measurement, Prediction
-from memlab.run_record import RunRecord
-from memlab.rungs import Ladder
 from memlab.search import find_plan, ladder
-from memlab.session import Session, fit
+from memlab.session import fit
 from memlab.techniques.scale import LiveEngine, Scaling
 from memlab.workload import Workload
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BatchAdvice",
-    "BudgetError",
-    "BuildError",
-    "Comparison",
-    "FoundPlan",
-    "HowMany",
-    "Inference",
-    "InferenceRecord",
-    "Ladder",
-    "Measurement",
     "MemlabError",
-    "MissingExtraError",
     "Plan",
     "PlanError",
-    "Prediction",
-    "RankForecast",
-    "RankPrediction",
     "RefusalError",
-    "RunRecord",
-    "ScaleError",
-    "Session",
-    "SessionError",
-    "TraceError",
     "Workload",
-    "WorkloadError",
     "build",
     "compare",
     "compare_ranks",
@@ -101,7 +64,7 @@ def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Any:
 
 
 def launch(train: Any, workload: Workload, plan: str, **options: Any) -> Any:
-    """Train in many processes and come home, see `memlab.scaleout.launching.launch`."""
+    """Train in many processes and bring the results back, see `memlab.scaleout.launching.launch`."""
     from memlab.scaleout.launching import launch as launched
 
     return launched(train, workload, plan, **options)

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memlab import PlanError, RefusalError, SessionError, Workload, WorkloadError, fit
+from memlab import PlanError, RefusalError, Workload, fit
+from memlab.errors import SessionError, WorkloadError
 from memlab.session import session_of, sessions
 from memlab.snapshot import Snapshot
 from memlab.techniques import TECHNIQUES, _micro, tiling

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from memlab import Workload, WorkloadError
+from memlab import Workload
+from memlab.errors import WorkloadError
 from memlab.workload import Batch, find_model, names_in
 
 

@@ -10,6 +10,7 @@ import torch
 
 import memlab
 from memlab import Workload
+from memlab.comparison import Comparison
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import training_step
 from memlab.measuring.steps import Meter
@@ -202,7 +203,7 @@ def _gradient_bytes(workload: Workload) -> int:
     return size
 
 
-def techniques(device: torch.device) -> memlab.Comparison:
+def techniques(device: torch.device) -> Comparison:
     """Every technique on the same steps: the table people see, on this machine."""
     workload = gpt2(device, batch=8, tokens=128)
     training_step(workload)

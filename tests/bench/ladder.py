@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memlab import Ladder, Workload, ladder
+from memlab import Workload, ladder
 from memlab.report import ladder_image
+from memlab.rungs import Ladder
 from tests.bench.readme import MEASURED, with_section
 
 PICTURE = MEASURED.parent / "ladder.png"

@@ -1,72 +1,86 @@
-"""`docs/api.md`: every public function and class, from signatures and docstrings."""
+"""`docs/api.md`: public functions and classes, what they return, and errors, from signatures and docstrings."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
 import memlab
+from memlab import errors
+from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import MemlabError
+from memlab.inference_record import BatchAdvice, InferenceRecord
+from memlab.inferring.inference import Inference
+from memlab.rank_prediction import HowMany, RankForecast, RankPrediction
+from memlab.records import Measurement, Prediction
+from memlab.run_record import RunRecord
+from memlab.rungs import Ladder
+from memlab.session import Session
 from tests.docs.markdown import NOTE, anchor, documented
 
 _HEAD = """# Functions and classes
 
 {note}
 
-`import memlab` gives these names, and nothing else is public. The magics call the same functions: [flags](flags.md). Sizes are bytes where a name ends in
-`_bytes`, and times seconds where it ends in `_seconds`; sizes given as text are binary, as in "8GiB"."""
+`import memlab` gives the functions, `Plan`, `Workload` and three errors; results and the other errors are in the modules that their headings name. The
+magics call the same functions: [flags](flags.md). Sizes are bytes where a name ends in `_bytes`, and times seconds where it ends in `_seconds`; sizes given as
+text are binary, as in "8GiB"."""
 _ELSEWHERE = re.compile(r", see `(memlab\.[\w.]+)`\.$")
 _MOST_CHARACTERS = 90
+# what functions return
+RESULTS = (
+    *(Comparison, Measurement, Prediction, FoundPlan, Ladder, Session, RunRecord),
+    *(Inference, InferenceRecord, BatchAdvice, RankPrediction, RankForecast, HowMany),
+)
+# the rest of a session is for memlab's own use
+_SHOWN = {Session: ("plan", "pending", "steps", "switch", "undo")}
 
 
 def page() -> str:
-    """The page."""
-    groups = {"Functions": _functions(), "Classes": _classes(), "Errors": _errors()}
-    to = links([name for names in groups.values() for name in names])
-    contents = "\n".join(f"- {title}: {', '.join(to[name] for name in names)}" for title, names in groups.items())
-    parts = ["\n\n".join((f"## {title}", *map(_entry, names))) for title, names in groups.items()]
+    """Return the page."""
+    groups = {"Functions": _functions(), "Classes": _classes(), "Results": RESULTS, "Errors": _errors()}
+    contents = "\n".join(f"- {title}: {', '.join(map(link, found))}" for title, found in groups.items())
+    parts = ["\n\n".join((f"## {title}", *map(_entry, found))) for title, found in groups.items()]
     return "\n\n".join((_HEAD.format(note=NOTE), contents, *parts)) + "\n"
 
 
-def _functions() -> list[str]:
-    return [name for name in memlab.__all__ if inspect.isfunction(getattr(memlab, name))]
+def _public() -> Iterator[Any]:
+    return (getattr(memlab, name) for name in memlab.__all__)
 
 
-def _errors() -> list[str]:
-    return [name for name in memlab.__all__ if _is_error(getattr(memlab, name))]
+def _functions() -> list[Any]:
+    return [found for found in _public() if inspect.isfunction(found)]
 
 
-def _classes() -> list[str]:
-    return [name for name in memlab.__all__ if name not in {*_functions(), *_errors()}]
+def _errors() -> list[type]:
+    return [found for found in vars(errors).values() if _is_error(found)]
+
+
+def _classes() -> list[type]:
+    return [found for found in _public() if inspect.isclass(found) and not _is_error(found)]
 
 
 def _is_error(found: Any) -> bool:
     return inspect.isclass(found) and issubclass(found, MemlabError)
 
 
-def links(names: list[str]) -> dict[str, str]:
-    """Links to the headings of names in this order; of two that differ in case only, the second is counted on."""
-    seen: Counter[str] = Counter()
-    found = {}
-    for name in names:
-        place = anchor(_title(name))
-        found[name] = f"[`{name}`](#{place}{f'-{seen[place]}' if seen[place] else ''})"
-        seen[place] += 1
-    return found
+def link(found: Any) -> str:
+    """Return a link to the heading of a function or class."""
+    return f"[`{found.__name__}`](#{anchor(title_of(found))})"
 
 
-def _title(name: str) -> str:
-    return f"`memlab.{name}`"
+def title_of(found: Any) -> str:
+    """Return the name to import something by."""
+    module = "memlab" if found.__name__ in memlab.__all__ else found.__module__
+    return f"`{module}.{found.__name__}`"
 
 
-def _entry(name: str) -> str:
-    found = source_of(getattr(memlab, name))
-    heading = f"### {_title(name)}"
+def _entry(found: Any) -> str:
+    heading, name, found = f"### {title_of(found)}", found.__name__, source_of(found)
     if _is_error(found):
         bases = ", ".join(f"`{base.__name__}`" for base in found.__bases__)
         return f"{heading}\n\n{documented(_docstring(found))}\n\nA {bases}."
@@ -91,7 +105,8 @@ def public_members(found: Any) -> Iterator[tuple[str, Any]]:
     for name, member in vars(found).items():
         plain = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
         is_kind = isinstance(plain, property) or inspect.isfunction(plain)
-        if not name.startswith("_") and is_kind and _docstring(plain):
+        is_shown = name in _SHOWN.get(found, (name,)) and not name.startswith("_")
+        if is_shown and is_kind and _docstring(plain):
             yield name, plain
 
 

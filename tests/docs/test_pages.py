@@ -66,16 +66,20 @@ def test_every_public_name_is_explained_with_its_arguments() -> None:
     # wrappers that only import are shown as what they call
     assert "launch(\n    train: Callable[..., Any]," in page
     assert "- `hang_seconds`: how long all ranks may be silent before the run is given up." in page
-    assert "[`Ladder`](#memlabladder-1)" in page
+    for result in api.RESULTS:
+        assert f"### {api.title_of(result)}" in page
+    assert "[`Ladder`](#memlabrungsladder)" in page
+    assert "#### `Session.switch`" in page
+    assert "#### `Session.hand_over`" not in page
     assert " object at 0x" not in page
     assert "<function" not in page
 
 
 def test_every_public_member_says_what_it_is() -> None:
     silent = [
-        f"{name}.{member}"
-        for name in memlab.__all__
-        for member, found in vars(getattr(memlab, name)).items()
+        f"{public.__name__}.{member}"
+        for public in (*api.RESULTS, *map(vars(memlab).get, memlab.__all__))
+        for member, found in vars(public).items()
         if not member.startswith("_") and (isinstance(found, property) or callable(found)) and not found.__doc__
     ]
     assert not silent

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from memlab import Ladder, Workload
+from memlab import Workload
+from memlab.rungs import Ladder
 from memlab.session import session_of, sessions
 from memlab.snapshot import Snapshot
 from tests.helpers.ctrl_c import pythons_own_handler  # noqa: F401 - a fixture

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from memlab import Workload, WorkloadError, compare, fit, measure
+from memlab import Workload, compare, fit, measure
+from memlab.errors import WorkloadError
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import training_step
 from memlab.records import Category

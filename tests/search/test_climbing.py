@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from memlab import Ladder, Workload, ladder, snapshot
+from memlab import Workload, ladder, snapshot
 from memlab.errors import PlanError, TraceError, WorkloadError
 from memlab.measuring.device import device_for
 from memlab.plan import Plan
 from memlab.records import Prediction
+from memlab.rungs import Ladder
 from memlab.search import climbing
 from memlab.search.climbing import LEVERS, default_levers
 from memlab.session import fit, sessions

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memlab import RefusalError, SessionError, Workload, fit
+from memlab import RefusalError, Workload, fit
+from memlab.errors import SessionError
 from memlab.techniques import _aliases, _micro
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._split import row_ranges

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memlab import RefusalError, SessionError, Workload, fit, measure
+from memlab import RefusalError, Workload, fit, measure
+from memlab.errors import SessionError
 from memlab.techniques import chunked_loss
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques.chunked_loss import DeferredLogits

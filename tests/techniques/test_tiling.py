@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memlab import RefusalError, SessionError, Workload, fit, measure, predict
+from memlab import RefusalError, Workload, fit, measure, predict
+from memlab.errors import SessionError
 from memlab.snapshot import Snapshot
 from memlab.techniques import tiling
 from memlab.techniques._feed_forward import feed_forwards
