@@ -109,7 +109,6 @@ FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
         _BUDGET,
         _GPU,
         Flag("all", "--all", "", "show every plan, not the best ones only"),
-        Flag("wide", "--wide", "", "every combination of techniques, and pure bf16; takes several times as long"),
         Flag(
             "nproc",
             "--nproc",

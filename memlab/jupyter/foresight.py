@@ -147,8 +147,8 @@ def _predicted(
     from memlab.search.finding import considered
 
     plans: list[Plan] | None = list(dict.fromkeys([Plan(), *asked])) if asked else None
-    if (options.lossless or options.wide) and not asked:
-        plans = list(considered(workload, options.device, lossless=options.lossless, wide=options.wide))
+    if options.lossless and not asked:
+        plans = list(considered(workload, options.device, lossless=True))
     measured = _calibration(history, workload) if options.device is None else None
     try:
         predictions = predict_all(

@@ -70,7 +70,6 @@ class ForesightOptions:
         optimizer: name of the variable to use as the optimizer.
         lossless: exact techniques only.
         every: show every row.
-        wide: consider every combination of techniques.
         predicted: predict instead of recording.
         order: which lever is added next.
         steps: steps to time.
@@ -89,7 +88,6 @@ class ForesightOptions:
     optimizer: str | None = None
     lossless: bool = False
     every: bool = False
-    wide: bool = False
     predicted: bool = False
     order: str = "documented"
     steps: int = 5
@@ -137,7 +135,6 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
         optimizer=given.get("optimizer"),
         lossless="lossless" in given,
         every="all" in given,
-        wide="wide" in given,
         predicted="predicted" in given,
         order=given.get("order", "documented"),
         steps=_whole(given.get("steps", "5")),
@@ -148,7 +145,7 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
 
 def _foretold_scale(plan: Plan, engine: str | None, given: dict[str, str], plans: list[str]) -> Scale | None:
     scale = _scale(plan, engine, {name: given[name] for name in ("nproc",) if name in given})
-    if scale is not None and (left := [name for name in ("budget", "lossless", "all", "wide") if name in given]):
+    if scale is not None and (left := [name for name in ("budget", "lossless", "all") if name in given]):
         raise PlanError(f"--{left[0]} with --scale: ranks are predicted for one plan; leave it out")
     if scale is not None and plans:
         raise PlanError("--plans with --scale: ranks are predicted for one plan; give its flags")

@@ -151,7 +151,6 @@ def considered(
     fixed: Plan = Plan(),  # noqa: B008 - frozen
     *,
     lossless: bool = False,
-    wide: bool = False,
 ) -> tuple[Plan, ...]:
     """The lattice of plans for a batch and a device.
 
@@ -160,13 +159,12 @@ def considered(
         device: as for `choose_plan`.
         fixed: settings to keep.
         lossless: exact techniques only.
-        wide: every combination; see `memlab.lattice`.
 
     Raises:
         MemlabError: no such GPU in the catalogue.
     """
     half = half_format(compute_capability_of(workload.device, device))
-    return lattice(fixed, rows=rows_of(workload), lossless=lossless, wide=wide, half=half)
+    return lattice(fixed, rows=rows_of(workload), lossless=lossless, half=half)
 
 
 def compute_capability_of(own: torch.device, named: str | Gpu | None) -> tuple[int, int] | None:

@@ -310,7 +310,7 @@ def test_a_plan_cannot_be_chosen_for_a_model_that_cannot_be_traced(made: Cell, o
     assert said == f"{UNTRACEABLE}; choose the plan yourself instead, as in %%memfit --accumulate 4"
 
 
-def test_every_combination(made: Cell, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_plans_are_predicted_where_asked(made: Cell, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     always = foretold(Plan())
 
     def foretold_anyway(plan: Plan, device: str | None = None) -> Prediction:
@@ -318,9 +318,8 @@ def test_every_combination(made: Cell, oracle: Oracle, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sys.modules[__name__], "foretold", foretold_anyway)
     for flags, expected in {
-        "--wide": lattice(rows=12, wide=True),
         "--lossless": lattice(rows=12, lossless=True),
-        "--wide --device T4": lattice(rows=12, wide=True, half=Precision.FP16),
+        "--lossless --device T4": lattice(rows=12, lossless=True, half=Precision.FP16),
     }.items():
         oracle.asked.clear()
         assert made(f"p = %memfit predict --batch inputs {flags}").error is None
@@ -501,14 +500,12 @@ def test_every_flag_is_read() -> None:
         "--budget",
         "1GiB",
         "--fp16",
-        "--wide",
     ]
     options = foresight_options("predict", words)
-    assert options.wide
     assert (options.lossless, options.every, options.model, options.optimizer) == (True, True, "m", "o")
     assert (options.batch, options.budget, str(options.plan)) == (("x", "y"), "1GiB", "--fp16")
     assert {flag.name for flags in FORESIGHT_FLAGS.values() for flag in flags} == {
-        "budget", "device", "all", "wide", "plans", "lossless", "batch", "loss_fn", "model", "optimizer", "predicted",
+        "budget", "device", "all", "plans", "lossless", "batch", "loss_fn", "model", "optimizer", "predicted",
         "order", "steps", "levers", "nproc",
     }  # fmt: skip
 
