@@ -71,7 +71,7 @@ class Accumulation(Technique):
         Description(
             flags="--accumulate N",
             saves="activations and logits ÷ N",
-            costs="smaller kernels, which fill a GPU less; a loop with its own criterion runs each forward pass twice",
+            costs="smaller kernels, which use a GPU less well; with a separate loss function each forward pass runs twice",
             exactness="same gradient (≤ 1e-6 relative in fp32)",
             gives_nothing="the peak is in the optimizer step, or is mostly parameters, gradients and moments; refused with BatchNorm unless `--batchnorm micro` is given, and where rows depend on each other",
         ),

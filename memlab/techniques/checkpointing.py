@@ -61,7 +61,7 @@ class Checkpointing(Technique):
     descriptions = (
         Description(
             flags="--checkpoint",
-            saves="activations of repeated blocks but for one block and the inputs of the others; without repeated blocks, of large parts of the model",
+            saves="activations inside of repeated blocks, or of large parts of a model without such blocks",
             costs="one more forward pass of the blocks",
             exactness="same gradient, dropout and BatchNorm included",
             gives_nothing="the peak is in the loss or in the optimizer step; refused where no part holds more than one layer",
@@ -75,15 +75,15 @@ class Checkpointing(Technique):
         ),
         Description(
             flags="--checkpoint selective",
-            saves="results that are cheap to compute again; those of matrix products, convolutions and attention stay",
+            saves="results that are cheap to compute again; matrix products, convolutions and attention are kept",
             costs="norms, activations and masks once more",
             exactness="same gradient, dropout and BatchNorm included",
             gives_nothing="as above",
         ),
         Description(
             flags="--checkpoint budget:SIZE",
-            saves="what blocks keep of a micro-batch: at most SIZE",
-            costs="the least recomputation that does",
+            saves="activations inside of as many blocks as needed, so that blocks keep at most SIZE of a micro-batch",
+            costs="the least recomputation that is enough",
             exactness="same gradient, dropout and BatchNorm included",
             gives_nothing="SIZE is more than the blocks keep anyway; refused where recomputing all of them is not enough",
         ),

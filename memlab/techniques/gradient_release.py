@@ -126,8 +126,8 @@ class GradientRelease(Technique):
     descriptions = (
         Description(
             flags="--release-grads",
-            saves="gradients, all but a thirty-second of them or the largest one",
-            costs="small updates between backward's kernels",
+            saves="gradients: at a time there is at most 1/32 of them, or the largest one",
+            costs="many small updates during the backward pass",
             exactness="bit for bit",
             gives_nothing="the peak is at the end of the forward pass; with --accumulate; refused for loops that clip, accumulate or look at gradients by hand",
         ),

@@ -31,7 +31,7 @@ class MicroStatistics(Technique):
             flags="--batchnorm micro",
             saves="lets --accumulate split the batch of a model with BatchNorm",
             costs="nothing",
-            exactness="as accumulation written by hand: statistics of each micro-batch, another gradient than that of the whole batch",
+            exactness="another gradient than that of the whole batch, as in accumulation by hand: statistics are those of each micro-batch",
             gives_nothing="without --accumulate, or without BatchNorm in the model; both are refused",
         ),
     )

@@ -63,7 +63,7 @@ class OffloadOptimizer(Technique):
             flags="--offload optimizer",
             saves="moments: 8 → ~0 bytes per parameter between updates",
             costs="moments are copied both ways once a step, or the host updates",
-            exactness="bit for bit; 1e-7 of an update where the host updates",
+            exactness="bit for bit; within 1e-7 of an update where the host updates",
             gives_nothing="the peak is in an update that holds one large parameter; the optimizer keeps no state",
         ),
     )

@@ -59,9 +59,9 @@ class PrecisionChoice(Technique):
         Description(
             flags="--bf16",
             saves="about half of the activations; parameters, gradients and moments stay in fp32",
-            costs="faster where the hardware has instructions for it, slower elsewhere",
+            costs="none where the hardware supports it (it is faster there); slower elsewhere",
             exactness="gradients within a few % of fp32",
-            gives_nothing="16-bit copies of the weights weigh more than what activations save: small batches, large models",
+            gives_nothing="16-bit copies of the weights take more than activations save: small batches, large models",
         ),
         Description(
             flags="--fp16",
@@ -80,9 +80,9 @@ class PrecisionChoice(Technique):
         Description(
             flags="--precision pure-bf16",
             saves="parameters, gradients and moments: 16 → 10 bytes per parameter",
-            costs="an fp32 master of one parameter at a time",
+            costs="an fp32 copy of one parameter at a time",
             exactness="weights return to fp32 bit for bit, moments are rounded",
-            gives_nothing="one embedding is most of the model: its master is the peak",
+            gives_nothing="one embedding is most of the model: its fp32 copy is the peak",
         ),
     )
 

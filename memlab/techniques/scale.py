@@ -85,7 +85,7 @@ class Scaling(Technique):
     descriptions = (
         Description(
             flags="--scale fsdp2|zero1|zero2|zero3",
-            saves="in this process, with --offload: moments and weights; with --nproc P: its share ÷ P",
+            saves="with --offload, in this process: moments and weights; with --nproc P: each process keeps 1/P",
             costs="copies to and from host memory; communication between processes",
             exactness="bit for bit in one process; under ZeRO 3 the last bits differ where a gradient is a sum of three or more",
             gives_nothing="one process without --offload",

@@ -61,7 +61,7 @@ class Tiling(Technique):
     descriptions = (
         Description(
             flags="--tile N",
-            saves="the wide result between the two layers of a feed-forward part: ÷ N",
+            saves="the wide intermediate result of feed-forward parts: ÷ N",
             costs="feed-forward parts run once more in the backward pass",
             exactness="same gradient; dropout masks there are drawn tile by tile",
             gives_nothing="the peak is in the logits, and blocks are recomputed anyway; refused where no weight has 1 MiB",
