@@ -20,6 +20,7 @@ are not held back.
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 import threading
@@ -29,6 +30,9 @@ from types import FrameType
 from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
+
+# the wrapper around it looks handlers up among the signal numbers, which takes longer than all else at a model call
+_getsignal = inspect.unwrap(signal.getsignal)
 
 
 class _Layer:
@@ -242,7 +246,7 @@ def _handler() -> Handler | None:
     """Python's handler of Ctrl-C on this thread; None where there is none to exchange."""
     if threading.get_ident() != threading.main_thread().ident:
         return None
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _getsignal(signal.SIGINT)
     if isinstance(handler, HeldBack) and handler.is_over(sys._getframe(1)):
         handler.remove()
         handler = handler.previous

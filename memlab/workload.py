@@ -478,7 +478,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{number}]", inner) for number, inner in enumerate(value[:_MOST_ITEMS]))
     elif type(value).__module__.partition(".")[0] in _SHELLS:
         return
-    elif not isinstance(value, (type, ModuleType, FunctionType, torch.Tensor, nn.Module)):
+    elif not isinstance(value, (type, ModuleType, FunctionType, torch.Tensor, nn.Module, torch.optim.Optimizer)):
         # instance attributes only: a property may do anything
         yield from ((f".{key}", inner) for key, inner in getattr(value, "__dict__", {}).items())
 

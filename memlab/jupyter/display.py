@@ -50,7 +50,8 @@ def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:
 
 
 _PICTURES: dict[type, Callable[[Any], bytes | None]] = {
-    Comparison: image.png,
+    # a picture takes longer than all else at the end of a cell, and of a single row it says no more than its table
+    Comparison: lambda comparison: image.png(comparison) if len(comparison.rows) > 1 else None,
     Forecast: lambda forecast: forecast.png,
     FoundPlan: lambda found: pareto_image.png(pareto.found_chart(found)),
     HowMany: lambda _: None,

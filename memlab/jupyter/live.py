@@ -13,7 +13,6 @@ from memlab.jupyter.display import replace_shown, show
 from memlab.moment import Activity, Moment
 from memlab.report.live_svg import compact, compact_text
 
-_FIRST_AFTER_SECONDS = 2.0
 _LEAST_SECONDS_BETWEEN = 0.25
 _STYLE = "font-size:13px;font-variant-numeric:tabular-nums;padding:2px 0"
 
@@ -88,23 +87,27 @@ class Saying:
 
 
 class Progress:
-    """Shows how a cell's training goes, from its third second on; a cell that is over before shows its receipt only.
+    """Shows how a cell's training goes.
+
+    Attributes:
+        AFTER_SECONDS: when that begins; a cell that is over before shows its receipt only.
 
     Args:
         line: where to.
         is_shown_elsewhere: whether a panel shows the pictures already; a line of text then does.
     """
 
+    AFTER_SECONDS = 2.0
+
     def __init__(self, line: Line, is_shown_elsewhere: Callable[[], bool] = lambda: False) -> None:
         self._line = line
         self._is_shown_elsewhere = is_shown_elsewhere
-        self._from_seconds = monotonic() + _FIRST_AFTER_SECONDS
         self._frame = -1
 
     def draw(self, moment: Moment) -> None:
         """Show a moment of the run."""
         is_new = moment.frame != self._frame and moment.activity is not Activity.IDLE
-        if is_new and moment.points and monotonic() >= self._from_seconds:
+        if is_new and moment.points:
             self._frame = moment.frame
             self._line.write(compact_text(moment), "" if self._is_shown_elsewhere() else compact(moment))
 

@@ -242,7 +242,7 @@ class CellWatch:
             return
         self._control = control = self._control_of(session.workload.model)
         if self._progress is not None:
-            self._undo.callback(control.watch(self._progress.draw))
+            self._undo.callback(control.watch(self._progress.draw, self._progress.AFTER_SECONDS))
         control.training_begins(session, self._meter)
         self._undo.callback(control.training_ended)
         self._undo.callback(control.stepped)

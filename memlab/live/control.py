@@ -181,6 +181,8 @@ class Control(Observer):
 
     def stepped(self) -> None:
         """A step has ended; on the training thread, after the meter has been told."""
+        if not self._views.any_due:
+            return  # the meter keeps the steps until somebody looks
         with self._lock:
             self.feed.take_in()
         for pace, figures in ((self._pace, True), (self._status_pace, False)):
@@ -256,6 +258,7 @@ class Control(Observer):
             session, before = self.session, self._wishes.plan
             step = (session.steps if session is not None else self.feed.step) + 1
             self._wishes.came_true(plan, step)
+            self.feed.take_in()
             self.feed.plan_changed(plan, step)
             self._events.append(f"step {step}: {before.label} → {plan.label}")
         self._pace.hurry()
@@ -269,6 +272,7 @@ class Control(Observer):
     def moment(self) -> Moment:
         """The run at this moment."""
         with self._lock:
+            self.feed.take_in()
             self.feed.measure()
             session = self.session
             activity = self._activity if self._model() is not None else Activity.GONE
@@ -302,9 +306,9 @@ class Control(Observer):
         paused = Can.RESUME if not self._go.is_set() else Can.PAUSE
         return Can.SWITCH | Can.CANCEL | Can.UNDO | paused
 
-    def watch(self, drawn: Drawn) -> Callable[[], None]:
-        """Have a view drawn when something has changed; returns what ends that."""
-        return self._views.watch(drawn)
+    def watch(self, drawn: Drawn, after_seconds: float = 0.0) -> Callable[[], None]:
+        """Have a view drawn when something has changed, or not before a while is over; returns what ends that."""
+        return self._views.watch(drawn, after_seconds)
 
     @property
     def is_watched(self) -> bool:

@@ -5,13 +5,31 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from inspect import ismethod
+from time import monotonic
 
 from memlab.moment import Moment
 
 _MOST_ERRORS = 5
 
 Drawn = Callable[[Moment], None]
+
+
+@dataclass(frozen=True)
+class _View:
+    """What draws, if it is still there, and from when on."""
+
+    drawn: Callable[[], Drawn | None]
+    from_seconds: float
+
+    @property
+    def is_open(self) -> bool:
+        return self.drawn() is not None
+
+    @property
+    def is_due(self) -> bool:
+        return monotonic() >= self.from_seconds
 
 
 class Views:
@@ -32,35 +50,39 @@ class Views:
     def __init__(self) -> None:
         self.frame = 0
         self.errors: deque[str] = deque(maxlen=_MOST_ERRORS)
-        self._views: list[Callable[[], Drawn | None]] = []
+        self._views: list[_View] = []
 
-    def watch(self, drawn: Drawn) -> Callable[[], None]:
-        """Have a view drawn from now on; returns what ends that."""
-        view: Callable[[], Drawn | None] = weakref.WeakMethod(drawn) if ismethod(drawn) else lambda: drawn
+    def watch(self, drawn: Drawn, after_seconds: float = 0.0) -> Callable[[], None]:
+        """Have a view drawn from now on, or after a while; returns what ends that."""
+        made: Callable[[], Drawn | None] = weakref.WeakMethod(drawn) if ismethod(drawn) else lambda: drawn
+        view = _View(made, monotonic() + after_seconds)
         self._views.append(view)
         return lambda: self._views.remove(view) if view in self._views else None
 
     @property
     def any_open(self) -> bool:
         """Return whether there is a view."""
-        return any(view() is not None for view in self._views)
+        return any(view.is_open for view in self._views)
+
+    @property
+    def any_due(self) -> bool:
+        """Return whether there is a view that is drawn by now."""
+        return any(view.is_due and view.is_open for view in self._views)
 
     def draw(self, moment: Callable[[], Moment], *, figures: bool) -> None:
-        """Draw every view.
+        """Draw every view that is drawn by now.
 
         Args:
             moment: makes what is drawn; not called when nobody looks.
             figures: with new figures; without, what is cheap: settings and the status.
         """
-        if not self.any_open:
+        self._views = [view for view in self._views if view.is_open]
+        due = [drawn for view in self._views if view.is_due and (drawn := view.drawn()) is not None]
+        if not due:
             return
         self.frame += figures
         shown = moment()
-        for view in tuple(self._views):
-            drawn = view()
-            if drawn is None:
-                self._views.remove(view)
-                continue
+        for drawn in due:
             try:
                 drawn(shown)
             except Exception as error:  # noqa: BLE001 - training must not fail for the sake of a picture

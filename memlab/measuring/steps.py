@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, takewhile
 from typing import TypeGuard
 
@@ -64,9 +64,9 @@ class _OpenStep:
 
 @dataclass
 class _PastStep:
-    """A step that is over, whose time and loss have not been read yet."""
+    """A step that is over, whose time and loss have not been read yet; `record` makes its record of them."""
 
-    record: StepRecord
+    record: Callable[..., StepRecord]
     period: int
     observed: bool
     begin: Mark
@@ -76,7 +76,7 @@ class _PastStep:
     def read(self) -> _TimedStep:
         seconds = self.end.seconds_since(self.begin)
         loss = None if self.loss is None else float(self.loss)
-        return _TimedStep(replace(self.record, seconds=seconds, loss=loss), self.period, self.observed)
+        return _TimedStep(self.record(seconds=seconds, loss=loss), self.period, self.observed)
 
 
 @dataclass(frozen=True)
@@ -400,10 +400,10 @@ class Meter(Observer):
         loss = self.device.keep(step.loss) if step.loss is not None else None
         self._last_end = self.device.mark()
         self._steps_ended += 1
-        record = StepRecord(
+        record = partial(
+            StepRecord,
             step=self._steps_ended,
             plan=period.label,
-            seconds=0.0,
             samples=step.samples,
             tokens=step.tokens,
             peak_allocated_bytes=peaks[0],

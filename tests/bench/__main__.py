@@ -27,6 +27,7 @@ from tests.bench.figures import Figure
 from tests.bench.handover import handover
 from tests.bench.live import live
 from tests.bench.offloading import offloading
+from tests.bench.plain_cell import plain_cell
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -61,6 +62,7 @@ def runs(device: torch.device, pairs: int) -> dict[str, Callable[[], list[Figure
         "rescuing": lambda: figures.rescuing(device, pairs),
         "accumulation": lambda: figures.accumulation(device, pairs),
         "arithmetic": lambda: figures.arithmetic(device),
+        "plain cell": lambda: plain_cell(pairs),
         "live panel": live,
         "building": building,
         "offloading": lambda: offloading(device, pairs),

@@ -251,7 +251,7 @@ def test_a_background_cell_leaves_the_main_shell_to_clicks(kernel: LiveKernel, c
     waiting = kernel.run("%memfit wait")
     assert kernel.value("during") == [["let", "main", ""]]
     (receipt,) = kernel.shown(cell)
-    assert set(receipt) == {"text/plain", "text/html", "image/png"}
+    assert set(receipt) == {"text/plain", "text/html"}
     assert not kernel.shown(waiting)
     assert kernel.text(waiting).endswith("in the background has ended\n")
 
