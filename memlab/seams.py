@@ -20,6 +20,7 @@ How each is taken over, and given back:
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from memlab.uninterrupted import Caller
 
 ForwardHandler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 CALL = "_compiled_call_impl"
@@ -50,7 +53,8 @@ class ForwardSeam:
         self._model = weakref.ref(model)
         self._handler: ForwardHandler | None = handler
         self.further_in: Callable[..., Any] | None = None
-        self._threads: set[int] = set()  # those that the handler is running on
+        # calls that the handler is at, by thread; a Ctrl-C may end one before it has taken itself out of here
+        self._calls: dict[int, Caller] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model()
@@ -82,7 +86,8 @@ class ForwardSeam:
         return self.further_in.users if isinstance(self.further_in, ForwardSeam) else self.further_in
 
     def _takes_over(self) -> bool:
-        is_free = self._handler is not None and threading.get_ident() not in self._threads
+        call = self._calls.get(threading.get_ident())
+        is_free = self._handler is not None and (call is None or call.is_over(sys._getframe(1)))
         return is_free and torch._C._get_tracing_state() is None
 
     def handle(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -91,11 +96,11 @@ class ForwardSeam:
             return original(*args, **kwargs)
         assert self._handler is not None
         thread = threading.get_ident()
-        self._threads.add(thread)
+        self._calls[thread] = Caller(sys._getframe())
         try:
             return self._handler(original, args, kwargs)
         finally:
-            self._threads.discard(thread)
+            self._calls.pop(thread, None)
 
     def install(self, undo: ExitStack) -> None:
         """Put the seam in place; `undo` takes it out again."""

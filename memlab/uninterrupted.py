@@ -80,31 +80,50 @@ class Interrupts(_Layer):
         self.came = True
 
 
+class Caller:
+    """A function that runs, told from others of the same name; the frame itself would keep all variables below it alive.
+
+    Args:
+        frame: its frame.
+    """
+
+    __slots__ = ("_mark",)
+
+    def __init__(self, frame: FrameType) -> None:
+        self._mark = id(frame), id(frame.f_code)
+
+    def is_over(self, frame: FrameType | None) -> bool:
+        """Return whether it runs no longer.
+
+        Args:
+            frame: the innermost of those that run.
+        """
+        while frame is not None and (id(frame), id(frame.f_code)) != self._mark:
+            frame = frame.f_back
+        return frame is None
+
+
 class HeldBack(Interrupts):
     """Ctrl-C held back from one call to another, as long as the function that makes both runs.
 
     Args:
         previous: the handler that was there.
         caller: that function's frame.
+
+    Attributes:
+        caller: that function; when it is over, nobody will end this.
     """
 
     def __init__(self, previous: Handler, caller: FrameType) -> None:
         super().__init__(previous)
-        # the frame itself would keep all variables below it alive
-        self._caller = id(caller), id(caller.f_code)
+        self.caller = Caller(caller)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.is_over(frame):
+        if self.caller.is_over(frame):
             self.remove()
             self.previous(number, frame)
         else:
             self.came = True
-
-    def is_over(self, frame: FrameType | None) -> bool:
-        """Return whether the caller has ended, so that nobody will end this."""
-        while frame is not None and (id(frame), id(frame.f_code)) != self._caller:
-            frame = frame.f_back
-        return frame is None
 
     def end(self) -> None:
         """Hold back no longer, and deliver what came; it may raise. Harmless when done."""
@@ -247,7 +266,7 @@ def _handler() -> Handler | None:
     if threading.get_ident() != threading.main_thread().ident:
         return None
     handler = _getsignal(signal.SIGINT)
-    if isinstance(handler, HeldBack) and handler.is_over(sys._getframe(1)):
+    if isinstance(handler, HeldBack) and handler.caller.is_over(sys._getframe(1)):
         handler.remove()
         handler = handler.previous
     return handler if callable(handler) else None

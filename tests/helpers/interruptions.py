@@ -32,6 +32,7 @@ from tests.helpers.ctrl_c import interrupt
 from tests.helpers.fingerprint import differing, fingerprint
 
 _MEMLAB, _TORCH = f"{Path(memlab.__file__).parent}/", f"{Path(torch.__file__).parent}/"
+_PROFILER = f"{_TORCH}autograd/profiler.py"
 _STEPS = 3
 
 PLANS = (
@@ -58,8 +59,10 @@ PLANS = (
     "--precision pure-bf16 --adam8bit --offload optimizer,params",
     "--accumulate 2 --checkpoint --bf16 --offload optimizer,activations",
     "--chunk-loss",
-    "--tile",
+    "--tile 2",
 )
+# moments are rounded at random, from a generator of memlab's own: an update that is done again draws other numbers
+_DRAWS = ("--release-grads --precision pure-bf16",)
 
 
 class Net(nn.Module):
@@ -67,10 +70,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        blocks = (nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3))
+        blocks = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3))
         self.blocks = nn.Sequential(*blocks)
-        self.norm = nn.LayerNorm(32)
-        self.head = nn.Linear(32, 512, bias=False)
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 4096, bias=False)  # large enough for --tile and --chunk-loss
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(self.norm(self.blocks(inputs))), targets)
@@ -114,7 +117,7 @@ class Loop:
 
     def step(self, number: int) -> None:
         torch.manual_seed(number)
-        inputs, targets = torch.randn(4, 32), torch.randint(0, 512, (4,))
+        inputs, targets = torch.randn(4, 64), torch.randint(0, 4096, (4,))
         if self._zeroes == "first":
             self.optimizer.zero_grad()
         loss = self.model(inputs, targets)
@@ -159,7 +162,8 @@ def _at_line(nth: int) -> Iterator[list[Any]]:
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
         file = frame.f_code.co_filename
-        if not file.startswith((_MEMLAB, _TORCH)) and file != __file__:
+        # a `with` of torch's profiler whose line is traced on the way out is not left at all; no signal comes there
+        if file == _PROFILER or (not file.startswith((_MEMLAB, _TORCH)) and file != __file__):
             return None
         if event == "line" or (event == "return" and file.startswith(_MEMLAB)):
             reached[0] += 1
@@ -194,6 +198,7 @@ def _stack(frame: FrameType | None) -> str:
 def interrupted(plan: str, untouched: Untouched, nth: int, *, rescue: bool, zeroes: str) -> tuple[str, list[str]]:
     """Interrupt a loop at a line; where that was, and what does not hold after it."""
     loop = Loop(plan, rescue=rescue, zeroes=zeroes)
+    exact = zeroes == "first" and plan not in _DRAWS
     wrong: list[str] = []
     with _at_line(nth) as reached:
         try:
@@ -206,11 +211,11 @@ def interrupted(plan: str, untouched: Untouched, nth: int, *, rescue: bool, zero
         wrong.append("no KeyboardInterrupt came out of the loop")
     wrong += _left_behind(loop)
     try:
-        wrong += _is_whole(loop, untouched, exact=zeroes == "first")
+        wrong += _is_whole(loop, untouched, exact=exact)
         loop.run(2)
         wrong += _left_behind(loop)
-        wrong += _is_whole(loop, untouched, exact=zeroes == "first")
-        if zeroes == "first":
+        wrong += _is_whole(loop, untouched, exact=exact)
+        if exact:
             wrong += [f"loss {k}" for k, loss in loop.losses.items() if untouched.losses[k] != loss]
         loop.session.undo()
         wrong += _left_behind(None)

@@ -15,6 +15,8 @@ from memlab.jupyter import live
 from memlab.jupyter.flags import CELL_FLAGS, FORESIGHT_FLAGS, WORDS
 from memlab.jupyter.help import cell_help, line_help
 from memlab.jupyter.live import NotebookLine, Progress, TerminalLine
+from memlab.live import views
+from memlab.live.views import Views
 from memlab.moment import Activity, LivePoint, Moment
 from memlab.plan import FIELDS, Plan, plan_flags
 from memlab.session import session_of, sessions
@@ -100,8 +102,12 @@ def test_report_returns_the_comparison(shell: Any, made: Cell) -> None:
 
 def test_a_receipt_has_three_static_formats(shell: Any, made: Cell) -> None:
     made(f"%%memfit\n{TRAIN}\n")
-    made("c = %memfit report")
     shell.display_formatter.active_types = shell.display_formatter.format_types
+    made("c = %memfit report")
+    # one row has nothing to compare in a picture
+    assert set(shell.display_formatter.format(shell.user_ns["c"])[0]) == {"text/plain", "text/html"}
+    made(f"%%memfit --accumulate 4\n{TRAIN}\n")
+    made("c = %memfit report")
     data, _ = shell.display_formatter.format(shell.user_ns["c"])
     assert set(data) == {"text/plain", "text/html", "image/png"}
     assert data["text/html"].startswith('<div class="memlab-receipt"')
@@ -234,15 +240,17 @@ class _Line:
 
 def test_progress_begins_after_two_seconds_with_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(live, "monotonic", lambda: now)
+    monkeypatch.setattr(views, "monotonic", lambda: now)
     line = _Line()
     progress = Progress(line)
+    shown = Views()
+    shown.watch(progress.draw, Progress.AFTER_SECONDS)
     point = LivePoint(20, "--accumulate 4", 0.1, 80.0, 2**20, {"parameters": 2**19})
     moment = Moment("gpt2", Activity.TRAINING, 20, Plan.parse("--accumulate 4"), None, (), (point,))
     for frame in range(1, 41):
         now = 100.0 + frame / 10
-        progress.draw(replace(moment, frame=frame))
-        progress.draw(replace(moment, frame=frame))  # settings changed, no new figures
+        shown.draw(lambda frame=frame: replace(moment, frame=frame), figures=True)
+        shown.draw(lambda frame=frame: replace(moment, frame=frame), figures=False)  # settings changed, no new figures
     assert len(line.texts) == 21
     assert line.texts[0] == (
         "memfit · --accumulate 4 · step 20 · 100.0 ms a step · 80.0 samples/s · peak allocated 1.0 MiB"
@@ -252,12 +260,9 @@ def test_progress_begins_after_two_seconds_with_a_picture(monkeypatch: pytest.Mo
     assert line.texts[-1] == ""
 
 
-def test_beside_a_panel_progress_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(live, "monotonic", lambda: now)
+def test_beside_a_panel_progress_is_a_line() -> None:
     line = _Line()
     progress = Progress(line, lambda: True)
-    now = 3.0
     point = LivePoint(1, "as written", 0.1, 80.0, 2**20, {})
     progress.draw(Moment("gpt2", Activity.TRAINING, 1, Plan(), None, (), (point,), frame=1))
     assert line.pages == [""]
