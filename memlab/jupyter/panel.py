@@ -224,7 +224,7 @@ def _magic_for(plan: Plan, field: str, text: str) -> str:
     try:
         flags = str(plan.with_setting(field, text))
     except PlanError:
-        return "not beside the others"
+        return "excludes another setting"
     return f"%memfit {flags or 'undo'}"
 
 

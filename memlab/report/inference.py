@@ -59,7 +59,7 @@ def batch_line(advice: BatchAdvice, record: InferenceRecord) -> str:
     needs = f"{format_bytes(advice.fixed_bytes)} + {format_bytes(advice.row_bytes)} a row"
     budget = format_bytes(advice.budget_bytes)
     if advice.proven_bytes is not None:
-        return f"batch: {advice.rows:,} rows fit into {budget}, proven by a run that peaked at {format_bytes(advice.proven_bytes)} ({needs})"
+        return f"batch: {advice.rows:,} rows fit into {budget}, verified by a run that peaked at {format_bytes(advice.proven_bytes)} ({needs})"
     if not advice.rows:
         return f"batch: not one row fits into {budget} ({needs})"
     known = "two sizes" if len(advice.sizes) > 1 else f"{advice.sizes[0]} rows, all growth attributed to rows"

@@ -114,7 +114,7 @@ def found_sentence(found: FoundPlan) -> str:
     runs = len(found.trials)
     return (
         f"found {found.plan.label}: {_needed(measured)} of {format_bytes(found.budget_bytes)}, {spare} to spare, "
-        f"{speed(measured)} samples/s, proven in {runs} trial{'' if runs == 1 else 's'}"
+        f"{speed(measured)} samples/s, verified in {runs} trial{'' if runs == 1 else 's'}"
     )
 
 

@@ -98,7 +98,7 @@ def how_many_listing(found: HowMany) -> Listing:
         rows.append((gpu[0], format_bytes(gpu[1]), *numbers))
     titles = ["GPU", "memory", *engines]
     columns = tuple(Column[None](title, lambda _: "", is_number=title != "GPU") for title in titles)
-    return Listing(f"{found.title} · how many of which GPU", columns, tuple(rows), foot=found.notes)
+    return Listing(f"{found.title} · number of GPUs", columns, tuple(rows), foot=found.notes)
 
 
 def _number(row: Fewest | None, most: int) -> str:

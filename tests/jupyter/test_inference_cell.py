@@ -73,7 +73,7 @@ def test_the_graph_that_was_not_kept_is_told_where_gradients_were_on(made: Cell)
 
 def test_the_largest_batch_is_proven_on_demand(made: Cell) -> None:
     ran = made("%%memfit --inference --prove --budget 1MiB\ngenerate(model);")
-    assert "rows fit into 1.0 MiB, proven by a run that peaked at " in ran.out
+    assert "rows fit into 1.0 MiB, verified by a run that peaked at " in ran.out
     assert "--prove needs a size to fit into" in made("%%memfit --inference --prove\ngenerate(model);").out
     assert "--prove runs the largest batch of an inference cell" in made("%%memfit --prove\n1").err
 

@@ -47,5 +47,5 @@ def test_advice_says_how_it_is_known() -> None:
     assert "from two sizes" in inference.batch_line(replace(ADVICE, sizes=(2, 4)), RECORD)
     assert inference.batch_line(replace(ADVICE, rows=0), RECORD).startswith("batch: not one row fits into 4.0 KiB")
     assert inference.batch_line(replace(ADVICE, proven_bytes=4096), RECORD).startswith(
-        "batch: 12 rows fit into 4.0 KiB, proven by a run that peaked at 4.0 KiB"
+        "batch: 12 rows fit into 4.0 KiB, verified by a run that peaked at 4.0 KiB"
     )

@@ -82,7 +82,7 @@ trial  plan                      predicted    measured  off by  predicted sample
     1  --bf16 --chunk-loss        6.52 GiB  > 4.00 GiB       –          2.41 ± 18 %                   –  out of memory: Tried to allocate 393.00 MiB
     2  --accumulate 2 --bf16      4.19 GiB    3.87 GiB  −7.7 %          2.38 ± 18 %          2.30 ± 3 %  fits, 133.1 MiB to spare; found
          --chunk-loss
-found --accumulate 2 --bf16 --chunk-loss: 3.87 GiB of 4.00 GiB, 133.1 MiB to spare, 2.30 ± 3 % samples/s, proven in 2 trials
+found --accumulate 2 --bf16 --chunk-loss: 3.87 GiB of 4.00 GiB, 133.1 MiB to spare, 2.30 ± 3 % samples/s, verified in 2 trials
 predicted and measured are the peak allocated; considered: 300 plans: 245 fit, 1 uncertain, 54 do not fit, 132 refused
 refused: 72 plans, such as --adam8bit --offload optimizer: offload: the 8-bit state is small, and paged already; drop one of the two
 refused: 60 plans, such as --accumulate 8 --checkpoint: accumulation: --accumulate 8 needs at least 8 rows in a batch of GPT2, this one has 4"""

@@ -80,7 +80,7 @@ def test_the_description_says_what_is_to_be_seen() -> None:
     said = pareto.found_chart(samples.found()).description
     assert said.startswith("Memory against throughput. 300 plans predicted for H100 SXM: 245 fit, ")
     assert said.endswith("Found --accumulate 2 --bf16 --chunk-loss: 3.87 GiB of 4.00 GiB, 133.1 MiB to spare, "
-                         "2.30 ± 3 % samples/s, proven in 2 trials.")  # fmt: skip
+                         "2.30 ± 3 % samples/s, verified in 2 trials.")  # fmt: skip
 
 
 def test_the_picture() -> None:
