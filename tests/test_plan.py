@@ -183,8 +183,8 @@ def test_flags_are_listed() -> None:
         ("--checkpoint budget:0MiB", "size '0MiB': must be more than zero"),
         (
             "--checkpoint budget:1GiB --offload activations",
-            "--checkpoint budget and --offload activations exclude each other: activations off the device take "
-            "nothing of a budget on it; drop one of the two",
+            "--checkpoint budget and --offload activations exclude each other: offloaded activations use "
+            "nothing of the budget; drop one of the two",
         ),
         ("--scale", "--scale needs a value: --scale none|fsdp2|zero1|zero2|zero3"),
         ("--scale fsdp", "--scale fsdp: allowed are none, fsdp2, zero1, zero2, zero3; did you mean fsdp2?"),
