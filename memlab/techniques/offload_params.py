@@ -71,6 +71,9 @@ class OffloadParams(Technique):
         self._spill: Spill | None = None
         self._residence: Residence | None = None
         self._gradients: _Gradients | None = None
+        self._visiting: frozenset[int] = (
+            frozenset()
+        )  # parameters that are on the device for an update or a change of state
 
     @classmethod
     def wanted(cls, plan: Plan) -> bool:
@@ -203,13 +206,16 @@ class OffloadParams(Technique):
             yield
             return
         visits: list[_Visit] = []
+        before = self._visiting
         try:
             for parameter in parameters:
                 resting = self._residence.resting(parameter)
                 if resting is not None:
                     visits.append(_Visit(parameter, resting, self._residence.link, updates=updates))
+                    self._visiting = self._visiting | {id(parameter)}
             yield
         finally:
+            self._visiting = before
             self._end(visits)
 
     def _end(self, visits: list[_Visit]) -> None:
@@ -232,7 +238,7 @@ class OffloadParams(Technique):
         # `load_state_dict` has put it where the parameter rests
         assert self._residence is not None
         home = self._residence.link.device
-        if self._residence.resting(parameter) is None:
+        if self._residence.resting(parameter) is None and id(parameter) not in self._visiting:
             return state
         on_device = _counts_on_device(optimizer, parameter)
         return {name: _placed(value, home, on_device=on_device) for name, value in state.items()}
@@ -259,7 +265,10 @@ class _Visit:
         self._updates = updates
         self._gradient = self._kept = gradient = parameter.grad
         self._data = link.fetch(resting.stored).there()
-        self._brought = link.fetch(gradient).there() if updates and gradient is not None else None
+        # one that has just been made is on the device still
+        self._is_new = gradient is not None and gradient.device == self._data.device != resting.stored.device
+        fetches = updates and gradient is not None and not self._is_new
+        self._brought = link.fetch(gradient).there() if fetches else gradient if updates else None
         self._version = -1 if self._brought is None else self._brought._version
         parameter.grad = None
         parameter.data = self._data
@@ -272,16 +281,20 @@ class _Visit:
             self._kept = self._at_rest(parameter.grad)
             if self._updates:
                 self._link.send(parameter.data, stored)
-            parameter.grad = None
+            # autograd leaves a new one beside a parameter at rest; `grad` takes it only from one on the same device
+            parameter.grad = self._kept if self._is_new else None
             parameter.data = stored
-        parameter.grad = self._kept
+        if not self._is_new:
+            parameter.grad = self._kept
 
     def _at_rest(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if not self._updates:
             return self._gradient
         if gradient is None or self._gradient is None or self._brought is None:
             return None
-        if gradient._version != self._version:  # fused kernels unscale it, foreach SGD adds momentum to it
+        if (
+            gradient is not self._gradient and gradient._version != self._version
+        ):  # fused kernels unscale it, foreach SGD adds momentum to it
             self._link.send(gradient, self._gradient)
         return self._gradient
 
