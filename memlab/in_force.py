@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 class _Undo(ExitStack):
-    """What takes a technique out again; it can be called a second time, should the first have been taken back."""
+    """Undo of a technique that is in force; it can be called a second time, should the first have been taken back."""
 
     def __init__(self, registered: Callable[[], None]) -> None:
         super().__init__()

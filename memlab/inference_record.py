@@ -1,4 +1,4 @@
-"""What was measured of calls that only run forward: records without torch; `report.inference` puts them into words.
+"""Measurements of calls that only run forward: records without torch; `report.inference` puts them into words.
 
 A *call* is one forward of the model outside of a generation, or one whole generation: `generate`, or a loop that
 hands the cache of one forward to the next. A generation has a *prefill*, the pass over the prompt, and *decode* passes.

@@ -10,7 +10,7 @@ from memlab.workload import Batch
 
 
 class Observer:
-    """Who watches a session, on the training thread; derive from it and watch what you like."""
+    """Observer of a session, called on the training thread; derive from it and override what you need."""
 
     def plan_changed(self, plan: Plan) -> None:
         """A plan has come into force."""
@@ -34,7 +34,7 @@ class Observer:
         """In the middle of a backward pass, gradients are complete; their parameters are updated next, and they go."""
 
     def only_tried(self) -> None:
-        """What was allocated since the step began was a trial: no step of the plan needs it again."""
+        """Note that what was allocated since the step began was a trial: no step of the plan needs it again."""
 
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         """An engine has given memory to a storage, or taken it away, without an operator."""

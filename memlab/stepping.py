@@ -389,7 +389,7 @@ def _close(optimizer: Optimizer, waiting: list[Parameter], layers: Sequence[Tech
 
 
 class _Before:
-    """What a bucket was before its update, held so that nothing needs memory to go back to it."""
+    """A bucket's state before its update, held so that going back needs no memory."""
 
     def __init__(self, optimizer: Optimizer, bucket: Sequence[Parameter]) -> None:
         self._optimizer = optimizer

@@ -53,7 +53,7 @@ _PATIENCE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where the text of a cell runs, and how that place differs: in the foreground by default.
+    """Place where a cell's text runs: in the foreground by default.
 
     Args:
         run: runs it; as `cells.run`.
@@ -319,7 +319,7 @@ class Job:
 
 
 def _nothing(_given: Any) -> None:
-    """What is left to do when all is done."""
+    """Finish the run: the work left when all is done."""
 
 
 class BackgroundWatch(CellWatch):

@@ -1,4 +1,4 @@
-"""What is predicted in a notebook: finding what to predict it for, asking, and telling it without getting in the way.
+"""Predictions in a notebook: finding what to predict for, asking, and telling it without getting in the way.
 
 `memlab.predicting` and `memlab.search` are imported when something is asked of them.
 """

@@ -20,7 +20,7 @@ class Playing(Protocol):
 
 
 class Stage(Protocol):
-    """What does things one after another, never while a cell runs. Every method may be called from any thread."""
+    """Runner of tasks one after another, never while a cell runs. Every method may be called from any thread."""
 
     def when_idle(self, work: Callable[[], None]) -> None:
         """Do something as soon as no cell runs."""

@@ -18,7 +18,7 @@ Drawn = Callable[[Moment], None]
 
 @dataclass(frozen=True)
 class _View:
-    """What draws, if it is still there, and from when on."""
+    """A view, if it still exists, and the time from which it is drawn."""
 
     drawn: Callable[[], Drawn | None]
     from_seconds: float

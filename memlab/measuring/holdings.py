@@ -1,4 +1,4 @@
-"""What lives before a step is known because it is named: who holds which tensors, for a ledger."""
+"""Tensors that exist before a step are known because they are named: who holds which tensors, for a ledger."""
 
 from __future__ import annotations
 

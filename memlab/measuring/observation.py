@@ -11,7 +11,7 @@ from memlab.records import AllocEvent, Category, Phase, TimelinePoint, thin, tim
 
 
 class Moment(IntEnum):
-    """What ran when a storage was born or freed; RECOMPUTE is a checkpoint's forward inside backward."""
+    """Phase in which a storage was made or freed; RECOMPUTE is a checkpoint's forward inside backward."""
 
     FORWARD = 0
     BACKWARD = 1

@@ -229,7 +229,7 @@ class RankForeteller:
             return self._passes_that_keep_parameters.traced(settings, rows, is_split=is_split)
 
     def _stand(self, book: Book, division: Division, update: _Update, settings: Plan) -> None:
-        """What lives throughout: the engine's, the optimizer's, the batch (of which a rank has all), workspaces."""
+        """Add what exists throughout: the engine's, the optimizer's, the batch (of which a rank has all), workspaces."""
         division.stands(book)
         book.add(Part.OPTIMIZER_STATE, update.state_bytes, host=division.offloads)
         inputs_bytes = self._passes.whole(settings).observation.baseline_bytes.get(Category.ACTIVATIONS, 0)
@@ -358,7 +358,7 @@ def _tell(book: Book, division: Division, mark: Mark, sizes: Mapping[int, int]) 
 
 
 class _Outputs:
-    """What becomes of the model's outputs beside the loss: every rank gathers those of all."""
+    """Handling of the model's outputs beside the loss: every rank gathers those of all."""
 
     def __init__(self, book: Book, division: Division, part_bytes: int) -> None:
         self._book = book

@@ -1,4 +1,4 @@
-"""What the caching allocator would hold: a step's births and deaths replayed through its simulator.
+"""Reserved memory of the caching allocator: a step's allocations replayed through its simulator.
 
 The order of things in two steps is written down once, in `play_two_steps`. Who plays them may serve the requests by
 an allocator, for its peaks (here), or note them down with times and labels (`memlab.predicting.snapshots`).
@@ -36,7 +36,7 @@ ServedT = TypeVar("ServedT", bound=Served)
 
 
 class Player(Protocol[ServedT]):
-    """Who serves the births and deaths of steps."""
+    """Allocator that serves the allocations of steps."""
 
     def begin(self, step: int, stretch: int) -> None:
         """A stretch begins; what is born and dies until the next one belongs to it.

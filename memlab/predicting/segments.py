@@ -87,7 +87,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a stretch looks like.
+    """Shape of a stretch.
 
     Args:
         peak: bytes by category at the highest point.
@@ -259,7 +259,7 @@ def _steps(raw: Iterable[RawEvent]) -> list[tuple[int, int, bool]]:
 
 
 class Growth:
-    """How storages and work grow with the rows, learnt from two traces and told for others.
+    """Growth of storages and work with the rows, learnt from two traces and applied to other numbers of rows.
 
     Passes of a model under different settings are made of the same storages and operators. Once it is known what
     becomes of each with other rows, a second trace is needed only for what was not met before, or for a size that

@@ -1,4 +1,4 @@
-"""How each kind of record is shown where nobody says how: by `print`, and as the value of a cell."""
+"""Default display of each kind of record: by `print`, and as the value of a cell."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _TWICE = (
 
 
 class Guardian(Protocol):
-    """Who answers for a guarded call when memory runs out."""
+    """Handler for a guarded call that runs out of memory."""
 
     def backward_begins(self, call: GuardedCall) -> None:
         """The loop's backward pass has reached the call."""
@@ -272,7 +272,7 @@ class GuardedCall:
 
 
 class _Rest:
-    """What is left of a call of which a backward pass has used some outputs: the graph of the others.
+    """Rest of a call of which a backward pass has used some outputs: the graph of the others.
 
     It may share nothing with what was used, as two heads on an input do. Whether it does, torch says by itself.
     """

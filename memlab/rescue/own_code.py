@@ -47,7 +47,7 @@ _TWICE = "Trying to backward through the graph a second time: its saved tensors 
 
 
 class Owner(Protocol):
-    """Who makes room when the loop's own code runs out of memory."""
+    """Handler that frees memory when the loop's own code runs out of it."""
 
     def can_rescue(self, error: BaseException) -> bool:
         """Return whether an error says that memory ran out."""
@@ -84,7 +84,7 @@ class _Held:
 
 
 class _Saved:
-    """What one call of a function has saved, named in the metadata of the nodes that its outputs have.
+    """Tensors that one call of a function has saved, named in the metadata of the nodes that its outputs have.
 
     Args:
         nodes: how many nodes name it.

@@ -452,7 +452,7 @@ class Rescuer:
             _collect()
 
     def _follow_parameters(self) -> None:
-        """What a plan has moved off the device must not be kept there by aliases."""
+        """Drop aliases of what a plan has moved off the device."""
         if self._aliases is not None:
             self._aliases.follow()
 

@@ -1,4 +1,4 @@
-"""What can be known to fail is refused before any process starts."""
+"""Checks that refuse, before any process starts, what would fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks have made of a workload, put into the live objects: all of it, once all of it is at hand."""
+"""Results of ranks, written into the live objects: all of them, once all have arrived."""
 
 from __future__ import annotations
 

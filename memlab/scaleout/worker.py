@@ -152,7 +152,7 @@ class _Said(io.TextIOBase):
 
 @dataclass(frozen=True)
 class Home:
-    """What comes home beside tensors, as rank 0 has it in the end.
+    """Results beside tensors, as rank 0 has them in the end.
 
     Args:
         value: what the function returned.
@@ -256,7 +256,7 @@ def _device(errand: Errand) -> torch.device:
 
 @contextlib.contextmanager
 def _spoken(sender: Sender, rank: int) -> Iterator[None]:
-    """What rank 0 prints is told; what the others print would only repeat it."""
+    """Send on what rank 0 prints; what the others print would only repeat it."""
     with contextlib.redirect_stdout(_Said(sender) if rank == 0 else io.StringIO()):
         yield
 

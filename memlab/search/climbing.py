@@ -283,7 +283,7 @@ class _Climb:
 
 
 class _Foresight:
-    """What rungs are predicted to come to, as long as they can be predicted.
+    """Predictions of rungs, as long as they can be predicted.
 
     Attributes:
         problem: why they cannot, in words; empty while they can.

@@ -88,7 +88,7 @@ def _steadied(measured: Measurement, again: Callable[[], Measurement]) -> Measur
 
 
 def _free_cache(device: torch.device) -> None:
-    """What an earlier trial left reserved would count towards this one's peak."""
+    """Release what an earlier trial left reserved, which would count towards this one's peak."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

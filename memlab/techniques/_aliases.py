@@ -1,4 +1,4 @@
-"""What lets a part of a step run beside the user's own: stand-ins for parameters, and the random state."""
+"""Means to run a part of a step beside the user's own: stand-ins for parameters, and the random state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a parameter is at home: the device it is used on, while its values rest somewhere else."""
+"""The device that a parameter is used on, while its values are kept elsewhere."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _LOSS_SCALE = 2.0**12
 
 @dataclass(frozen=True)
 class Left:
-    """How what a forward leaves in one place is put together.
+    """Rule by which values that a forward leaves in one place are combined.
 
     Args:
         merges: one for each leaf; None where items of lists are put one after another.

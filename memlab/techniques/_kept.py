@@ -67,7 +67,7 @@ def storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
 
 
 class _Run(WatchingMode):  # type: ignore[no-untyped-call]
-    """What operators make, and what they cost: products by torch's own formulas, and bytes that are written."""
+    """Outputs of operators and their cost: products by torch's own formulas, and bytes that are written."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,12 +23,12 @@ _SMALLEST = 1e-2
 
 
 class UnsettledError(Exception):
-    """What was found out about a call does not say how the values of this one are put together."""
+    """The rules found for a call do not say how the values of this one are combined."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """How the values of micro-batches make that of the batch.
+    """Rule by which values of micro-batches make the value of the batch.
 
     Args:
         kind: "same" (all have it), "join" (along a dimension), "mean" (by rows), "sum", "change" (the value before, and what each

@@ -35,7 +35,7 @@ _FIRST_LOOP_SCALE = 2.0**16
 
 @dataclass
 class Learnt:
-    """What one call of a model teaches for the next.
+    """Facts learnt from one call of a model for the next.
 
     Args:
         fused: whether the model returns its loss; None before the first call.
@@ -473,7 +473,7 @@ class MicroRun:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """What the forward reads beside its arguments is as it was before the call."""
+        """Restore what the forward reads beside its arguments, as it was before the call."""
         if self._snapshot is None:
             yield
             return

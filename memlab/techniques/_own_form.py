@@ -1,4 +1,4 @@
-"""What is saved, copied and loaded of tensors that are kept in another form meanwhile: their own form.
+"""Saving, copying and loading of tensors in their own form while they are kept in another.
 
 Rules:
 

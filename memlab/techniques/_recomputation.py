@@ -1,4 +1,4 @@
-"""What a recomputation in the backward pass needs around it."""
+"""Context that a recomputation in the backward pass needs."""
 
 from __future__ import annotations
 

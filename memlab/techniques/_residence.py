@@ -191,7 +191,7 @@ class _Known:
 
 
 class _Saved:
-    """What autograd saved of a copy: which parameter, seen how."""
+    """Note of what autograd saved of a copy: the parameter, and the view of it."""
 
     __slots__ = ("__weakref__", "_dtype", "_geometry", "arrival", "previous", "resting")
 

@@ -250,7 +250,7 @@ def loss_rules(call: Call, layout: Layout, class_weights: Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model returned, flattened, with the place of its loss; behind it what it left elsewhere.
+    """A model's output, flattened, with the place of its loss, followed by what it left elsewhere.
 
     Args:
         leaves: tensors and other values, in order.

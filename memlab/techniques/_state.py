@@ -1,4 +1,4 @@
-"""What a part of a model computes from beside its inputs and parameters, so that it can be run again as it was.
+"""State that a part of a model reads beside its inputs and parameters, so that it can be run again as it was.
 
 Rules:
 
@@ -235,7 +235,7 @@ class State:
 
 
 class _Content:
-    """What a container holds at a moment."""
+    """Content of a container at a moment."""
 
     def __init__(self, container: Any, items: Any) -> None:
         self.container = container

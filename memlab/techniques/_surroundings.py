@@ -1,4 +1,4 @@
-"""What a model's forward can change or leave behind beside its output, and putting it back.
+"""State that a model's forward can change or leave behind beside its output, and restoring it.
 
 Numbered rules:
 

@@ -75,7 +75,7 @@ class _Stored:
 
 
 class _Passage:
-    """What one forward pass saved, in its order; lives as long as anything of that does.
+    """Tensors that one forward pass saved, in their order; kept as long as one of them is.
 
     Args:
         spill: where to.

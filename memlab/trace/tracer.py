@@ -48,7 +48,7 @@ _NO_LOSS = "the loop's own loss function is not known here: what it computes fro
 
 @dataclass(frozen=True)
 class Choices:
-    """What makes operators on the twin choose what they would choose on its device.
+    """Context in which operators on the twin choose what they would choose on its device.
 
     Args:
         entered: context in which steps run.
@@ -402,7 +402,7 @@ class Tracer:
 
 @dataclass
 class _Seen(Observer):
-    """What a step shows; an observer of the session that tells the recorder what runs."""
+    """Record of a step; an observer of the session that tells the recorder what runs."""
 
     recorder: Recorder
     workload: Workload

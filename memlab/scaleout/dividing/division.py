@@ -42,7 +42,7 @@ class Division(ABC):
 
     @abstractmethod
     def stands(self, book: Book) -> None:
-        """What lives throughout, optimizer state aside."""
+        """Add what exists throughout, except optimizer state."""
 
     def forward_begins(self, book: Book, module: int) -> None:  # noqa: B027 - most engines do nothing here
         """A module is about to run."""

@@ -340,7 +340,7 @@ class Zero3(Division):
             self._flat[number] = flat
 
     def _take_out(self, book: Book, number: int) -> None:
-        """What is in flight arrives: all of a flat tensor is copied when the first of it is needed."""
+        """Finish the copies in flight: all of a flat tensor is copied when the first of it is needed."""
         flat = self._flat.pop(number, None)
         if flat is None:
             return

@@ -79,7 +79,7 @@ class SetAside:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """What is added to `grad` within is set aside."""
+        """Set aside what is added to `grad` within."""
         earlier = [parameter.grad for parameter in self._parameters]
         self._exchange([holder.grad for holder in self.aliases])
         try:
@@ -127,7 +127,7 @@ class EngineRun(MicroRun):
 
 @dataclass
 class ShardedLearnt(Learnt):
-    """What calls teach where gradients go into shards.
+    """Facts learnt from calls where gradients go into shards.
 
     Args:
         factor: by which the loop scaled the gradient of its loss last; None before its first backward pass.
