@@ -35,8 +35,9 @@ from memlab.techniques._lazy import real
 from memlab.techniques._merge import Chain, Merge, close, closed, distance, equal, found_merge
 from memlab.techniques._noise import Noise, StrangeDrawError
 from memlab.techniques._probe import Probe
+from memlab.techniques._randomness import Randomness, is_generator
 from memlab.techniques._split import Call, Layout, Outputs, row_ranges
-from memlab.techniques._surroundings import KEEP_WHOLE, Effect, Randomness, Snapshot
+from memlab.techniques._surroundings import KEEP_WHOLE, Effect, Snapshot
 from memlab.techniques._tree import flatten
 from memlab.techniques.norms import in_groups
 
@@ -70,22 +71,45 @@ class Verdict:
         left: what is left beside the output, by name.
         changing: names of tensors that are written in place.
         rows: rows that were run.
+        generators: of random numbers, which the model refers to.
+        starts: what was in the places before, see `start_of`.
     """
 
     merges: Mapping[int, Merge]
     left: Mapping[str, Left]
     changing: frozenset[str]
     rows: int
+    generators: tuple[Any, ...] = ()
+    starts: frozenset[Any] = frozenset()
 
     def knows(self, outputs: Outputs) -> bool:
         """Return whether a call has left something in the places where the judged one did, and in no other."""
         return {*outputs.spec.children[1].children_by_name()} == {*self.left}
 
 
+def start_of(effects: Mapping[str, Effect], rows: int) -> frozenset[Any]:
+    """What kinds of things were in the places that a forward writes to; a state of a batch's rows is another than none.
+
+    Args:
+        effects: what it wrote.
+        rows: of its batch.
+    """
+
+    def kind(value: Any) -> Any:
+        is_tensor = isinstance(value, torch.Tensor)
+        return (type(value), *(size == rows for size in value.shape)) if is_tensor else type(value)
+
+    return frozenset((name, kind(effect.before)) for name, effect in effects.items() if effect.kind == "set")
+
+
 class _DisagreementError(Exception):
     def __init__(self, reason: str, instead: str = KEEP_WHOLE) -> None:
         super().__init__(reason)
         self.reason, self.instead = reason, instead
+
+
+class _SumsError(Exception):
+    """Some scalars are sums of those of the parts, and were derived as means."""
 
 
 @dataclass
@@ -177,6 +201,9 @@ class Judge:
                 attempt = self._attempt(call, whole, layout, ranges)
                 try:
                     return attempt.verdict(in_turn=in_turn, goes_on=goes_on)
+                except _SumsError:
+                    attempt.put_back()
+                    return attempt.verdict(in_turn=in_turn, goes_on=goes_on)
                 except StrangeDrawError:
                     first = first or _DisagreementError(
                         f"the random numbers that {self._name} draws do not follow the rows of its batch"
@@ -260,10 +287,11 @@ class _Attempt:
         self._device = self._aliases.device
         self.noise = Noise()
         self.draws_on_host = False
+        self._sums: set[int] = set()
         with self._aliases.in_place():
             self._snapshot = Snapshot(model, complete=True, without_buffers_of=per_part)
             self._start = Snapshot(model, complete=True)
-        self._random = Randomness(self._device)
+        self._random = Randomness(self._device, [*self._start.generators, *filter(is_generator, whole.leaves)])
         self._names = {id(p): n for n, p in model.named_parameters()}
         self._autocast = AutocastState()
         is_low = is_low or self._autocast.is_on
@@ -325,10 +353,12 @@ class _Attempt:
             residuals = self._norms()
         merges = self._compare_outputs(kept.outputs, [run.outputs for run in ran], weights)
         left = self._compare_left(kept.effects, [run.effects for run in ran])
+        self._check_sums(kept.outputs, merges, left)
         self._compare_gradients(residuals, largest)
         self._compare_inputs(whole_inputs, [run.inputs for run in ran])
         changing = frozenset(name for name, effect in kept.effects.items() if effect.kind == "written")
-        return Verdict(merges, left, changing, total)
+        starts = frozenset({start_of(kept.effects, self._layout.rows)})
+        return Verdict(merges, left, changing, total, tuple(self._start.generators), starts)
 
     def _run(self, call: Call, *, is_whole: bool) -> tuple[_Run, list[torch.Tensor]]:
         leaves = list(call.leaves)
@@ -339,7 +369,7 @@ class _Attempt:
         args, kwargs = call.spec.put(leaves)
         with self.noise:
             output = self._call(*args, **kwargs)
-        self.draws_on_host |= is_whole and self._random.host_differs(Randomness(self._device))
+        self.draws_on_host |= is_whole and self._random.host_differs()
         if is_whole:
             after, spec = flatten((args, kwargs)) if not self._layout.in_lists else (leaves, call.spec)
             for position, leaf in enumerate(leaves):
@@ -388,11 +418,8 @@ class _Attempt:
                 if weights[i][place]:
                     shares[i] = -direction * weights[i][place]
             elif leaf.shape == direction.shape:
-                if distance(real(leaf), target) <= self._tolerance:  # shared by all rows
-                    if place == 0:
-                        shares[i] = -direction
-                    continue
-                shares[i] = -direction * (self._rows[place] / sum(self._rows))
+                # what all rows share is its own mean
+                shares[i] = -direction * (1.0 if i in self._sums else self._rows[place] / sum(self._rows))
             else:
                 dim = self._dim_of(i, leaf, target)
                 begin = sum(run.outputs.leaves[i].size(dim) for run in before)
@@ -401,6 +428,15 @@ class _Attempt:
                     share = share if other == dim else share.narrow(other, 0, leaf.size(other))
                 shares[i] = share
         return shares
+
+    def _check_sums(self, outputs: Outputs, merges: Mapping[int, Merge], left: Mapping[str, Left]) -> None:
+        """Whether scalars were derived as they turned out to be put together; values are known when all parts have run."""
+        of_left = [merge for name in outputs.left(outputs.leaves) for merge in left[name].merges or ()]
+        by_position = {**merges, **dict(enumerate(of_left, outputs.returned))}
+        sums = {i for i, merge in by_position.items() if merge.has_graph and merge.kind == "sum"}
+        if not sums <= self._sums:
+            self._sums |= sums
+            raise _SumsError
 
     def _dim_of(self, position: int, part: torch.Tensor, whole: torch.Tensor) -> int:
         joins = self._probe.joins(self._whole)

@@ -6,7 +6,10 @@ known at once; any operation, print or copy computes the value and goes on with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dis
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any, Self
 
 import torch
@@ -99,3 +102,49 @@ class LazyTensor(torch.Tensor):
 def real(leaf: Any) -> Any:
     """The value of a lazy tensor; anything else as it is."""
     return leaf.value() if isinstance(leaf, LazyTensor) else leaf
+
+
+# attributes and items that hold the loss
+_LOSSES = ("loss", 0)
+
+
+def may_be_read(lazy: Sequence[LazyTensor]) -> bool:
+    """Whether code that is running now may look at one of these tensors later.
+
+    It may not where variables of running functions hold them, and their code uses those variables for nothing but the loss:
+    ``out = model(**batch); out.loss.backward()``.
+    """
+    ids = {id(each) for each in lazy}
+    held: set[int] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith(("memlab.", "torch.")):
+            for name, value in [*frame.f_locals.items()]:
+                found = ids.intersection(_ids_within(value, 2))
+                held |= found
+                if found and _uses(frame.f_code, name):
+                    return True
+        frame = frame.f_back
+    return held != ids
+
+
+def _ids_within(value: Any, depth: int) -> Iterator[int]:
+    yield id(value)
+    if depth and not isinstance(value, torch.Tensor):
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        for item in [*list(items)[:64], *getattr(value, "__dict__", {}).values()]:
+            yield from _ids_within(item, depth - 1)
+
+
+def _uses(code: CodeType, name: str) -> bool:
+    """Whether some code reads a variable for anything but the loss."""
+    steps = list(dis.get_instructions(code))
+    for step, then, after in zip(steps, [*steps[1:], None], [*steps[2:], None, None], strict=True):
+        is_read = step.argval == name or (isinstance(step.argval, tuple) and name in step.argval)
+        if not (is_read and step.opname.startswith("LOAD")):
+            continue
+        is_item = after is not None and after.opname.startswith("BINARY")
+        is_loss = then is not None and (then.opname == "LOAD_ATTR" or is_item) and then.argval in _LOSSES
+        if not is_loss:
+            return True
+    return any(_uses(each, name) for each in code.co_consts if isinstance(each, CodeType))

@@ -8,7 +8,9 @@ a hook may have kept something of the first run, that one counts.
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -91,7 +93,7 @@ class Look(WriteWatch):  # type: ignore[no-untyped-call]
         if not is_called:
             self._enter(part.owner, (args, dict(kwargs)))
         node, births, cost = self._open[-1]
-        held = run.state_tensors
+        held, given = run.state_tensors, Given((args, kwargs))
         output = run.first(call, args, kwargs)
         self._measure(node, births, output)
         node.cost = self._cost - cost
@@ -99,11 +101,12 @@ class Look(WriteWatch):  # type: ignore[no-untyped-call]
             counts = False  # the graphs of its inputs are no longer those it started from
         elif run.is_seen_inside:
             counts = False
-            with torch.no_grad():
+            with torch.no_grad(), given.as_before():
                 part.gives_other_results = not self._gives(run, output, lambda: call(*args, **kwargs))
         else:
             output = tree_map(_without_graph, output)
             numbers = [*self._sizes(output)]
+            given.put_back()
             second: list[Any] = []
 
             def again() -> Any:
@@ -112,6 +115,8 @@ class Look(WriteWatch):  # type: ignore[no-untyped-call]
 
             counts = self._gives(run, output, again)
             part.gives_other_results = not counts
+            if not counts:
+                given.put_back()
             output = second[0] if counts else self._once_more(run, lambda: call(*args, **kwargs))
             self._same_as |= dict(zip(self._sizes(output), numbers, strict=False))
         node.is_fixed, node.recomputed = part.gives_other_results, counts
@@ -231,6 +236,41 @@ class Look(WriteWatch):  # type: ignore[no-untyped-call]
             self._born.append(weakref.ref(storage))
         self._cost += cost_of(func, args, options, result, made.values())
         return result
+
+
+class Given:
+    """What lists and dictionaries among the arguments of a call hold before it.
+
+    Args:
+        values: the arguments.
+    """
+
+    def __init__(self, values: Any) -> None:
+        self._contents: list[tuple[Any, Any]] = []
+        self._look_at(values)
+
+    def _look_at(self, value: Any) -> None:
+        if isinstance(value, (list, deque, dict)) and all(value is not known for known, _ in self._contents):
+            self._contents.append((value, copy.copy(value)))
+        if isinstance(value, (list, tuple, deque, dict)):
+            for item in value.values() if isinstance(value, dict) else value:
+                self._look_at(item)
+
+    def put_back(self) -> None:
+        """Have them hold it again."""
+        for container, before in self._contents:
+            container.clear()
+            (container.update if isinstance(container, dict) else container.extend)(before)
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """They hold it within, and again what they hold now afterwards."""
+        now = Given([container for container, _ in self._contents])
+        self.put_back()
+        try:
+            yield
+        finally:
+            now.put_back()
 
 
 def same(first: Any, second: Any) -> bool:

@@ -72,6 +72,8 @@ class Merge:
             return _sum(parts)
         if self.kind == "change":
             return before + _sum([part - before for part in parts])
+        if self.kind in ("largest", "smallest") and isinstance(parts[0], torch.Tensor):
+            return torch.stack([*parts]).amax(0) if self.kind == "largest" else torch.stack([*parts]).amin(0)
         if self.kind in ("largest", "smallest"):
             return max(parts) if self.kind == "largest" else min(parts)
         return parts[-1]
@@ -86,6 +88,11 @@ class Merge:
 def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[int], tolerance: float) -> Merge | None:
     """Return how these parts make this whole; None when in no way that is known."""
     found: list[Merge] = []
+    is_array = _is_array(whole)
+    if is_array and all(map(_is_array, parts)) and whole.dtype.kind in "fiu":
+        # NumPy's numbers are held against each other as tensors, and put together as what they are
+        before, whole = before if before is None else torch.from_numpy(before), torch.from_numpy(whole)
+        parts = [torch.from_numpy(part) for part in parts]
     if isinstance(whole, torch.Tensor):
         if not all(isinstance(part, torch.Tensor) for part in parts):
             return None
@@ -94,11 +101,14 @@ def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[in
         graph = whole.requires_grad
         whole = real(whole).detach()
         if all(close(part, whole, tolerance) for part in parts):
-            found.append(Merge("same", has_graph=graph, tolerance=tolerance))
+            # what has a gradient is taken as a mean, which is the same, so that each part has its share of it
+            found += [] if graph else [Merge("same", tolerance=tolerance)]
         dim = joining_dim(whole, parts, tolerance)
         if dim is not None:
             return Merge("join", dim, has_graph=graph, tolerance=tolerance)
         kinds = ["mean", "sum"] if whole.is_floating_point() else ["sum"]
+        if not (graph or is_array or whole.is_complex()):
+            kinds += ["largest", "smallest"]
         if any(part.shape != whole.shape for part in parts):
             return None
     else:
@@ -125,6 +135,8 @@ def agree(one: Any, other: Any, tolerance: float) -> bool:
     """Return whether two values of any kind are the same, numbers to a tolerance."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and close(one, other, tolerance)
+    if _is_array(one) and _is_array(other) and one.shape == other.shape and one.dtype.kind in "fiu":
+        return close(torch.from_numpy(one), torch.from_numpy(other), tolerance)
     if all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other)):
         return close(one, other, tolerance)
     return equal(one, other)
@@ -158,6 +170,10 @@ def closed(effect: Effect) -> Any:
 def opened(value: Any) -> Any:
     """Return what `closed` was given."""
     return [*value.items] if isinstance(value, Chain) else value
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def _sum(parts: Sequence[Any]) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,18 +14,17 @@ from torch import nn
 from memlab.errors import RefusalError, SessionError
 from memlab.techniques._aliases import Aliases
 from memlab.techniques._autocast import AutocastState, without_autocast
-from memlab.techniques._lazy import LazyTensor, real
+from memlab.techniques._judge import Verdict, start_of
+from memlab.techniques._lazy import LazyTensor, may_be_read, real
 from memlab.techniques._merge import Chain, Merge, UnsettledError, closed, opened
 from memlab.techniques._merge import equal as _is_same
 from memlab.techniques._merge import joined as joined_parts
+from memlab.techniques._randomness import Randomness, is_generator
 from memlab.techniques._split import Call, Layout, Outputs
-from memlab.techniques._surroundings import KEEP_WHOLE, Effect, Randomness, Snapshot
+from memlab.techniques._surroundings import KEEP_WHOLE, Effect, Snapshot
 from memlab.techniques._tree import Structure, flatten
 from memlab.uninterrupted import uninterrupted
 from memlab.units import MIB
-
-if TYPE_CHECKING:
-    from memlab.techniques._judge import Verdict
 
 _FIELD = "accumulation"
 # an output larger than this is computed only when the loop looks at it
@@ -42,12 +42,23 @@ class Learnt:
         reads_outputs: the loop has looked at a large output, so they are kept from then on.
         loop_scale: factor by which the loop scaled its loss last.
         updates: optimizer steps so far; parameters of an earlier count are gone.
+        waiting: outputs since the last step that are computed only when the loop looks at them.
     """
 
     fused: bool | None = None
     reads_outputs: bool = False
     loop_scale: torch.Tensor | float = _FIRST_LOOP_SCALE
     updates: int = 0
+    waiting: list[weakref.ref[LazyTensor]] = field(default_factory=list)
+
+    def foresee_reads(self) -> None:
+        """Before an update: compute outputs that the loop may look at when the parameters they came from are gone."""
+        waiting = [lazy for ref in self.waiting if (lazy := ref()) is not None]
+        self.waiting.clear()
+        if waiting and not self.reads_outputs and may_be_read(waiting):
+            for lazy in waiting:
+                lazy.value()
+            self.reads_outputs = True
 
 
 @dataclass
@@ -250,7 +261,9 @@ class MicroRun:
         return [position for position, joined in self._joined.items() if joined.parts]
 
     def _lazy(self, position: int, joined: Joined) -> LazyTensor:
-        return LazyTensor(joined.whole_shape(), joined.dtype, joined.device, lambda: self._look(position))
+        lazy = LazyTensor(joined.whole_shape(), joined.dtype, joined.device, lambda: self._look(position))
+        self._learnt.waiting.append(weakref.ref(lazy))
+        return lazy
 
     def _look(self, position: int) -> torch.Tensor:
         """Compute an output the loop looks at after all, connected to the graph by replay."""
@@ -262,7 +275,7 @@ class MicroRun:
             )
         if self._looked_at is None:
             again = self._again()
-            now = Randomness(self._aliases.device)
+            now = self._random_now()
             with self._autocast.entered(), self._as_before():
                 self._looked_at = again._leaves()
             now.restore()
@@ -309,9 +322,13 @@ class MicroRun:
         """Random states as they were before the first run."""
         self._random_states[0].restore()
 
+    def _random_now(self) -> Randomness:
+        own = self._verdict.generators if self._verdict is not None else ()
+        return Randomness(self._aliases.device, [*own, *filter(is_generator, self._micro_batches[0].leaves)])
+
     def _first_run_of(self, index: int) -> None:
         if not self._repeats:
-            self._random_states.append(Randomness(self._aliases.device))
+            self._random_states.append(self._random_now())
         else:
             self._random_states[index].restore()
         is_last = index == len(self._micro_batches) - 1
@@ -346,6 +363,9 @@ class MicroRun:
         if self._snapshot is None:
             return micro_batch, Outputs.of(output)
         effects = self._snapshot.effects()
+        is_first = index == 0 and not self._repeats and not self._places
+        if is_first and self._verdict is not None and start_of(effects, self._layout.rows) not in self._verdict.starts:
+            raise UnsettledError
         outputs = Outputs.of(output, {name: closed(effect) for name, effect in effects.items()})
         if not self._places:
             for effect in effects.values():
@@ -457,7 +477,7 @@ class MicroRun:
 
     def _replay(self, wanted: Mapping[int, torch.Tensor]) -> None:
         self._check_replay(wanted)
-        now = Randomness(self._aliases.device)
+        now = self._random_now()
         order = [*range(len(self._micro_batches))]
         if self._kept is not None:
             order.insert(0, order.pop())  # its graph is there: use it first, so that it is freed first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations
@@ -18,8 +18,9 @@ from memlab.shortage import is_out_of_memory
 from memlab.techniques._autocast import without_autocast
 from memlab.techniques._merge import found_merge, joining_dim
 from memlab.techniques._noise import Noise, StrangeDrawError
+from memlab.techniques._randomness import Randomness, is_generator
 from memlab.techniques._split import Call, Layout, LossRule, Outputs, layouts_of, loss_rules
-from memlab.techniques._surroundings import KEEP_WHOLE, Randomness, Snapshot
+from memlab.techniques._surroundings import KEEP_WHOLE, Snapshot
 
 _FIELD = "accumulation"
 # relative difference up to which two results count as equal: in fp32, and in half precision
@@ -65,7 +66,9 @@ class Probe:
         self._rules: dict[tuple[Any, ...], dict[int, list[LossRule]]] = {}
         # of Python's and NumPy's generators, which know no rows: whether rows apart go on where those before ended
         self.goes_on = False
-        self._draws_on_host = False
+        # of torch's: whether they take what was drawn for all rows one after another, as a model that draws row by row
+        self.in_turn = False
+        self._draws_on_host = self._draws = False
         self._joins: dict[tuple[Any, ...], tuple[int | None, ...]] = {}
 
     def layout(self, call: Call) -> Layout:
@@ -82,7 +85,7 @@ class Probe:
             raise RefusalError(
                 _FIELD, f"the call of {self._name} has no tensor argument to split", "pass the batch as tensors"
             )
-        if candidates[0].rows < 2 and not candidates[-1].in_lists:
+        if candidates[0].rows < 2 and not any(layout.in_lists for layout in candidates):
             return candidates[0]
         failed: list[Exception] = []
         candidates = [layout for layout in candidates if layout.rows >= 2]
@@ -134,7 +137,7 @@ class Probe:
             failed: gets the error of a model that does not run on some rows.
             needs_rule: where there are only scalars, one of them has to follow a rule.
         """
-        for self.goes_on in (False, True):
+        for self.goes_on, self.in_turn in ((False, False), (False, True), (True, False)):
             try:
                 whole, parts = self._look(call, layout, range(min(layout.rows, 3)))
             except Exception as error:
@@ -143,12 +146,10 @@ class Probe:
                 failed.append(error)
                 return False
             joins = self._joins_of(whole, parts, [1, min(layout.rows, 3) - 1])
-            if joins is not None and needs_rule and not self._is_telling(call, layout, whole, parts):
-                return False
-            if joins is not None:
+            if joins is not None and (not needs_rule or self._is_telling(call, layout, whole, parts)):
                 self._joins[call.kind] = joins
                 return True
-            if not self._draws_on_host:
+            if not (self._draws_on_host or self._draws):
                 break
         return False
 
@@ -278,10 +279,11 @@ class Probe:
     def _look(self, call: Call, layout: Layout, rows: Sequence[int]) -> tuple[Outputs, list[Outputs]]:
         call = self._widened(call)
         spans = ((0, len(rows)), (0, 1), (1, len(rows)))
-        for in_turn in (False, True):
+        for in_turn in (self.in_turn, not self.in_turn):
             try:
                 with quietly(
-                    self._model, run=self._run, in_turn=in_turn, goes_on=self.goes_on, per_part=self._per_part
+                    self._model, run=self._run, in_turn=in_turn, goes_on=self.goes_on, per_part=self._per_part,
+                    generators=filter(is_generator, call.leaves),
                 ) as quiet:
                     together, *apart = (
                         _sampled(Outputs.of(quiet.run(layout.pick(call, rows[slice(*span)]), (*span, len(rows)))))
@@ -289,7 +291,7 @@ class Probe:
                     )
             except StrangeDrawError:
                 continue
-            self._draws_on_host = quiet.draws_on_host
+            self._draws_on_host, self._draws = quiet.draws_on_host, quiet.noise.any_drawn
             return together, apart
         raise StrangeDrawError(f"the random numbers that {self._name} draws do not follow the rows of its batch")
 
@@ -382,9 +384,18 @@ class Quiet:
         run: runs it; None for its own `forward`.
         in_turn: random numbers are given one after another, see `Noise`.
         goes_on: Python's and NumPy's generators go on from one run apart to the next.
+        generators: of random numbers, among the arguments.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[..., Any] | None, *, in_turn: bool, goes_on: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[..., Any] | None,
+        *,
+        in_turn: bool,
+        goes_on: bool,
+        generators: Iterable[Any] = (),
+    ) -> None:
         self._run = run or model.forward
         self._in_turn = in_turn
         self.goes_on = goes_on
@@ -392,7 +403,8 @@ class Quiet:
         parameters = [*model.parameters()]
         self.is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
         self._snapshot = None if self.is_fake else Snapshot(model, complete=True)
-        self._random = Randomness(parameters[0].device if parameters else torch.device("cpu"))
+        own = [*(self._snapshot.generators if self._snapshot is not None else ()), *generators]
+        self._random = Randomness(parameters[0].device if parameters else torch.device("cpu"), own)
         self._others = [
             (device, torch.cuda.get_rng_state(device)) for device in {p.device for p in parameters if p.is_cuda}
         ]
@@ -412,7 +424,7 @@ class Quiet:
             self.noise.give(span[0], span[1], of=span[2], in_turn=self._in_turn)
         with nullcontext() if span is None or self.is_fake else self.noise:
             output = call.run(self._run)
-        self.draws_on_host |= not self.is_fake and self._random.host_differs(Randomness(torch.device("cpu")))
+        self.draws_on_host |= not self.is_fake and self._random.host_differs()
         self.put_back(host=not (is_apart and self.goes_on))
         return output
 
@@ -433,13 +445,14 @@ def quietly(
     in_turn: bool = False,
     goes_on: bool = False,
     per_part: tuple[type[nn.Module], ...] = (),
+    generators: Iterable[Any] = (),
 ) -> Iterator[Quiet]:
     """Look at a model's outputs without gradients; buffers, attributes and random states stay as they were.
 
     The mode stays that of training: what depends on other rows only then must be seen, and layers that repack their weights for
     evaluation must not do so.
     """
-    quiet = Quiet(model, run, in_turn=in_turn, goes_on=goes_on)
+    quiet = Quiet(model, run, in_turn=in_turn, goes_on=goes_on, generators=generators)
     # a twin of fakes has no values that could depend on the mode
     changed = nn.Module if quiet.is_fake else per_part
     training = [module for module in model.modules() if isinstance(module, changed) and module.training]

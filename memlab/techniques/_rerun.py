@@ -29,9 +29,11 @@ from memlab.techniques._state import KeptTensor, Repetition, State, Written
 _running = threading.local()
 
 
-def is_running() -> bool:
-    """Return whether this thread is within a run of a part: parts within it are none of their own."""
-    return bool(getattr(_running, "depth", 0))
+def is_within_another() -> bool:
+    """Whether this thread is within a run of a part, or of what the model checkpoints itself: parts within are none of their own."""
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)  # not in older torch
+    is_of_model = hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+    return is_of_model or bool(getattr(_running, "depth", 0))
 
 
 @dataclass(eq=False)
@@ -92,6 +94,8 @@ class Run:
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._require_grad = {place for place in self._places if leaves[place].requires_grad}
         self.inputs: list[torch.Tensor] = [leaves[place] for place in self._places]
+        # modules tell by identity that they are given one tensor several times (self-attention)
+        self._first_with = {place: min(p for p in self._places if leaves[p] is leaves[place]) for place in self._places}
         self._others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._copies: dict[int, torch.Tensor] = {}
         modules = part.modules
@@ -170,6 +174,9 @@ class Run:
         """The arguments once more, of what autograd has kept."""
         leaves = list(self._others)
         for place, kept in zip(self._places, saved, strict=True):
+            if (known := self._first_with[place]) != place:
+                leaves[place] = leaves[known]
+                continue
             tensor = self._copies.get(place, kept).detach().requires_grad_(place in self._require_grad)
             leaves[place] = tensor.clone() if place in self._part.written_inputs else tensor
         args, kwargs = tree_unflatten(leaves, self._spec)

@@ -47,7 +47,7 @@ class Call:
         return Call(tuple(leaves), self.spec)
 
     def listed(self) -> Call:
-        """The same arguments with each list of tensors or dicts as one leaf, which has an item per row."""
+        """The same arguments with each list of tensors, dicts, numbers or texts as one leaf, which may have an item per row."""
         args, kwargs = self.spec.put(self.leaves)
         leaves, spec = flatten((args, kwargs), lambda value: value is not args and _is_list_of_rows(value))
         return Call(tuple(leaves), spec)
@@ -60,6 +60,7 @@ def _is_list_of_rows(value: Any) -> bool:
         and (
             all(isinstance(item, torch.Tensor) and item.dim() for item in value)
             or all(isinstance(item, dict) and item for item in value)
+            or all(isinstance(item, (int, float, str)) for item in value)
         )
     )
 
@@ -119,7 +120,11 @@ class Layout:
     def _of_leaves(self, call: Call, part: Callable[[Any, int], Any]) -> Call:
         call = self.view(call)
         dims = dict(self.dims)
-        return call.with_leaves([part(leaf, dims[i]) if i in dims else leaf for i, leaf in enumerate(call.leaves)])
+        # models tell by identity that they are given one tensor several times
+        parts = {(id(leaf), dims[i]): part(leaf, dims[i]) for i, leaf in enumerate(call.leaves) if i in dims}
+        return call.with_leaves(
+            [parts[id(leaf), dims[i]] if i in dims else leaf for i, leaf in enumerate(call.leaves)]
+        )
 
 
 def _rows(leaf: Any, dim: int) -> int:
@@ -127,7 +132,7 @@ def _rows(leaf: Any, dim: int) -> int:
 
 
 def layouts_of(call: Call) -> list[Layout]:
-    """The ways a call could be split, likeliest first: along dimension 0, then along 1, then mixed, then along lists.
+    """The ways a call could be split, likeliest first: along dimension 0, then along lists, then along dimension 1.
 
     A square matrix among them may be a mask over positions that is as large as the batch by chance: such ways
     are followed by ones that leave such matrices whole. Where tensors differ (states of a recurrent layer have their batch
@@ -151,17 +156,20 @@ def layouts_of(call: Call) -> list[Layout]:
                     if (where := dim if i == split[0][0] else _dim_with(leaf, rows, preferred)) is not None
                 )
                 found.append(Layout(rows, mixed))
-    listed = call.listed()
-    lists = [(i, len(leaf)) for i, leaf in enumerate(listed.leaves) if _is_list_of_rows(leaf)]
-    if lists:
-        rows = lists[0][1]
-        beside = [
-            (i, 0)
-            for i, leaf in enumerate(listed.leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,)
-        ]
-        found.append(Layout(rows, (*((i, 0) for i, size in lists if size == rows), *beside), in_lists=True))
+        if dim == 0:
+            found += _along_lists(call.listed())
     return list(dict.fromkeys(found))
+
+
+def _along_lists(listed: Call) -> list[Layout]:
+    lists = [(i, len(leaf)) for i, leaf in enumerate(listed.leaves) if _is_list_of_rows(leaf)]
+    if not lists:
+        return []
+    rows = lists[0][1]
+    beside = (
+        (i, 0) for i, leaf in enumerate(listed.leaves) if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,)
+    )
+    return [Layout(rows, (*((i, 0) for i, size in lists if size == rows), *beside), in_lists=True)]
 
 
 def _dim_with(leaf: torch.Tensor, rows: int, preferred: int) -> int | None:

@@ -13,8 +13,6 @@ Rules:
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -27,7 +25,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.techniques._aliases import RandomState
+from memlab.techniques._randomness import Randomness, is_generator
 from memlab.units import KIB
 
 _StandIns = dict["KeptTensor", torch.Tensor]
@@ -131,10 +129,9 @@ class State:
         self, modules: Iterable[nn.Module], objects: Iterable[Any], written: Written, device: torch.device
     ) -> None:
         self._written = written
-        self._device = device
         self._contents: list[_Content] = []
         self._tensors: dict[int, KeptTensor] = {}
-        self._generators: dict[int, _Generator] = {}
+        self._generators: dict[int, Any] = {}
         self._seen: set[int] = set()
         for module in modules:
             self._add(_Attributes(vars(module)), 0)
@@ -148,7 +145,7 @@ class State:
         self._tensors_kept = list(self._tensors.values())
         self._tensors.clear()
         self._seen.clear()
-        self._random = _RandomStates(device)
+        self._random = Randomness(device, self._generators.values())
 
     @property
     def tensors(self) -> Sequence[KeptTensor]:
@@ -164,14 +161,11 @@ class State:
         """
         repetition = Repetition()
         now = [content.taken_again() for content in self._contents]
-        generators = [generator.taken_again() for generator in self._generators.values()]
-        random_now = _RandomStates(self._device)
+        random_now = self._random.taken_again()
         stand_ins = {kept: kept.as_it_was(with_graph=with_graphs) for kept in self._tensors_kept}
         try:
             for content in self._contents:
                 content.put_back(stand_ins)
-            for generator in self._generators.values():
-                generator.put_back()
             self._random.restore()
             yield repetition
         finally:
@@ -179,8 +173,6 @@ class State:
                 self._put_originals(stand_ins)
             else:
                 random_now.restore()
-                for generator in generators:
-                    generator.put_back()
                 for content in reversed(now):
                     content.put_back({})
 
@@ -217,8 +209,8 @@ class State:
         elif isinstance(value, tuple):
             for item in value:
                 self._look_at(item, depth + 1)
-        elif (generator := _generator_of(value)) is not None:
-            self._generators.setdefault(id(value), generator)
+        elif is_generator(value):
+            self._generators.setdefault(id(value), value)
         elif not isinstance(value, _NO_STATE) and type(getattr(value, "__dict__", None)) is dict:
             self._add(_Mapping(vars(value)), depth)
 
@@ -361,50 +353,3 @@ def _same_items(container: MutableMapping[Any, Any], items: dict[Any, Any]) -> b
     return len(container) == len(items) and all(
         key is other and value is items[key] for (key, value), other in zip(container.items(), items, strict=True)
     )
-
-
-# --- random numbers -----------------------------------------------------------------------------------
-
-
-class _RandomStates:
-    """Of torch, Python and NumPy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._torch = RandomState(device)
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state() if numpy is not None else None
-
-    def restore(self) -> None:
-        self._torch.restore()
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-
-class _Generator:
-    """A generator of random numbers that a module or an argument refers to."""
-
-    def __init__(self, take: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        self._take, self._put = take, put
-        self._state = take()
-
-    def taken_again(self) -> _Generator:
-        return _Generator(self._take, self._put)
-
-    def put_back(self) -> None:
-        self._put(self._state)
-
-
-def _generator_of(value: Any) -> _Generator | None:
-    if isinstance(value, random.Random):
-        return _Generator(value.getstate, value.setstate)
-    if isinstance(value, torch.Generator):
-        return _Generator(value.get_state, value.set_state)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return _Generator(value.get_state, value.set_state)
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return None

@@ -9,14 +9,12 @@ Numbered rules:
 3. A tensor that is written in place is seen by its version, or by its values where it is known to change: writes through `.data`
    and those of BatchNorm leave the version alone. Copies are kept of small tensors that are no parameters, and of whatever was
    seen to change before.
-4. Random states are those of torch (CPU, and the model's GPU), of Python's `random` and of NumPy's global generator.
+4. Generators of random numbers among it are `Snapshot.generators`, and are put back by who runs the forward (`_randomness`).
 """
 
 from __future__ import annotations
 
 import functools
-import random
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -31,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.errors import RefusalError
-from memlab.techniques._aliases import RandomState
+from memlab.techniques._randomness import is_generator
 
 _FIELD = "accumulation"
 KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
@@ -59,41 +57,6 @@ _NOT_STATE = frozenset(
 _LIBRARIES = ("torch", "memlab", "transformers", "accelerate", "peft", "lightning", "numpy", "torchvision", "builtins")
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "nothing"})()
-
-
-class Randomness:
-    """The states of all random generators that a forward may draw from.
-
-    Args:
-        device: on which the model is run.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._torch = RandomState(device)
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy: Any = numpy.random.get_state() if numpy is not None else None
-
-    def host_differs(self, other: Randomness) -> bool:
-        """Return whether Python's or NumPy's generator was drawn from between this state and another."""
-        if self._python != other._python:
-            return True
-        if self._numpy is None or other._numpy is None:
-            return False
-        one, two = self._numpy, other._numpy
-        return bool(one[2:] != two[2:] or (one[1] != two[1]).any())
-
-    def restore(self, *, host: bool = True) -> None:
-        """Put them back.
-
-        Args:
-            host: those of Python and NumPy as well.
-        """
-        self._torch.restore()
-        if host:
-            random.setstate(self._python)
-            if self._numpy is not None:
-                sys.modules["numpy"].random.set_state(self._numpy)
 
 
 @dataclass(frozen=True)
@@ -124,6 +87,9 @@ class Snapshot:
         changing: names of tensors that are known to change, copies of which are kept whatever their size.
         complete: keep copies of all tensors.
         without_buffers_of: kinds of modules whose buffers are left alone.
+
+    Attributes:
+        generators: of random numbers, which the forward may draw from.
     """
 
     def __init__(
@@ -140,6 +106,7 @@ class Snapshot:
         self._seen: set[int] = set()
         self._nodes: list[_Node] = []
         self._tensors: list[_Tensor] = []
+        self.generators: list[Any] = []
         classes: set[type] = set()
         for path, module in model.named_modules():
             self._add_module(path, module, is_new_class=type(module) not in classes)
@@ -238,6 +205,9 @@ class Snapshot:
                 self._tensors.append(_Array(name, value))
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             self._add_function(value, name, depth)
+        elif is_generator(value):
+            if self._is_new(value):
+                self.generators.append(value)
         elif _is_object(value):
             self._add_dict(value.__dict__, lambda key: f"{name}.{key}", depth)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -110,9 +110,19 @@ def _contents(value: Any) -> list[Any]:
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     names = [*getattr(value, "__dict__", ())]
+    names += [
+        name
+        for kind in type(value).__mro__
+        for name in _names(vars(kind).get("__slots__", ()))
+        if not name.startswith("__") and name not in names
+    ]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names += [field.name for field in dataclasses.fields(value) if field.name not in names]
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def _structure(value: Any, leaves: list[Any], depth: int, is_leaf: Callable[[Any], bool]) -> Structure:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -48,8 +49,9 @@ from memlab.techniques._merge import UnsettledError
 from memlab.techniques._micro import Learnt, MicroRun
 from memlab.techniques._modules import without_cache
 from memlab.techniques._probe import Probe, first_line
+from memlab.techniques._randomness import Randomness
 from memlab.techniques._split import Call, Layout, row_ranges
-from memlab.techniques._surroundings import KEEP_WHOLE, Randomness, Snapshot
+from memlab.techniques._surroundings import KEEP_WHOLE, Snapshot
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.norms import BATCH_NORM
@@ -85,6 +87,9 @@ class Accumulation(Technique):
         self._judge: Judge | None = None
         self._is_fake = False
         self._verdicts: dict[tuple[Any, ...], Verdict | None] = {}
+        # what was in the places that forwards write to, when they were judged; and what cannot be split
+        self._starts: dict[tuple[Any, ...], set[Any]] = {}
+        self._refusals: dict[tuple[Any, ...], RefusalError] = {}
         self._has_split = False
         self._learnt = Learnt()
 
@@ -127,7 +132,11 @@ class Accumulation(Technique):
 
     def _forget(self) -> None:
         self._model = self._probe = self._judge = None
-        self._verdicts.clear()
+        for known in (self._verdicts, self._starts, self._refusals):
+            known.clear()
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        self._learnt.foresee_reads()
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         self._learnt.updates += 1
@@ -157,13 +166,6 @@ class Accumulation(Technique):
         assert self._probe is not None
         layout = self._probe.layout(whole)
         parts = min(self.plan.accumulation, layout.rows)
-        if 1 < parts < self.plan.accumulation and not self._has_split:
-            raise RefusalError(
-                self.field,
-                f"--accumulate {self.plan.accumulation} needs at least {self.plan.accumulation} rows in a batch of {self._name}, "
-                f"this one has {parts}",
-                f"use --accumulate {parts} or larger batches",
-            )
         if parts < self.plan.accumulation:
             self._note_once(
                 "fewer rows than micro-batches",
@@ -203,7 +205,8 @@ class Accumulation(Technique):
     def _raise_as_the_whole_would(self, call: ModelCall, whole: Call, error: Exception) -> NoReturn:
         """Raise what the model raises for the whole batch; where it raises nothing, micro-batches are to blame."""
         assert self._model is not None
-        snapshot, randomness = Snapshot(self._model, complete=True), Randomness(next(self._model.parameters()).device)
+        snapshot = Snapshot(self._model, complete=True)
+        randomness = Randomness(next(self._model.parameters()).device, snapshot.generators)
         try:
             whole.run(call)
         finally:
@@ -226,9 +229,18 @@ class Accumulation(Technique):
         if self._is_fake:
             return None
         shape = self._shape_of(whole, layout)
+        if shape in self._refusals:
+            raise self._refusals[shape].with_traceback(None)
         if shape not in self._verdicts:
             self._check_batch_norm(self._model, self._name)
-            self._verdicts[shape] = verdict = self._judge.judge(call, whole, layout, parts)
+            try:
+                verdict = self._judge.judge(call, whole, layout, parts)
+            except RefusalError as refusal:
+                self._refusals[shape] = refusal.with_traceback(None)
+                raise
+            starts = self._starts.setdefault(shape, set())
+            starts |= verdict.starts if verdict is not None else set()
+            self._verdicts[shape] = verdict = verdict and replace(verdict, starts=frozenset(starts))
             for technique in self.in_force():
                 technique.trial_over()
             self.only_tried()

@@ -31,7 +31,7 @@ from memlab.techniques._budget import Budget
 from memlab.techniques._kept import Kept, kept_by
 from memlab.techniques._look import Look
 from memlab.techniques._modules import cache_off, repeated_blocks, without_cache
-from memlab.techniques._rerun import Part, Run, WriteWatch, is_running, recomputed
+from memlab.techniques._rerun import Part, Run, WriteWatch, is_within_another, recomputed
 from memlab.techniques._segments import (
     Segmentation,
     best_segments,
@@ -263,7 +263,7 @@ class Checkpointing(Technique):
     def _applies(self) -> bool:
         """Return whether a call of a part is one that a backward pass follows, and that nothing looks through."""
         model = self._model()
-        is_training = model is not None and model.training and torch.is_grad_enabled() and not is_running()
+        is_training = model is not None and model.training and torch.is_grad_enabled() and not is_within_another()
         return is_training and torch._C._get_tracing_state() is None and not torch.compiler.is_compiling()
 
     def _run(self, part: Part, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -1,31 +1,52 @@
 """Accumulation on generated models and loops: the result of the untouched run, or a refusal that leaves nothing behind.
 
-A run of 2,000 is `python -m tests.techniques.test_generated_accumulation 2000`.
+A run of 2,000 is `python -m tests.techniques.test_generated_accumulation 0 2000`.
 """
 
 from __future__ import annotations
 
 import collections
 import sys
+import warnings
+from typing import Any
 
 import pytest
+import torch
 
 from memlab import RefusalError
-from tests.techniques.generated_models import Case, by_hand, cases, difference, run
+from tests.techniques.generated_models import TOLERANCE, Case, by_hand, cases, difference, run
 
-_COUNT = 160
 # of these features no combination with others may be refused: each is either served or has no part in it
 _SERVED = {
-    "norm": ("none", "layer", "group", "spectral"),
-    "noise": ("none", "dropout", "gaussian", "attention dropout"),
-    "state": ("none", "counter", "calls", "average", "total"),
-    "capture": ("none", "attribute", "hook dict", "hook list", "detached list", "global list", "object"),
-    "loss": ("mean", "sum", "targets", "class weights", "row weights", "regularised", "loop", "loop on capture", "loop contrastive"),
-    "output": ("plain", "dict", "tuple", "named tuple", "dataclass", "object", "metrics"),
-    "input": ("tensor", "recurrent state", "list", "mask", "packed"),
+    "norm": {"none", "layer", "group", "spectral", "old spectral", "weight norm", "old weight norm", "frozen batch"},
+    "noise": {
+        "none", "dropout", "gaussian", "attention dropout", "drop path", "layer drop", "each row", "numpy rows", "own generator",
+        "places",
+    },
+    "state": {"none", "counter", "calls", "average", "total", "replaced", "array", "largest", "dictionary", "deque"},
+    "capture": {
+        "none", "attribute", "hook dict", "hook list", "detached list", "global list", "object", "auxiliary list", "auxiliary",
+        "slots", "class", "tuple",
+    },
+    "loss": {
+        "mean", "sum", "targets", "class weights", "row weights", "regularised", "loop", "loop on capture", "loop contrastive",
+        "focal", "row sums", "items", "learned", "one number", "each row", "two", "loop each row", "loop triplets", "penalty",
+    },
+    "output": {"plain", "dict", "tuple", "named tuple", "dataclass", "object", "metrics", "slots", "ordered", "only loss", "nested"},
+    "input": {
+        "tensor", "recurrent state", "list", "mask", "packed", "keywords", "dict", "dataclass", "time first", "square mask",
+        "row masks", "texts", "lengths", "numbers", "segments",
+    },
 }  # fmt: skip
 # and each of these is refused whatever else there is
-_REFUSED = {"batch": "BatchNorm", "queue": "queue", "contrastive": "loss of Net", "root": "loss of Net"}
+_REFUSED = {"batch", "queue", "contrastive", "root", "variance", "router", "largest of batch"}
+# a mean over rows, or a loss of the loop; and inputs whose rows are easily taken: these can be accumulated by hand
+_BY_HAND = {
+    "loss": {"mean", "focal", "row sums", "penalty", "learned", "loop", "loop each row", "loop contrastive", "loop triplets"},
+    "input": {"tensor", "keywords", "dict", "dataclass", "mask", "row masks", "numbers", "texts", "lengths"},
+    "batch": {"usual", "one first", "two first", "growing", "uneven", "one"},
+    "loop": {"plain"}, "norm": {"none"}, "state": {"none"}, "capture": {"none"},
+}  # fmt: skip
 
 
 def judged(case: Case) -> str:
@@ -34,46 +55,74 @@ def judged(case: Case) -> str:
     Raises:
         AssertionError: another result than that of the untouched run.
     """
-    parts = 2 + case.seed % 2
+    parts, tolerance = 2 + case.seed % 2, TOLERANCE[case["dtype"]]
+    try:
+        untouched, error = run(case, ""), None
+    except (ValueError, RuntimeError) as raised:  # the loop's own
+        untouched, error = {}, raised
     try:
         found = run(case, f"--accumulate {parts}")
     except RefusalError as refusal:
-        seen = getattr(refusal, "seen", None)
-        if seen is not None:
+        seen = getattr(refusal, "seen", {})
+        if seen and not error and case["loop"] not in ("no gradients", "evaluates"):
             expected = run(case, "", steps=len(seen["losses"]))
-            assert case.is_stochastic or not (apart := difference(seen, expected)), f"{case}: refused, and {apart}"
+            apart = difference({**seen, "extra": ()}, {**expected, "extra": ()}, tolerance)
+            assert (case.is_stochastic and seen["losses"]) or not apart, f"{case}: refused, and {apart}"
         return f"refused: {refusal}"
+    except Exception as raised:
+        assert error is not None and (type(error), str(error)) == (type(raised), str(raised)), f"{case}: {raised!r}"
+        return "the loop's own error"
+    assert error is None, f"{case}: no {error!r}"
+    notes = found.pop("notes")
     if not case.is_stochastic:
-        apart = difference(found, run(case, ""))
+        apart = difference(found, untouched, tolerance)
         assert not apart, f"{case}: {apart}"
         return "as untouched"
-    is_plain = all(case[name] == "none" for name in ("norm", "state", "capture")) and case["input"] == "tensor"
-    if is_plain and case["loss"] == "mean":
-        apart = difference(found["gradients"], by_hand(case, parts))
+    if _can_be_done_by_hand(case) and not any("run whole" in note for note in notes):
+        drawn = {"gradients", "random", "own random"}
+        hand = {name: value for name, value in by_hand(case, parts).items() if name in drawn}
+        apart = difference(found, hand, tolerance)
         assert not apart, f"{case}: {apart}"
         return "as by hand"
     return "stochastic"
 
 
-@pytest.mark.parametrize("first", range(0, _COUNT, 40))
+def _can_be_done_by_hand(case: Case) -> bool:
+    is_joined = not case["loss"].startswith("loop") or case["output"] == "plain"
+    # rows that are mixed within a batch are mixed within a micro-batch by hand; memlab may split along places instead
+    return is_joined and case["noise"] != "shuffled rows" and all(case[name] in kinds for name, kinds in _BY_HAND.items())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "first", [0, 40, *(pytest.param(first, marks=pytest.mark.full) for first in range(80, 400, 40))]
+)
 def test_every_case_is_served_exactly_or_refused_without_a_trace(first: int) -> None:
     for case in cases(40, first):
         verdict = judged(case)
         if verdict.startswith("refused"):
-            assert any(kind not in _SERVED[name] for name, kind in case.chosen), f"{case}: {verdict}"
-        assert verdict.startswith("refused") or not any(kind in _REFUSED for _, kind in case.chosen), (
-            f"{case}: {verdict}"
-        )
+            assert any(case[name] not in kinds for name, kinds in _SERVED.items()), f"{case}: {verdict}"
+        is_split = max(case.sizes) > 1 and verdict != "the loop's own error"
+        assert verdict.startswith("refused") or not is_split or _REFUSED.isdisjoint(dict(case.chosen).values()), f"{case}"
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     counted: collections.Counter[str] = collections.Counter()
-    for case in cases(int(sys.argv[1])):
+    for case in cases(int(sys.argv[2]), int(sys.argv[1])):
         try:
             verdict = judged(case)
-        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        except AssertionError as error:
             verdict = "FAILED"
-            print(case, type(error).__name__, error)
+            print(error, flush=True)
         counted[verdict.split(";")[0][:90]] += 1
     for verdict, count in counted.most_common():
         print(count, verdict)

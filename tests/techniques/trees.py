@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
 
@@ -229,6 +231,191 @@ class Swish(nn.Module):
         return x * torch.sigmoid(x)
 
 
+class Attention(nn.Module):
+    """Over places, with a mask by keyword, and weights beside the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(x.flatten(2).transpose(1, 2))
+        made, weights = self.layer(rows, rows, rows, attn_mask=torch.zeros(rows.size(1), rows.size(1)))
+        return x + made.transpose(1, 2).reshape(x.shape) * (1 + weights.mean())
+
+
+class Dense(nn.Module):
+    """Each part gets the list of all results so far, and appends its own."""
+
+    def __init__(self, bodies: list[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Appends(body) for body in bodies)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = [x]
+        for part in self.parts:
+            part(features)
+        return torch.stack(features).mean(0)
+
+
+class Appends(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, features: list[torch.Tensor]) -> None:
+        features.append(self.body(torch.stack(features).sum(0)))
+
+
+class Supervised(nn.Module):
+    """Keeps a loss of its own, which the loop adds."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.extra_loss: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x)
+        self.extra_loss = h.square().mean()
+        return h
+
+
+class Experts(nn.Module):
+    """Each image goes to one of three experts."""
+
+    def __init__(self, bodies: list[nn.Module]) -> None:
+        super().__init__()
+        self.gate, self.bodies = nn.Linear(WIDTH, len(bodies)), nn.ModuleList(bodies)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x.mean((2, 3))).softmax(-1)
+        made = torch.zeros_like(x)
+        for number, body in enumerate(self.bodies):
+            rows = (scores.argmax(-1) == number).nonzero().flatten()
+            if len(rows):
+                made.index_add_(0, rows, body(x[rows]) * scores[rows, number, None, None, None])
+        return made
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, with another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient * ctx.saved_tensors[0].tanh()
+
+
+class Unusual(nn.Module):
+    """Its body, and something around it that is seldom seen."""
+
+    KINDS = (
+        "function", "own checkpoint", "autocast", "no_grad", "tensor hook", "fft", "view in place", "straight through", "teacher",
+        "recurrent state", "cache", "generator", "optional", "identity", "error", "double", "chunks", "parent's parameter",
+    )  # fmt: skip
+
+    def __init__(self, body: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.body, self.kind = body, kind
+        self.scale = nn.Parameter(torch.ones(WIDTH, 1, 1))
+        self.scaled = Calls(lambda x: x * self.scale)
+        self.cache: dict[str, Any] = {}
+        self.inner = Yields(body)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind, body = self.kind, self.body
+        if kind == "function":
+            return Reversed.apply(body(x))
+        if kind == "own checkpoint":
+            return checkpoint(body, x, use_reentrant=False)
+        if kind == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                h = body(x)
+            return h.float()
+        if kind == "no_grad":
+            with torch.no_grad():
+                h = body(x)
+            return x + h * self.scale
+        if kind == "tensor hook":
+            h = body(x)
+            if h.requires_grad:
+                h.register_hook(lambda gradient: gradient * 0.5)
+            return h
+        if kind == "fft":
+            return torch.fft.ifft2(torch.fft.fft2(body(x)) * self.scale).real
+        if kind == "view in place":
+            h = body(x) * 1.0
+            h[:, 0] += x[:, 1]
+            h[0].mul_(0.5)
+            return h
+        if kind == "straight through":
+            h = body(x)
+            return h + (h.sign() - h).detach()
+        if kind == "teacher":
+            with torch.no_grad():
+                target = body(x)
+            return body(x) - 0.1 * target
+        if kind == "recurrent state":
+            before = self.cache.get("state")
+            self.cache["state"] = body(x if before is None else x + 0.1 * before).detach()
+            return x + self.cache["state"] * self.scale
+        if kind == "cache":  # filled and emptied within a call
+            self.cache["h"] = body(x)
+            return self.scaled(self.cache.pop("h"))
+        if kind == "generator":
+            return sum(self.inner(x))
+        if kind == "optional":
+            return Join2()(body(x), None, scale=None)
+        if kind == "identity":
+            return Watches()(x).view_as(x) + body(x)
+        if kind == "error":
+            try:
+                raise ValueError("tried")
+            except ValueError:
+                return body(x)
+        if kind == "double":
+            return body(x.double().float() * 1.0)
+        if kind == "chunks":
+            return torch.cat([body(part) for part in x.chunk(2)])
+        return self.scaled(body(x))
+
+
+class Calls(nn.Module):
+    """A function with variables of its own."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+class Yields(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> Any:
+        yield self.body(x)
+        yield x * 0.5
+
+
+class Join2(nn.Module):
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None, *, scale: float | None) -> torch.Tensor:
+        return x if other is None or scale is None else x + other * scale
+
+
+class Watches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 def _convolution(draw: random.Random) -> nn.Module:
     layer = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
     wrap = draw.choice(["", "", "", "old spectral", "spectral", "old weight", "weight"])
@@ -269,7 +456,8 @@ def _block(draw: random.Random, depth: int = 0) -> nn.Module:
         lambda: UNet(inner(), inner(), inner()), lambda: ThroughPair(inner(), inner()), lambda: Counting(inner()),
         lambda: StochasticDepth(inner(), draw.choice(["python", "numpy", "torch", "own", "generator"])),
         lambda: LargeState(inner()), lambda: DependsOnData(inner(), inner()), lambda: Twice(inner()), Rows,
-        lambda: WritesFirst(inner()),
+        lambda: WritesFirst(inner()), Attention, lambda: Dense([inner(), inner()]), lambda: Supervised(inner()),
+        lambda: Experts([inner(), inner(), inner()]), *[lambda: Unusual(inner(), draw.choice(Unusual.KINDS))] * 6,
         lambda: nn.Sequential(inner(), inner()),
     ])  # fmt: skip
     return made()
@@ -297,6 +485,9 @@ class Net(nn.Module):
         return logits if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
+_LOOPS = ("two forwards", "evaluates", "twice backward", "autograd.grad", "by hand", "breaks off", "penalty", "backward hook")
+
+
 class Case:
     """One model with what its loop needs.
 
@@ -310,6 +501,7 @@ class Case:
         self.model = self._made(draw)
         self.has_features = draw.random() < 0.3
         self.flags = draw.choice(["--checkpoint"] * 3 + ["--checkpoint every:2", "--checkpoint selective"])
+        self.loop = draw.choice(["plain"] * 3 + [*_LOOPS])
         self.images = torch.randn(4, 3, 8, 8)
         self.labels = torch.randint(0, 3, (4,))
 
@@ -323,6 +515,14 @@ class Case:
             parts = [nn.Conv2d(3, WIDTH, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()]
             return nn.Sequential(*parts, nn.Linear(WIDTH, 3))
         return Net(blocks, listed=draw.random() < 0.4)
+
+    def _loss(self, model: nn.Module) -> torch.Tensor:
+        if self.is_sequential:
+            loss = F.cross_entropy(model(self.images), self.labels)
+        else:
+            loss = model(self.images, labels=self.labels)["loss"]
+        extra = [m.extra_loss for m in model.modules() if isinstance(m, Supervised) and m.extra_loss is not None]
+        return loss + 0.1 * sum(extra)
 
     def another(self) -> nn.Module:
         """The same model once more: those with torch's older spectral norm cannot be copied."""
@@ -340,17 +540,39 @@ class Case:
         random.seed(1)
         np.random.seed(1)  # noqa: NPY002 - what loops have
         torch.manual_seed(1)
+        if self.loop == "backward hook":
+            hooks.append(convolutions[0].register_full_backward_hook(lambda _m, _i, out: seen.append(float(out[0].sum()))))
         losses, seen = [], []
-        for _ in range(steps):
-            if self.is_sequential:
-                loss = F.cross_entropy(model(self.images), self.labels)
-            else:
-                loss = model(self.images, labels=self.labels)["loss"]
+        for step in range(steps):
+            if self.loop == "evaluates":
+                model.eval()
+                with torch.no_grad():
+                    losses.append(self._loss(model))
+                model.train()
+            elif self.loop == "breaks off" and step == 1:
+                with contextlib.suppress(RuntimeError):
+                    model(self.images[:, :2])
+            features.clear()
+            loss = self._loss(model)
+            if self.loop == "two forwards":
+                loss = loss + self._loss(model)
             for feature in features:
                 loss = loss + 0.01 * feature.square().mean()
             seen.append(len(features))
-            optimizer.zero_grad()
-            loss.backward()
+            if not (self.loop == "by hand" and step % 2):
+                optimizer.zero_grad()
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            if self.loop == "autograd.grad":
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+            elif self.loop == "penalty":
+                gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+                (loss + 0.1 * sum(g.square().sum() for g in gradients if g is not None)).backward()
+            else:
+                loss.backward(retain_graph=self.loop == "twice backward")
+                if self.loop == "twice backward":
+                    loss.backward()
             seen.append(len(features))
             features.clear()
             optimizer.step()
