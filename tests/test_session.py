@@ -277,12 +277,6 @@ class TestInTheLoop:
                 "accumulation: rows of a batch depend on each other in Odd: run apart they give another result than "
                 "together; use --checkpoint or --offload activations, which keep the batch whole",
             ),
-            (
-                Odd("exp"),
-                "--accumulate 20",
-                "accumulation: --accumulate 20 needs at least 20 rows in a batch of Odd, this one has 10; use "
-                "--accumulate 10 or larger batches",
-            ),
         ],
     )
     def test_a_batch_that_cannot_be_split(self, model: nn.Module, plan: str, text: str) -> None:
@@ -324,10 +318,7 @@ class TestInTheLoop:
             output = model(**batch)
             output["loss"].backward()
             optimizer.step()
-            assert refusal(output["logits"].sum, SessionError) == (
-                "an output of a split batch was read after optimizer.step(), when its parameters were gone: read it "
-                "before the step (from the next batch on memlab keeps it)"
-            )
+            assert torch.allclose(output["logits"], expected, atol=1e-6)
             assert torch.isfinite(model(**batch)["logits"]).all()
         model = TiedLanguageModel()
         model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})

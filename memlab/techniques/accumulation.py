@@ -20,7 +20,8 @@ Numbered rules of the mechanism:
    does something new, values that were alike by chance) is judged when it comes.
 7. Each micro-batch begins with the buffers, attributes and lists the call began with; what they leave is put together and
    written once (`_surroundings.py`, `_merge.py`), so that it is what the whole batch would have left.
-8. A later batch that cannot be split is run whole, and the receipt says so: a loop that has come so far goes on.
+8. A later batch that cannot be split is run whole, and the receipt says so: a loop that has come so far goes on. A batch of
+   fewer rows than micro-batches is split as far as it goes, unless the plan is on trial and an earlier one can come back.
 
 Gradients agree with the unsplit batch to rounding (tested at 1e-6 relative in fp32). Random numbers drawn by the model are those of
 a hand-written loop over the micro-batches under the same random state, not those of one call for all rows.
@@ -31,6 +32,7 @@ Limited Setup", https://arxiv.org/abs/2101.06983
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -86,10 +88,11 @@ class Accumulation(Technique):
         self._probe: Probe | None = None
         self._judge: Judge | None = None
         self._is_fake = False
-        self._verdicts: dict[tuple[Any, ...], Verdict | None] = {}
-        # what was in the places that forwards write to, when they were judged; and what cannot be split
+        # by shape; rows that belong together in groups may be split between groups and nowhere else, so each verdict holds for
+        # parts of a multiple of so many rows
+        self._verdicts: dict[tuple[Any, ...], dict[int, Verdict | RefusalError | None]] = {}
+        # what was in the places that forwards write to, when they were judged
         self._starts: dict[tuple[Any, ...], set[Any]] = {}
-        self._refusals: dict[tuple[Any, ...], RefusalError] = {}
         self._has_split = False
         self._learnt = Learnt()
 
@@ -132,8 +135,8 @@ class Accumulation(Technique):
 
     def _forget(self) -> None:
         self._model = self._probe = self._judge = None
-        for known in (self._verdicts, self._starts, self._refusals):
-            known.clear()
+        self._verdicts.clear()
+        self._starts.clear()
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         self._learnt.foresee_reads()
@@ -166,6 +169,13 @@ class Accumulation(Technique):
         assert self._probe is not None
         layout = self._probe.layout(whole)
         parts = min(self.plan.accumulation, layout.rows)
+        if 1 < parts < self.plan.accumulation and not self._has_split and self.on_trial():
+            raise RefusalError(
+                self.field,
+                f"--accumulate {self.plan.accumulation} needs at least {self.plan.accumulation} rows in a batch of {self._name}, "
+                f"this one has {parts}",
+                f"use --accumulate {parts} or larger batches",
+            )
         if parts < self.plan.accumulation:
             self._note_once(
                 "fewer rows than micro-batches",
@@ -190,7 +200,7 @@ class Accumulation(Technique):
             except UnsettledError:
                 # a forward that does something new, or values that were alike by chance: this batch is judged as well
                 run.start_over()
-                self._verdicts.pop(self._shape_of(whole, layout))
+                del self._verdicts[self._shape_of(whole, layout)]
                 if last_try:
                     raise RefusalError(
                         self.field, f"what {self._name} returns or leaves behind changes from call to call", KEEP_WHOLE
@@ -224,33 +234,42 @@ class Accumulation(Technique):
         Raises:
             RefusalError: they cannot be split.
         """
-        assert self._model is not None
-        assert self._judge is not None
         if self._is_fake:
             return None
         shape = self._shape_of(whole, layout)
-        if shape in self._refusals:
-            raise self._refusals[shape].with_traceback(None)
-        if shape not in self._verdicts:
-            self._check_batch_norm(self._model, self._name)
+        known = self._verdicts.setdefault(shape, {})
+        grain = math.gcd(*(stop - start for start, stop in row_ranges(layout.rows, parts)))
+        found = next((known[of] for of in sorted(known) if grain % of == 0 and not isinstance(known[of], RefusalError)), ())
+        if found == () and grain in known:
+            found = known[grain]
+        if isinstance(found, RefusalError):
+            raise found.with_traceback(None)
+        if isinstance(found, tuple):
             try:
-                verdict = self._judge.judge(call, whole, layout, parts)
+                found = self._judged(call, whole, layout, parts, self._starts.setdefault(shape, set()))
             except RefusalError as refusal:
-                self._refusals[shape] = refusal.with_traceback(None)
+                known[grain] = refusal
                 raise
-            starts = self._starts.setdefault(shape, set())
-            starts |= verdict.starts if verdict is not None else set()
-            self._verdicts[shape] = verdict = verdict and replace(verdict, starts=frozenset(starts))
-            for technique in self.in_force():
-                technique.trial_over()
-            self.only_tried()
-            if verdict is None:
-                self.notes.append("no memory to see whether the batch may be split: only a few rows were looked at")
-            elif verdict.rows < layout.rows:
-                self.notes.append(
-                    f"memory for {verdict.rows} of {layout.rows} rows to see whether the batch may be split"
-                )
-        return self._verdicts[shape]
+            known[grain] = found
+        return found
+
+    def _judged(self, call: ModelCall, whole: Call, layout: Layout, parts: int, starts: set[Any]) -> Verdict | None:
+        assert self._model is not None
+        assert self._judge is not None
+        self._check_batch_norm(self._model, self._name)
+        verdict = self._judge.judge(call, whole, layout, parts)
+        for technique in self.in_force():
+            technique.trial_over()
+        self.only_tried()
+        if verdict is None:
+            self._note_once("no memory", "no memory to see whether the batch may be split: only a few rows were looked at")
+            return None
+        if verdict.rows < layout.rows:
+            self._note_once(
+                "memory for", f"memory for {verdict.rows} of {layout.rows} rows to see whether the batch may be split"
+            )
+        starts |= verdict.starts
+        return replace(verdict, starts=frozenset(starts))
 
     def _shape_of(self, whole: Call, layout: Layout) -> tuple[Any, ...]:
         """Return what decides whether another judgement is needed: everything but the number of rows.

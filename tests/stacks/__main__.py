@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tests.stacks.loops import STACKS
-from tests.stacks.running import SETTINGS, Outcome, Verdict, shell, under, untouched
+from tests.stacks.running import SETTINGS, Outcome, Verdict, outcomes, shell
 
 PAGE = Path(__file__).parents[2] / "docs" / "stacks.md"
 _HEAD = """# Tested loops
@@ -28,21 +28,23 @@ def main() -> None:
     rows = ["| loop | " + " | ".join(f"`{flags}`" if flags else "no flags" for flags in SETTINGS) + " |"]
     rows.append("|---" * (len(SETTINGS) + 1) + "|")
     reasons: dict[str, list[str]] = {}
+    besides: list[str] = []
     with shell() as opened:
         for name, stack in STACKS.items():
             missing = [package for package in stack.packages if importlib.util.find_spec(package) is None]
             if missing:
                 rows.append(f"| {name} |" + f" not run: {', '.join(missing)} is missing |" * len(SETTINGS))
                 continue
-            expected = untouched(opened, stack)
-            outcomes = {flags: under(opened, stack, flags, expected) for flags in SETTINGS}
-            rows.append(f"| {name} | " + " | ".join(_cell(outcome) for outcome in outcomes.values()) + " |")
+            found = outcomes(opened, stack)
+            rows.append(f"| {name} | " + " | ".join(_cell(outcome) for outcome in found.values()) + " |")
             print(rows[-1], flush=True)
-            for flags, outcome in outcomes.items():
+            for flags, beside in stack.beside.items():
+                besides.append(f"{name} under `{flags}` has `{beside}` as well, and is held against accumulation written by hand.")
+            for flags, outcome in found.items():
                 if outcome.verdict is Verdict.REFUSED:
                     reasons.setdefault(outcome.detail, []).append(f"{name} under `{flags}`")
     why = "\n".join(f"- {', '.join(where)}: {reason}" for reason, where in reasons.items())
-    PAGE.write_text(_HEAD + "\n".join(rows) + f"\n\n## Why settings were refused\n\n{why}\n")
+    PAGE.write_text(_HEAD + "\n".join([*rows, "", *besides]) + f"\n\n## Why settings were refused\n\n{why}\n")
 
 
 def _cell(outcome: Outcome) -> str:

@@ -16,7 +16,7 @@ from traitlets.config import Config
 
 from memlab.jupyter.magic import unload
 from memlab.session import sessions
-from tests.stacks.loops import Stack
+from tests.stacks.loops import TORCH, Stack
 
 # each with how far losses and weights may be from the untouched run, relative
 SETTINGS: dict[str, float] = {
@@ -79,19 +79,26 @@ def shell() -> Iterator[InteractiveShell]:
         sys.modules["__main__"] = main
 
 
-def untouched(shell: InteractiveShell, stack: Stack) -> Numbers:
-    """Losses and weights of the loop without memlab."""
-    result, said = _run(shell, stack, stack.cell)
+def outcomes(shell: InteractiveShell, stack: Stack) -> dict[str, Outcome]:
+    """The loop under every setting, compared with the untouched one."""
+    untouched = _untouched(shell, stack, stack.cell)
+    by_hand = {flags: _untouched(shell, stack, cell) for flags, cell in stack.by_hand.items()}
+    return {flags: _under(shell, stack, flags, by_hand.get(flags, untouched)) for flags in SETTINGS}
+
+
+def _untouched(shell: InteractiveShell, stack: Stack, cell: str) -> Numbers:
+    """Losses and weights of a loop without memlab."""
+    result, said = _run(shell, stack, cell)
     if result.error_in_exec is not None or result.error_before_exec is not None:
         raise AssertionError(said)
     return _numbers(shell, stack)
 
 
-def under(shell: InteractiveShell, stack: Stack, flags: str, expected: Numbers) -> Outcome:
+def _under(shell: InteractiveShell, stack: Stack, flags: str, expected: Numbers) -> Outcome:
     """The loop in a `%%memfit` cell with some flags, compared with the untouched one."""
     attributes = None
     try:
-        result, said = _run(shell, stack, f"%%memfit {flags} --quiet\n{stack.cell}")
+        result, said = _run(shell, stack, f"%%memfit {flags} {stack.beside.get(flags, '')} --quiet\n{stack.cell}")
         error = result.error_in_exec or result.error_before_exec
         if error is not None:
             refused = type(error).__name__ == "UsageError"
@@ -115,7 +122,7 @@ def _run(shell: InteractiveShell, stack: Stack, cell: str) -> tuple[Any, str]:
     shell.user_ns.pop("losses", None)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        made = shell.run_cell(stack.make)
+        made = shell.run_cell(TORCH + stack.make)
         if made.error_in_exec is not None or made.error_before_exec is not None:
             return made, said.getvalue()
         torch.manual_seed(1)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.needs import needs
 from tests.stacks.loops import STACKS
-from tests.stacks.running import SETTINGS, shell, under, untouched
+from tests.stacks.running import outcomes, shell
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,6 @@ def opened() -> Any:
     [pytest.param(name, marks=[needs(extra=package) for package in stack.packages]) for name, stack in STACKS.items()],
 )
 def test_a_stack_is_the_same_or_refused(name: str, opened: Any) -> None:
-    expected = untouched(opened, STACKS[name])
-    outcomes = {flags: under(opened, STACKS[name], flags, expected) for flags in SETTINGS}
-    assert {flags: outcome for flags, outcome in outcomes.items() if not outcome.is_good} == {}
-    assert outcomes[""].verdict == "same"
+    found = outcomes(opened, STACKS[name])
+    assert {flags: outcome for flags, outcome in found.items() if not outcome.is_good} == {}
+    assert found[""].verdict == "same"
