@@ -547,14 +547,21 @@ class Session:
             held_back.end()
 
     def _say_what_was_passed_by(self) -> None:
-        """Name settings that work around the model's call, where the loop updates the model without calling it."""
-        idle = [] if self.was_called else [t.field for t in self.techniques if type(t).forward is not Technique.forward]
-        if idle:
-            flags = replace(Plan(), **{field: getattr(self.plan, field) for field in idle})
-            self.note_once(
-                f"{flags} had no effect: the loop trains {self.workload.name} without calling it "
-                "(it calls parts of it, or its forward directly); call the model itself"
-            )
+        if (passed_by := self.passed_by) is not None:
+            self.note_once(passed_by)
+
+    @property
+    def passed_by(self) -> str | None:
+        """What to say where the loop updates the model without calling it, and settings work around the model's call."""
+        around = (t for t in self.techniques if type(t).forward is not Technique.forward and not t.changes_modules)
+        idle = [] if self.was_called else [technique.field for technique in around]
+        if not idle:
+            return None
+        flags = replace(Plan(), **{field: getattr(self.plan, field) for field in idle})
+        return (
+            f"{flags} had no effect: the loop trains {self.workload.name} without calling it "
+            "(it calls parts of it, or its forward directly); call the model itself"
+        )
 
 
 def fit(

@@ -219,10 +219,14 @@ class CellMagic:
             show(receipt, exclude=[] if is_rich(self._notebook.shell) else ["image/png"])
         else:
             session, name = watch.session, watch.session.workload.name
-            why = "no optimizer step ended in this cell"
+            said = f"so nothing was measured; {session.plan.label} is in force on {name}"
+            why = f"no optimizer step ended in this cell, {said}"
             if session.steps and not session.was_called:
-                why = f"the loop trains {name} without calling it (it calls parts of it, or its forward directly)"
-            print(f"memfit: {why}, so nothing was measured; {session.plan.label} is in force on {name}")  # noqa: T201
+                past = (
+                    f"the loop trains {name} without calling it (it calls parts of it, or its forward directly), {said}"
+                )
+                why = past if session.passed_by is None else f"{session.passed_by}; nothing was measured"
+            print(f"memfit: {why}")  # noqa: T201
 
     def _batch_of(self, watch: CellWatch) -> Batch | None:
         return self._notebook.history_of(watch.session.workload.model).batch if watch.session is not None else None

@@ -282,7 +282,11 @@ class Probe:
         for in_turn in (self.in_turn, not self.in_turn):
             try:
                 with quietly(
-                    self._model, run=self._run, in_turn=in_turn, goes_on=self.goes_on, per_part=self._per_part,
+                    self._model,
+                    run=self._run,
+                    in_turn=in_turn,
+                    goes_on=self.goes_on,
+                    per_part=self._per_part,
                     generators=filter(is_generator, call.leaves),
                 ) as quiet:
                     together, *apart = (

@@ -30,7 +30,9 @@ class Randomness:
         self._torch = RandomState(device)
         # each with what puts its state back
         self._own = [(g, g.get_state()) for g in self._generators if isinstance(g, torch.Generator)]
-        self._host = [(take(), put) for take, put in (_access(g) for g in (random, *_numpy(), *self._generators)) if take]
+        self._host = [
+            (take(), put) for take, put in (_access(g) for g in (random, *_numpy(), *self._generators)) if take
+        ]
 
     def taken_again(self) -> Randomness:
         """Those of the same generators now."""
@@ -38,7 +40,9 @@ class Randomness:
 
     def host_differs(self) -> bool:
         """Whether a generator of Python or NumPy has been drawn from since."""
-        return any(_differs(one, other) for (one, _), (other, _) in zip(self._host, self.taken_again()._host, strict=False))
+        return any(
+            _differs(one, other) for (one, _), (other, _) in zip(self._host, self.taken_again()._host, strict=False)
+        )
 
     def restore(self, *, host: bool = True) -> None:
         """Put them back.

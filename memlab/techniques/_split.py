@@ -122,9 +122,7 @@ class Layout:
         dims = dict(self.dims)
         # models tell by identity that they are given one tensor several times
         parts = {(id(leaf), dims[i]): part(leaf, dims[i]) for i, leaf in enumerate(call.leaves) if i in dims}
-        return call.with_leaves(
-            [parts[id(leaf), dims[i]] if i in dims else leaf for i, leaf in enumerate(call.leaves)]
-        )
+        return call.with_leaves([parts[id(leaf), dims[i]] if i in dims else leaf for i, leaf in enumerate(call.leaves)])
 
 
 def _rows(leaf: Any, dim: int) -> int:

@@ -239,7 +239,9 @@ class Accumulation(Technique):
         shape = self._shape_of(whole, layout)
         known = self._verdicts.setdefault(shape, {})
         grain = math.gcd(*(stop - start for start, stop in row_ranges(layout.rows, parts)))
-        found = next((known[of] for of in sorted(known) if grain % of == 0 and not isinstance(known[of], RefusalError)), ())
+        found = next(
+            (known[of] for of in sorted(known) if grain % of == 0 and not isinstance(known[of], RefusalError)), ()
+        )
         if found == () and grain in known:
             found = known[grain]
         if isinstance(found, RefusalError):
@@ -262,7 +264,9 @@ class Accumulation(Technique):
             technique.trial_over()
         self.only_tried()
         if verdict is None:
-            self._note_once("no memory", "no memory to see whether the batch may be split: only a few rows were looked at")
+            self._note_once(
+                "no memory", "no memory to see whether the batch may be split: only a few rows were looked at"
+            )
             return None
         if verdict.rows < layout.rows:
             self._note_once(

@@ -39,7 +39,9 @@ def main() -> None:
             rows.append(f"| {name} | " + " | ".join(_cell(outcome) for outcome in found.values()) + " |")
             print(rows[-1], flush=True)
             for flags, beside in stack.beside.items():
-                besides.append(f"{name} under `{flags}` has `{beside}` as well, and is held against accumulation written by hand.")
+                besides.append(
+                    f"{name} under `{flags}` has `{beside}` as well, and is held against accumulation written by hand."
+                )
             for flags, outcome in found.items():
                 if outcome.verdict is Verdict.REFUSED:
                     reasons.setdefault(outcome.detail, []).append(f"{name} under `{flags}`")

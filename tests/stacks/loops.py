@@ -47,7 +47,9 @@ def _loop(over: str, *lines: str) -> str:
 
 def _batches(inputs: str, targets: str) -> str:
     generator = "generator=torch.Generator().manual_seed(i)"
-    return f"batches = [(torch.randn({inputs}, {generator}), torch.randint({targets}, {generator})) for i in range(4)]\n"
+    return (
+        f"batches = [(torch.randn({inputs}, {generator}), torch.randint({targets}, {generator})) for i in range(4)]\n"
+    )
 
 
 _IMAGES = _batches("8, 3, 16, 16", "0, 5, (8,)")

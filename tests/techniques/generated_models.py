@@ -419,7 +419,9 @@ def batch(case: Case, step: int) -> tuple[tuple[Any, ...], dict[str, Any], torch
     elif kind == "mask":
         rest.append((torch.rand(rows, length, generator=generator) > 0.3).to(dtype))
     elif kind == "square mask":
-        rest.append(torch.zeros(length, length, dtype=dtype).masked_fill_(torch.ones(length, length).triu(1).bool(), -9.0))
+        rest.append(
+            torch.zeros(length, length, dtype=dtype).masked_fill_(torch.ones(length, length).triu(1).bool(), -9.0)
+        )
     elif kind == "row masks":
         rest.append(torch.randn(rows, length, length, generator=generator, dtype=dtype))
     elif kind == "texts":
@@ -494,7 +496,10 @@ def _loop_loss(case: Case, model: Net, logits: Any, targets: torch.Tensor, captu
     if case["loss"] == "loop each row":
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets).sum(1).mean()
     if case["loss"] == "loop triplets":
-        return loss + F.relu(0.1 + (rows - rows.roll(1, 0)).square().sum(1) - (rows - rows.roll(2, 0)).square().sum(1)).mean()
+        return (
+            loss
+            + F.relu(0.1 + (rows - rows.roll(1, 0)).square().sum(1) - (rows - rows.roll(2, 0)).square().sum(1)).mean()
+        )
     return loss
 
 
@@ -588,7 +593,11 @@ class Loop:
         self.gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
         optimizer.step()
         if kind == "reads after the step" and self.output is not None:
-            self.extra += [part.detach().sum() for part in _parts(self.output) if part is not None] if self.case["loss"] != "two" else []
+            self.extra += (
+                [part.detach().sum() for part in _parts(self.output) if part is not None]
+                if self.case["loss"] != "two"
+                else []
+            )
 
     def _backward(self, loss: torch.Tensor, *, clears: bool) -> torch.Tensor:
         if clears:
@@ -607,7 +616,7 @@ class Loop:
             "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
             "attributes": (
                 model.calls, model.total, list(model.log), list(model.recent), torch.from_numpy(model.numbers), model.counts,
-                model.last, model.__dict__.get("stream"), 
+                model.last, model.__dict__.get("stream"),
                 sorted(name for name in vars(model) if not name.startswith("_")),
             ),
             "features": features, "class": Net.shared, "auxiliary": model.auxiliary,

@@ -446,9 +446,7 @@ class TestRefusals:
             for rows in (before,) if before else ():
                 model(*regression_batch(rows))
             model(inputs, targets).backward()
-            assert session.notes == (
-                "a batch of fewer rows than micro-batches (3 of 4) is split as far as it goes",
-            )
+            assert session.notes == ("a batch of fewer rows than micro-batches (3 of 4) is split as far as it goes",)
         assert distance(gradients(model), expected) < 1e-6
 
     def test_a_call_without_tensors(self) -> None:

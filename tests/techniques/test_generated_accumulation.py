@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from memlab import RefusalError
+from memlab import MemlabError, RefusalError
 from tests.techniques.generated_models import TOLERANCE, Case, by_hand, cases, difference, run
 
 # of these features no combination with others may be refused: each is either served or has no part in it
@@ -69,8 +69,10 @@ def judged(case: Case) -> str:
             apart = difference({**seen, "extra": ()}, {**expected, "extra": ()}, tolerance)
             assert (case.is_stochastic and seen["losses"]) or not apart, f"{case}: refused, and {apart}"
         return f"refused: {refusal}"
-    except Exception as raised:
-        assert error is not None and (type(error), str(error)) == (type(raised), str(raised)), f"{case}: {raised!r}"
+    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError, MemlabError) as raised:
+        same = (type(error), str(error)) == (type(raised), str(raised))
+        if not same:
+            raise AssertionError(f"{case}: {raised!r}") from raised
         return "the loop's own error"
     assert error is None, f"{case}: no {error!r}"
     notes = found.pop("notes")
@@ -90,7 +92,9 @@ def judged(case: Case) -> str:
 def _can_be_done_by_hand(case: Case) -> bool:
     is_joined = not case["loss"].startswith("loop") or case["output"] == "plain"
     # rows that are mixed within a batch are mixed within a micro-batch by hand; memlab may split along places instead
-    return is_joined and case["noise"] != "shuffled rows" and all(case[name] in kinds for name, kinds in _BY_HAND.items())
+    return (
+        is_joined and case["noise"] != "shuffled rows" and all(case[name] in kinds for name, kinds in _BY_HAND.items())
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +114,9 @@ def test_every_case_is_served_exactly_or_refused_without_a_trace(first: int) -> 
         if verdict.startswith("refused"):
             assert any(case[name] not in kinds for name, kinds in _SERVED.items()), f"{case}: {verdict}"
         is_split = max(case.sizes) > 1 and verdict != "the loop's own error"
-        assert verdict.startswith("refused") or not is_split or _REFUSED.isdisjoint(dict(case.chosen).values()), f"{case}"
+        assert verdict.startswith("refused") or not is_split or _REFUSED.isdisjoint(dict(case.chosen).values()), (
+            f"{case}"
+        )
 
 
 if __name__ == "__main__":

@@ -485,7 +485,16 @@ class Net(nn.Module):
         return logits if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-_LOOPS = ("two forwards", "evaluates", "twice backward", "autograd.grad", "by hand", "breaks off", "penalty", "backward hook")
+_LOOPS = (
+    "two forwards",
+    "evaluates",
+    "twice backward",
+    "autograd.grad",
+    "by hand",
+    "breaks off",
+    "penalty",
+    "backward hook",
+)
 
 
 class Case:
@@ -541,7 +550,9 @@ class Case:
         np.random.seed(1)  # noqa: NPY002 - what loops have
         torch.manual_seed(1)
         if self.loop == "backward hook":
-            hooks.append(convolutions[0].register_full_backward_hook(lambda _m, _i, out: seen.append(float(out[0].sum()))))
+            hooks.append(
+                convolutions[0].register_full_backward_hook(lambda _m, _i, out: seen.append(float(out[0].sum())))
+            )
         losses, seen = [], []
         for step in range(steps):
             if self.loop == "evaluates":
