@@ -13,12 +13,21 @@ _deferring: dict[type, bool] = {}
 
 
 class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves __init_subclass__ unannotated
-    """A dispatch mode for operators on plain tensors; subclasses return NotImplemented where `defers` says so."""
+    """A dispatch mode for operators on plain tensors; subclasses say in `watched` what is done with one."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # unannotated in torch
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return NotImplemented if defers(types) else self.watched(func, args, dict(kwargs or {}))
+
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+        return func(*args, **kwargs)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -233,8 +233,8 @@ def test_where_nobody_listens_a_plan_that_fails_late_is_a_warning() -> None:
 
 
 def test_a_plan_that_code_has_asked_for_is_answered_by_the_error() -> None:
-    model = nn.Linear(4, 2)
-    model.register_forward_hook(lambda _m, _i, output: output - output.mean(0))
+    model = nn.Sequential(nn.Linear(4, 2))
+    model[0].register_forward_hook(lambda _m, _i, output: output - output.mean(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fit(Workload(model, optimizer), "--accumulate 4") as session:
         with pytest.raises(RefusalError, match="rows of a batch depend on each other"):

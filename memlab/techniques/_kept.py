@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from memlab.dispatch import WatchingMode, defers
+from memlab.dispatch import WatchingMode
 from memlab.techniques._aliases import RandomState
 
 # Arithmetic that a device does in the time in which it moves a byte: tens on CPUs and on GPUs in fp32, a few hundred
@@ -80,17 +80,12 @@ class _Run(WatchingMode):  # type: ignore[no-untyped-call]
         found = {key: ref() for key, ref in self._born.items()}
         return {key: storage.nbytes() for key, storage in found.items() if storage is not None}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if defers(types):
-            return NotImplemented
-        options = dict(kwargs or {})
-        result = func(*args, **options)
-        before = storages(tree_leaves((args, options)))
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        before = storages(tree_leaves((args, kwargs)))
         made = {key: storage for key, storage in storages(tree_leaves(result)).items() if key not in before}
         self._born |= {key: weakref.ref(storage) for key, storage in made.items()}
-        self.cost += cost_of(func, args, options, result, made.values())
+        self.cost += cost_of(func, args, kwargs, result, made.values())
         return result
 
 

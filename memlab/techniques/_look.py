@@ -76,15 +76,7 @@ class Look(WriteWatch):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any],
         recomputed: Callable[[Run], Any],
     ) -> Any:
-        """Run a part with its graph and again without, and return what counts.
-
-        Args:
-            part: the part.
-            call: what runs it.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            recomputed: runs it so that it is recomputed, as it ran before.
-        """
+        """Run a part with its graph, and again by `recomputed`, which keeps none; returns what counts."""
         run = Run(part, args, kwargs)
         run.protect(self)
         run.protect_state(self)
@@ -217,24 +209,19 @@ class Look(WriteWatch):  # type: ignore[no-untyped-call]
         number = self._number.setdefault(key, -len(self._number) - 1)
         return self._same_as.get(number, number)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        options = dict(kwargs or {})
-        result = super().__torch_dispatch__(func, types, args, options)
-        if result is NotImplemented:
-            return result
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().watched(func, args, kwargs)
         if not self._muted:
-            for tensor in written_by(func, args, options):
+            for tensor in written_by(func, args, kwargs):
                 number = self._number_of(tensor.untyped_storage()._cdata)
                 for node, _, _ in self._open:
                     node.writes = node.writes or number in node.inputs
-        before = storages(tree_leaves((args, options)))
+        before = storages(tree_leaves((args, kwargs)))
         made = {key: storage for key, storage in storages(tree_leaves(result)).items() if key not in before}
         for key, storage in made.items():
             self._number[key] = len(self._born)
             self._born.append(weakref.ref(storage))
-        self._cost += cost_of(func, args, options, result, made.values())
+        self._cost += cost_of(func, args, kwargs, result, made.values())
         return result
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from memlab.dispatch import WatchingMode, defers
+from memlab.dispatch import WatchingMode
 
 LOW_DTYPES = frozenset(
     {
@@ -104,12 +104,7 @@ class Noise(WatchingMode):  # type: ignore[no-untyped-call]
         """From now on, until numbers of other rows are given, give what the last run drew once more, and keep nothing."""
         self._repeating = True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if defers(types):
-            return NotImplemented
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._answered(func, args, kwargs)
         if not self._giving and not self._repeating:
             for tensor in result if isinstance(result, (tuple, list)) else (result,):

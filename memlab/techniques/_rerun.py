@@ -286,13 +286,8 @@ class WriteWatch(WatchingMode):  # type: ignore[no-untyped-call]
         """The same for a storage that others keep alive."""
         self._protected[key].append(about_to)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if defers(types):
-            return NotImplemented
-        options = dict(kwargs or {})
-        for tensor in written_by(func, args, options):
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in written_by(func, args, kwargs):
             for about_to in self._protected.get(tensor.untyped_storage()._cdata, ()):
                 about_to()
-        return func(*args, **options)
+        return func(*args, **kwargs)

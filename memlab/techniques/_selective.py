@@ -6,14 +6,14 @@ computed again instead of refused, and a graph can be used twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memlab.dispatch import WatchingMode, defers, written_by
+from memlab.dispatch import WatchingMode, written_by
 from memlab.techniques._kept import storages
 
 _aten = torch.ops.aten
@@ -71,13 +71,9 @@ class _Keeping(WatchingMode):  # type: ignore[no-untyped-call]
         super().__init__()
         self._products = products
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if defers(types):
-            return NotImplemented
-        self._products.drop_written(written_by(func, args, kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._products.drop_written(written_by(func, args, kwargs))
+        result = func(*args, **kwargs)
         if func in KEPT_OPERATIONS:
             # a result itself gets a graph, which would hold what holds it
             kept = tree_map(_without_graph, result)
@@ -95,17 +91,13 @@ class _Giving(WatchingMode):  # type: ignore[no-untyped-call]
         self._place = 0
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if defers(types):
-            return NotImplemented
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in KEPT_OPERATIONS:
             kept = self._products.take(self._place)
             self._place += 1
             if kept is not None:
                 return kept
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _without_graph(value: Any) -> Any:

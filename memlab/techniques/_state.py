@@ -14,6 +14,7 @@ Rules:
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -226,8 +227,8 @@ class State:
 # --- containers -------------------------------------------------------------------------------------
 
 
-class _Content:
-    """Content of a container at a moment."""
+class _Content(ABC):
+    """What a container holds at a moment."""
 
     def __init__(self, container: Any, items: Any) -> None:
         self.container = container
@@ -250,9 +251,9 @@ class _Content:
         """Return what the same container holds now."""
         return type(self)(self.container)  # type: ignore[call-arg]
 
+    @abstractmethod
     def put_back(self, stand_ins: _StandIns) -> None:
         """Have the container hold it again, with other tensors in place of some."""
-        raise NotImplementedError
 
 
 class _Mapping(_Content):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import types
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -310,11 +311,12 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other)
 
 
-class _Node:
+class _Node(ABC):
     """A container as it was."""
 
+    @abstractmethod
     def effects(self) -> Iterator[Effect]:
-        raise NotImplementedError
+        """What has changed in it since."""
 
     def restore(self) -> None:
         for effect in [*self.effects()]:
