@@ -21,9 +21,9 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
         super().__init__()  # type: ignore[no-untyped-call] # unannotated in torch
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return NotImplemented if defers(types) else self.watched(func, args, dict(kwargs or {}))
+        return NotImplemented if defers(types) else self.watched(func, args, kwargs or {})
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator."""

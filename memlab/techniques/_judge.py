@@ -7,7 +7,7 @@ Numbered rules:
    back (`_surroundings`).
 2. Held against each other are outputs, the gradient of the loss (without one: of a random combination of the outputs) by every
    parameter and input, and everything left elsewhere. How the latter is put together is found out here as well (`_merge`).
-3. A gradient may differ by `TOLERANCE` of its size, or of a partial sum's where parts cancel, or of a hundredth of that of the
+3. A gradient may differ by `TOLERANCE` of its size, or of a partial sum's where parts cancel, or of a twentieth of that of the
    largest gradient; an output by that share of its largest value. In half precision by `LOW_TOLERANCE`.
 4. It is done with all rows, or if memory does not suffice with those of one micro-batch. Where that is one row, and two do not fit,
    there is no judgement.
@@ -45,7 +45,7 @@ _FIELD = "accumulation"
 TOLERANCE = 2e-5
 LOW_TOLERANCE = 5e-2
 # a gradient smaller than this share of the largest one need not be known better than that one
-_LEAST_SHARE = 1e-2
+_LEAST_SHARE = 5e-2
 # share of the free memory that the run together may be expected to take
 _SHARE_OF_FREE = 0.7
 _LOSS_SCALE = 2.0**12
@@ -196,6 +196,7 @@ class Judge:
 
     def _judged(self, call: Callable[..., Any], whole: Call, layout: Layout, ranges: list[tuple[int, int]]) -> Verdict:
         first: _DisagreementError | None = None
+        draws_on_host = False
         for in_turn in (False, True):
             for goes_on in (self._probe.goes_on, not self._probe.goes_on):
                 attempt = self._attempt(call, whole, layout, ranges)
@@ -211,14 +212,20 @@ class Judge:
                     break
                 except _DisagreementError as disagreement:
                     first = first or disagreement
-                    if not attempt.draws_on_host:
+                    draws_on_host = attempt.draws_on_host
+                    if not draws_on_host:
                         break
                 finally:
                     attempt.put_back()
             if not attempt.noise.any_drawn:
                 break
         assert first is not None
-        raise RefusalError(_FIELD, first.reason, first.instead)
+        unless = (
+            ", unless it is for the random numbers of Python or NumPy, which do not follow its rows"
+            if draws_on_host
+            else ""
+        )
+        raise RefusalError(_FIELD, first.reason + unless, first.instead)
 
     def _attempt(
         self, call: Callable[..., Any], whole: Call, layout: Layout, ranges: list[tuple[int, int]]

@@ -78,11 +78,16 @@ def accepts_use_cache(model: nn.Module) -> bool:
 def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments with the key-value cache off.
 
-    Training never reads it, and a recomputed or split forward would fill it twice.
+    Training never reads it, and a recomputed or split forward would fill it twice. The exception: `_needs_cache`.
     """
-    if accepts_use_cache(model) or "use_cache" in kwargs:
+    if not _needs_cache(kwargs) and (accepts_use_cache(model) or "use_cache" in kwargs):
         return {**kwargs, "use_cache": False}
     return dict(kwargs)
+
+
+def _needs_cache(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is another one without a cache: by its absence models tell packed rows and cached beginnings."""
+    return any(kwargs.get(name) is not None for name in ("past_key_values", "position_ids"))
 
 
 @contextmanager
@@ -91,7 +96,8 @@ def cache_off(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
 
     A wrapper (PEFT's, or one's own) has no such argument itself; what decides is then the configuration of the model within.
     """
-    configs = {} if "use_cache" in kwargs else {id(c): c for m in model.modules() if (c := vars(m).get("config"))}
+    is_given = "use_cache" in kwargs or _needs_cache(kwargs)
+    configs = {} if is_given else {id(c): c for m in model.modules() if (c := vars(m).get("config"))}
     switched = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     try:
         for config in switched:

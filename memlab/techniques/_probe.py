@@ -102,11 +102,14 @@ class Probe:
                 else f"{self._name} does not run on some rows of a batch: {type(failed[0]).__name__}: {first_line(failed[0])}",
                 KEEP_WHOLE,
             )
-        raise RefusalError(
-            _FIELD,
-            f"rows of a batch depend on each other in {self._name}: run apart they give another result than together",
-            KEEP_WHOLE,
+        reason = (
+            f"rows of a batch depend on each other in {self._name}: run apart they give another result than together"
         )
+        if self._draws_on_host:
+            reason = (
+                f"the random numbers that {self._name} draws with Python or NumPy do not follow the rows of its batch"
+            )
+        raise RefusalError(_FIELD, reason, KEEP_WHOLE)
 
     def joins(self, call: Call) -> tuple[int | None, ...]:
         """For each output, the dimension along which parts are joined; None for scalars and shared values."""

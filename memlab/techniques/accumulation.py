@@ -147,9 +147,7 @@ class Accumulation(Technique):
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._model is not None
         assert self._probe is not None
-        # packed rows and cached beginnings are told apart by whether there is a cache, so there the call stays as it is
-        keeps_cache = any(kwargs.get(name) is not None for name in ("past_key_values", "position_ids"))
-        whole = Call.of(args, dict(kwargs) if keeps_cache else without_cache(self._model, kwargs))
+        whole = Call.of(args, without_cache(self._model, kwargs))
         try:
             return self._split(call, whole)
         except RefusalError as refusal:

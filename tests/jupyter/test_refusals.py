@@ -159,7 +159,9 @@ def test_a_refusal_is_one_line_wherever_it_comes_from(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("model(inputs[:2]).sum().backward()\n")
     made_anew = "net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
-    (tmp_path / "fresh.py").write_text(f"{made_anew}net[0].{_CENTRED}del model\nnet(torch.randn(2, 4)).sum().backward()\n")
+    (tmp_path / "fresh.py").write_text(
+        f"{made_anew}net[0].{_CENTRED}del model\nnet(torch.randn(2, 4)).sum().backward()\n"
+    )
     made(
         f"model[0].{_CENTRED}"
         "def train():\n    model(inputs[:2]).sum().backward()\n"

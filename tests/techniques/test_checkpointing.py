@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from memlab import RefusalError, fit, measure
@@ -26,6 +27,27 @@ def test_gradients_are_the_same_with_dropout_under_the_same_random_state(flags: 
         model(**batch).loss.backward()
     assert distance(gradients(model), expected) < 1e-6
     assert torch.equal(torch.rand(2), after)
+
+
+@pytest.mark.parametrize("flags", ["--checkpoint", "--accumulate 2"])
+def test_rows_packed_by_their_positions_stay_apart(flags: str) -> None:
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+        )
+    )
+    ids = torch.randint(0, 64, (4, 24))
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(4, -1)
+    # without a cache the model takes each restart of positions for another text
+    losses = []
+    for plan in ("", flags):
+        model.zero_grad()
+        with fit(workload(model), plan):
+            loss = model(input_ids=ids, labels=ids, position_ids=positions).loss
+            loss.backward()
+        losses.append((loss.detach(), gradients(model)))
+    assert torch.allclose(losses[0][0], losses[1][0], rtol=1e-6)
+    assert distance(losses[1][1], losses[0][1]) < 1e-6
 
 
 def test_activations_fall_by_the_share_of_checkpointed_blocks() -> None:

@@ -1,16 +1,22 @@
-"""Checkpointing of any module tree: generated models, and models as people write them, bit for bit as without it."""
+"""Checkpointing of any module tree: generated models, and models as people write them, bit for bit as without it.
+
+A run of 1,000 is `python -m tests.techniques.test_trees 0 1000`.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import pickle
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memlab import RefusalError, Workload, fit, measure, predict
 from memlab.measuring.runs import training_step
@@ -19,7 +25,10 @@ from tests.techniques.trees import Case, differences
 from tests.techniques.vision import MODELS, vision_workload
 
 _SEEDS_PER_TEST = 10
-_FIRST = range(0, 100, _SEEDS_PER_TEST)
+_FIRST = [
+    *range(0, 60, _SEEDS_PER_TEST),
+    *(pytest.param(n, marks=pytest.mark.full) for n in range(60, 300, _SEEDS_PER_TEST)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +43,22 @@ def _one_thread() -> Any:
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 @pytest.mark.parametrize("first", _FIRST)
 def test_generated_models_train_as_without_it(first: int) -> None:
-    for seed in range(first, first + _SEEDS_PER_TEST):
-        case = Case(seed)
-        expected = case.trained(case.another())
-        model = case.another()
-        before = [vars(module).keys() for module in model.modules()]
-        with fit(Workload(model), case.flags) as session:
-            found = case.trained(model)
-            assert not any("something else" in note for note in session.notes), f"seed {seed}: {session.notes}"
-        assert differences(expected, found) == [], f"seed {seed} under {case.flags}"
-        assert [vars(module).keys() for module in model.modules()] == before, f"seed {seed}"
+    assert [wrong for seed in range(first, first + _SEEDS_PER_TEST) for wrong in _wrong(seed)] == []
+
+
+def _wrong(seed: int) -> list[str]:
+    """What is not as without checkpointing."""
+    case = Case(seed)
+    expected = case.trained(case.another())
+    model = case.another()
+    before = [vars(module).keys() for module in model.modules()]
+    with fit(Workload(model), case.flags) as session:
+        found = case.trained(model)
+        wrong = [note for note in session.notes if "something else" in note]
+    wrong += differences(expected, found)[:3]
+    wrong += [] if [vars(module).keys() for module in model.modules()] == before else ["attributes are left"]
+    wrong += [f"{mode} is left" for mode in _get_current_dispatch_mode_stack()]
+    return [f"seed {seed} under {case.flags}, {case.loop}: {each}" for each in wrong]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -279,3 +294,15 @@ def test_copies_and_files_made_meanwhile_are_those_of_the_plain_model() -> None:
         for made in (copy.deepcopy(load.model), pickle.loads(pickle.dumps(load.model))):
             assert {name: sorted(vars(module)) for name, module in made.named_modules()} == plain
         assert b"memlab" not in pickle.dumps(load.model)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    first, count = int(sys.argv[1]), int(sys.argv[2])
+    failed = 0
+    for number in range(first, first + count):
+        found = _wrong(number)
+        failed += bool(found)
+        print(*found, sep="\n", end="\n" if found else "", flush=True)
+    print(f"{count - failed} of {count} as without checkpointing")
