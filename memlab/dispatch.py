@@ -26,7 +26,7 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
         return NotImplemented if defers(types) else self.watched(func, args, kwargs or {})
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator."""
+        """Run one operator."""
         return func(*args, **kwargs)
 
     @classmethod

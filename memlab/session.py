@@ -552,7 +552,7 @@ class Session:
 
     @property
     def passed_by(self) -> str | None:
-        """What to say where the loop updates the model without calling it, and settings work around the model's call."""
+        """Text for a loop that updates the model without calling it, while settings work around the model's call; else None."""
         around = (t for t in self.techniques if type(t).forward is not Technique.forward and not t.changes_modules)
         idle = [] if self.was_called else [technique.field for technique in around]
         if not idle:

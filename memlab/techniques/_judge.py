@@ -88,7 +88,7 @@ class Verdict:
 
 
 def start_of(effects: Mapping[str, Effect], rows: int) -> frozenset[Any]:
-    """What kinds of things were in the places that a forward writes to; a state of a batch's rows is another than none.
+    """Return the kinds of things that were in the places a forward writes to; a state of a batch's rows is another than none.
 
     Args:
         effects: what it wrote.
@@ -109,7 +109,7 @@ class _DisagreementError(Exception):
 
 
 class _SumsError(Exception):
-    """Some scalars are sums of those of the parts, and were derived as means."""
+    """Scalars that are sums of those of the parts were derived as means."""
 
 
 @dataclass
@@ -437,7 +437,7 @@ class _Attempt:
         return shares
 
     def _check_sums(self, outputs: Outputs, merges: Mapping[int, Merge], left: Mapping[str, Left]) -> None:
-        """Whether scalars were derived as they turned out to be put together; values are known when all parts have run."""
+        """Check that scalars were derived as they turned out to be put together; values are known when all parts have run."""
         of_left = [merge for name in outputs.left(outputs.leaves) for merge in left[name].merges or ()]
         by_position = {**merges, **dict(enumerate(of_left, outputs.returned))}
         sums = {i for i, merge in by_position.items() if merge.has_graph and merge.kind == "sum"}

@@ -109,7 +109,7 @@ _LOSSES = ("loss", 0)
 
 
 def may_be_read(lazy: Sequence[LazyTensor]) -> bool:
-    """Whether code that is running now may look at one of these tensors later.
+    """Return whether code that is running now may look at one of these tensors later.
 
     It may not where variables of running functions hold them, and their code uses those variables for nothing but the loss:
     ``out = model(**batch); out.loss.backward()``.
@@ -137,7 +137,7 @@ def _ids_within(value: Any, depth: int) -> Iterator[int]:
 
 
 def _uses(code: CodeType, name: str) -> bool:
-    """Whether some code reads a variable for anything but the loss."""
+    """Return whether some code reads a variable for anything but the loss."""
     steps = list(dis.get_instructions(code))
     for step, then, after in zip(steps, [*steps[1:], None], [*steps[2:], None, None], strict=True):
         is_read = step.argval == name or (isinstance(step.argval, tuple) and name in step.argval)

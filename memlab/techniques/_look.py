@@ -226,7 +226,7 @@ class Look(WriteWatch):  # type: ignore[no-untyped-call]
 
 
 class Given:
-    """What lists and dictionaries among the arguments of a call hold before it.
+    """Contents of the lists and dictionaries among the arguments of a call, before it.
 
     Args:
         values: the arguments.
@@ -244,14 +244,14 @@ class Given:
                 self._look_at(item)
 
     def put_back(self) -> None:
-        """Have them hold it again."""
+        """Put the contents back."""
         for container, before in self._contents:
             container.clear()
             (container.update if isinstance(container, dict) else container.extend)(before)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """They hold it within, and again what they hold now afterwards."""
+        """Context in which they have these contents; afterwards they have those of now again."""
         now = Given([container for container, _ in self._contents])
         self.put_back()
         try:

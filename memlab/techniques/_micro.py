@@ -52,7 +52,7 @@ class Learnt:
     waiting: list[weakref.ref[LazyTensor]] = field(default_factory=list)
 
     def foresee_reads(self) -> None:
-        """Before an update: compute outputs that the loop may look at when the parameters they came from are gone."""
+        """Compute, before an update, outputs that the loop may look at when the parameters they came from are gone."""
         waiting = [lazy for ref in self.waiting if (lazy := ref()) is not None]
         self.waiting.clear()
         if waiting and not self.reads_outputs and may_be_read(waiting):

@@ -86,7 +86,7 @@ def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _needs_cache(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is another one without a cache: by its absence models tell packed rows and cached beginnings."""
+    """Return whether a call is another one without a cache: by its absence models tell packed rows and cached beginnings."""
     return any(kwargs.get(name) is not None for name in ("past_key_values", "position_ids"))
 
 

@@ -1,4 +1,4 @@
-"""The states of all generators of random numbers that a model's forward may draw from.
+"""States of all generators of random numbers that a model's forward may draw from.
 
 Those of torch (the CPU's, and that of the model's GPU), of Python's `random` and of NumPy, and generators that modules,
 hooks or arguments refer to.
@@ -17,7 +17,7 @@ from memlab.techniques._aliases import RandomState
 
 
 class Randomness:
-    """The states at a moment.
+    """States at a moment.
 
     Args:
         device: on which the model is run.
@@ -35,11 +35,11 @@ class Randomness:
         ]
 
     def taken_again(self) -> Randomness:
-        """Those of the same generators now."""
+        """Return the states of the same generators now."""
         return Randomness(self._device, self._generators)
 
     def host_differs(self) -> bool:
-        """Whether a generator of Python or NumPy has been drawn from since."""
+        """Return whether a generator of Python or NumPy has been drawn from since."""
         return any(
             _differs(one, other) for (one, _), (other, _) in zip(self._host, self.taken_again()._host, strict=False)
         )
@@ -58,7 +58,7 @@ class Randomness:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a generator of random numbers.
+    """Return whether a value is a generator of random numbers.
 
     Example:
         >>> is_generator(torch.Generator()), is_generator(random.Random(1)), is_generator(random)
@@ -75,7 +75,7 @@ def _numpy() -> list[Any]:
 
 
 def _access(generator: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], Any]]:
-    """What reads and writes the state of a generator on the host."""
+    """Return what reads and writes the state of a generator on the host."""
     if isinstance(generator, torch.Generator):
         return None, generator.set_state
     bits = getattr(generator, "bit_generator", None)

@@ -30,7 +30,7 @@ _running = threading.local()
 
 
 def is_within_another() -> bool:
-    """Whether this thread is within a run of a part, or of what the model checkpoints itself: parts within are none of their own."""
+    """Return whether this thread runs a part, or what the model checkpoints itself: parts within are none of their own."""
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)  # not in older torch
     is_of_model = hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
     return is_of_model or bool(getattr(_running, "depth", 0))

@@ -47,7 +47,7 @@ class Call:
         return Call(tuple(leaves), self.spec)
 
     def listed(self) -> Call:
-        """The same arguments with each list of tensors, dicts, numbers or texts as one leaf, which may have an item per row."""
+        """Return the same arguments with each list of tensors, dicts, numbers or texts as one leaf, which may have an item per row."""
         args, kwargs = self.spec.put(self.leaves)
         leaves, spec = flatten((args, kwargs), lambda value: value is not args and _is_list_of_rows(value))
         return Call(tuple(leaves), spec)
@@ -130,7 +130,7 @@ def _rows(leaf: Any, dim: int) -> int:
 
 
 def layouts_of(call: Call) -> list[Layout]:
-    """The ways a call could be split, likeliest first: along dimension 0, then along lists, then along dimension 1.
+    """Return the ways a call could be split, likeliest first: along dimension 0, then along lists, then along dimension 1.
 
     A square matrix among them may be a mask over positions that is as large as the batch by chance: such ways
     are followed by ones that leave such matrices whole. Where tensors differ (states of a recurrent layer have their batch

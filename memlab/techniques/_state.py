@@ -228,7 +228,7 @@ class State:
 
 
 class _Content(ABC):
-    """What a container holds at a moment."""
+    """Content of a container at a moment."""
 
     def __init__(self, container: Any, items: Any) -> None:
         self.container = container

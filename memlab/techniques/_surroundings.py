@@ -316,7 +316,7 @@ class _Node(ABC):
 
     @abstractmethod
     def effects(self) -> Iterator[Effect]:
-        """What has changed in it since."""
+        """Yield what has changed in it since."""
 
     def restore(self) -> None:
         for effect in [*self.effects()]:
