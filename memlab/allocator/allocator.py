@@ -183,6 +183,11 @@ class Allocator:
         return segments_of([*self._active.values(), *free])
 
     @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the blocks in use."""
+        return self._meters["all"].allocated_bytes.current
+
+    @property
     def history(self) -> tuple[Entry, ...]:
         """Return what happened, when the allocator keeps a history."""
         return tuple(self._history.entries)

@@ -97,62 +97,24 @@ class Reserved:
 def reserved_by(script: Script, settings: Settings) -> Reserved:
     """Replay two steps through the allocator.
 
-    Small requests have a pool of their own, whose segments are small as well: the most bytes they take at once are
-    added, rounded up to whole segments, and what is replayed are the few large ones that make or break a plan.
+    Small requests have a pool of their own, whose segments are small as well: they are counted, and rounded up to whole
+    segments, and what is replayed are the few large ones that make or break a plan.
 
     Args:
         script: what they ask for.
         settings: of the allocator.
     """
     script = replace(script, passes=_shortened(script.passes))
-    small_bytes = 0
-    if not (settings.expandable_segments or any(parts > 1 for parts in settings.roundup_power2_divisions)):
-        script, small_bytes = _large_only(script)
+    counts_small = not (settings.expandable_segments or any(parts > 1 for parts in settings.roundup_power2_divisions))
     allocator = Allocator(settings)
-    play_two_steps(script, _Serving(allocator))
-    statistics = allocator.stats()
-    segments_bytes = -(-small_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-    return Reserved(statistics.peak_allocated_bytes + small_bytes, statistics.peak_reserved_bytes + segments_bytes)
+    serving = _Serving(allocator, SMALL_BLOCK_BYTES if counts_small else 0)
+    play_two_steps(script, serving)
+    segments_bytes = _rounded(serving.most_small_bytes, SMALL_SEGMENT_BYTES)
+    return Reserved(serving.peak_bytes, allocator.stats().peak_reserved_bytes + segments_bytes)
 
 
-def _large_only(script: Script) -> tuple[Script, int]:
-    """The script without small requests, and the most bytes that these take at once."""
-    stretches = {id(events): _split(events) for events in (*script.passes, script.last, script.look)}
-    held = [*script.inputs, *script.workspaces, *script.owned.values(), *script.state.values()]
-    base_bytes = sum(_rounded(size_bytes) for size_bytes in held if _is_small(size_bytes))
-    left_bytes = sum(stretches[id(events)][2] for events in script.passes)
-    highest_bytes = max(peak_bytes for _, peak_bytes, _ in stretches.values())
-    large = replace(
-        script,
-        inputs=[size_bytes for size_bytes in script.inputs if not _is_small(size_bytes)],
-        workspaces=[size_bytes for size_bytes in script.workspaces if not _is_small(size_bytes)],
-        owned={number: size for number, size in script.owned.items() if not _is_small(size)},
-        state={number: size for number, size in script.state.items() if not _is_small(size)},
-        passes=[stretches[id(events)][0] for events in script.passes],
-        last=stretches[id(script.last)][0],
-        look=stretches[id(script.look)][0],
-    )
-    return large, base_bytes + left_bytes + highest_bytes
-
-
-def _split(events: Events) -> tuple[Events, int, int]:
-    """Large requests of a stretch; the most bytes that small ones take at once; and what they leave."""
-    large, live_bytes, peak_bytes = [], 0, 0
-    for event in events:
-        if _is_small(abs(event[0])):
-            live_bytes += _rounded(event[0]) if event[0] > 0 else -_rounded(-event[0])
-            peak_bytes = max(peak_bytes, live_bytes)
-        else:
-            large.append(event)
-    return large, peak_bytes, max(0, live_bytes)
-
-
-def _is_small(size_bytes: int) -> bool:
-    return size_bytes <= SMALL_BLOCK_BYTES
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+def _rounded(size_bytes: int, multiple: int) -> int:
+    return -(-size_bytes // multiple) * multiple
 
 
 def script_of(parts: Parts, workspaces: Iterable[int]) -> Script:
@@ -228,31 +190,61 @@ def _left_by(events: Events) -> Events:
     return list(left.values())
 
 
-class _Serving:
-    """Serves by an allocator, and notes nothing down."""
+@dataclass(slots=True)
+class _Small:
+    """A small storage, which is only counted."""
 
-    def __init__(self, allocator: Allocator) -> None:
-        self._malloc, self._free = allocator.malloc, allocator.free
+    requested: int
+
+
+class _Serving:
+    """Serves by an allocator, and notes nothing down but peaks.
+
+    Args:
+        allocator: serves large requests.
+        small_bytes: requests up to this size are counted beside it.
+
+    Attributes:
+        peak_bytes: most that was allocated at once.
+        most_small_bytes: most that was counted at once.
+    """
+
+    def __init__(self, allocator: Allocator, small_bytes: int) -> None:
+        self._allocator, self._limit_bytes, self._small_bytes = allocator, small_bytes, 0
+        self.peak_bytes = self.most_small_bytes = 0
 
     def begin(self, step: int, stretch: int) -> None:
         """Nothing depends on it."""
 
-    def born(self, size_bytes: int, category: Category) -> Block:
-        return self._malloc(size_bytes)
+    def born(self, size_bytes: int, category: Category) -> Served:
+        return self._given(size_bytes)
 
-    def died(self, storage: Block) -> None:
-        self._free(storage)
+    def _given(self, size_bytes: int) -> Served:
+        given: Served
+        if size_bytes <= self._limit_bytes:
+            given = _Small(size_bytes)
+            self._small_bytes += _rounded(size_bytes, MIN_BLOCK_BYTES)
+            self.most_small_bytes = max(self.most_small_bytes, self._small_bytes)
+        else:
+            given = self._allocator.malloc(size_bytes)
+        self.peak_bytes = max(self.peak_bytes, self._allocator.allocated_bytes + self._small_bytes)
+        return given
 
-    def play(self, events: Events, live: dict[int, Block]) -> None:
-        malloc, free = self._malloc, self._free
+    def died(self, storage: Served) -> None:
+        if isinstance(storage, Block):
+            self._allocator.free(storage)
+        else:
+            self._small_bytes -= _rounded(storage.requested, MIN_BLOCK_BYTES)
+
+    def play(self, events: Events, live: dict[int, Served]) -> None:
         for size_bytes, number, _, _ in events:
-            block = live.pop(number, None)
+            before = live.pop(number, None)
             # a storage that changes its size is given other memory
-            now_bytes = size_bytes if block is None else block.requested + size_bytes
+            now_bytes = size_bytes if before is None else before.requested + size_bytes
             if now_bytes > 0:
-                live[number] = malloc(now_bytes)
-            if block is not None:
-                free(block)
+                live[number] = self._given(now_bytes)
+            if before is not None:
+                self.died(before)
 
 
 def _born(player: Player[ServedT], sizes: Mapping[int, int], category: Category) -> dict[int, ServedT]:

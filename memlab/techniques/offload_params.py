@@ -267,8 +267,9 @@ class _Visit:
         self._data = link.fetch(resting.stored).there()
         # one that has just been made is on the device still
         self._is_new = gradient is not None and gradient.device == self._data.device != resting.stored.device
-        fetches = updates and gradient is not None and not self._is_new
-        self._brought = link.fetch(gradient).there() if fetches else gradient if updates else None
+        self._brought = gradient if updates else None
+        if self._brought is not None and not self._is_new:
+            self._brought = link.fetch(self._brought).there()
         self._version = -1 if self._brought is None else self._brought._version
         parameter.grad = None
         parameter.data = self._data

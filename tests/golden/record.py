@@ -24,6 +24,7 @@ import torch
 from memlab.measuring.runs import training_step
 from memlab.session import fit
 from tests.bench.workloads import gpt2
+from tests.emulated_gpu.unvalued import IS_EMULATED, without_judgement
 
 PLANS = ("", "--accumulate 4", "--accumulate 4 --checkpoint", "--fp16", "--adam8bit", "--offload optimizer,activations")
 COUNTERS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "requested_bytes.all.peak", "num_alloc_retries")
@@ -57,7 +58,7 @@ def record_here(flags: str) -> dict[str, Any]:
     try:
         load = gpt2(torch.device("cuda"), batch=8, tokens=256, small=True)
         counters = []
-        with fit(load, flags):
+        with without_judgement(), fit(load, flags):
             for _ in range(STEPS):
                 training_step(load)
                 torch.cuda.synchronize()
@@ -72,7 +73,7 @@ def record_here(flags: str) -> dict[str, Any]:
     ]
     return {
         "plan": flags,
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": ("emulated " if IS_EMULATED else "") + torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
         "settings": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
         "counters": counters,
@@ -82,7 +83,8 @@ def record_here(flags: str) -> dict[str, Any]:
 
 def write(recorded: dict[str, Any]) -> Path:
     """Write a recording beside the others."""
-    name = re.sub(r"[^a-z0-9]+", "-", f"{recorded['gpu']} {recorded['plan'] or 'as written'}".lower()).strip("-")
+    words = f"{recorded['gpu']} {recorded['plan'] or 'as written'} {recorded['settings']}"
+    name = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
     path = FOLDER / f"{name}.json.gz"
     path.write_bytes(gzip.compress(json.dumps(recorded).encode(), mtime=0))
     return path

@@ -14,7 +14,7 @@ from memlab.predicting.targets import _own_gpu
 from memlab.trace.cuda_attention import Attention, attention_backend
 from memlab.trace.hidden_memory import hidden_bytes
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), pytest.mark.memory]
 
 CALLS = 1500
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -96,6 +96,7 @@ def test_updates_in_the_backward_pass_are_the_same(load: Workload, flags: str, o
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.memory
 def test_released_gradients_leave_the_peak(load: Workload) -> None:
     gradients_bytes = sum(p.numel() * p.element_size() for p in load.model.parameters())
     kept, released = compare(
@@ -113,6 +114,7 @@ def test_gradients_are_close(load: Workload, flags: str) -> None:
     assert distance(gradients(load.model), expected) < CLOSE[flags]
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize("flags", LOWER)
 def test_the_peak_falls(load: Workload, flags: str) -> None:
     training_step(load)
@@ -154,6 +156,7 @@ def test_8bit_state_takes_its_arithmetic(load: Workload) -> None:
     assert state < 2.1 * parameters
 
 
+@pytest.mark.memory
 def test_a_capacity_is_kept_and_given_back(load: Workload) -> None:
     needed = measure(load, steps=1)
     device = device_for(torch.device("cuda"), int(0.7 * needed.peak_reserved_bytes))
@@ -188,6 +191,7 @@ def test_the_budget_chooses_as_foretold(load: Workload) -> None:
     assert choice in foretold.notes
 
 
+@pytest.mark.memory
 def test_casts_of_large_layers_are_not_kept(load: Workload) -> None:
     """Beside feed-forward parts: what large layers are spared under autocast is their weights in 16 bits."""
     whole, tiled = (measure(load, flags, steps=2).peak_allocated_bytes for flags in ("--bf16", "--bf16 --tile 4"))

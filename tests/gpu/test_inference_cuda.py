@@ -75,6 +75,7 @@ def test_half_precision_frees_half_of_the_weights(llama) -> None:
     assert torch.cuda.memory_allocated() <= before + MIB
 
 
+@pytest.mark.memory
 def test_the_proven_batch_fits_and_advice_is_near_it(llama) -> None:
     with inference(llama) as run:
         generate(llama, prompt(2))

@@ -22,6 +22,7 @@ def load() -> Workload:
     return Workload(model, torch.optim.AdamW(model.parameters()), batch=batch)
 
 
+@pytest.mark.memory
 def test_a_whole_ladder(load: Workload) -> None:
     before = Snapshot(load)
     climbed = ladder(load, steps=3, progress=lambda line: None)
@@ -36,6 +37,7 @@ def test_a_whole_ladder(load: Workload) -> None:
     assert "peak reserved" in text.ladder_table(climbed)
 
 
+@pytest.mark.memory
 def test_what_runs_out_is_a_row(load: Workload) -> None:
     whole = ladder(load, [], steps=1, progress=lambda line: None).rungs[0].ran
     torch.cuda.empty_cache()

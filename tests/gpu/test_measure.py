@@ -31,6 +31,7 @@ def run_steps(meter, model, optimizer, batch, count):
         optimizer.zero_grad()
 
 
+@pytest.mark.memory
 def test_counters_agree_with_torch_and_the_ledger_explains_them(loop):
     model, optimizer, batch = loop
     meter = Meter(model, [optimizer], device_for(torch.device("cuda")))
@@ -47,6 +48,7 @@ def test_counters_agree_with_torch_and_the_ledger_explains_them(loop):
     assert measured.peak_reserved_bytes >= measured.peak_allocated_bytes
 
 
+@pytest.mark.hardware("how long kernels take")
 def test_events_time_the_work_and_not_the_queueing(loop):
     model, optimizer, batch = loop
     meter = Meter(model, [optimizer], device_for(torch.device("cuda")))
@@ -72,6 +74,7 @@ def test_losses_are_read_right(loop):
     meter.close()
 
 
+@pytest.mark.memory
 def test_a_capacity_makes_the_gpu_small_and_is_lifted_again():
     # the fraction counts what the process holds already, so leave room for other tests' leftovers
     torch.cuda.empty_cache()
@@ -85,6 +88,7 @@ def test_a_capacity_makes_the_gpu_small_and_is_lifted_again():
     assert torch.empty(2 * GIB, dtype=torch.uint8, device="cuda").numel() == 2 * GIB
 
 
+@pytest.mark.memory
 def test_a_capacity_holds_after_training_without_one():
     torch.cuda.empty_cache()
     held_bytes = torch.cuda.memory_reserved()

@@ -93,6 +93,7 @@ def test_graphs_interleave_are_kept_and_are_forgotten(load: Workload) -> None:
     assert max(distance(each, expected) for each in found) < 5e-6
 
 
+@pytest.mark.memory
 def test_memory_comes_back(load: Workload) -> None:
     with fit(load, "--offload activations"):
         for _ in range(3):
@@ -108,6 +109,7 @@ def test_memory_comes_back(load: Workload) -> None:
     assert torch.cuda.memory_allocated() == left
 
 
+@pytest.mark.memory
 def test_the_peak_is_at_most_four_tensors_above_what_is_needed(load: Workload) -> None:
     as_written, offloaded = (measure(load, flags, steps=2) for flags in ("", "--offload activations"))
     assert offloaded.peak_allocated_bytes < as_written.peak_allocated_bytes
@@ -131,6 +133,7 @@ def overlapped_share(run: object) -> float:
     return shared / total
 
 
+@pytest.mark.hardware("whether copies run beside kernels")
 @pytest.mark.parametrize("flags", ["--offload activations", "--offload optimizer"])
 def test_copies_run_beside_kernels(load: Workload, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_link, "measured", lambda _device: STREAMED)
@@ -224,6 +227,7 @@ def test_a_rescued_loop_trains_the_same(load: Workload, link: Link) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.memory
 def test_peak_of_a_step_is_three_buckets_above_the_state_it_no_longer_holds(load: Workload, link: Link) -> None:
     as_written, offloaded = (measure(load, flags, steps=2) for flags in ("", "--offload optimizer"))
     assert offloaded.peak_allocated_bytes < as_written.peak_allocated_bytes

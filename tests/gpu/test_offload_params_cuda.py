@@ -98,6 +98,7 @@ def test_state_that_is_loaded_goes_on(settings: dict[str, bool]) -> None:
         training_step(work)
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize("flags", ["--offload params", "--checkpoint --offload params"])
 def test_little_is_on_the_device_between_passes(flags: str) -> None:
     work = load()
@@ -113,6 +114,7 @@ def test_little_is_on_the_device_between_passes(flags: str) -> None:
         assert torch.cuda.memory_allocated() - before < 2**20
 
 
+@pytest.mark.memory
 def test_the_peak_is_below_the_size_of_the_model() -> None:
     work = load()
     training_step(work)

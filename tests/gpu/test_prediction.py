@@ -62,6 +62,7 @@ def test_reserved_peaks_are_within_the_figures() -> None:
     assert found.under <= UNDER_RESERVED, _worst("reserved_error")
 
 
+@pytest.mark.hardware("how long steps take")
 @pytest.mark.timeout(1500)
 def test_plans_are_ranked_by_time() -> None:
     for name, pairs in by_model(pairs_in(results())).items():

@@ -239,6 +239,7 @@ def test_a_later_update_goes_on_in_little_memory(options: dict[str, bool]) -> No
 # --- what is left ---------------------------------------------------------------------------------
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_memory_is_back_after_a_rescue(place: str) -> None:
     found: dict[bool, list[int]] = {True: [], False: []}
@@ -253,6 +254,7 @@ def test_memory_is_back_after_a_rescue(place: str) -> None:
     assert found[True][-1] <= 1.01 * found[False][-1]
 
 
+@pytest.mark.memory
 def test_fifty_rescues_leave_nothing() -> None:
     seen: list[int] = []
 
@@ -311,6 +313,7 @@ def _milliseconds(work: Callable[[], object], repeats: int = 4) -> float:
     return float(begin.elapsed_time(end))
 
 
+@pytest.mark.hardware("what a step costs")
 def test_rescue_costs_a_hundredth_of_a_step_at_most(both: Both) -> None:
     ratios = []
     for index in range(30):
@@ -321,6 +324,7 @@ def test_rescue_costs_a_hundredth_of_a_step_at_most(both: Both) -> None:
     assert statistics.median(ratios) <= 1.01
 
 
+@pytest.mark.memory
 def test_rescue_takes_no_memory(both: Both) -> None:
     peaks = []
     for is_rescued in (True, False):
@@ -330,6 +334,7 @@ def test_rescue_takes_no_memory(both: Both) -> None:
     assert peaks[0] <= 1.001 * peaks[1]
 
 
+@pytest.mark.hardware("which kernels the profiler sees")
 def test_with_room_the_update_launches_what_the_plain_one_does(both: Both) -> None:
     counts = []
     for is_rescued in (True, False):
@@ -348,6 +353,7 @@ def test_with_room_the_update_launches_what_the_plain_one_does(both: Both) -> No
 # --- free memory ----------------------------------------------------------------------------------
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize("capacity_bytes", [None, 2 * GIB])
 def test_free_bytes_can_be_had_and_no_more(capacity_bytes: int | None) -> None:
     gc.collect()
@@ -370,6 +376,7 @@ def test_free_bytes_can_be_had_and_no_more(capacity_bytes: int | None) -> None:
     torch.cuda.empty_cache()
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
 def test_an_update_keeps_within_its_estimate(options: dict[str, bool]) -> None:
     parameters = [nn.Parameter(torch.randn(1024, 1024, device=CUDA)) for _ in range(8)]

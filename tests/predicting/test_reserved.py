@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
 from memlab.allocator import Settings
+from memlab.allocator.sizes import MIN_BLOCK_BYTES
 from memlab.predicting import predict, predict_all
 from memlab.predicting.reserved import Script, play_two_steps, reserved_by
 from memlab.records import Category
@@ -165,13 +167,13 @@ def test_what_every_pass_leaves_is_there_until_the_update(count: int) -> None:
 
 
 def test_the_order_of_peaks_on_a_gpu() -> None:
-    """More micro-batches never need more, and every reserved peak holds the allocated one."""
+    """More micro-batches need no more but a loss each, and every reserved peak holds the allocated one."""
     workload = family("masked bert")
     plans = ["", "--accumulate 2", "--accumulate 4", "--accumulate 8"]
     for gpu in ("T4", "A100 40GB", "H100 SXM"):
         predictions = predict_all(workload, gpu, plans=plans)
         allocated = [each.peak_allocated_bytes for each in predictions]
-        assert allocated == sorted(allocated, reverse=True)
+        assert all(more <= fewer + 8 * MIN_BLOCK_BYTES for fewer, more in pairwise(allocated))
         for each in predictions:
             assert each.peak_reserved_bytes is not None
             assert each.peak_reserved_bytes >= each.peak_allocated_bytes
