@@ -1,10 +1,14 @@
 """The judgement of the first batch: what is served, and the words with which the rest is refused."""
 
+# ruff: noqa: NPY002 # the global generators are what is to be tested
+
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,6 +128,68 @@ def test_a_batch_that_cannot_be_split_later_does_not_end_the_run() -> None:
     )
 
 
+def test_rows_that_belong_together_are_cut_between_groups_and_nowhere_else() -> None:
+    class Grouped(nn.Linear):
+        def forward(self, rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+            output = super().forward(rows)
+            sums = torch.zeros(int(groups.max()) + 1, output.size(1)).index_add(0, groups, output)
+            return (output + sums[groups]).square().mean()
+
+    # the cut in the middle is between groups, and then within one
+    groups = [torch.tensor(each) for each in ([0, 1, 1, 2, 3, 3, 4, 4], [0, 1, 2, 2, 3, 3], [0, 1, 1, 2, 3, 3, 4, 4])]
+    (note,) = same_as_plain(lambda: Grouped(6, 2), lambda m, s: m(inputs(len(groups[s])), groups[s]))
+    assert note.startswith("a batch is run whole, since the loss of Grouped is not a mean or sum over rows or targets")
+
+
+def test_a_state_of_the_rows_of_a_batch_that_is_left_out_where_it_does_not_fit() -> None:
+    class Stream(nn.Linear):
+        before: torch.Tensor | None = None
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            output = super().forward(rows)
+            if self.before is not None and self.before.shape == output.shape:
+                output = output + self.before
+            self.before = output.detach()
+            return output
+
+    (note,) = same_as_plain(lambda: Stream(6, 2), lambda m, _: m(inputs()).square().mean(), steps=4)
+    assert note.startswith("a batch is run whole, since ")
+
+
+@pytest.mark.parametrize("make", [torch.Generator, np.random.default_rng, lambda: random.Random(3)], ids=str)
+def test_a_generator_of_the_models_own_draws_for_each_micro_batch_once(make: Callable[[], Any]) -> None:
+    class Noisy(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 2)
+            self.generator = make()
+            if isinstance(self.generator, torch.Generator):
+                self.generator.manual_seed(3)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            numbers = self.generator
+            if isinstance(numbers, torch.Generator):
+                drawn = float(torch.rand((), generator=numbers))
+            else:
+                drawn = numbers.random()
+            return super().forward(rows) * drawn
+
+    found = []
+    for flags in ("", "--accumulate 2"):
+        torch.manual_seed(0)
+        model = Noisy()
+        if make is np.random.default_rng:
+            model.generator = make(3)
+        with fit(workload(model), flags):
+            output = model(inputs()) if flags else torch.cat([model(inputs()[:4]), model(inputs()[4:])])
+            output.square().mean().backward()
+        after = torch.rand(2, generator=model.generator) if isinstance(model.generator, torch.Generator) else None
+        found.append(
+            ([p.grad.clone() for p in model.parameters()], after if after is not None else model.generator.random())
+        )
+    assert distance(found[1][0], found[0][0]) < 1e-6
+    assert found[1][1] == pytest.approx(found[0][1])
+
+
 def test_statistics_of_each_micro_batch_are_those_of_a_loop_by_hand() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -193,6 +259,18 @@ class TestRefusals:
         assert line.startswith("accumulation: the gradient of Backward by ")
         assert line.endswith(
             "of its size off when the batch is split (allowed 2e-05): rows of a batch depend on each other; "
+            "use --checkpoint or --offload activations, which keep the batch whole"
+        )
+
+    def test_numbers_of_numpy_that_do_not_follow_the_rows(self) -> None:
+        class Masked(nn.Linear):
+            def forward(self, rows: torch.Tensor) -> torch.Tensor:
+                share = np.random.rand()  # once for a call, and then for each row
+                kept = [np.random.rand() < share for _ in rows]
+                return super().forward(rows * torch.tensor(kept)[:, None])
+
+        assert self.refusal(Masked(6, 2), inputs(64)) == (
+            "accumulation: the random numbers that Masked draws with Python or NumPy do not follow the rows of its batch; "
             "use --checkpoint or --offload activations, which keep the batch whole"
         )
 
