@@ -40,6 +40,7 @@ _SERVED = {
 }  # fmt: skip
 # and each of these is refused whatever else there is
 _REFUSED = {"batch", "queue", "contrastive", "root", "variance", "router", "largest of batch"}
+_ERRORS = (ValueError, RuntimeError, IndexError, TypeError, AttributeError)
 # a mean over rows, or a loss of the loop; and inputs whose rows are easily taken: these can be accumulated by hand
 _BY_HAND = {
     "loss": {"mean", "focal", "row sums", "penalty", "learned", "loop", "loop each row", "loop contrastive", "loop triplets"},
@@ -58,7 +59,7 @@ def judged(case: Case) -> str:
     parts, tolerance = 2 + case.seed % 2, TOLERANCE[case["dtype"]]
     try:
         untouched, error = run(case, ""), None
-    except (ValueError, RuntimeError) as raised:  # the loop's own
+    except _ERRORS as raised:  # the loop's own
         untouched, error = {}, raised
     try:
         found = run(case, f"--accumulate {parts}")
@@ -69,7 +70,7 @@ def judged(case: Case) -> str:
             apart = difference({**seen, "extra": ()}, {**expected, "extra": ()}, tolerance)
             assert (case.is_stochastic and seen["losses"]) or not apart, f"{case}: refused, and {apart}"
         return f"refused: {refusal}"
-    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError, MemlabError) as raised:
+    except (*_ERRORS, MemlabError) as raised:
         same = (type(error), str(error)) == (type(raised), str(raised))
         if not same:
             raise AssertionError(f"{case}: {raised!r}") from raised
