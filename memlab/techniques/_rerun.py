@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import threading
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from memlab.techniques._observers import Observers
 from memlab.techniques._recomputation import Recomputation
 from memlab.techniques._selective import Products
 from memlab.techniques._state import KeptTensor, Repetition, State, Written
+from memlab.uninterrupted import interruptible, uninterrupted
 
 _running = threading.local()
 
@@ -217,25 +219,34 @@ def recomputed(
             run.protect_state(watch)
         if watched and watch is not None:
             run.protect(watch)
-        body = _body(run, call, given)
+        around_first, around_again = contexts(part, selective=selective)
+        body = _body(run, call, given, around_first)
         saved = run.saved(watched=watched)
-        output = checkpoint(
-            body,
-            *saved,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: contexts(part, selective=selective),
-        )
+        try:
+            with uninterrupted():
+                output = checkpoint(
+                    body,
+                    *saved,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=lambda: (nullcontext(), around_again),
+                )
+        except BaseException as error:
+            _leave(error)
+            raise
     if then is not None:
         then(run, saved)
     return output
 
 
-def _body(run: Run, call: Callable[..., Any], given: list[Any]) -> Callable[..., Any]:
+def _body(
+    run: Run, call: Callable[..., Any], given: list[Any], around_first: AbstractContextManager[Any]
+) -> Callable[..., Any]:
     def body(*saved: torch.Tensor) -> Any:
         if given:
             args, kwargs = given.pop()
-            return run.first(call, args, kwargs)
+            with around_first, interruptible():
+                return run.first(call, args, kwargs)
         with run.again():
             args, kwargs = run.arguments(saved)
             return call(*args, **kwargs)
@@ -247,6 +258,14 @@ def contexts(part: Part, *, selective: bool) -> tuple[AbstractContextManager[Any
     """Return what surrounds a part's forward, and its recomputation."""
     forward, recomputation = Products().contexts() if selective else (nullcontext(), nullcontext())
     return forward, Recomputation(part.owner if part.span is None else None, recomputation)
+
+
+def _leave(error: BaseException) -> None:
+    """Leave the contexts of torch's checkpoint, which otherwise does so when its generator is collected, after a Ctrl-C much later."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):  # the innermost first
+        generator = frame.f_locals.get("gen") if frame.f_globals.get("__name__") == checkpoint.__module__ else None
+        if isinstance(generator, Generator):
+            generator.close()
 
 
 @contextmanager
