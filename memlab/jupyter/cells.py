@@ -7,7 +7,9 @@
    event loop of its own; the kernel's is set aside for as long.
 3. An error is shown once, with the traceback that IPython made of the inner cell: printing it there is
    held back, the error is raised again from the magic, and what the outer cell then shows is replaced.
-4. What memlab refuses ends the cell wherever it comes from: `%run` would show it and let the cell go on.
+4. What the model itself raises, a Ctrl-C among it, comes through memlab on its way to the cell. Those frames are left out.
+   Where memlab raises something itself they stay.
+5. What memlab refuses ends the cell wherever it comes from: `%run` would show it and let the cell go on.
 
 Known limitations:
     Objects that belong to the kernel's event loop cannot be awaited in a `%%memfit` cell, and tasks
@@ -18,17 +20,22 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import itertools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
 
 from memlab.errors import MemlabError
+
+_MEMLAB = f"{Path(__file__).parents[1]}{os.sep}"
 
 # IPython's shells are configured at run time: the attributes used here are typed as anything
 Shell = Any
@@ -230,6 +237,8 @@ def _held_back(shell: Shell, source: Source, outcome: Outcome) -> Iterator[None]
 
     def held_back(kind: Any, error: BaseException, lines: list[str]) -> None:
         if any(error is one for one in _errors_of(shell.displayhook.exec_result, source)):
+            if _leave_memlab_out(error):
+                lines = shell.InteractiveTB.structured_traceback(kind, error, error.__traceback__)
             outcome.traceback = lines
         elif refusal_in(error) is not None:
             raise error
@@ -248,6 +257,33 @@ def _errors_of(result: Any, source: Source) -> list[BaseException | None]:
     if result is not None:
         failures += [result.error_before_exec, result.error_in_exec]
     return failures
+
+
+def _leave_memlab_out(error: BaseException | None) -> bool:
+    """Take memlab's frames out of the tracebacks of an error and of those it came from; return whether there were any."""
+    seen: set[int] = set()
+    waiting = [error]
+    found = False
+    while waiting:
+        error = waiting.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        waiting += [error.__cause__, error.__context__]
+        entries = list(_entries(error.__traceback__))
+        kept = [entry for entry in entries if not entry.tb_frame.f_code.co_filename.startswith(_MEMLAB)]
+        if kept and kept[-1] is entries[-1] and len(kept) < len(entries):
+            for entry, following in itertools.pairwise(kept):
+                entry.tb_next = following
+            error.__traceback__ = kept[0]
+            found = True
+    return found
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
 
 
 def _show_once(shell: Shell, error: BaseException, lines: list[str] | None) -> None:

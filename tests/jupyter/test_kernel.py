@@ -28,6 +28,8 @@ CELLS = {
     "loop": "asyncio.get_running_loop().is_running(), type(await asyncio.sleep(0))",
     "raise": "%%memfit\n\ndef fail():\n    raise KeyError('gone')\nfail()",
     "raise_async": "%%memfit\nawait asyncio.sleep(0)\n{}['later']",
+    "raise_in_model": f"%%memfit\nhandle = model.register_forward_hook(lambda *_: {{}}['model'])\n{TRAIN}",
+    "unhook": "handle.remove()",
     "syntax": "%%memfit\nx = = 1",
     "flag": "%%memfit --accumulte 4\n1",
     "slow": f"%%memfit\n{SLOW}",
@@ -74,7 +76,8 @@ def test_the_kernels_own_loop_goes_on(ran: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "line"), [("raise", "'gone'", "line 5"), ("raise_async", "'later'", "line 3")]
+    ("name", "value", "line"),
+    [("raise", "'gone'", "line 5"), ("raise_async", "'later'", "line 3"), ("raise_in_model", "'model'", "line 2")],
 )
 def test_an_error_is_one_message_with_the_users_lines(ran: dict[str, Any], name: str, value: str, line: str) -> None:
     (error,) = errors(ran[name])
