@@ -57,6 +57,7 @@ class CellMagic:
 
     def run(self, line: str, cell: str) -> None:
         """Run a cell under a plan; see `cell_help`."""
+        __tracebackhide__ = True
         with one_line():
             options = cell_options(line)
             if options.help:
@@ -92,6 +93,7 @@ class CellMagic:
             print(sentence(free([error]), "failed", []))  # noqa: T201 - what happened to the variables
 
     def _run(self, options: CellOptions, source: cells.Source, place: Place) -> None:
+        __tracebackhide__ = True
         budget_bytes = self._budget_of(options)
         line = self._line(options)
         watch = place.watch(
@@ -117,6 +119,7 @@ class CellMagic:
         budget_bytes: int | None,
         line: Line | None,
     ) -> None:
+        __tracebackhide__ = True
         with watch:
             with one_line():
                 self._find(watch, options, source)

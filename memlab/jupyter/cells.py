@@ -8,7 +8,7 @@
 3. An error is shown once, with the traceback that IPython made of the inner cell: printing it there is
    held back, the error is raised again from the magic, and what the outer cell then shows is replaced.
 4. What the model itself raises, a Ctrl-C among it, comes through memlab on its way to the cell. Those frames are left out.
-   Where memlab raises something itself they stay.
+   Where memlab raises an error itself they stay.
 5. What memlab refuses ends the cell wherever it comes from: `%run` would show it and let the cell go on.
 
 Known limitations:
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import itertools
 import os
 import sys
 import warnings
@@ -272,8 +271,10 @@ def _leave_memlab_out(error: BaseException | None) -> bool:
         waiting += [error.__cause__, error.__context__]
         entries = list(_entries(error.__traceback__))
         kept = [entry for entry in entries if not entry.tb_frame.f_code.co_filename.startswith(_MEMLAB)]
-        if kept and kept[-1] is entries[-1] and len(kept) < len(entries):
-            for entry, following in itertools.pairwise(kept):
+        # a Ctrl-C that came at a bad moment is raised by memlab a moment later
+        is_foreign = bool(kept) and (kept[-1] is entries[-1] or isinstance(error, KeyboardInterrupt))
+        if is_foreign and len(kept) < len(entries):
+            for entry, following in zip(kept, (*kept[1:], None), strict=True):
                 entry.tb_next = following
             error.__traceback__ = kept[0]
             found = True

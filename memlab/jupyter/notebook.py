@@ -143,15 +143,19 @@ class Notebook:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Show errors of memlab as one line without a traceback.
+    """Show errors of memlab as one line without a traceback, and a Ctrl-C in its work without its frames.
 
     Raises:
         UsageError: for each of them.
     """
+    __tracebackhide__ = True
+    shown: BaseException
     try:
         yield
     except MemlabError as error:
-        message = str(error)
+        shown = UsageError(str(error))
+    except KeyboardInterrupt as error:
+        shown = KeyboardInterrupt(*error.args)  # a new one, which has no frames
     else:
         return
-    raise UsageError(message)
+    raise shown from None
