@@ -102,6 +102,7 @@ class InForce:
         on_trial: whether there is a plan to go back to.
         withdraw: goes back to it at the next seam; see `Technique`.
         only_tried: called when what was allocated since the step began was a trial.
+        is_led: whether another session sees to the optimizers, and so to the techniques that work on them alone.
 
     Attributes:
         plan: the plan in force.
@@ -125,6 +126,7 @@ class InForce:
         on_trial: Callable[[], bool] = bool,
         withdraw: Callable[[RefusalError], bool] = lambda _refusal: False,
         only_tried: Callable[[], None] = lambda: None,
+        is_led: Callable[[], bool] = bool,
     ) -> None:
         self.plan = Plan()
         self.gradients_complete = gradients_complete
@@ -132,6 +134,7 @@ class InForce:
         self.only_tried = only_tried
         self.on_trial = on_trial
         self.withdraw = withdraw
+        self._is_led = is_led
         self.techniques: list[Technique] = []
         self.optimizers: list[Optimizer] = []
         self._workload = workload
@@ -232,13 +235,16 @@ class InForce:
         return [
             kind(plan)
             for kind in TECHNIQUES
-            if is_wanted(kind, plan) and (kind not in self._entries or self._leaves(kind, plan))
+            if self._wants(kind, plan) and (kind not in self._entries or self._leaves(kind, plan))
         ]
+
+    def _wants(self, kind: type[Technique], plan: Plan) -> bool:
+        return is_wanted(kind, plan) and not (kind.is_of_optimizer and self._is_led())
 
     def _leaves(self, kind: type[Technique], plan: Plan) -> bool:
         entry = self._entries.get(kind)
         return entry is not None and (
-            not is_wanted(kind, plan) or kind.setting(plan) != kind.setting(entry.technique.plan)
+            not self._wants(kind, plan) or kind.setting(plan) != kind.setting(entry.technique.plan)
         )
 
     def _put_in(self, technique: Technique) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
@@ -100,6 +100,9 @@ def thin(points: Sequence[TimelinePoint], most: int = 300) -> tuple[TimelinePoin
     return tuple(max(stretch, key=lambda point: point.total_bytes) for stretch in stretches)
 
 
+# what is live and belongs to no model, where parts are told by model
+LOOP = "the loop"
+
 # with fewer timed steps than this a speed is shown, and compared with no other
 SETTLED_STEPS = 5
 
@@ -158,6 +161,7 @@ class Measurement(Shown):
         is_warm: False when the times are those of the first steps, because there are no others.
         waited_share: share of the time for which the training thread was ready and had no processor; 0 where the system
             does not tell.
+        models: the breakdown of each model, by name, where several trained; what is no model's is under `LOOP`.
     """
 
     plan: str
@@ -176,6 +180,7 @@ class Measurement(Shown):
     fits: bool = True
     is_warm: bool = True
     waited_share: float = 0.0
+    models: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def is_settled(self) -> bool:

@@ -181,11 +181,19 @@ def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo
     standing = _StandIn(replacement, instance.get(name))
 
     def restore() -> None:
-        if instance.get(name) is standing:
+        above = instance.get(name)
+        if above is standing:
             if standing.before is None:
                 del instance[name]
             else:
                 instance[name] = standing.before
+            return
+        # one that was put over it since, as where two models share the module, calls what was there before
+        while isinstance(above, _StandIn) and above.before is not standing:
+            above = above.before
+        if isinstance(above, _StandIn):
+            above.before = standing.before
+            standing.step_aside(weakref.ref(module), name)
 
     keep_out_of_copies(module, undo)
     undo.callback(restore)
@@ -230,6 +238,12 @@ class _StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._replacement(*args, **kwargs)
+
+    def step_aside(self, module: weakref.ref[nn.Module], name: str) -> None:
+        """Call what was there before, from now on."""
+        self._replacement = self.before or (
+            lambda *args, **kwargs: getattr(type(module()), name)(module(), *args, **kwargs)
+        )
 
     @property
     def users(self) -> Any:

@@ -15,6 +15,7 @@ asked for is answered by the error, and so are memlab's own loops (measurements,
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import warnings
@@ -60,6 +61,7 @@ class LogEntry:
 
 # models with a session, so that a second one is refused instead of wrapping the first. The model's seam and
 # the optimizer's hooks keep the session; when the user drops both, nothing here keeps the model in memory
+_numbers = itertools.count()
 _attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 
 
@@ -104,11 +106,15 @@ class Session:
             lambda: self._is_on_trial,
             lambda refusal: self._withdraw(refusal),
             lambda: self._only_tried(),
+            lambda: self._is_led,
         )
+        self._number = next(_numbers)
+        self._companions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._seams = ExitStack()
         self._steps = 0
         self._window_open = False
         self.was_called = False  # by a training forward, ever
+        self._stepped: set[int] = set()  # optimizers that have, before the model was called
         self._skipped = False  # of the step that is under way
         self._held_back: HeldBack | None = None  # while it is
         self._thread = threading.get_ident()
@@ -135,6 +141,17 @@ class Session:
     def steps(self) -> int:
         """Optimizer steps seen so far."""
         return self._steps
+
+    @property
+    def companions(self) -> list[Session]:
+        """Sessions of other models that train in the same loop, in the order in which they were made."""
+        return sorted((each for each in self._companions if each.attached), key=lambda each: each._number)
+
+    @property
+    def _is_led(self) -> bool:
+        """Whether a session that was there before has an optimizer of this model's."""
+        earlier = (each for each in sessions() if each._number < self._number)
+        return any(steps_some_of(one, self.workload.model) for each in earlier for one in each.workload.optimizers)
 
     @property
     def techniques(self) -> list[Technique]:
@@ -295,6 +312,9 @@ class Session:
         known = any(optimizer is other for other in self._in_force.optimizers)
         if known or unwrap_optimizer(optimizer) is not optimizer or not steps_some_of(optimizer, self.workload.model):
             return
+        if self._is_led:
+            # an earlier session has just taken it over, and sees to its state
+            self._in_force.change(self.plan)
         self._asked_again(lambda: self._in_force.check_optimizer(optimizer))
         with uninterrupted():
             self._add_optimizer(optimizer, self._seams)
@@ -335,6 +355,7 @@ class Session:
         Raises:
             RefusalError: a technique does not apply here; the old plan stays in force.
         """
+        require_compatible(self.workload, plan, self.companions)
         with uninterrupted():
             before = self.plan
             self._in_force.change(plan, to_the_end=to_the_end)
@@ -437,7 +458,11 @@ class Session:
         if pending is None:
             return
         try:
+            for each in self.companions:
+                check(each.workload, pending)
             self.change_plan(pending, on_trial=True)
+            for each in self.companions:
+                each.ask(pending)
         except RefusalError as refusal:
             # the loop goes on under the old plan; whoever asked reads it in the log
             self.note(f"refused {pending.label}: {refusal}")
@@ -530,7 +555,10 @@ class Session:
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._rescuing is not None:
             self._rescuing.step_ended()
-        self._say_what_was_passed_by()
+        if id(optimizer) in self._stepped:
+            self.say_what_was_passed_by()
+        if not self.was_called:
+            self._stepped.add(id(optimizer))
         skipped, self._skipped = self._skipped, False
         for technique in self.techniques:
             technique.step_ended(optimizer, skipped=skipped)
@@ -546,7 +574,8 @@ class Session:
         if held_back is not None:
             held_back.end()
 
-    def _say_what_was_passed_by(self) -> None:
+    def say_what_was_passed_by(self) -> None:
+        """Note settings that had no effect, once it is known that they had none."""
         if (passed_by := self.passed_by) is not None:
             self.note_once(passed_by)
 
@@ -554,7 +583,7 @@ class Session:
     def passed_by(self) -> str | None:
         """Text for a loop that updates the model without calling it, while settings work around the model's call; else None."""
         around = (t for t in self.techniques if type(t).forward is not Technique.forward and not t.changes_modules)
-        idle = [] if self.was_called else [technique.field for technique in around]
+        idle = [] if self.was_called or not self._stepped else [technique.field for technique in around]
         if not idle:
             return None
         flags = replace(Plan(), **{field: getattr(self.plan, field) for field in idle})
@@ -622,6 +651,80 @@ def check(workload: Workload, plan: Plan) -> None:
     session = session_of(workload.model)
     coming = [kind(plan) for kind in TECHNIQUES if is_wanted(kind, plan)]
     in_force.check(coming, workload, workload.optimizers, session.techniques if session is not None else ())
+
+
+def switch_together(together: Sequence[Session], plan: Plan, *, now: bool = True) -> None:
+    """Change the plan of models that train together: of all, or of none.
+
+    Args:
+        together: their sessions.
+        plan: the plan.
+        now: as for `Session.switch`.
+
+    Raises:
+        RefusalError: one of them cannot have it.
+    """
+    before = [each.plan for each in together]
+    try:
+        for each in together:
+            each.switch(plan, now=now)
+    except MemlabError:
+        for each, earlier in zip(together, before, strict=True):
+            each.switch(earlier, now=now)
+        raise
+
+
+def train_together(together: Sequence[Session]) -> None:
+    """Note which models train in one loop: a plan that is asked for one of them is for all."""
+    for each in together:
+        each._companions = weakref.WeakSet(other for other in together if other is not each)
+
+
+# settings that concern the model call alone, so that models whose parameters one optimizer holds can have each its own
+_OF_CALLS = ("accumulation", "batchnorm", "checkpointing", "tiling", "loss")
+
+
+def require_compatible(workload: Workload, plan: Plan, others: Sequence[Session]) -> None:
+    """Refuse settings that one of several models cannot have by itself.
+
+    Args:
+        workload: one of the models.
+        plan: what it is to have.
+        others: sessions of the other models that train in the same loop.
+
+    Raises:
+        RefusalError: two models share an optimizer, or gradients of one belong to the loss of another.
+    """
+    changed = plan.changes()
+    if not others or not changed:
+        return
+    names = f"{others[0].workload.name} and {workload.name}"
+    if "gradients" in changed or plan.precision == "fp16":
+        raise RefusalError(
+            "session",
+            f"this cell trains {names}, and {plan.label} treats the gradients of each as those of its own loss",
+            "leave out --release-grads and --fp16, or name one model with --model",
+        )
+    sharing = [each for each in others if any(steps_some_of(one, workload.model) for one in each.workload.optimizers)]
+    if not sharing:
+        return
+    offloaded = {str(what) for what, _ in plan.offload}
+    is_of_optimizer = plan.optimizer is not Plan().optimizer or "optimizer" in offloaded
+    is_of_calls = {*changed} <= {*_OF_CALLS, "precision", "offload", "optimizer"} and plan.precision in (
+        Plan().precision,
+        "bf16",
+    )
+    own, theirs = ({id(one) for one in each} for each in (workload.optimizers, sharing[0].workload.optimizers))
+    if is_of_calls and offloaded <= {"activations", "optimizer"} and (not is_of_optimizer or own == theirs):
+        return
+    shared = next(one for one in sharing[0].workload.optimizers if steps_some_of(one, workload.model))
+    raise RefusalError(
+        "session",
+        f"one {type(shared).__name__} updates {sharing[0].workload.name} and {workload.name}, so {plan.label} cannot be "
+        "applied to each by itself",
+        "give each its own optimizer, or use settings of the model call: --accumulate, --checkpoint, --bf16, "
+        "--offload activations",
+    )
 
 
 def session_of(model: nn.Module) -> Session | None:

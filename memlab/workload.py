@@ -131,7 +131,9 @@ class Workload:
         """Return where the first trainable parameter lives, or is trained."""
         if self.trained_on is not None:
             return self.trained_on
-        return next(p for p in self.model.parameters() if p.requires_grad).device
+        # one may be frozen for a part of each step, as the judges of a CycleGAN are
+        parameters = list(self.model.parameters())
+        return next((p for p in parameters if p.requires_grad), parameters[0]).device
 
     def describe(self) -> str:
         """Model, size, optimizer and device in one line."""
@@ -202,6 +204,25 @@ class Workload:
             )
         optimizer = getattr(trainer, "optimizer", None)
         return cls(model, optimizer, scheduler=getattr(trainer, "lr_scheduler", None))
+
+
+def name_of(model: nn.Module, namespace: Mapping[str, Any]) -> str:
+    """What a model is called where there are several: the shortest way to it from a variable, or its class.
+
+    Args:
+        model: the model.
+        namespace: variables by name.
+
+    Example:
+        >>> nets = {"actor": nn.Linear(2, 2)}
+        >>> name_of(nets["actor"], {"nets": nets}), name_of(nn.Linear(2, 2), {"nets": nets})
+        ("nets['actor']", 'Linear')
+    """
+    live = _visible(namespace)
+    held = ((way, unwrap_model(each)) for name in live for way, each in _held(name, live[name], nn.Module))
+    parts = ((way, path, part) for way, each in held for path, part in each.named_modules())
+    ways = [f"{way}.{path}" if path else way for way, path, part in parts if part is model]
+    return min(ways, key=lambda way: way.count(".") + way.count("["), default=_model_name(model))
 
 
 def find_model(namespace: Mapping[str, Any], cell: str, name: str | None = None) -> nn.Module | None:
@@ -435,8 +456,10 @@ def _chosen(live: Mapping[str, Any], name: str, flag: str, kind: type) -> Any:
         close = ", ".join(n for n, v in live.items() if isinstance(v, kind)) or "none"
         raise WorkloadError(f"{flag} {name}: no variable of that name; candidates here: {close}")
     held: dict[str, Any] = dict(_held(variable, live[variable], kind))
-    if name in held:
-        return held[name]
+    # a shell's line loses quotes
+    named = next((each for way, each in held.items() if _unquoted(way) == _unquoted(name)), None)
+    if named is not None:
+        return named
     if kind is nn.Module and _trainer_model(live.get(name)) is not None:
         return _trainer_model(live[name])
     if len(held) == 1 and name == variable:
@@ -445,6 +468,10 @@ def _chosen(live: Mapping[str, Any], name: str, flag: str, kind: type) -> Any:
         raise WorkloadError(f"{flag} {name}: {variable} holds {', '.join(held)}; name one of them")
     what = f"{variable} is a {type(live[variable]).__name__}"
     raise WorkloadError(f"{flag} {name}: {what}, expected a torch {kind.__name__}")
+
+
+def _unquoted(way: str) -> str:
+    return way.replace("'", "").replace('"', "")
 
 
 def _trainer_model(value: Any) -> nn.Module | None:

@@ -12,7 +12,7 @@ chunked loss serves causal language models with a plain linear head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memlab.errors import PlanError
@@ -41,7 +41,7 @@ _SCALES: dict[str, tuple[tuple[str, ...], Callable[[Scale, int], str]]] = {
 TARGETS = tuple(_SCALES)
 
 
-def export(plan: Plan | Scale | str, to: str, *, nproc: int = 2) -> str:
+def export(plan: Plan | Scale | str, to: str, *, nproc: int = 2, models: Sequence[str] = ()) -> str:
     """Print a plan as code or as a configuration file.
 
     Args:
@@ -50,6 +50,7 @@ def export(plan: Plan | Scale | str, to: str, *, nproc: int = 2) -> str:
             "accelerate" (a YAML file for `accelerate launch --config_file`), "deepspeed" (a JSON file) or "fsdp2" (the
             program for torchrun; of a plan without an engine as well).
         nproc: number of processes, where there is an engine.
+        models: names of the models that train together under the plan, where there are several.
 
     Returns:
         Text that runs, or loads, as it stands.
@@ -70,6 +71,13 @@ def export(plan: Plan | Scale | str, to: str, *, nproc: int = 2) -> str:
         distributed_type: FSDP
         ...
     """
+    if len(models) > 1:
+        # a file without comments is one for each of them as it stands
+        first, *rest = export(plan, to, nproc=nproc).split("\n")
+        each = (
+            f"# models: {', '.join(models)}; what is done here to the model and its optimizer is done to each of them"
+        )
+        return "\n".join([first, *([each] if first.startswith("#") else []), *rest])
     if to not in TARGETS:
         raise PlanError(f"export to {to!r}: allowed are {', '.join(TARGETS)}")
     if not isinstance(nproc, int) or nproc < 1:

@@ -104,7 +104,7 @@ class Background:
     def trains(self, model: nn.Module) -> bool:
         """Return whether a model is trained in the background, by another thread than this one."""
         job = self._other()
-        return job is not None and job.model is model
+        return job is not None and any(each is model for each in job.models)
 
     def require_rest(self, what: str) -> None:
         """Refuse what must not be done while a cell runs in the background, unless that cell does it itself.
@@ -131,10 +131,9 @@ class Background:
         job = self._other()
         if job is None:
             return
-        trained = job.model
-        if model is None or trained is None:
+        if model is None or not job.models:
             raise SessionError(f"%%memfit: {job.name} runs in the background, maybe with the same model; {WAYS_OUT}")
-        if model is trained:
+        if any(each is model for each in job.models):
             raise SessionError(f"%%memfit: {job.name} trains {type(model).__name__} in the background; {WAYS_OUT}")
 
     def wait(self) -> str:
@@ -224,7 +223,7 @@ class Job:
         self._program = program
         self._work = work
         self._failed = failed
-        self._model: weakref.ref[nn.Module] | None = None
+        self._models: list[weakref.ref[nn.Module]] = []
         self._control: Control | None = None
         self._is_cancelled = threading.Event()
         self._has_ended = threading.Event()
@@ -244,9 +243,9 @@ class Job:
         return threading.current_thread() is self._thread
 
     @property
-    def model(self) -> nn.Module | None:
-        """The model it trains, once that is known."""
-        return self._model() if self._model is not None else None
+    def models(self) -> list[nn.Module]:
+        """The models it trains, as far as they are known."""
+        return [model for each in self._models if (model := each()) is not None]
 
     def start(self) -> None:
         """Begin."""
@@ -266,7 +265,7 @@ class Job:
 
     def trains(self, model: nn.Module, control: Control | None) -> None:
         """Note which model it trains, and who steers that from now on."""
-        self._model = weakref.ref(model)
+        self._models.append(weakref.ref(model))
         self._control = control
 
     def trains_no_more(self) -> None:

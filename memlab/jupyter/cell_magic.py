@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from IPython.core.error import UsageError
@@ -27,7 +27,7 @@ from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
 from memlab.session import Session
 from memlab.shortage import is_out_of_memory, release
-from memlab.workload import Batch, SeveralModelsError, Workload, is_trained_by, stale_optimizers
+from memlab.workload import Batch, SeveralModelsError, Workload, is_trained_by, name_of, stale_optimizers
 
 _NO_MODEL = (
     "no model found: no variable of this notebook is a trainable torch.nn.Module, and the cell made no training "
@@ -103,6 +103,7 @@ class CellMagic:
             self._choice(options, budget_bytes, line) if budget_bytes is not None else None,
             self._rescue(options, line) if options.rescue and self._notebook.config.rescue else None,
             self._notebook.control_of,
+            lambda model: name_of(model, self._notebook.shell.user_ns),
         )
         try:
             self._run_watched(watch, options, source, place, budget_bytes, line)
@@ -127,7 +128,7 @@ class CellMagic:
         steps = self._keep(watch, outcome.error)
         if steps and watch.session is not None:
             # whoever interrupted the cell does not wait for predictions
-            plans = watch.plans if outcome.error is None else ()
+            plans = watch.plans if outcome.error is None and len(watch.sessions) == 1 else ()
             self._foretell(watch.session, plans, budget_bytes, line)
         if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
             self._show_receipt(watch, steps)
@@ -151,7 +152,9 @@ class CellMagic:
             return self._notebook.config.budget_bytes
         return options.budget_bytes
 
-    def _choice(self, options: CellOptions, budget_bytes: int, line: Line | None) -> Callable[[Workload], Plan]:
+    def _choice(
+        self, options: CellOptions, budget_bytes: int, line: Line | None
+    ) -> Callable[[Sequence[Workload]], Plan]:
         def history_of(workload: Workload) -> History:
             return self._notebook.history_of(workload.model)
 
@@ -192,26 +195,28 @@ class CellMagic:
         variables = dict(self._notebook.shell.user_ns)
         for stale in stale_optimizers(variables, source.python):
             print(f"memfit: {stale}")  # noqa: T201 - it trains nothing, which nobody notices in a long cell
+        named = options.models or (None,)
         try:
-            found = Workload.find(variables, source.python, model=options.model, optimizer=options.optimizer)
+            found = [Workload.find(variables, source.python, model=name, optimizer=options.optimizer) for name in named]
         except SeveralModelsError:
             # those that train are found when they do
-            found = None
-        is_named = options.model is not None
-        if found is not None and not is_named and not is_trained_by(found, variables, source.python):
-            found = None
-        self._notebook.background.require_other(found.model if found is not None else None)
-        if found is None:
+            found = []
+        workloads = list({id(each.model): each for each in found if each is not None}.values())
+        if not options.models and not all(is_trained_by(each, variables, source.python) for each in workloads):
+            workloads = []
+        for workload in workloads or (None,):
+            self._notebook.background.require_other(workload.model if workload is not None else None)
+        for workload in workloads:
+            watch.attach(workload, alone=bool(options.models))
+        if not workloads:
             watch.wait_for_model()
-        else:
-            watch.attach(found, alone=is_named)
 
     def _keep(self, watch: CellWatch, error: BaseException | None) -> int:
         if watch.session is None:
             return 0
-        model = watch.session.workload.model
-        self._notebook.remember(watch.session.workload)
-        return watch.keep(self._notebook.history_of(model), error)
+        first = watch.session
+        self._notebook.remember(*(each.workload for each in (first, *(s for s in watch.sessions if s is not first))))
+        return watch.keep(self._notebook.history_of, error)
 
     def _show_receipt(self, watch: CellWatch, steps: int) -> None:
         if watch.session is None or (watch.refused is not None and not steps):

@@ -48,9 +48,18 @@ class Word:
         return f"{self.word} {self.arguments}".rstrip()
 
 
+_MODEL = Flag(
+    "model",
+    "--model",
+    "NAME[,NAME…]",
+    "variables that hold the models, where not all that train are meant",
+    repeats=True,
+)
+_OPTIMIZER = Flag("optimizer", "--optimizer", "NAME", "variable that holds the optimizer, where there are several")
+
 CELL_FLAGS = (
-    Flag("model", "--model", "NAME", "variable that holds the model, where there are several"),
-    Flag("optimizer", "--optimizer", "NAME", "variable that holds the optimizer, where there are several"),
+    _MODEL,
+    _OPTIMIZER,
     Flag("budget", "--budget", "SIZE", "choose the fastest plan predicted to fit; flags of techniques are kept in it"),
     Flag("lossless", "--lossless", "", "with --budget: only techniques that keep the gradient unchanged"),
     Flag("capacity", "--capacity", "SIZE", "memory size to give the device in this cell, as in 4GiB"),
@@ -96,8 +105,8 @@ _WORKLOAD_FLAGS = (
         "variables that make a batch; by default the largest batch of the last %%memfit cell",
     ),
     Flag("loss_fn", "--loss-fn", "NAME", "variable called with output and target; the batch is then inputs,target"),
-    Flag("model", "--model", "NAME", "variable that holds the model, where there are several"),
-    Flag("optimizer", "--optimizer", "NAME", "variable that holds the optimizer, where there are several"),
+    _MODEL,
+    _OPTIMIZER,
 )
 _LOSSLESS = Flag("lossless", "--lossless", "", "only techniques that keep the gradient unchanged")
 _GPU = Flag(

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memlab.comparison import Comparison, FoundPlan
@@ -31,7 +32,7 @@ from memlab.rungs import Ladder
 from memlab.scaleout.scale import Scale
 from memlab.session import Session
 from memlab.units import format_bytes, format_change, parse_bytes
-from memlab.workload import Batch, Workload
+from memlab.workload import Batch, Workload, describe_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,30 +51,38 @@ _CHOOSE = "choose the plan yourself instead, as in %%memfit --accumulate 4"
 # -- what to predict it for -----------------------------------------------------------------------
 
 
-def workload_of(
+def workloads_of(
     command: str,
     options: ForesightOptions,
     namespace: Mapping[str, Any],
-    session: Session | None,
-    history: History,
+    together: Sequence[Session],
+    history_of: Callable[[nn.Module], History],
     *,
     needs_batch: bool = True,
-) -> Workload:
-    """The live model with a batch: those of the last cell, or those that were named.
+) -> list[Workload]:
+    """The live models with their batches: those of the last cell, or those that were named.
 
     Raises:
         WorkloadError: there is none, in one line that says what to do.
     """
-    if options.model or options.optimizer or session is None:
-        found = Workload.find(namespace, model=options.model, optimizer=options.optimizer)
+    if options.models or options.optimizer or not together:
+        named = [
+            Workload.find(namespace, model=each, optimizer=options.optimizer) for each in options.models or (None,)
+        ]
+        found = [each for each in named if each is not None]
+        for each, name in zip(found, options.models if len(found) > 1 else (), strict=False):
+            each.name = name
     else:
-        found = session.workload
-    if found is None:
+        found = [each.workload for each in together]
+    if not found:
         raise WorkloadError(
             f"%memfit {command} needs a model: no variable of this notebook is a trainable torch.nn.Module; make it first"
         )
-    is_known = session is not None and session.workload.model is found.model
-    batch: Any = history.batch if is_known else None
+    if len(found) > 1:
+        _require_no_batch(options, found)
+        return [_with_batch(command, each, history_of(each.model).batch, needs_batch=needs_batch) for each in found]
+    live = found[0]
+    batch: Any = history_of(live.model).batch if any(s.workload.model is live.model for s in together) else None
     if options.batch:
         values = tuple(_variable(namespace, "--batch", name) for name in options.batch)
         batch = values[0] if len(values) == 1 else values
@@ -81,19 +90,49 @@ def workload_of(
         if all(isinstance(leaf, (str, bytes, numbers.Number)) for leaf in tree_leaves(batch)):
             what = f"{type(batch).__name__} without a tensor; name what the model is called with"
             raise WorkloadError(f"--batch {','.join(options.batch)}: {what}")
-    if batch is None and needs_batch:
-        raise WorkloadError(
-            f"%memfit {command} needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
-            "(a variable of this notebook)"
-        )
-    loss_fn = _variable(namespace, "--loss-fn", options.loss_fn) if options.loss_fn else found.loss_fn
+    loss_fn = _variable(namespace, "--loss-fn", options.loss_fn) if options.loss_fn else live.loss_fn
     if options.loss_fn and not callable(loss_fn):
         raise WorkloadError(
             f"--loss-fn {options.loss_fn}: a {type(loss_fn).__name__} cannot be called; name what is called with output and target"
         )
     if options.loss_fn and len(options.batch) != 2:
         raise WorkloadError("--loss-fn needs the batch as inputs and target: --batch inputs,target")
-    return Workload(found.model, found.optimizers, batch, loss_fn, found.scheduler, found.name)
+    return [_with_batch(command, live, batch, loss_fn, needs_batch=needs_batch)]
+
+
+def _with_batch(
+    command: str, live: Workload, batch: Any, loss_fn: Callable[..., Any] | None = None, *, needs_batch: bool
+) -> Workload:
+    if batch is None and needs_batch:
+        raise WorkloadError(
+            f"%memfit {command} needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
+            "(a variable of this notebook)"
+        )
+    return Workload(live.model, live.optimizers, batch, loss_fn, live.scheduler, live.name)
+
+
+def _require_no_batch(options: ForesightOptions, found: Sequence[Workload]) -> None:
+    flag = "--batch" if options.batch else "--loss-fn" if options.loss_fn else ""
+    if flag:
+        names = ", ".join(each.name for each in found)
+        raise WorkloadError(
+            f"{flag} with several models ({names}): each has the largest batch of the last %%memfit cell; leave {flag} "
+            "out, or name one model with --model"
+        )
+
+
+def only_one(command: str, workloads: Sequence[Workload]) -> Workload:
+    """The one model of a command that serves no more.
+
+    Raises:
+        WorkloadError: there are several.
+    """
+    if len(workloads) > 1:
+        names = ", ".join(each.name for each in workloads)
+        raise WorkloadError(
+            f"%memfit {command} is about one model, and the last cell trained {names}; name one with --model"
+        )
+    return workloads[0]
 
 
 def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
@@ -118,21 +157,23 @@ def rank_forecast(workload: Workload, options: ForesightOptions, scale: Scale, h
     return foretold if options.device else replace(foretold, measured_bytes=history.rank_peaks)
 
 
-def forecast(workload: Workload, options: ForesightOptions, budget: str, history: History, say: Say) -> Forecast:
+def forecast(
+    workloads: Sequence[Workload], options: ForesightOptions, budget: str, history: History, say: Say
+) -> Forecast:
     """Predict all plans, or those that were asked for beside the plan as written."""
     if options.words:
         raise PlanError(f"%memfit predict {options.words[0]}: unknown; see %memfit help")
     if options.plan is not None and options.plans:
         raise PlanError("%memfit predict: give flags of one plan, or several plans after --plans, not both")
-    say(f"predicting for {options.device or workload.device}")
+    say(f"predicting for {options.device or workloads[0].device}")
     asked = [options.plan] if options.plan is not None else list(options.plans)
-    predictions = _predicted(workload, asked, options, history, say)
+    predictions = _predicted(workloads, asked, options, history, say)
     if options.device is None and not asked:
         history.lattice = tuple(predictions)
     measured = history.comparison.measurements if history.comparison is not None and options.device is None else ()
     labels = {each.plan for each in predictions}
     return Forecast(
-        title=f"memfit · {_without_device(workload)} · predicted for {predictions[0].device if predictions else options.device}",
+        title=f"memfit · {_without_device(workloads)} · predicted for {predictions[0].device if predictions else options.device}",
         predictions=tuple(predictions),
         budget_bytes=parse_bytes(budget) if budget else None,
         every=options.every or bool(asked),
@@ -141,18 +182,18 @@ def forecast(workload: Workload, options: ForesightOptions, budget: str, history
 
 
 def _predicted(
-    workload: Workload, asked: list[Plan], options: ForesightOptions, history: History, say: Say
+    workloads: Sequence[Workload], asked: list[Plan], options: ForesightOptions, history: History, say: Say
 ) -> list[Prediction]:
-    from memlab.predicting import predict_all
     from memlab.search.finding import considered
+    from memlab.search.together import predict_together
 
     plans: list[Plan] | None = list(dict.fromkeys([Plan(), *asked])) if asked else None
     if options.lossless and not asked:
-        plans = list(considered(workload, options.device, lossless=True))
-    measured = _calibration(history, workload) if options.device is None else None
+        plans = list(considered(workloads, options.device, lossless=True))
+    measured = _calibration(history, workloads[0]) if options.device is None else None
     try:
-        predictions = predict_all(
-            workload, options.device, plans=plans, measured=measured, progress=lambda line: say(f"predicting, {line}")
+        predictions = predict_together(
+            workloads, options.device, plans=plans, measured=measured, progress=lambda line: say(f"predicting, {line}")
         )
     except TraceError as error:
         if options.device is not None:
@@ -181,7 +222,9 @@ def _is_of_such_batches(measured: Measurement, workload: Workload) -> bool:
     return not tokens or measured.tokens_per_step % tokens == 0
 
 
-def found(workload: Workload, options: ForesightOptions, budget: str, history: History, say: Say) -> FoundPlan:
+def found(
+    workloads: Sequence[Workload], options: ForesightOptions, budget: str, history: History, say: Say
+) -> FoundPlan:
     """Search the fastest plan that fits, running trial steps that leave nothing behind."""
     from memlab.search import find_plan
 
@@ -191,7 +234,7 @@ def found(workload: Workload, options: ForesightOptions, budget: str, history: H
         raise PlanError("%memfit find needs a budget, as in %memfit find --budget 8GiB")
     say(f"finding a plan for {budget}")
     try:
-        answer = find_plan(workload, budget, lossless=options.lossless, fixed=options.plan or Plan(), progress=say)
+        answer = find_plan(workloads, budget, lossless=options.lossless, fixed=options.plan or Plan(), progress=say)
     except TraceError as error:
         raise _with_advice(error, _COMPARE) from None
     history.lattice = answer.predictions
@@ -224,7 +267,7 @@ def measured_instead(workload: Workload, device: Device, say: Say) -> Comparison
     say("measuring one step")
     return replace(
         compare(workload, [Plan()], 1, device=device, progress=lambda line: say(f"measuring, {line}")),
-        title=f"memfit · {_without_device(workload)} · {device.name} · measured, not predicted",
+        title=f"memfit · {_without_device([workload])} · {device.name} · measured, not predicted",
     )
 
 
@@ -254,8 +297,8 @@ def _tensors(workload: Workload) -> Iterator[torch.Tensor]:
     return tensors_in((batch.args, batch.kwargs) if isinstance(batch, Batch) else batch)
 
 
-def _without_device(workload: Workload) -> str:
-    return workload.describe().rpartition(" · ")[0]
+def _without_device(workloads: Sequence[Workload]) -> str:
+    return describe_all(workloads).rpartition(" · ")[0]
 
 
 # -- %%memfit --budget -----------------------------------------------------------------------------
@@ -263,22 +306,22 @@ def _without_device(workload: Workload) -> str:
 
 def choice(
     options: CellOptions, budget_bytes: int, fixed: Plan, history_of: Callable[[Workload], History], say: Say
-) -> Callable[[Workload], Plan]:
+) -> Callable[[Sequence[Workload]], Plan]:
     """Return what chooses the plan of a cell, once its model and batch are known.
 
     The same choice is not made twice: a model that goes on training on such batches under its chosen plan keeps it.
     """
 
-    def choose(workload: Workload) -> Plan:
+    def choose(workloads: Sequence[Workload]) -> Plan:
         from memlab.search import choose_plan
 
-        history = history_of(workload)
-        key = (budget_bytes, fixed, options.lossless, shapes_of(workload.batch))
+        history = history_of(workloads[0])
+        key = (budget_bytes, fixed, options.lossless, *(shapes_of(each.batch) for each in workloads))
         if key not in history.chosen:
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
             try:
                 plan, predictions = choose_plan(
-                    workload, budget_bytes, fixed=fixed, lossless=options.lossless, progress=say
+                    workloads, budget_bytes, fixed=fixed, lossless=options.lossless, progress=say
                 )
             except TraceError as error:
                 raise _with_advice(error, _CHOOSE) from None

@@ -18,7 +18,7 @@ from memlab.jupyter.display import show
 from memlab.jupyter.first_call import FirstCall
 from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook, one_line
-from memlab.jupyter.parser import CellOptions
+from memlab.jupyter.parser import CellOptions, one_model
 from memlab.measuring.device import device_for
 from memlab.report.inference import batch_line, graph_line, lines
 from memlab.shortage import is_out_of_memory
@@ -61,7 +61,9 @@ class InferenceCell:
     # -- before the cell -----------------------------------------------------------------------
 
     def _find(self, options: CellOptions, source: cells.Source) -> None:
-        model = find_model(dict(self._notebook.shell.user_ns), source.python, options.model)
+        model = find_model(
+            dict(self._notebook.shell.user_ns), source.python, one_model(options.models, "an inference cell")
+        )
         self._notebook.background.require_other(model)
         take = self._taker(options)
         if model is not None:

@@ -25,7 +25,7 @@ from memlab.plan import Plan
 from memlab.rank_prediction import RankForecast
 from memlab.run_record import RunRecord
 from memlab.rungs import Ladder
-from memlab.session import session_of
+from memlab.session import session_of, sessions, switch_together
 from memlab.units import parse_bytes
 from memlab.workload import Workload
 
@@ -96,7 +96,9 @@ class LineMagic:
     def _panel(self, words: list[str]) -> None:
         options = foresight_options("panel", words)
         _no_more([*options.words, *([str(options.plan)] if options.plan is not None else [])], "panel")
-        workload, history = self._notebook.subject("panel", options, needs_batch=False)
+        workloads, history = self._notebook.subject("panel", options, needs_batch=False)
+        # what is asked for one of several models is for all
+        workload = workloads[0]
         control = self._notebook.control_of(workload.model)
         budget = options.budget or self._notebook.config.budget
         control.begin(workload, self._notebook.config.capacity_bytes, parse_bytes(budget) if budget else None)
@@ -108,15 +110,16 @@ class LineMagic:
 
     def _predict(self, words: list[str]) -> Forecast | RankForecast | Comparison:
         options = foresight_options("predict", words)
-        workload, history = self._notebook.subject("predict", options)
+        workloads, history = self._notebook.subject("predict", options)
         if options.scale is not None:
+            workload = foresight.only_one(f"predict --scale {options.scale.engine}", workloads)
             return foresight.rank_forecast(workload, options, options.scale, history)
         budget = (
             options.budget or self._notebook.config.budget or ("" if options.device else self._notebook.config.capacity)
         )
         with self._notebook.saying() as say:
             try:
-                forecast = foresight.forecast(workload, options, budget, history, say)
+                forecast = foresight.forecast(workloads, options, budget, history, say)
             except TraceError as error:
                 if options.plan is not None or options.plans or options.device:
                     raise
@@ -124,7 +127,7 @@ class LineMagic:
             else:
                 show_figure(self._notebook.shell, forecast)
                 return forecast
-        return self._measured_instead(workload, why)
+        return self._measured_instead(foresight.only_one("predict", workloads), why)
 
     def _measured_instead(self, workload: Workload, why: str) -> Comparison:
         print(f"memfit: {why}; so one step of the plan as written is measured")  # noqa: T201
@@ -137,10 +140,10 @@ class LineMagic:
 
     def _find_plan(self, words: list[str]) -> FoundPlan:
         options = foresight_options("find", words)
-        workload, history = self._notebook.subject("find", options)
+        workloads, history = self._notebook.subject("find", options)
         with self._notebook.saying() as say:
             found = foresight.found(
-                workload,
+                workloads,
                 options,
                 options.budget or self._notebook.config.budget or self._notebook.config.capacity,
                 history,
@@ -152,7 +155,7 @@ class LineMagic:
 
     def _ladder(self, words: list[str]) -> Ladder:
         options = foresight_options("ladder", words)
-        workload, _ = self._notebook.subject("ladder", options)
+        workload = foresight.only_one("ladder", self._notebook.subject("ladder", options)[0])
         device = device_for(workload.device, self._notebook.config.capacity_bytes)
         with self._notebook.saying() as say:
             try:
@@ -167,7 +170,7 @@ class LineMagic:
 
     def _snapshot(self, words: list[str]) -> None:
         options = foresight_options("snapshot", words)
-        workload, _ = self._notebook.subject("snapshot", options)
+        workload = foresight.only_one("snapshot", self._notebook.subject("snapshot", options)[0])
         session = session_of(workload.model)
         plan = options.plan or (session.plan if session is not None else Plan())
         with self._notebook.saying() as say:
@@ -180,31 +183,33 @@ class LineMagic:
                 '%memfit compare: name the plans, each in quotes, as in %memfit compare "--accumulate 4" "--checkpoint"'
             )
         plans = [Plan.parse(word) for word in plans_in(words)]
-        session, batch = self._notebook.session(), self._notebook.history().batch
-        if batch is None:
+        live = [each.workload for each in self._notebook.together()]
+        batches = [self._notebook.history_of(each.model).batch for each in live]
+        if None in batches:
             raise WorkloadError("%memfit compare needs a batch: run a %%memfit cell that trains first")
-        workload = Workload(session.workload.model, session.workload.optimizers, batch)
-        device = device_for(workload.device, self._notebook.config.capacity_bytes)
+        workloads = [
+            Workload(each.model, each.optimizers, batch, name=each.name)
+            for each, batch in zip(live, batches, strict=True)
+        ]
+        device = device_for(workloads[0].device, self._notebook.config.capacity_bytes)
         with self._notebook.saying() as say:
             try:
-                compared = compare(workload, plans, device=device, progress=lambda text: say(f"comparing, {text}"))
+                compared = compare(workloads, plans, device=device, progress=lambda text: say(f"comparing, {text}"))
             finally:
                 device.close()
-            return foresight.with_predictions(compared, workload, say) if self._notebook.config.predict else compared
+            is_foretold = self._notebook.config.predict and len(workloads) == 1
+            return foresight.with_predictions(compared, workloads[0], say) if is_foretold else compared
 
     def _switch(self, words: list[str]) -> None:
         plan, rest = Plan.parse_known(words)
         if rest or not words:
             # says what is wrong with the first word that is no flag of a plan
             plan = Plan.parse(" ".join(words)) if words else _flags_missing()
-        session = self._notebook.session()
-        before = session.plan
-        if self._notebook.background.trains(session.workload.model):
-            session.switch(plan)
-            print(f"memfit: {before.label} → {plan.label} at the next step")  # noqa: T201
-            return
-        session.switch(plan, now=True)
-        print(f"memfit: {before.label} → {session.plan.label}")  # noqa: T201
+        together = self._notebook.together()
+        before, now = together[0].plan, not any(self._notebook.background.trains(s.workload.model) for s in together)
+        switch_together(together, plan, now=now)
+        when = "" if now else " at the next step"
+        print(f"memfit: {before.label} → {plan.label}{when}")  # noqa: T201
 
     def _wait(self, words: list[str]) -> None:
         _no_more(words, "wait")
@@ -217,7 +222,7 @@ class LineMagic:
     def _undo_plan(self, words: list[str]) -> None:
         everywhere = words == ["all"]
         _no_more([] if everywhere else words, "undo")
-        undone = self._notebook.sessions() if everywhere else [self._notebook.session()]
+        undone = self._notebook.sessions() if everywhere else self._notebook.together()
         for session in undone:
             session.undo()
             history = self._notebook.histories.get(session.workload.model)
@@ -230,8 +235,10 @@ class LineMagic:
     def _export(self, words: list[str]) -> None:
         to = words.pop(0) if words and not words[0].startswith("-") else "torch"
         nproc, words = _nproc_in(words)
-        plan = parsed(" ".join(words)) if words else self._notebook.session().plan
-        print(export(plan, to, nproc=nproc))  # noqa: T201 - what was asked for
+        together = self._notebook.together() if not words or sessions() else []
+        plan = parsed(" ".join(words)) if words else together[0].plan
+        names = [each.workload.name for each in together]
+        print(export(plan, to, nproc=nproc, models=names))  # noqa: T201 - what was asked for
 
     def _device(self, words: list[str]) -> None:
         if words:

@@ -41,7 +41,7 @@ class Notebook:
         self.inferences: weakref.WeakKeyDictionary[nn.Module, dict[CallKind, History]] = weakref.WeakKeyDictionary()
         self.background = Background()
         self.panels = panels()
-        self._last_model: weakref.ref[nn.Module] | None = None
+        self._last_models: list[weakref.ref[nn.Module]] = []
         self._last_name = ""
 
     @property
@@ -49,10 +49,10 @@ class Notebook:
         """The shell; it outlives its magics."""
         return self._shell()
 
-    def remember(self, workload: Workload) -> None:
-        """Note whose model the last cell trained."""
-        self._last_model = weakref.ref(workload.model)
-        self._last_name = workload.name
+    def remember(self, *workloads: Workload) -> None:
+        """Note whose models the last cell trained, that of its receipt first."""
+        self._last_models = [weakref.ref(each.model) for each in workloads]
+        self._last_name = " + ".join(each.name for each in workloads)
 
     def line(self) -> Line:
         """A line for what goes on."""
@@ -69,22 +69,20 @@ class Notebook:
 
     def sessions(self) -> list[Session]:
         """Attached sessions, that of the last cell first."""
-        last = self._last()
-        return sorted(sessions(), key=lambda session: session.workload.model is not last)
+        last = [model() for model in self._last_models]
+        return sorted(sessions(), key=lambda session: all(session.workload.model is not model for model in last))
 
-    def session(self) -> Session:
-        """The session of the last cell, or any.
+    def together(self) -> list[Session]:
+        """The sessions of the last cell, that of its receipt first; where none of them is left, any.
 
         Raises:
             WorkloadError: none is attached.
         """
-        last = self._last()
-        session = session_of(last) if last is not None else None
-        if session is None:
-            session = next(iter(sessions()), None)
-        if session is None:
+        models = (model() for model in self._last_models)
+        found = [session for model in models if model is not None and (session := session_of(model)) is not None]
+        if not found and not sessions():
             raise WorkloadError(self.nothing_applied())
-        return session
+        return found or [*sessions()[:1]]
 
     def history(self) -> History:
         """Return what was measured on the model of the last cell."""
@@ -118,27 +116,29 @@ class Notebook:
         history.foretell(each for each in moment.predictions if history.measured(each.plan) and not each.refused)
         show(history.require(), display_id="memlab-receipt")
 
-    def subject(self, command: str, options: ForesightOptions, *, needs_batch: bool = True) -> tuple[Workload, History]:
-        """Return what is predicted: the model of the last cell, or the one in the notebook.
+    def subject(
+        self, command: str, options: ForesightOptions, *, needs_batch: bool = True
+    ) -> tuple[list[Workload], History]:
+        """Return what is predicted: the models of the last cell, or those in the notebook, and the history of the first.
 
         Raises:
-            WorkloadError: as for `foresight.workload_of`.
+            WorkloadError: as for `foresight.workloads_of`.
         """
-        session = next(iter(self.sessions()), None)
-        history = self.histories.get(session.workload.model, History()) if session is not None else History()
-        workload = foresight.workload_of(
-            command, options, self.shell.user_ns, session, history, needs_batch=needs_batch
+        together = self.together() if sessions() else []
+        workloads = foresight.workloads_of(
+            command, options, self.shell.user_ns, together, self.history_of, needs_batch=needs_batch
         )
-        return workload, self.history_of(workload.model)
+        return workloads, self.history_of(workloads[0].model)
 
     def nothing_applied(self) -> str:
         """Say that no plan is in force."""
-        if self._last_model is not None and self._last_model() is None:
-            return f"{self._last_name} of the last cell is deleted; no plan is in force on any model"
+        if self._last_models and all(model() is None for model in self._last_models):
+            are = "are" if len(self._last_models) > 1 else "is"
+            return f"{self._last_name} of the last cell {are} deleted; no plan is in force on any model"
         return "no plan is in force; put %%memfit on the cell that trains (%%memfit? explains)"
 
     def _last(self) -> nn.Module | None:
-        return self._last_model() if self._last_model is not None else None
+        return next((model for each in self._last_models if (model := each()) is not None), None)
 
 
 @contextmanager

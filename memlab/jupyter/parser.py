@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ class CellOptions:
 
     Args:
         plan: the plan its flags make, or None when it gives none.
-        model: name of the variable to use as the model.
+        models: names of the variables to use as the models; empty for those that the cell trains.
         optimizer: name of the variable to use as the optimizer.
         budget_bytes: what the chosen plan is to fit into, or None when not given.
         lossless: choose among exact techniques only.
@@ -38,7 +39,7 @@ class CellOptions:
     """
 
     plan: Plan | None = None
-    model: str | None = None
+    models: tuple[str, ...] = ()
     optimizer: str | None = None
     budget_bytes: int | None = None
     lossless: bool = False
@@ -66,7 +67,7 @@ class ForesightOptions:
         device: name of a GPU to predict for, or None for the model's own device.
         batch: names of the variables that make a batch.
         loss_fn: name of the variable to use as the loss function.
-        model: name of the variable to use as the model.
+        models: names of the variables to use as the models.
         optimizer: name of the variable to use as the optimizer.
         lossless: exact techniques only.
         every: show every row.
@@ -84,7 +85,7 @@ class ForesightOptions:
     device: str | None = None
     batch: tuple[str, ...] = ()
     loss_fn: str | None = None
-    model: str | None = None
+    models: tuple[str, ...] = ()
     optimizer: str | None = None
     lossless: bool = False
     every: bool = False
@@ -131,7 +132,7 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
         device=given.get("device"),
         batch=tuple(name.strip() for name in given.get("batch", "").split(",") if name.strip()),
         loss_fn=given.get("loss_fn"),
-        model=given.get("model"),
+        models=_models_in(given),
         optimizer=given.get("optimizer"),
         lossless="lossless" in given,
         every="all" in given,
@@ -141,6 +142,28 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
         nproc=processes(given["nproc"]) if "nproc" in given else 1,
         scale=_foretold_scale(plan, engine, given, quoted),
     )
+
+
+def _models_in(given: dict[str, str]) -> tuple[str, ...]:
+    """The names after ``--model``; commas within brackets belong to a name."""
+    names = tuple(name.strip() for name in re.split(r",(?![^\[]*\])", given.get("model", "")) if name.strip())
+    if len(names) > 1 and "optimizer" in given:
+        raise PlanError(
+            f"--optimizer {given['optimizer']} with {len(names)} models: each is updated by the optimizers that hold its "
+            "parameters; leave --optimizer out"
+        )
+    return names
+
+
+def one_model(names: tuple[str, ...], what: str) -> str | None:
+    """The one name of a model, where no more than one can be served; None without any.
+
+    Raises:
+        PlanError: there are several.
+    """
+    if len(names) > 1:
+        raise PlanError(f"--model {','.join(names)}: {what} has one model; name one")
+    return names[0] if names else None
 
 
 def _foretold_scale(plan: Plan, engine: str | None, given: dict[str, str], plans: list[str]) -> Scale | None:
@@ -206,7 +229,7 @@ def cell_options(line: str) -> CellOptions:
         )
     return CellOptions(
         plan=plan if len(rest) < len(words) else None,
-        model=given.get("model"),
+        models=_models_in(given),
         optimizer=given.get("optimizer"),
         budget_bytes=parse_bytes(budget) if budget else None,
         lossless="lossless" in given,

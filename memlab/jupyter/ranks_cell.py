@@ -13,7 +13,7 @@ from memlab.jupyter import cells, foresight
 from memlab.jupyter.display import show
 from memlab.jupyter.live import Saying
 from memlab.jupyter.notebook import Notebook, one_line
-from memlab.jupyter.parser import CellOptions
+from memlab.jupyter.parser import CellOptions, one_model
 from memlab.plan import Plan
 from memlab.scaleout.cell_code import Brought, CellCode
 from memlab.scaleout.launching import Launched, launch
@@ -48,7 +48,12 @@ class RanksCell:
 
     def _workload(self, options: CellOptions, source: cells.Source) -> Workload:
         variables = dict(self._notebook.shell.user_ns)
-        found = Workload.find(variables, source.python, model=options.model, optimizer=options.optimizer)
+        found = Workload.find(
+            variables,
+            source.python,
+            model=one_model(options.models, "a cell in several processes"),
+            optimizer=options.optimizer,
+        )
         if found is None:
             raise WorkloadError(_NO_MODEL)
         self._notebook.background.require_other(found.model)

@@ -1,7 +1,8 @@
 """`CellWatch`: plan, session and meter for the duration of one cell.
 
 1. The model is found before the cell runs, or when the cell first trains one. Where several train (a GAN, an actor and
-   its critic), each is taken when it is first trained; the plan is applied to each, and one meter measures all.
+   its critic), each is taken when it is first trained; the plan is applied to each, and one meter measures all, each
+   with its own parts. They are called as the variables that hold them.
 2. The plan is applied there and then and stays; session and workload belong to the user's objects, so
    the watch keeps them no longer than the cell runs.
 3. The meter observes while the cell runs and is closed however the cell ends.
@@ -22,21 +23,22 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
-from memlab.errors import MemlabError, RefusalError, WorkloadError
+from memlab.errors import MemlabError
 from memlab.jupyter.first_call import FirstTrainingCall
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress
 from memlab.live.control import Control
+from memlab.measuring.beside import Beside, Calls
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import row_of_failure
 from memlab.measuring.steps import Meter
 from memlab.observer import Observer
-from memlab.plan import FIELDS, Plan
+from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.rescue.rescuer import Rescuer
 from memlab.rescue.thrash import ThrashWatch
-from memlab.session import Session, fit, session_of
+from memlab.session import Session, fit, require_compatible, session_of, train_together
 from memlab.shortage import is_out_of_memory
 from memlab.workload import Batch, Workload, describe_all, live_optimizers, optimizers_of, steps_some_of, unwrap_model
 
@@ -53,10 +55,11 @@ class CellWatch:
         plan: the plan to apply; None keeps the one in force.
         capacity_bytes: size the device is to behave as, or None.
         progress: shows steps while they happen; None for silence.
-        choose: called once with the workload and its batch at the first training step; the plan it returns is
-            applied to that very step. None applies `plan` at once.
+        choose: called with the workload and its batch at the first training step of a model, and with those of the
+            models before it; the plan it returns is applied to that very step. None applies `plan` at once.
         rescue: makes what rescues a workload on a device of so many bytes; None lets the cell fail.
         control_of: what follows and steers the run of a model; None for nothing.
+        name_of: what a model is called where there are several; by default as its class.
 
     Attributes:
         sessions: of the models that the cell trains, in the order in which they were found.
@@ -69,9 +72,10 @@ class CellWatch:
         plan: Plan | None,
         capacity_bytes: int | None,
         progress: Progress | None,
-        choose: Callable[[Workload], Plan] | None = None,
+        choose: Callable[[Sequence[Workload]], Plan] | None = None,
         rescue: Callable[[Workload, int | None], Rescuer] | None = None,
         control_of: Callable[[nn.Module], Control] | None = None,
+        name_of: Callable[[nn.Module], str] = lambda model: type(model).__name__,
     ) -> None:
         self.sessions: list[Session] = []
         self.refused: MemlabError | None = None
@@ -80,13 +84,16 @@ class CellWatch:
         self._capacity_bytes = capacity_bytes
         self._progress = progress
         self._choose = choose
+        self._choosers: list[_Chooser] = []
         self._rescue = rescue
         self._control_of = control_of
+        self._name_of = name_of
         self._control: Control | None = None
         self._device: Device | None = None
         self._thread: int | None = None  # whose training counts; None for any
         self._meter: Meter | None = None
         self._notes = _Notes(self._step_ended, self._broke_off)
+        self._largest: list[_Largest] = [self._notes]
         self._log_from: list[int] = []
         self._next_told_seconds = 0.0
         self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
@@ -106,6 +113,7 @@ class CellWatch:
         """Keep nothing of the user's any more."""
         self.sessions, self._meter, self._control, self._device = [], None, None, None
         self._notes = _Notes(self._step_ended, self._broke_off)
+        self._largest = [self._notes]
 
     @property
     def session(self) -> Session | None:
@@ -127,12 +135,8 @@ class CellWatch:
         Raises:
             RefusalError: a technique does not apply; everything is as it was.
         """
-        _require_compatible(workload, self._plan, self.sessions)
-        if self._choose is not None and self.sessions:
-            raise WorkloadError(
-                f"--budget chooses a plan for one model, and this cell trains {self.sessions[0].workload.name} and "
-                f"{workload.name}; name one with --model"
-            )
+        self._name(workload)
+        require_compatible(workload, self._plan or Plan(), self.sessions)
         attached = session_of(workload.model)
         if self._device is None:
             where = (attached.workload if attached is not None else workload).device
@@ -141,6 +145,7 @@ class CellWatch:
         session = _session_for(workload, None if self._choose is not None else self._plan)
         self.sessions.append(session)
         self._log_from.append(len(session.log))
+        train_together(self.sessions)
         if self._meter is None:
             self._observe(session, self._device)
             self._let_steer(session)
@@ -148,9 +153,19 @@ class CellWatch:
                 self._undo.callback(register_optimizer_step_pre_hook(self._stepped).remove)
         else:
             self._observe_beside(session, self._meter)
-        if _shared(workload, self.sessions[:-1]) is None:
-            # an optimizer is stepped by one rescuer
-            self._keep_alive(session, self._device)
+        self._keep_alive(session, self._device)
+
+    def _name(self, workload: Workload) -> None:
+        """Tell models apart: from the second one on, each is called as it is in the notebook."""
+        if not self.sessions:
+            return
+        others = [each.workload for each in self.sessions]
+        for each in (*others, workload) if len(others) == 1 else (workload,):
+            if each.name == type(each.model).__name__:
+                each.name = self._name_of(each.model)
+        alike = [each.name for each in others if each.name.partition(" #")[0] == workload.name]
+        if alike:
+            workload.name = f"{workload.name} #{len(alike) + 1}"
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look for a further model when an optimizer steps that updates none of those found."""
@@ -214,21 +229,33 @@ class CellWatch:
         # callbacks run in reverse: first nobody calls the meter any more, then it closes
         self._undo.callback(meter.close)
         # the one that chooses comes first: what it takes is no part of the first step
-        watching: list[Observer] = [_Chooser(session, self._choose)] if self._choose is not None else []
-        watching += [meter, self._notes, ThrashWatch(session.note)]
+        watching: list[Observer] = self._choosing(session)
+        watching += [meter, Calls(meter, 1), self._notes, ThrashWatch(session.note)]
         for observer in watching:
-            session.observers.append(observer)
-            self._undo.callback(session.leave, observer)
+            self._watch(session, observer)
             observer.plan_changed(session.plan)
 
     def _observe_beside(self, session: Session, meter: Meter) -> None:
         """Have the meter of the first model measure another one as well."""
-        meter.take_in(session.workload.model)
+        names = [each.workload.name for each in self.sessions]
+        number = meter.take_in(session.workload.model, names)
+        self._largest.append(_Largest())
+        for observer in (self._largest[-1], *self._choosing(session)):
+            self._watch(session, observer)
         for optimizer in session.workload.optimizers:
             meter.optimizer_found(optimizer)
-        beside = _Beside(meter, self._notes)
-        session.observers.append(beside)
-        self._undo.callback(session.leave, beside)
+        self._watch(session, _Beside(meter, number, self._notes))
+
+    def _choosing(self, session: Session) -> list[Observer]:
+        """Choose the plan when a model is first called, for it and those before it."""
+        if self._choose is None:
+            return []
+        self._choosers.append(_Chooser(session, self._choose, self._choosers))
+        return [self._choosers[-1]]
+
+    def _watch(self, session: Session, observer: Observer) -> None:
+        session.observers.append(observer)
+        self._undo.callback(session.leave, observer)
 
     def _keep_alive(self, session: Session, device: Device) -> None:
         """Have the loop rescued while the cell runs, unless whoever made the session has seen to it."""
@@ -258,11 +285,11 @@ class CellWatch:
         """Plans that were in force during the cell, the last one last."""
         return tuple(self._notes.plans)
 
-    def keep(self, history: History, error: BaseException | None = None) -> int:
+    def keep(self, history_of: Callable[[nn.Module], History], error: BaseException | None = None) -> int:
         """Put what was measured into a history, once the cell is over.
 
         Args:
-            history: of the model that was trained.
+            history_of: that of a model; the first one's gets what was measured, each one's its own batch.
             error: what ended the cell, if anything; a plan that ran out of memory gets a row that says so.
 
         Returns:
@@ -271,12 +298,16 @@ class CellWatch:
         session, meter = self.session, self._meter
         if session is None or meter is None:
             return 0
-        if error is not None:
-            session.loop_was_left()
+        for each in self.sessions:
+            each.say_what_was_passed_by()
+            if error is not None:
+                each.loop_was_left()
         measurements = [m for plan in self._notes.plans if (m := _measured(meter, plan)) is not None]
         steps = meter.steps
-        if self._notes.batch is not None and session.attached and len(self.sessions) == 1:
-            history.batch = without_graph(self._notes.batch)
+        history = history_of(session.workload.model)
+        for each, largest in zip(self.sessions, self._largest, strict=True):
+            if largest.batch is not None and each.attached:
+                history_of(each.workload.model).batch = without_graph(largest.batch)
         notes = tuple(dict.fromkeys(note for each in self.sessions for note in each.notes))
         if measurements and notes:
             measurements[-1] = replace(measurements[-1], notes=(*measurements[-1].notes, *notes))
@@ -312,23 +343,52 @@ class _Chooser(Observer):
 
     Args:
         session: of the model that is trained.
-        choose: called with the workload and its batch.
+        choose: called with all workloads that have been called by then, each with its batch.
+        choosers: of the models so far, this one last; those before follow with their next step.
     """
 
-    def __init__(self, session: Session, choose: Callable[[Workload], Plan]) -> None:
+    def __init__(
+        self, session: Session, choose: Callable[[Sequence[Workload]], Plan], choosers: Sequence[_Chooser]
+    ) -> None:
         self._session = session
-        self._choose: Callable[[Workload], Plan] | None = choose
+        self._choose: Callable[[Sequence[Workload]], Plan] | None = choose
+        self._choosers = choosers
+        self.workload: Workload | None = None
+        self._steps = 0
 
     def forward_begins(self, batch: Batch) -> None:
         choose, self._choose = self._choose, None
-        if choose is not None:
-            live = self._session.workload
-            plan = choose(Workload(live.model, live.optimizers, without_graph(batch), name=live.name))
-            self._session.switch(plan, now=True)
+        if choose is None:
+            return
+        live = self._session.workload
+        self.workload = Workload(live.model, live.optimizers, without_graph(batch), name=live.name)
+        plan = choose([each.workload for each in self._choosers if each.workload is not None])
+        self._session.switch(plan, now=True)
+        for each in self._session.companions:
+            each.ask(plan)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        # a further model is called by then; the batch must not be kept for the whole cell
+        self._steps += 1
+        if self._steps > 1:
+            self.workload = None
 
 
-class _Notes(Observer):
-    """Notes which plans were in force during a cell, and its largest batch, the last of several.
+class _Largest(Observer):
+    """Notes the largest batch of a model, the last of several."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        self._most_elements = 0
+
+    def forward_begins(self, batch: Batch) -> None:
+        elements = _elements(batch)
+        if elements >= self._most_elements:
+            self.batch, self._most_elements = batch, elements
+
+
+class _Notes(_Largest):
+    """Notes which plans were in force during a cell as well.
 
     Args:
         step_ended: called after each step.
@@ -336,19 +396,13 @@ class _Notes(Observer):
     """
 
     def __init__(self, step_ended: Callable[[], None], broke_off: Callable[[BaseException], None]) -> None:
+        super().__init__()
         self.plans: list[Plan] = []
-        self.batch: Batch | None = None
-        self._most_elements = 0
         self._step_ended = step_ended
         self._broke_off = broke_off
 
     def plan_changed(self, plan: Plan) -> None:
         self.plans = [*(known for known in self.plans if known != plan), plan]
-
-    def forward_begins(self, batch: Batch) -> None:
-        elements = _elements(batch)
-        if elements >= self._most_elements:
-            self.batch, self._most_elements = batch, elements
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self._step_ended()
@@ -359,50 +413,24 @@ class _Notes(Observer):
             self._broke_off(error)
 
 
-class _Beside(Observer):
-    """Tells the meter of one model what happens to another one of the same loop.
+class _Beside(Beside):
+    """Tells the notes of a cell as well what happens to a further model."""
 
-    Calls of the other model within a call of the first are part of that call, and steps of a shared optimizer are
-    told by the first.
-    """
-
-    def __init__(self, meter: Meter, notes: _Notes) -> None:
-        self._meter = meter
+    def __init__(self, meter: Meter, number: int, notes: _Notes) -> None:
+        super().__init__(meter, number)
         self._notes = notes
-        self._is_inner = False
 
     def plan_changed(self, plan: Plan) -> None:
         if plan not in self._notes.plans:
             self._meter.plan_changed(plan)
             self._notes.plan_changed(plan)
 
-    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
-        self._meter.optimizer_found(optimizer)
-
-    def forward_begins(self, batch: Batch) -> None:
-        self._is_inner = self._meter.in_forward
-        if not self._is_inner:
-            self._meter.forward_begins(batch)
-
-    def forward_ended(self, loss: torch.Tensor | None) -> None:
-        if not self._is_inner:
-            self._meter.forward_ended(loss)
-
-    def gradients_complete(self) -> None:
-        self._meter.gradients_complete()
-
-    def storage_resized(self, storage: torch.UntypedStorage) -> None:
-        self._meter.storage_resized(storage)
-
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        self._meter.step_begins(optimizer)
-
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        self._meter.step_ended(optimizer, skipped)
+        super().step_ended(optimizer, skipped)
         self._notes.step_ended(optimizer, skipped)
 
     def interrupted(self) -> None:
-        self._meter.interrupted()
+        super().interrupted()
         self._notes.interrupted()
 
 
@@ -441,45 +469,6 @@ def _session_for(workload: Workload, plan: Plan | None) -> Session:
     if plan is not None:
         session.switch(plan, now=True)
     return session
-
-
-# settings that concern the model call alone, so that models whose parameters one optimizer holds can have each its own
-_OF_CALLS = ("accumulation", "batchnorm", "checkpointing", "tiling", "loss")
-
-
-def _require_compatible(workload: Workload, plan: Plan | None, others: Sequence[Session]) -> None:
-    """Refuse settings that one of several models cannot have by itself.
-
-    Raises:
-        RefusalError: two models share an optimizer, or gradients of one belong to the loss of another.
-    """
-    if plan is None or not others:
-        return
-    shared = next(
-        (one for each in others for one in each.workload.optimizers if steps_some_of(one, workload.model)), None
-    )
-    names = f"{others[0].workload.name} and {workload.name}"
-    asked = {spec.name for spec in FIELDS if getattr(plan, spec.name) != getattr(Plan(), spec.name)}
-    if "gradients" in asked or plan.precision == "fp16":
-        raise RefusalError(
-            "session",
-            f"this cell trains {names}, and {plan.label} treats the gradients of each as those of its own loss",
-            "leave out --release-grads and --fp16, or name one model with --model",
-        )
-    is_of_calls = asked <= {*_OF_CALLS, "precision", "offload"} and plan.precision in (Plan().precision, "bf16")
-    if shared is not None and not (is_of_calls and set(plan.offload or ()) <= {"activations"}):
-        raise RefusalError(
-            "session",
-            f"one {type(shared).__name__} updates {names}, so {plan.label} cannot be applied to each by itself",
-            "give each its own optimizer, or use settings of the model call: --accumulate, --checkpoint, --bf16, "
-            "--offload activations",
-        )
-
-
-def _shared(workload: Workload, others: Sequence[Session]) -> torch.optim.Optimizer | None:
-    """An optimizer that updates parameters of this model and of another one."""
-    known = (one for each in others for one in each.workload.optimizers)
-    return next((one for one in known if steps_some_of(one, workload.model)), None)
 
 
 def _made_anew(workload: Workload, session: Session) -> bool:

@@ -73,6 +73,7 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
     Attributes:
         live_bytes: bytes of the storages alive now.
         peak_bytes: highest `live_bytes` since `begin`.
+        owner: number of the model whose call is under way, where several train; 0 for none.
 
     Example:
         >>> ledger = Ledger()
@@ -96,6 +97,8 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
         self._limit: float = math.inf if capacity_bytes is None else capacity_bytes
         self._live: dict[int, _Alive] = {}
         self._assigned: dict[int, Category] = {}
+        self.owner = 0
+        self._owners: dict[int, int] = {}
         self._events: list[RawEvent] = []
         self._baseline: dict[int, int] = {}
         self._born = 0
@@ -126,6 +129,8 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
             holdings: tensors that live already, with what they are for.
         """
         self._assigned = {alive.number: self._category_of_survivor(alive) for alive in self._live.values()}
+        if self._owners:
+            self._owners = {a.number: self._owners[a.number] for a in self._live.values() if a.number in self._owners}
         self.know(holdings)
         self._baseline = {alive.number: alive.size_bytes for alive in self._live.values()}
         self._events = []
@@ -138,6 +143,14 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
             for storage in _storages_of(tensor, self.device_type):
                 self._assign(storage, category)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def belong(self, owner: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Say which model tracked tensors are of; what has an owner keeps it."""
+        for tensor in tensors:
+            for storage in _storages_of(tensor, self.device_type):
+                alive = self._live.get(storage._cdata)
+                if alive is not None:
+                    self._owners.setdefault(alive.number, owner)
 
     def know_the_rest(self, category: Category) -> None:
         """Assign a category to every storage that has none yet."""
@@ -152,6 +165,7 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
             _assigned=dict(self._assigned),
             raw=tuple(self._events),
             _start=self._start,
+            owners=self._owners,
         )
 
     def start(self) -> None:
@@ -181,6 +195,7 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
         self.stop()
         self._live.clear()
         self._assigned.clear()
+        self._owners = {}
         self._baseline = {}
         self._events = []
         self.live_bytes = self.peak_bytes = 0
@@ -244,6 +259,8 @@ class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
         self._live[key] = alive
         self.live_bytes += size_bytes
         self._events.append((perf_counter(), size_bytes, number, moment))
+        if self.owner:
+            self._owners[number] = self.owner
 
     def _died(self, alive: _Alive) -> None:
         """Book a death; called when the storage is gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from memlab.records import AllocEvent, Category, Phase, TimelinePoint, thin, timeline_of
@@ -43,6 +43,7 @@ class Observation:
         peak_bytes: highest live bytes of the step.
         baseline: bytes of every storage that lived when the step began, by number.
         raw: births and deaths in order: seconds, bytes, number of the storage, moment.
+        owners: number of the model that a storage is of, by the storage's number, where several models train.
     """
 
     peak_bytes: int
@@ -50,6 +51,7 @@ class Observation:
     raw: tuple[RawEvent, ...]
     _assigned: Mapping[int, Category]
     _start: float
+    owners: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def events(self) -> tuple[AllocEvent, ...]:
@@ -79,6 +81,23 @@ class Observation:
     def timeline(self) -> tuple[TimelinePoint, ...]:
         """Live bytes by category over the step, thinned."""
         return thin(timeline_of(self.events, self.baseline_bytes))
+
+    def parts(self) -> dict[int, dict[str, int]]:
+        """Live bytes at the peak, by owner and category; 0 owns what is no model's."""
+        live, until = dict(self.baseline), 0
+        highest = total = sum(live.values())
+        for place, (_, size_bytes, _, _) in enumerate(self.raw, 1):
+            total += size_bytes
+            if total > highest:
+                highest, until = total, place
+        for _, size_bytes, number, _ in self.raw[:until]:
+            live[number] = live.get(number, 0) + size_bytes
+        summed: dict[int, dict[str, int]] = {}
+        for number, size_bytes in live.items():
+            of_owner = summed.setdefault(self.owners.get(number, 0), {})
+            category = str(self.categories.get(number, Category.TEMPORARIES))
+            of_owner[category] = of_owner.get(category, 0) + size_bytes
+        return {owner: {name: size for name, size in parts.items() if size} for owner, parts in summed.items()}
 
     @functools.cached_property
     def categories(self) -> dict[int, Category]:

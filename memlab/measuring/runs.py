@@ -6,15 +6,17 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from memlab.comparison import Comparison
 from memlab.errors import WorkloadError
+from memlab.measuring.beside import Beside, Calls
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
@@ -23,22 +25,26 @@ from memlab.session import Session, fit, session_of
 from memlab.snapshot import Snapshot
 from memlab.techniques.gradient_release import loop_is_known
 from memlab.uninterrupted import uninterrupted
-from memlab.workload import Batch, Workload
+from memlab.workload import Batch, Workload, describe_all
 
 # steps that are observed in detail and so not timed; see `Meter`
 _OBSERVED_STEPS = 2
 _SILENT_SECONDS = 2.0
 
 
+Workloads = Workload | Sequence[Workload]
+
+
 def measure(
-    workload: Workload, plan: Plan | str = "", steps: int = 5, *, keep: bool = False, device: Device | None = None
+    workload: Workloads, plan: Plan | str = "", steps: int = 5, *, keep: bool = False, device: Device | None = None
 ) -> Measurement:
     """Run training steps of a workload under a plan and measure memory and speed.
 
     Two more steps are run first, observed in detail for the breakdown; the timed ones follow.
 
     Args:
-        workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss).
+        workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss). Several that train
+            together make their steps in turn; one of them that has no loss gets the mean of its outputs.
         plan: a plan, or its flags.
         steps: steps to time, 1 or more.
         keep: keep what the steps trained. By default weights, moments, gradients, scheduler and random
@@ -63,13 +69,34 @@ def measure(
     wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
     if steps < 1:
         raise WorkloadError(f"steps={steps}: at least one step must be timed")
-    counted_on = device or device_for(workload.device)
+    workloads = each_of(workload)
+    counted_on = device or device_for(workloads[0].device)
     try:
-        with rehearsal(workload, wanted, keep=keep) as session:
-            return _measured_in(session, workload, wanted, steps, counted_on)
+        with _rehearsals(workloads, wanted, keep=keep) as sessions:
+            return _measured_in(sessions, workloads, wanted, steps, counted_on)
     finally:
         if device is None:
             counted_on.close()
+
+
+def each_of(workload: Workloads) -> list[Workload]:
+    """One workload, or several that train together, as a list."""
+    return [workload] if isinstance(workload, Workload) else list(workload)
+
+
+@contextmanager
+def _rehearsals(workloads: Sequence[Workload], plan: Plan, *, keep: bool) -> Iterator[list[Session]]:
+    for each in workloads:
+        require_complete(each)
+    # all before any is changed: they may share an optimizer
+    before = [] if keep else [Snapshot(each) for each in workloads]
+    try:
+        with ExitStack() as rehearsals:
+            yield [rehearsals.enter_context(rehearsal(each, plan, keep=True)) for each in workloads]
+    finally:
+        with uninterrupted():
+            for snapshot in before:
+                snapshot.restore()
 
 
 @contextmanager
@@ -110,7 +137,7 @@ def rehearsal(workload: Workload, plan: Plan, *, keep: bool = False) -> Iterator
 
 
 def compare(
-    workload: Workload,
+    workload: Workloads,
     plans: Iterable[Plan | str],
     steps: int = 5,
     *,
@@ -143,10 +170,10 @@ def compare(
     for number, plan in enumerate(wanted, 1):
         report(f"{number} of {len(wanted)}: {plan.label}")
         measurements.append(_measured_or_not(workload, plan, steps, device))
-    return Comparison(workload.describe(), tuple(measurements))
+    return Comparison(describe_all(each_of(workload)), tuple(measurements))
 
 
-def _measured_or_not(workload: Workload, plan: Plan, steps: int, device: Device | None) -> Measurement:
+def _measured_or_not(workload: Workloads, plan: Plan, steps: int, device: Device | None) -> Measurement:
     """A measurement, or the row that says the plan does not fit."""
     try:
         return measure(workload, plan, steps, device=device)
@@ -154,7 +181,7 @@ def _measured_or_not(workload: Workload, plan: Plan, steps: int, device: Device 
         words = str(error)
     # out of the handler: until here the traceback held the failed step's tensors
     gc.collect()
-    return row_of_failure(plan, device or device_for(workload.device), words)
+    return row_of_failure(plan, device or device_for(each_of(workload)[0].device), words)
 
 
 def row_of_failure(plan: Plan, device: Device, words: str) -> Measurement:
@@ -189,13 +216,24 @@ def say_when_long(doing: str) -> Callable[[str], None]:
     return say
 
 
-def training_step(workload: Workload) -> float:
+def training_step(workload: Workload, *, needs_loss: bool = True) -> float:
     """One step of the workload on its batch: forward, backward, update, gradients dropped.
+
+    Args:
+        workload: with an optimizer and a batch.
+        needs_loss: whether a model without a loss is an error; else the mean of its outputs stands for it.
 
     Returns:
         The loss.
     """
-    loss = loss_of(workload)
+    output = output_of(workload)
+    try:
+        loss = loss_in(workload, output)
+    except WorkloadError:
+        if needs_loss:
+            raise
+        loss = torch.stack([each.float().mean() for each in tree_leaves(output) if _has_graph(each)]).sum()
+    del output
     loss.backward()  # type: ignore[no-untyped-call]
     for optimizer in workload.optimizers:
         optimizer.step()
@@ -218,21 +256,42 @@ def _session_for(workload: Workload) -> Iterator[Session]:
         session.switch(before, now=True)
 
 
-def _measured_in(session: Session, workload: Workload, plan: Plan, steps: int, device: Device) -> Measurement:
-    meter = Meter(workload.model, workload.optimizers, device, lambda: session.host_bytes, lambda: session.held_tensors)
-    session.observers = [meter]
+def _measured_in(
+    sessions: Sequence[Session], workloads: Sequence[Workload], plan: Plan, steps: int, device: Device
+) -> Measurement:
+    first, several = workloads[0], len(workloads) > 1
+    meter = Meter(
+        first.model,
+        first.optimizers,
+        device,
+        lambda: sum(each.host_bytes for each in sessions),
+        lambda: (tensor for each in sessions for tensor in each.held_tensors),
+    )
+    sessions[0].observers = [meter, Calls(meter, 1)] if several else [meter]
+    for session, workload in zip(sessions[1:], workloads[1:], strict=True):
+        number = meter.take_in(workload.model, [each.name for each in workloads])
+        session.observers = [Beside(meter, number)]
+        for optimizer in workload.optimizers:
+            meter.optimizer_found(optimizer)
     try:
         meter.plan_changed(plan)
-        losses = [training_step(workload) for _ in range(_OBSERVED_STEPS + steps)]
+        losses = [
+            sum(training_step(each, needs_loss=not several) for each in workloads)
+            for _ in range(_OBSERVED_STEPS + steps)
+        ]
         measurement = meter.measurement(plan)
     finally:
         meter.close()
-    return _with(measurement, losses, session.notes)
+    return _with(measurement, losses, tuple(note for each in sessions for note in each.notes))
 
 
 def _with(measurement: Measurement, losses: list[float], notes: tuple[str, ...]) -> Measurement:
     finite = tuple(loss for loss in losses if math.isfinite(loss))
     return replace(measurement, losses=finite, notes=(*measurement.notes, *notes))
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def loss_of(workload: Workload) -> torch.Tensor:

@@ -4,8 +4,8 @@ Rules of the meter:
 
 1. It is told what happens by the session, on the training thread, and never changes the workload.
 2. A step begins with the first forward after the one before ended, and ends when the optimizers
-   have stepped; several forwards in between are summed. A model without an optimizer makes a step
-   of each forward.
+   have stepped; several forwards in between are summed. Optimizers that take turns (a GAN's) make one step
+   once each has had a turn. A model without an optimizer makes a step of each forward.
 3. A ledger watches the first two steps of each plan and two in a row every now and then: the second
    one knows what the first left alive. How often follows from what watching costs.
 4. Nothing waits for the device within a step: times and losses are read when they are asked for.
@@ -30,12 +30,12 @@ from memlab.errors import MemlabError
 from memlab.measuring.batches import samples_of, tokens_of
 from memlab.measuring.device import Device, Mark
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
-from memlab.measuring.ledger import Holding
+from memlab.measuring.ledger import Holding, tensors_in
 from memlab.measuring.observation import Observation
 from memlab.measuring.waiting import Waiting
 from memlab.observer import Observer
 from memlab.plan import Plan
-from memlab.records import Category, Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
+from memlab.records import LOOP, Category, Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
 from memlab.workload import Batch
 
 _WARMUP_STEPS = 1
@@ -100,6 +100,7 @@ class _Period:
     driver_bytes: int | None = None
     peaks: tuple[int | None, int | None] = (None, None)
     timeline: tuple[TimelinePoint, ...] = ()
+    parts: dict[int, dict[str, int]] = field(default_factory=dict)
     observation: Observation | None = None
 
     @cached_property
@@ -117,6 +118,7 @@ class _Period:
         """The timeline at a few hundred points, made when it is first asked for."""
         if not self.timeline and self.observation is not None:
             self.timeline = self.observation.timeline()
+            self.parts = self.observation.parts() if self.observation.owners else {}
         return self.timeline
 
     def release(self) -> None:
@@ -167,6 +169,10 @@ class Meter(Observer):
     ) -> None:
         self.device = device
         self._models = [model]
+        self._names: list[str] = []
+        self._since: dict[int, set[int]] = {}  # optimizers that have stepped since one of them did
+        self._between: dict[int, set[int]] = {}  # those that stepped between its last two steps
+        self._calling: list[int] = []  # numbers of the models whose calls are under way, from 1
         self._optimizers = list(optimizers)
         self._host_bytes = host_bytes
         self._held = held
@@ -229,14 +235,51 @@ class Meter(Observer):
             # what failed under the old plan is no peak of the new one
             self._forget_peaks(self._step, ())
 
-    def take_in(self, model: torch.nn.Module) -> None:
-        """Measure another model that trains in the same loop."""
+    def take_in(self, model: torch.nn.Module, names: Sequence[str]) -> int:
+        """Measure another model that trains in the same loop.
+
+        Args:
+            model: to be measured as well.
+            names: of all models so far, this one's last.
+
+        Returns:
+            Its number, for `call_begins`.
+        """
         self._models.append(model)
+        self._names = list(names)
+        return len(self._models)
+
+    def call_begins(self, number: int, batch: Batch) -> None:
+        """A call of one of several models begins: what is born from now on is its own."""
+        self._calling.append(number)
+        self._ledger.owner = number
+        if self._is_observed:
+            self._ledger.know(inputs_of(batch))
+            self._ledger.belong(number, (tensor for _, tensor in inputs_of(batch)))
+
+    def call_ended(self) -> None:
+        """It is over; harmless when none is under way."""
+        del self._calling[-1:]
+        self._ledger.owner = self._calling[-1] if self._calling else 0
+
+    def _claim(self) -> None:
+        """Say which of several models parameters, gradients and optimizer state are of."""
+        if len(self._models) < 2:
+            return
+        states = {id(p): state for o in self._optimizers for p, state in o.state.items()}
+        for number, model in enumerate(self._models, 1):
+            held = (t for of in (parameters_of(model), gradients_of(model)) for _, t in of)
+            self._ledger.belong(number, held)
+            self._ledger.belong(number, (t for p in model.parameters() for t in tensors_in(states.get(id(p), ()))))
 
     @property
     def in_forward(self) -> bool:
         """Return whether a model call is under way."""
         return self._in_forward
+
+    @property
+    def _is_observed(self) -> bool:
+        return self._step is not None and self._step.observed
 
     def only_tried(self) -> None:
         """Peaks so far are none of the plan's."""
@@ -273,21 +316,24 @@ class Meter(Observer):
 
     def gradients_complete(self) -> None:
         """Gradients have found their place, and will leave it before the step."""
-        if self._step is not None and self._step.observed:
+        if self._is_observed:
             self._ledger.know(self._gradients())
+            self._claim()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.step()` begins: gradients have found their place."""
         self._in_step = True
         self._ledger.phase = Phase.STEP
-        if self._step is not None and self._step.observed:
+        if self._is_observed:
             self._ledger.know(self._gradients())
+            self._claim()
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
         """`optimizer.step()` returned, or its update was skipped."""
         self._in_step = False
         self._ledger.phase = Phase.OTHER
         self.optimizer_found(optimizer)
+        self._note_turn(id(optimizer))
         step = self._step
         if step is None:
             return
@@ -308,6 +354,7 @@ class Meter(Observer):
         self._step = None
         self._last_end = None
         self._in_forward = self._in_step = False
+        self._calling, self._ledger.owner = [], 0
 
     def measurement(self, plan: Plan) -> Measurement:
         """Memory and speed of the latest period of a plan; waits until its last step is done.
@@ -321,7 +368,10 @@ class Meter(Observer):
             raise MemlabError(f"no step has ended under the plan {plan.label!r}; run some steps first")
         if period is self._period:
             self._read_counters(period)
-        return _measurement(period, self.device, timed, self._settled(timed), self._timed_before(period))
+        measured = _measurement(period, self.device, timed, self._settled(timed), self._timed_before(period))
+        names = dict(enumerate((*self._names, LOOP), 1))
+        parts = {name: period.parts.get(number % len(names), {}) for number, name in names.items()}
+        return replace(measured, models=parts if period.parts else {})
 
     def so_far(self, plan: str) -> Measurement | None:
         """Return what is known of a plan by now, from its newest steps; never waits for the device.
@@ -371,6 +421,7 @@ class Meter(Observer):
         self.device.reset_peaks()
         if step.observed:
             self._ledger.begin([*self._parameters(), *self._gradients(), *self._state(), *inputs])
+            self._claim()
 
     def _is_due(self) -> bool:
         """Return whether the next step is to be observed."""
@@ -389,8 +440,18 @@ class Meter(Observer):
     def _end_step_if_over(self) -> None:
         """End a step that had waited for other optimizers, or that has none."""
         step = self._step
-        if step is not None and (step.stepped or not self._optimizers):
+        if step is not None and (step.stepped or not self._optimizers) and not self._others_follow(step):
             self._end_step(step)
+
+    def _others_follow(self, step: _OpenStep) -> bool:
+        """Whether optimizers that take turns with those that have stepped are still to come."""
+        return any(self._between.get(each, set()) - step.stepped for each in step.stepped)
+
+    def _note_turn(self, optimizer: int) -> None:
+        self._between[optimizer] = self._since.pop(optimizer, set())
+        for others in self._since.values():
+            others.add(optimizer)
+        self._since[optimizer] = set()
 
     def _end_step(self, step: _OpenStep) -> None:
         self._step = None
@@ -422,8 +483,10 @@ class Meter(Observer):
 
     def _observation(self) -> Observation:
         self._ledger.know([*self._state(), *self._parameters()])
+        self._claim()
         self._ledger.stop()
-        return self._ledger.finish()
+        seen = self._ledger.finish()
+        return seen if len(self._models) > 1 else replace(seen, owners={})
 
     def _read_counters(self, period: _Period) -> None:
         period.host_bytes = max(period.host_bytes, self._host_bytes())

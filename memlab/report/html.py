@@ -16,7 +16,7 @@ from memlab.comparison import Comparison, FoundPlan, Row
 from memlab.records import Measurement, Prediction
 from memlab.report import ladder as rungs
 from memlab.report.columns import MEMORY, NOTE, PLAN, Column, cells, columns
-from memlab.report.listing import Listing, found_listing, predictions_listing
+from memlab.report.listing import Listing, found_listing, models_listing, predictions_listing
 from memlab.report.segments import categories_of, segments, swatch
 from memlab.rungs import Ladder, Step
 from memlab.units import format_bytes
@@ -67,7 +67,7 @@ def table(comparison: Comparison) -> str:
         f'<div class="memlab-receipt" style="{_WRAPPER}"><table style="{_TABLE}">'
         f'<caption style="{_CAPTION}">{escape(comparison.title)}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-        f"{_legend(comparison)}{_events(comparison.events)}</div>"
+        f"{_legend(comparison)}{_of_models(comparison)}{_events(comparison.events)}</div>"
     )
 
 
@@ -275,6 +275,11 @@ def _bar(parts: Mapping[str, int], most_bytes: int, *, is_foretold: bool = False
 
 def _legend(comparison: Comparison) -> str:
     return _keys(categories_of([segments(measurement) for measurement in comparison.measurements]))
+
+
+def _of_models(comparison: Comparison) -> str:
+    by_model = models_listing(comparison)
+    return "" if by_model is None else f'<div style="margin-top:8px">{listing(by_model)}</div>'
 
 
 def _keys(names: Sequence[str]) -> str:

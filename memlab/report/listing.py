@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from memlab.comparison import FoundPlan
+from memlab.comparison import Comparison, FoundPlan
 from memlab.records import Measurement, Prediction
-from memlab.report.columns import NOTHING, Column, bytes_or_nothing, change, peak, rate, speed
+from memlab.report.columns import NOTHING, PLAN, Column, bytes_or_nothing, change, peak, rate, speed
 from memlab.report.ranking import Ranking, Refusal, counts, rank, refusals, shown, speed_of, verdict_words
-from memlab.report.segments import segments
+from memlab.report.segments import ordered, segments
 from memlab.units import format_bytes, format_seconds
 
 FRONT_MARK = "•"
@@ -37,6 +37,21 @@ class Listing:
     rows: tuple[tuple[str, ...], ...]
     parts: tuple[Mapping[str, int], ...] = ()
     foot: tuple[str, ...] = ()
+
+
+def models_listing(comparison: Comparison) -> Listing | None:
+    """What each of several models holds at the peak, for every plan; None where one model trained."""
+    measured = [each for each in comparison.measurements if each.models]
+    if not measured:
+        return None
+    names = ordered({name for each in measured for parts in each.models.values() for name in parts})
+    rows = [
+        (each.plan if number == 0 else "", model, *(bytes_or_nothing(parts.get(name)) for name in names))
+        for each in measured
+        for number, (model, parts) in enumerate(each.models.items())
+    ]
+    heads = [Column[None](title, lambda _: "", is_number=False) for title in (PLAN.title, "at the peak")]
+    return Listing("", (*heads, *(Column[None](name, lambda _: "") for name in names)), tuple(rows))
 
 
 def predictions_listing(

@@ -11,7 +11,7 @@ from memlab.comparison import Comparison, FoundPlan, Row
 from memlab.records import Measurement, Prediction
 from memlab.report import ladder as rungs
 from memlab.report.columns import NOTE, PLAN, Column, cells, columns, flag_lines
-from memlab.report.listing import Listing, found_listing, predictions_listing
+from memlab.report.listing import Listing, found_listing, models_listing, predictions_listing
 from memlab.report.segments import Profile, heading, segments
 from memlab.rungs import Ladder, Step
 from memlab.units import format_bytes, format_change
@@ -56,6 +56,8 @@ def table(comparison: Comparison) -> str:
     lines.append("─" * max(len(lines[-1]), used + _longest_note(comparison) if beside else 0))
     for row, texts in zip(comparison.rows, rows, strict=True):
         lines += _row_lines(row, figures, widths, texts, beside=beside)
+    by_model = models_listing(comparison)
+    lines += listing(by_model).split("\n") if by_model is not None else []
     events = [line for event in comparison.events for line in _wrapped(event)]
     return "\n".join(line.rstrip() for line in lines + events)
 

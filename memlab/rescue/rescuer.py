@@ -11,6 +11,8 @@ What it does, by the place where memory ran out:
    the loop's, and only its forward is rescued (rule 1).
 4. *In the optimizer's update*: the bucket that failed is as it was, buckets before it are done; the next plan comes
    into force and the others follow (`stepping.run_step`).
+5. *Where several models train*: those that are not in trouble follow with their next step. Where that of the model in
+   trouble has no further plan, they come to it at once.
 
 Where `Evidence` says that memory cannot run out, none of this is in place: the graph, the functions of torch and the
 update are the loop's own, and only a forward pass that runs out all the same is rescued (rule 1), whereupon the rest
@@ -24,6 +26,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -369,7 +372,7 @@ class Rescuer:
         release(error)
         start_over()
         _collect()
-        if not self._climb(trouble, place, keeps_rows=keeps_rows):
+        if not self._climb(trouble, place, keeps_rows=keeps_rows) and not self._companions_come():
             if trouble.is_last_try:
                 is_as_before = is_as_before and not self._is_in_step
                 self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
@@ -402,6 +405,16 @@ class Rescuer:
                 return True
             trouble.refused.add(rung.plan)
         return False
+
+    def _companions_come(self) -> bool:
+        """Have the other models of the loop take this one's plan there and then; whether one has."""
+        session, came = self._live_session, False
+        for each in session.companions:
+            before = each.plan
+            with suppress(RefusalError, torch.OutOfMemoryError):
+                each.change_plan(session.plan)
+            came |= each.plan != before
+        return came
 
     def _rungs(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> Iterator[Rung]:
         return next_plans(
@@ -481,6 +494,8 @@ class Rescuer:
         )
         self.rescues.append(rescue)
         session.note(rescue.text, step=rescue.step)
+        for each in session.companions if session.plan != trouble.plan else ():
+            each.ask(session.plan)
         if self._say is not None:
             self._say(str(rescue))
 

@@ -25,18 +25,18 @@ from memlab.errors import PlanError, WorkloadError
 from memlab.lattice import half_format, lattice
 from memlab.measuring.batches import samples_of
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.runs import say_when_long
+from memlab.measuring.runs import Workloads, each_of, say_when_long
 from memlab.plan import Plan
-from memlab.predicting import predict_all
 from memlab.records import Prediction
 from memlab.search.deciding import Search
+from memlab.search.together import predict_together
 from memlab.search.trials import Say, best_of_trials, run_trial
 from memlab.units import parse_bytes
-from memlab.workload import Batch, Workload
+from memlab.workload import Batch, Workload, describe_all
 
 
 def find_plan(
-    workload: Workload,
+    workload: Workloads,
     budget: str = "8GiB",
     *,
     device: Device | None = None,
@@ -51,7 +51,7 @@ def find_plan(
     Weights, moments, gradients, scheduler, random state and the plan in force are afterwards as they were.
 
     Args:
-        workload: as for `measure`.
+        workload: as for `measure`; several that train together get one plan, and run their steps in turn.
         budget: size to fit into, such as "8GiB".
         device: what to count memory on; by default the model's device, made to behave as one of this size, so that
             a plan that does not fit really runs out of memory.
@@ -77,9 +77,9 @@ def find_plan(
     kept = fixed if isinstance(fixed, Plan) else Plan.parse(fixed)
     plans = considered(workload, None, kept, lossless=lossless)
     say = progress or say_when_long("looking for a plan:")
-    predictions = predict_all(workload, plans=plans, progress=_of_predictions(progress))
-    search = Search(workload.describe(), budget_bytes, plans, predictions)
-    counted_on = device or device_for(workload.device, budget_bytes)
+    predictions = predict_together(workload, plans=plans, progress=_of_predictions(progress))
+    search = Search(describe_all(each_of(workload)), budget_bytes, plans, predictions)
+    counted_on = device or device_for(each_of(workload)[0].device, budget_bytes)
     try:
         return best_of_trials(
             search, lambda plan: run_trial(workload, plan, steps, counted_on, budget_bytes), trials, say
@@ -90,7 +90,7 @@ def find_plan(
 
 
 def choose_plan(
-    workload: Workload,
+    workload: Workloads,
     budget_bytes: int,
     *,
     device: str | Gpu | None = None,
@@ -101,7 +101,7 @@ def choose_plan(
     """The fastest plan that is predicted to fit for certain, without running anything.
 
     Args:
-        workload: as for `predict_all`.
+        workload: as for `predict_all`, or several that train together.
         budget_bytes: size to fit into.
         device: a GPU of the catalogue to choose for, or its name; by default the device the model is on.
         fixed: settings to keep; a field at its default is free.
@@ -118,8 +118,8 @@ def choose_plan(
         WorkloadError: no batch or no optimizer, or every plan with the settings in `fixed` is refused.
     """
     plans = considered(workload, device, fixed, lossless=lossless)
-    predictions = predict_all(workload, device, plans=plans, progress=_of_predictions(progress))
-    search = Search(workload.describe(), budget_bytes, plans, predictions)
+    predictions = predict_together(workload, device, plans=plans, progress=_of_predictions(progress))
+    search = Search(describe_all(each_of(workload)), budget_bytes, plans, predictions)
     if search.fits_for_certain(plans[0]):
         return plans[0], predictions
     chosen = search.most_promising()
@@ -146,7 +146,7 @@ def _of_predictions(progress: Say | None) -> Say | None:
 
 
 def considered(
-    workload: Workload,
+    workload: Workloads,
     device: str | Gpu | None = None,
     fixed: Plan = Plan(),  # noqa: B008 - frozen
     *,
@@ -163,8 +163,10 @@ def considered(
     Raises:
         MemlabError: no such GPU in the catalogue.
     """
-    half = half_format(compute_capability_of(workload.device, device))
-    return lattice(fixed, rows=rows_of(workload), lossless=lossless, half=half)
+    workloads = each_of(workload)
+    half = half_format(compute_capability_of(workloads[0].device, device))
+    rows = min((rows for each in workloads if (rows := rows_of(each)) is not None), default=None)
+    return lattice(fixed, rows=rows, lossless=lossless, half=half)
 
 
 def compute_capability_of(own: torch.device, named: str | Gpu | None) -> tuple[int, int] | None:

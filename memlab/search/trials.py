@@ -12,11 +12,10 @@ import torch
 from memlab.comparison import FoundPlan
 from memlab.errors import MissingExtraError, RefusalError
 from memlab.measuring.device import Device
-from memlab.measuring.runs import measure, row_of_failure
+from memlab.measuring.runs import Workloads, each_of, measure, row_of_failure
 from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.search.deciding import Search
-from memlab.workload import Workload
 
 # a measurement whose steps differ by more than this (half range over median) is taken once more
 _NOISY_SPREAD = 0.25
@@ -45,7 +44,7 @@ def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan
 
 
 def run_trial(
-    workload: Workload, plan: Plan, steps: int, device: Device, budget_bytes: float = math.inf
+    workload: Workloads, plan: Plan, steps: int, device: Device, budget_bytes: float = math.inf
 ) -> Measurement:
     """The measurement of a plan; the row that says so when it does not fit.
 
@@ -59,7 +58,7 @@ def run_trial(
     Raises:
         RefusalError: a technique of the plan does not apply.
     """
-    _free_cache(workload.device)
+    _free_cache(each_of(workload)[0].device)
     words = ""
     try:
         measured = measure(workload, plan, 1 if device.observes_every_step else steps, device=device)

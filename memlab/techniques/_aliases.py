@@ -28,12 +28,14 @@ class Aliases:
                 self.originals.append(parameter)
                 self.aliases.append(by_id[id(parameter)])
             self._sites.append((module, name, parameter, by_id[id(parameter)]))
+        # all may be frozen for a part of each step
+        self._device = next(model.parameters()).device
         self._ids = [id(parameter) for _, _, parameter, _ in self._sites]
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
     @property
     def device(self) -> torch.device:
-        return self.originals[0].device
+        return self._device
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -60,6 +60,7 @@ class Technique:
         updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
         changes_modules: whether it works within the model's modules, which compiled code does not look into again.
         is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
+        is_of_optimizer: whether it works on optimizers alone, so that it serves all models of a shared one at once.
         owns_steps: whether `step` does the optimizer's steps.
         only_tried: to be called when what was allocated since the step began was a trial, and is no peak of the plan.
         storage_resized: to be called when a storage got or lost memory without an operator.
@@ -83,6 +84,7 @@ class Technique:
     updates_in_backward: bool = False
     changes_modules: bool = False
     is_engine: bool = False
+    is_of_optimizer: bool = False
     owns_steps: bool = False
     predecessor: Technique | None = None
     in_force: Callable[[], Sequence[Technique]] = staticmethod(lambda: ())

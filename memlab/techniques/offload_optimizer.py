@@ -68,6 +68,7 @@ class OffloadOptimizer(Technique):
         ),
     )
     changes_state = True
+    is_of_optimizer = True
     state_per_step = True
 
     def __init__(self, plan: Plan) -> None:

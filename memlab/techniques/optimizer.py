@@ -101,6 +101,7 @@ class OptimizerConversion(Technique):
         ),
     )
     changes_state = True
+    is_of_optimizer = True
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

@@ -106,27 +106,27 @@ for _ in range(3):
     optG.step()
     losses.append(loss.item())
 """,
-        "Sequential 280 + Sequential 161 · AdamW + AdamW",
+        "G 280 + D 161 · AdamW + AdamW",
     ),
     "an actor and a critic under one optimizer": Case(
         "actor, critic = net(), net(1)\n"
         "optimizer = torch.optim.AdamW([*actor.parameters(), *critic.parameters()], lr=0.01)",
         LOOP.replace("model(x), y)\n", "actor(x), y) + critic(x).square().mean()\n"),
-        "Sequential 212 + Sequential 161 · AdamW",
+        "actor 212 + critic 161 · AdamW",
     ),
     "parts of a module that are called by themselves": Case(
         "class Task(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 4)\n",
         "task = Task(); optimizer = torch.optim.AdamW(task.parameters(), lr=0.01)\n"
         + LOOP.replace("model(x)", "task.head(task.body(x).tanh())"),
-        "Linear 144 + Linear 68 · AdamW",
+        "task.body 144 + task.head 68 · AdamW",
     ),
     "a model trained after another": Case(
         f"{MADE}",
         LOOP
         + "second = net(); optimizer = torch.optim.SGD(second.parameters(), lr=0.1)\n"
         + LOOP.replace("model(", "second("),
-        "Sequential 212 + Sequential 212 · AdamW + SGD",
+        "model 212 + second 212 · AdamW + SGD",
     ),
     "a closure, as Lightning steps": Case(
         "class Wrapper:\n"
@@ -213,13 +213,13 @@ def test_settings_that_several_models_cannot_have_by_themselves(shell: Any, cell
     for flags, said in (
         (
             "--offload optimizer",
-            "session: one AdamW updates Sequential and Sequential, so --offload optimizer cannot be applied to each by "
+            "session: one AdamW updates actor and critic, so --offload optimizer cannot be applied to each by "
             "itself; give each its own optimizer, or use settings of the model call: --accumulate, --checkpoint, --bf16, "
             "--offload activations",
         ),
         (
             "--release-grads",
-            "session: this cell trains Sequential and Sequential, and --release-grads treats the gradients of each as "
+            "session: this cell trains actor and critic, and --release-grads treats the gradients of each as "
             "those of its own loss; leave out --release-grads and --fp16, or name one model with --model",
         ),
     ):

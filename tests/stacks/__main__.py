@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from tests.stacks.loops import STACKS
 from tests.stacks.running import SETTINGS, Outcome, Verdict, outcomes, shell
+from tests.stacks.several import ALL_STACKS
 
 PAGE = Path(__file__).parents[2] / "docs" / "stacks.md"
 _HEAD = """# Tested loops
@@ -30,7 +30,7 @@ def main() -> None:
     reasons: dict[str, list[str]] = {}
     besides: list[str] = []
     with shell() as opened:
-        for name, stack in STACKS.items():
+        for name, stack in ALL_STACKS.items():
             missing = [package for package in stack.packages if importlib.util.find_spec(package) is None]
             if missing:
                 rows.append(f"| {name} |" + f" not run: {', '.join(missing)} is missing |" * len(SETTINGS))

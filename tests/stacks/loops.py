@@ -1,7 +1,7 @@
 """The loops: each is code that makes things, and a cell that trains them and leaves `losses`.
 
-They are written as a notebook would have them. Nothing here knows memlab. `parts` names the models whose weights are
-compared afterwards.
+They are written as a notebook would have them. Nothing here knows memlab. `parts` says where the models are whose weights
+are compared afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Stack:
     Args:
         make: source of the cells before, after torch has been imported and seeded.
         cell: source of the cell that trains; sets `losses`.
-        parts: names of the models.
+        parts: expressions for the models.
         packages: what it needs beside torch.
         beside: more flags beside a setting, where the loop needs them.
         by_hand: for a setting that asks for another result than the untouched loop's, the cell that gives it.
@@ -53,7 +53,7 @@ def _batches(inputs: str, targets: str) -> str:
 
 
 _IMAGES = _batches("8, 3, 16, 16", "0, 5, (8,)")
-_ROWS = _batches("8, 12", "0, 3, (8,)")
+ROWS = _batches("8, 12", "0, 3, (8,)")
 _ADAMW = "optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)\n"
 _MLP = "nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))"
 _CLASSIFY = _loop("for inputs, targets in batches", "loss = F.cross_entropy(model(inputs), targets)")
@@ -235,7 +235,7 @@ images = [torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(i)) 
         ),
     ),
     "VAE": Stack(
-        _ROWS
+        ROWS
         + """
 class VAE(nn.Module):
     def __init__(self):
@@ -256,7 +256,7 @@ optimizer = torch.optim.Adam(model.parameters())
         ),
     ),
     "GAN": Stack(
-        _ROWS
+        ROWS
         + """
 netG = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 12))
 netD = nn.Sequential(nn.Linear(12, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
@@ -314,7 +314,7 @@ loss = -(torch.cat(log_probs) * advantage.detach()).mean() + advantage.square().
         parts=("actor", "critic"),
     ),
     "siamese": Stack(
-        _ROWS + "model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 8))\n" + _ADAMW,
+        ROWS + "model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 8))\n" + _ADAMW,
         _loop(
             "for inputs, targets in batches",
             "one, two = model(inputs), model(inputs.flip(0))",
@@ -322,7 +322,7 @@ loss = -(torch.cat(log_probs) * advantage.detach()).mean() + advantage.square().
         ),
     ),
     "distillation": Stack(
-        _ROWS + f"teacher = {_MLP}.eval()\nmodel = {_MLP}\n" + _ADAMW,
+        ROWS + f"teacher = {_MLP}.eval()\nmodel = {_MLP}\n" + _ADAMW,
         _loop(
             "for inputs, targets in batches",
             "with torch.no_grad(): wanted = teacher(inputs).softmax(-1)",
@@ -331,7 +331,7 @@ loss = -(torch.cat(log_probs) * advantage.detach()).mean() + advantage.square().
         ),
     ),
     "MAML": Stack(
-        _ROWS + f"model = {_MLP}\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
+        ROWS + f"model = {_MLP}\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
         _loop(
             "for inputs, targets in batches",
             "weights = dict(model.named_parameters())",
@@ -342,7 +342,7 @@ loss = -(torch.cat(log_probs) * advantage.detach()).mean() + advantage.square().
         ),
     ),
     "compiled": Stack(
-        _ROWS + f'torch._dynamo.reset()\nmodel = torch.compile({_MLP}, backend="aot_eager")\n' + _ADAMW, _CLASSIFY
+        ROWS + f'torch._dynamo.reset()\nmodel = torch.compile({_MLP}, backend="aot_eager")\n' + _ADAMW, _CLASSIFY
     ),
     "Trainer": Stack(
         _GPT2
@@ -419,7 +419,7 @@ trainer = DPOTrainer(model, copy.deepcopy(model), train_dataset=data, processing
         packages=("transformers", "trl", "datasets"),
     ),
     "Lightning": Stack(
-        _ROWS
+        ROWS
         + _LIGHTNING
         + """
 class Lit(Base):
@@ -435,7 +435,7 @@ model = Lit()
         packages=("lightning",),
     ),
     "Lightning, manual": Stack(
-        _ROWS
+        ROWS
         + _LIGHTNING
         + """
 class Lit(Base):

@@ -134,7 +134,7 @@ def _numbers(shell: InteractiveShell, stack: Stack) -> Numbers:
     space = shell.user_ns
     numbers = {"losses": torch.tensor(space["losses"], dtype=torch.float64)}
     for part in stack.parts:
-        for name, tensor in space[part].state_dict().items():
+        for name, tensor in eval(part, space).state_dict().items():
             if tensor.is_floating_point():
                 numbers[f"{part}.{name}"] = tensor.detach().double().clone()
     return numbers
@@ -145,7 +145,7 @@ def _attributes(shell: InteractiveShell, stack: Stack) -> list[str]:
     return [
         f"{name}: {type(value).__module__}"
         for part in stack.parts
-        for module in shell.user_ns[part].modules()
+        for module in eval(part, shell.user_ns).modules()
         for name, value in vars(module).items()
     ]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.needs import needs
-from tests.stacks.loops import STACKS
 from tests.stacks.running import outcomes, shell
+from tests.stacks.several import ALL_STACKS
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +20,12 @@ def opened() -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[needs(extra=package) for package in stack.packages]) for name, stack in STACKS.items()],
+    [
+        pytest.param(name, marks=[needs(extra=package) for package in stack.packages])
+        for name, stack in ALL_STACKS.items()
+    ],
 )
 def test_a_stack_is_the_same_or_refused(name: str, opened: Any) -> None:
-    found = outcomes(opened, STACKS[name])
+    found = outcomes(opened, ALL_STACKS[name])
     assert {flags: outcome for flags, outcome in found.items() if not outcome.is_good} == {}
     assert found[""].verdict == "same"

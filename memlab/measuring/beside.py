@@ -1,0 +1,70 @@
+"""One meter for several models that train in one loop."""
+
+from __future__ import annotations
+
+import torch
+
+from memlab.measuring.steps import Meter
+from memlab.observer import Observer
+from memlab.workload import Batch
+
+
+class Calls(Observer):
+    """Tells the meter of several models which of them is called.
+
+    Args:
+        meter: of all of them.
+        number: of this one.
+    """
+
+    def __init__(self, meter: Meter, number: int) -> None:
+        self._meter = meter
+        self._number = number
+
+    def forward_begins(self, batch: Batch) -> None:
+        self._meter.call_begins(self._number, batch)
+
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        self._meter.call_ended()
+
+
+class Beside(Calls):
+    """Tells the meter of one model what happens to another one of the same loop.
+
+    Calls of the other model within a call of the first are part of that call, and steps of a shared optimizer are
+    told by the first.
+    """
+
+    _is_inner = False
+
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
+        self._meter.optimizer_found(optimizer)
+
+    def forward_begins(self, batch: Batch) -> None:
+        self._is_inner = self._meter.in_forward
+        if not self._is_inner:
+            self._meter.forward_begins(batch)
+        super().forward_begins(batch)
+
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        super().forward_ended(loss)
+        if not self._is_inner:
+            self._meter.forward_ended(loss)
+
+    def gradients_complete(self) -> None:
+        self._meter.gradients_complete()
+
+    def only_tried(self) -> None:
+        self._meter.only_tried()
+
+    def storage_resized(self, storage: torch.UntypedStorage) -> None:
+        self._meter.storage_resized(storage)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self._meter.step_begins(optimizer)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        self._meter.step_ended(optimizer, skipped)
+
+    def interrupted(self) -> None:
+        self._meter.interrupted()

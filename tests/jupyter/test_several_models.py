@@ -1,0 +1,152 @@
+"""Several models in one cell: which a plan applies to, parts by model in the receipt, and commands that know all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.records import LOOP, Category
+from memlab.session import session_of, sessions
+from tests.jupyter.conftest import Cell
+from tests.jupyter.test_which_model import SETUP
+
+GAN = """
+G, D = net(8), net(1)
+optG, optD = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (G, D))
+"""
+GAN_LOOP = """
+for _ in range(4):
+    fake = G(x)
+    optD.zero_grad()
+    (D(x).mean() - D(fake.detach()).mean()).backward()
+    optD.step()
+    optG.zero_grad()
+    loss = -D(fake).mean()
+    loss.backward()
+    optG.step()
+    losses.append(loss.item())
+"""
+
+
+def plans() -> dict[str, str]:
+    return {session.workload.name: session.plan.label for session in sessions()}
+
+
+def test_parts_of_each_model_add_up_to_the_breakdown(shell: Any, cell: Cell) -> None:
+    cell(SETUP + GAN)
+    ran = cell(f"%%memfit\n{GAN_LOOP}")
+    comparison = shell.run_line_magic("memfit", "report")
+    (measured,) = comparison.measurements
+    assert list(measured.models) == ["G", "D", LOOP]
+    summed: dict[str, int] = {}
+    for parts in measured.models.values():
+        for name, size in parts.items():
+            summed[name] = summed.get(name, 0) + size
+    assert summed == dict(measured.breakdown)
+    space = shell.user_ns
+    for name in ("G", "D"):
+        own_bytes = sum(p.numel() * 4 for p in space[name].parameters())
+        assert measured.models[name][Category.PARAMETERS] == own_bytes
+        assert measured.models[name][Category.GRADIENTS] == own_bytes
+        assert measured.models[name][Category.OPTIMIZER_STATE] >= 2 * own_bytes
+    # the generator's graph is kept while the critic is called
+    assert measured.models["G"][Category.ACTIVATIONS] > 0
+    table = [line.split() for line in ran.out.splitlines()]
+    assert next(t for t in table if "gradients" in t)[:6] == ["plan", "at", "the", "peak", "parameters", "gradients"]
+    assert "at the peak" in comparison._repr_html_()
+
+
+@pytest.mark.parametrize("flag", ["--model G,D", "--model G --model D", "--model D"])
+def test_a_plan_applies_to_those_that_are_named(shell: Any, cell: Cell, flag: str) -> None:
+    cell(SETUP + GAN)
+    ran = cell(f"%%memfit {flag} --checkpoint\n{GAN_LOOP}")
+    assert ran.error is None, ran.err
+    named = [name for name in ("G", "D") if name in flag.split("--model ", 1)[1]]
+    attached = [name for name in ("G", "D") if session_of(shell.user_ns[name]) is not None]
+    assert attached == named
+    assert set(plans().values()) == {"--checkpoint"}
+
+
+def test_names_that_cannot_be_served(shell: Any, cell: Cell) -> None:
+    cell(SETUP + GAN)
+    for flags, said in (
+        (
+            "--model G,D --optimizer optG",
+            "--optimizer optG with 2 models: each is updated by the optimizers that hold its parameters; leave "
+            "--optimizer out",
+        ),
+        ("--model G,E", "--model E: no variable of that name; candidates here: G, D"),
+        ("--model G,D --inference", "--model G,D: an inference cell has one model; name one"),
+        ("--model G,D --nproc 2 --scale ddp", "--model G,D: a cell in several processes has one model; name one"),
+    ):
+        assert cell(f"%%memfit {flags}\n{GAN_LOOP}").err.strip() == f"UsageError: {said}"
+        assert sessions() == ()
+
+
+BOTH = """
+actor, critic = net(), net(1)
+optimizer = torch.optim.AdamW([*actor.parameters(), *critic.parameters()], lr=0.01)
+"""
+BOTH_LOOP = """
+for _ in range(4):
+    optimizer.zero_grad()
+    loss = cross_entropy(actor(x), y) + critic(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+"""
+
+
+def test_commands_are_about_all_of_them(shell: Any, cell: Cell) -> None:
+    cell(SETUP + GAN)
+    cell(f"%%memfit\n{GAN_LOOP}")
+    cell("%memfit switch --accumulate 2")
+    assert plans() == {"G": "--accumulate 2", "D": "--accumulate 2"}
+    refused = cell("%memfit switch --release-grads").err
+    assert refused.strip().endswith("leave out --release-grads and --fp16, or name one model with --model")
+    assert plans() == {"G": "--accumulate 2", "D": "--accumulate 2"}
+    exported = cell("%memfit export").out.splitlines()
+    assert exported[:2] == [
+        "# memlab plan: --accumulate 2",
+        "# models: G, D; what is done here to the model and its optimizer is done to each of them",
+    ]
+    assert cell("%memfit undo").out.splitlines() == ["memfit: G is as it was", "memfit: D is as it was"]
+    assert sessions() == ()
+
+
+@pytest.mark.parametrize(("made", "loop"), [(GAN, GAN_LOOP), (BOTH, BOTH_LOOP)], ids=["apart", "one optimizer"])
+def test_a_shortage_in_one_model_is_rescued_and_the_others_follow(shell: Any, cell: Cell, made: str, loop: str) -> None:
+    larger = SETUP.replace("nn.Linear(8, 16)", "nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 16)").replace(
+        "12", "512"
+    )
+    cell(larger + made)
+    cell(f"%%memfit\n{loop}")
+    expected = list(shell.user_ns["losses"])
+    (plain,) = shell.run_line_magic("memfit", "report").measurements
+    cell("%memfit undo all")
+    cell(larger + made)
+    ran = cell(f"%%memfit --capacity {int(plain.peak_allocated_bytes * 0.8)}B\n{loop}")
+    assert ran.error is None, ran.err
+    assert shell.user_ns["losses"] == pytest.approx(expected, rel=1e-5)
+    assert "memory ran out in" in ran.out
+    (plan,) = set(plans().values())
+    assert plan != "as written"
+
+
+def test_an_optimizer_of_two_models_is_converted_once(shell: Any, cell: Cell) -> None:
+    cell(SETUP + BOTH)
+    cell(BOTH_LOOP)
+    expected = list(shell.user_ns["losses"])
+    cell(SETUP + BOTH)
+    ran = cell(f"%%memfit --offload optimizer --checkpoint\n{BOTH_LOOP}")
+    assert ran.error is None, ran.err
+    assert shell.user_ns["losses"] == expected
+    first, second = sorted(sessions(), key=lambda session: session.workload.name)
+    assert [type(each).__name__ for each in first.techniques] == ["Checkpointing", "OffloadOptimizer"]
+    assert [type(each).__name__ for each in second.techniques] == ["Checkpointing"]
+    saved = shell.user_ns["optimizer"].state_dict()["state"]
+    cell("%memfit undo")
+    live = shell.user_ns["optimizer"].state_dict()["state"]
+    assert all(torch.equal(saved[key]["exp_avg"], live[key]["exp_avg"]) for key in live)
