@@ -82,12 +82,9 @@ def check(
     for technique in coming:
         technique.predecessor = by_kind.get(type(technique))
         if technique.changes_modules and is_compiled(workload.model):
-            raise RefusalError(
-                technique.field,
-                f"{workload.name} is compiled, and compiled code does not look into its modules again",
-                "put the plan on the model before torch.compile, or train it uncompiled",
-            )
-        technique.check(workload)
+            technique.check_compiled(workload)
+        else:
+            technique.check(workload)
         for optimizer in optimizers:
             technique.check_optimizer(optimizer)
 

@@ -115,6 +115,18 @@ class Technique:
             RefusalError: with the reason and the nearest thing that works.
         """
 
+    def check_compiled(self, workload: Workload) -> None:
+        """Refuse what cannot work on a compiled model, in place of `check`, where it changes modules.
+
+        Raises:
+            RefusalError: always, unless the technique has a way of its own.
+        """
+        raise RefusalError(
+            self.field,
+            f"{workload.name} is compiled, and compiled code does not look into its modules again",
+            "put the plan on the model before torch.compile, or train it uncompiled",
+        )
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer this technique cannot serve.
 

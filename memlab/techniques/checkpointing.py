@@ -9,6 +9,7 @@ used: Transformers' enable/disable pair leaves an embedding hook behind at each 
 3. With a budget, the first training forward of a batch's shape recomputes every block, and runs each once more to see
    what it would keep; from the next forward on, those that the `_budget` chose are recomputed.
 4. A part that does not compute the same when it is run again is left alone, and said.
+5. Compiled code is told by its compiler's own budget what to recompute (`_compiled`).
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174
 """
@@ -26,8 +27,9 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
-from memlab.seams import stand_in
+from memlab.seams import is_compiled, stand_in
 from memlab.techniques._budget import Budget
+from memlab.techniques._compiled import CompiledParts
 from memlab.techniques._kept import Kept, kept_by
 from memlab.techniques._look import Look
 from memlab.techniques._modules import cache_off, repeated_blocks, without_cache
@@ -98,6 +100,7 @@ class Checkpointing(Technique):
         self._parts: list[Part] = []
         self._left_alone: list[Part] = []
         self._of_blocks = True
+        self._compiled: CompiledParts | None = None
         self._is_settled = False
         self._patches: list[Callable[[], Any]] = []
         self.learns_from_calls = plan.budget_bytes is not None
@@ -123,9 +126,22 @@ class Checkpointing(Technique):
                 "call model.gradient_checkpointing_disable() first to let memlab do it",
             )
 
+    def check_compiled(self, workload: Workload) -> None:
+        if self.plan.checkpointing != "full":
+            raise RefusalError(
+                self.field,
+                f"{workload.name} is compiled, and its compiler chooses what is recomputed",
+                "use --checkpoint, or train it uncompiled",
+            )
+        CompiledParts(workload.model, workload.name)
+
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         model = workload.model
         self._model, self._name = weakref.ref(model), workload.name
+        self._compiled = CompiledParts(model, workload.name) if is_compiled(model) else None
+        if self._compiled is not None:
+            self.notes = ["recomputed as the compiler chooses, which keeps a tenth of what it would keep"]
+            return
         if self.plan.budget_bytes is not None:
             self._budget = Budget(self.plan.budget_bytes, workload.name)
             undo.callback(setattr, self, "_budget", None)
@@ -141,6 +157,8 @@ class Checkpointing(Technique):
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         model = self._model()
         assert model is not None
+        if self._compiled is not None:
+            return self._compiled.call(call, args, kwargs)
         options = without_cache(model, kwargs)
         with cache_off(model, options):
             if not self._is_settled:

@@ -1,0 +1,198 @@
+"""Compiled models: checkpointing by the compiler's own budget, and everything else as for any other model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._functorch import config
+
+from memlab import Workload, fit
+from memlab.errors import RefusalError
+from memlab.measuring.holdings import parameters_of
+from memlab.measuring.ledger import Ledger
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.second(nn.functional.gelu(self.first(inputs))), 0.2, self.training)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            inputs = inputs + part(inputs)
+        return inputs
+
+
+def whole(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def in_place(model: nn.Module) -> Any:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def by_parts(model: nn.Module) -> Any:
+    for part in model.parts:  # type: ignore[union-attr] # a list of modules
+        part.compile(backend="aot_eager", dynamic=False)
+    return model
+
+
+def made(compiled: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    model = compiled(Tower())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2, rows: int = 32) -> list[float]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(torch.randn(rows, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def compiled_graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def peak_of(model: Any) -> int:
+    ledger = Ledger()
+    inputs = torch.randn(256, 16)
+    model.zero_grad()
+    ledger.begin(parameters_of(model))
+    with ledger:
+        model(inputs).sum().backward()
+    return ledger.peak_bytes
+
+
+@pytest.mark.parametrize("compiled", [whole, in_place, by_parts])
+def test_checkpointing_compiles_once_and_undo_compiles_nothing(compiled: Any) -> None:
+    expected = train(*made(compiled), steps=6)
+    model, optimizer = made(compiled)
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    train(model, optimizer)
+    before = compiled_graphs()
+    with fit(Workload(model, optimizer), "--checkpoint") as session:
+        train(model, optimizer)
+        assert session.notes == ("recomputed as the compiler chooses, which keeps a tenth of what it would keep",)
+        once = compiled_graphs()
+        assert once - before == before  # each graph of the model is made once more
+        session.switch("")
+        session.switch("--checkpoint", now=True)
+        train(model, optimizer, steps=1)
+        assert compiled_graphs() == once
+    assert config.activation_memory_budget == 1.0
+    train(model, optimizer, steps=1)
+    assert compiled_graphs() == once
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    model, optimizer = made(compiled)
+    with fit(Workload(model, optimizer), "--checkpoint"):
+        assert train(model, optimizer, steps=6) == expected
+
+
+def test_it_needs_less_memory_and_nothing_else_is_compiled_so() -> None:
+    model, optimizer = made(whole)
+    other = whole(Tower())
+    plain_bytes, other_bytes = peak_of(model), peak_of(other)
+    with fit(Workload(model, optimizer), "--checkpoint"):
+        peak_of(model)
+        assert peak_of(model) < 0.8 * plain_bytes
+        assert peak_of(other) == other_bytes
+    assert peak_of(model) == plain_bytes
+
+
+def test_copies_and_files_are_as_without_it() -> None:
+    model, optimizer = made(in_place)
+    with fit(Workload(model, optimizer), "--checkpoint"):
+        train(model, optimizer, steps=1)
+        copied = copy.deepcopy(model)
+    assert not any(type(value).__module__.startswith("memlab") for value in vars(copied).values())
+
+
+def test_evaluation_runs_the_code_that_is_there() -> None:
+    model, optimizer = made(whole)
+    model.eval()
+    with torch.no_grad():
+        expected = model(torch.ones(4, 16))
+    before = compiled_graphs()
+    with fit(Workload(model, optimizer), "--checkpoint"), torch.no_grad():
+        assert torch.equal(model(torch.ones(4, 16)), expected)
+    assert compiled_graphs() == before
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags", "said"),
+    [
+        (
+            "eager",
+            "--checkpoint",
+            "OptimizedModule is compiled, and its backend does not split forward from backward by torch's partitioner, "
+            "which is what keeps to a budget; compile it with inductor, put the plan on the model uncompiled, or use "
+            "--accumulate N",
+        ),
+        (
+            "aot_eager",
+            "--checkpoint every:2",
+            "OptimizedModule is compiled, and its compiler chooses what is recomputed; use --checkpoint, or train it "
+            "uncompiled",
+        ),
+        (
+            "aot_eager",
+            "--tile 2",
+            "OptimizedModule is compiled, and compiled code does not look into its modules again; put the plan on the "
+            "model before torch.compile, or train it uncompiled",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(backend: str, flags: str, said: str) -> None:
+    torch._dynamo.reset()
+    model: Any = torch.compile(Tower(), backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RefusalError) as refused, fit(Workload(model, optimizer), flags):
+        train(model, optimizer, steps=1)
+    assert str(refused.value).partition(": ")[2] == said
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--adam8bit",
+        "--offload optimizer",
+        "--bf16",
+        "--accumulate 2",
+        "--accumulate 2 --checkpoint",
+        "--optim adafactor",
+    ],
+)
+def test_other_settings_compile_at_most_once_more(flags: str) -> None:
+    model, optimizer = made(whole)
+    train(model, optimizer)
+    before = compiled_graphs()
+    with fit(Workload(model, optimizer), flags) as session:
+        train(model, optimizer)
+        changed = compiled_graphs() - before
+        assert changed <= (2 if "accumulate" in flags and "checkpoint" in flags else 1)
+        train(model, optimizer)
+        assert compiled_graphs() - before == changed
+        assert session.was_called
