@@ -722,8 +722,8 @@ def require_compatible(workload: Workload, plan: Plan, others: Sequence[Session]
         "session",
         f"one {type(shared).__name__} updates {sharing[0].workload.name} and {workload.name}, so {plan.label} cannot be "
         "applied to each by itself",
-        "give each its own optimizer, or use settings of the model call: --accumulate, --checkpoint, --bf16, "
-        "--offload activations",
+        "give each its own optimizer, or use --accumulate, --checkpoint, --bf16, --adam8bit or --offload "
+        "activations,optimizer",
     )
 
 

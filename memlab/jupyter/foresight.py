@@ -23,7 +23,7 @@ from memlab.jupyter.parser import CellOptions, ForesightOptions
 from memlab.measuring.batches import shapes_of, tokens_of
 from memlab.measuring.device import Device
 from memlab.measuring.ledger import tensors_in
-from memlab.measuring.runs import compare
+from memlab.measuring.runs import Workloads, compare
 from memlab.plan import Plan
 from memlab.rank_prediction import RankForecast
 from memlab.records import Measurement, Prediction
@@ -135,6 +135,10 @@ def only_one(command: str, workloads: Sequence[Workload]) -> Workload:
     return workloads[0]
 
 
+def _one_or_all(workloads: Sequence[Workload]) -> Workloads:
+    return workloads[0] if len(workloads) == 1 else workloads
+
+
 def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
     if name not in namespace:
         raise WorkloadError(f"{flag} {name}: no variable of that name")
@@ -184,16 +188,20 @@ def forecast(
 def _predicted(
     workloads: Sequence[Workload], asked: list[Plan], options: ForesightOptions, history: History, say: Say
 ) -> list[Prediction]:
+    from memlab.predicting import predict_all
     from memlab.search.finding import considered
-    from memlab.search.together import predict_together
 
     plans: list[Plan] | None = list(dict.fromkeys([Plan(), *asked])) if asked else None
     if options.lossless and not asked:
-        plans = list(considered(workloads, options.device, lossless=True))
+        plans = list(considered(_one_or_all(workloads), options.device, lossless=True))
     measured = _calibration(history, workloads[0]) if options.device is None else None
     try:
-        predictions = predict_together(
-            workloads, options.device, plans=plans, measured=measured, progress=lambda line: say(f"predicting, {line}")
+        predictions = predict_all(
+            _one_or_all(workloads),
+            options.device,
+            plans=plans,
+            measured=measured,
+            progress=lambda line: say(f"predicting, {line}"),
         )
     except TraceError as error:
         if options.device is not None:
@@ -234,7 +242,9 @@ def found(
         raise PlanError("%memfit find needs a budget, as in %memfit find --budget 8GiB")
     say(f"finding a plan for {budget}")
     try:
-        answer = find_plan(workloads, budget, lossless=options.lossless, fixed=options.plan or Plan(), progress=say)
+        answer = find_plan(
+            _one_or_all(workloads), budget, lossless=options.lossless, fixed=options.plan or Plan(), progress=say
+        )
     except TraceError as error:
         raise _with_advice(error, _COMPARE) from None
     history.lattice = answer.predictions
@@ -321,7 +331,7 @@ def choice(
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
             try:
                 plan, predictions = choose_plan(
-                    workloads, budget_bytes, fixed=fixed, lossless=options.lossless, progress=say
+                    _one_or_all(workloads), budget_bytes, fixed=fixed, lossless=options.lossless, progress=say
                 )
             except TraceError as error:
                 raise _with_advice(error, _CHOOSE) from None

@@ -277,7 +277,7 @@ def _measured_in(
         meter.plan_changed(plan)
         losses = [
             sum(training_step(each, needs_loss=not several) for each in workloads)
-            for _ in range(_OBSERVED_STEPS + steps)
+            for _ in range(_OBSERVED_STEPS + len(workloads) - 1 + steps)
         ]
         measurement = meter.measurement(plan)
     finally:

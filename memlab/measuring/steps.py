@@ -170,7 +170,9 @@ class Meter(Observer):
         self.device = device
         self._models = [model]
         self._names: list[str] = []
-        self._since: dict[int, set[int]] = {}  # optimizers that have stepped since one of them did
+        self._forwards = 0
+        # when an optimizer stepped, in forwards, and which have after a further forward
+        self._since: dict[int, tuple[int, set[int]]] = {}
         self._between: dict[int, set[int]] = {}  # those that stepped between its last two steps
         self._calling: list[int] = []  # numbers of the models whose calls are under way, from 1
         self._optimizers = list(optimizers)
@@ -302,6 +304,7 @@ class Meter(Observer):
         elif step.observed:
             self._ledger.know(inputs_of(batch))
         step.forwards += 1
+        self._forwards += 1
         step.samples += samples_of(batch)
         step.tokens += tokens_of(batch)
         self._in_forward = True
@@ -429,7 +432,8 @@ class Meter(Observer):
         since = period.steps - period.observed_from
         if since and since % _LEAST_STEPS_BETWEEN == 0 and since >= self._steps_between(period):
             period.observed_from, since = period.steps, 0
-        return since < _OBSERVED_IN_A_ROW
+        # at first each of several models makes a step of its own
+        return since < _OBSERVED_IN_A_ROW * len(self._models)
 
     def _steps_between(self, period: _Period) -> int:
         timed = self._timed_in(period, wait=False)
@@ -448,10 +452,11 @@ class Meter(Observer):
         return any(self._between.get(each, set()) - step.stepped for each in step.stepped)
 
     def _note_turn(self, optimizer: int) -> None:
-        self._between[optimizer] = self._since.pop(optimizer, set())
-        for others in self._since.values():
-            others.add(optimizer)
-        self._since[optimizer] = set()
+        _, self._between[optimizer] = self._since.pop(optimizer, (0, set()))
+        for forwards, others in self._since.values():
+            if forwards < self._forwards:
+                others.add(optimizer)
+        self._since[optimizer] = (self._forwards, set())
 
     def _end_step(self, step: _OpenStep) -> None:
         self._step = None

@@ -9,12 +9,13 @@ from dataclasses import replace
 from memlab.devices import Gpu
 from memlab.errors import RefusalError, TraceError
 from memlab.lattice import half_format, lattice
-from memlab.measuring.runs import say_when_long
+from memlab.measuring.runs import Workloads, say_when_long
 from memlab.plan import Plan
 from memlab.predicting.foreteller import Foreteller, Parts
 from memlab.predicting.reserved import Reserved, reserved_by, script_of
 from memlab.predicting.segments import by_name
 from memlab.predicting.targets import Target, interval_seconds
+from memlab.predicting.together import of_all
 from memlab.records import Measurement, Prediction, TimelinePoint, thin
 from memlab.workload import Workload
 
@@ -52,7 +53,7 @@ def predict(
 
 
 def predict_all(
-    workload: Workload,
+    workload: Workloads,
     device: str | Gpu | None = None,
     *,
     plans: Iterable[Plan | str] | None = None,
@@ -62,7 +63,7 @@ def predict_all(
     """Predict many plans at once; a plan that does not apply comes back with the reason in `refused`.
 
     Args:
-        workload: as for `predict`.
+        workload: as for `predict`; several that train together have each plan together.
         device: as for `predict`.
         plans: by default the whole lattice (`memlab.lattice`).
         measured: as for `predict`.
@@ -77,6 +78,10 @@ def predict_all(
         WorkloadError: no batch or no optimizer.
         MemlabError: no such GPU in the catalogue.
     """
+    if not isinstance(workload, Workload):
+        asked = None if plans is None else list(plans)
+        of_each = [predict_all(each, device, plans=asked, progress=progress) for each in workload]
+        return of_all(of_each, [each.name for each in workload])
     foreteller = Foreteller(workload, device)
     wanted = _plans(foreteller, plans, foreteller.rows)
     say = progress or say_when_long("predicting")

@@ -27,9 +27,9 @@ from memlab.measuring.batches import samples_of
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import Workloads, each_of, say_when_long
 from memlab.plan import Plan
+from memlab.predicting import predict_all
 from memlab.records import Prediction
 from memlab.search.deciding import Search
-from memlab.search.together import predict_together
 from memlab.search.trials import Say, best_of_trials, run_trial
 from memlab.units import parse_bytes
 from memlab.workload import Batch, Workload, describe_all
@@ -77,7 +77,7 @@ def find_plan(
     kept = fixed if isinstance(fixed, Plan) else Plan.parse(fixed)
     plans = considered(workload, None, kept, lossless=lossless)
     say = progress or say_when_long("looking for a plan:")
-    predictions = predict_together(workload, plans=plans, progress=_of_predictions(progress))
+    predictions = predict_all(workload, plans=plans, progress=_of_predictions(progress))
     search = Search(describe_all(each_of(workload)), budget_bytes, plans, predictions)
     counted_on = device or device_for(each_of(workload)[0].device, budget_bytes)
     try:
@@ -118,7 +118,7 @@ def choose_plan(
         WorkloadError: no batch or no optimizer, or every plan with the settings in `fixed` is refused.
     """
     plans = considered(workload, device, fixed, lossless=lossless)
-    predictions = predict_together(workload, device, plans=plans, progress=_of_predictions(progress))
+    predictions = predict_all(workload, device, plans=plans, progress=_of_predictions(progress))
     search = Search(describe_all(each_of(workload)), budget_bytes, plans, predictions)
     if search.fits_for_certain(plans[0]):
         return plans[0], predictions

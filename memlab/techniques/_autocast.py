@@ -57,6 +57,9 @@ class AutocastState:
     def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
             for device_type, enabled, dtype in self._states:
+                if not (enabled or torch.is_autocast_enabled(device_type)):
+                    # off then and now: entering it changes the cache's setting, for which code is compiled anew
+                    continue
                 # the cache would hand casts made without gradients to a pass that needs them
                 stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False))
             yield

@@ -20,6 +20,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -36,6 +37,9 @@ _SPLITS = "choose_saved_values_set"  # torch's function that reads the budget
 
 # one for all that is compiled alike: torch shares code among modules of one class that have the same compiler
 _compilers: list[_WithBudget] = []
+
+
+_is_uncompiled: ContextVar[bool] = ContextVar("uncompiled", default=False)
 
 
 class _WithBudget:
@@ -93,6 +97,8 @@ class CompiledParts:
         Raises:
             RefusalError: the compiler did not ask for the budget, or torch compiled nothing again.
         """
+        if _is_uncompiled.get():
+            return original(*args, **kwargs)
         if self._is_known:
             return self._run(original, args, kwargs)
         from torch._dynamo import config
@@ -131,6 +137,17 @@ class CompiledParts:
         finally:
             for part, key in keys.items():
                 vars(part)[key] = before[part]
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Have compiled models run the code they were compiled from."""
+    token = _is_uncompiled.set(True)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _is_uncompiled.reset(token)
 
 
 def _refusal(reason: str) -> RefusalError:

@@ -42,6 +42,7 @@ class Learnt:
         reads_outputs: the loop has looked at a large output, so they are kept from then on.
         loop_scale: factor by which the loop scaled its loss last.
         updates: optimizer steps so far; parameters of an earlier count are gone.
+        is_compiled: whether the model is, and calls with and without gradients would be compiled each by itself.
         waiting: outputs since the last step that are computed only when the loop looks at them.
     """
 
@@ -49,6 +50,7 @@ class Learnt:
     reads_outputs: bool = False
     loop_scale: torch.Tensor | float = _FIRST_LOOP_SCALE
     updates: int = 0
+    is_compiled: bool = False
     waiting: list[weakref.ref[LazyTensor]] = field(default_factory=list)
 
     def foresee_reads(self) -> None:
@@ -332,8 +334,11 @@ class MicroRun:
         else:
             self._random_states[index].restore()
         is_last = index == len(self._micro_batches) - 1
-        with torch.set_grad_enabled(not self._repeats and (self._learnt.fused is not False or is_last)):
+        keeps_graph = not self._repeats and (self._learnt.fused is not False or is_last)
+        with torch.set_grad_enabled(keeps_graph or self._learnt.is_compiled):
             micro_batch, outputs = self._run(index)
+        if not keeps_graph and self._learnt.is_compiled:
+            outputs = outputs.without_graph()
         if index == 0:
             self._choose_form(outputs)
         if self._verdict is not None and ((index and outputs.spec != self._spec) or not self._verdict.knows(outputs)):

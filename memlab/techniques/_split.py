@@ -281,6 +281,10 @@ class Outputs:
         both = Structure(tuple, ("", "left"), (spec, other_spec), tuple)
         return cls((*leaves, *others), both, loss, scalars, len(leaves))
 
+    def without_graph(self) -> Outputs:
+        """Return the same values, as a call without gradients gives them."""
+        return replace(self, leaves=tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in self.leaves))
+
     def without_tensors(self) -> Outputs:
         """The same structure holding no tensor, so that none is kept alive by it."""
         return replace(self, leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves))

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -45,7 +45,9 @@ from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.plan import BatchNorm, Plan, Precision
+from memlab.seams import is_compiled
 from memlab.shortage import is_out_of_memory
+from memlab.techniques._compiled import uncompiled
 from memlab.techniques._judge import Judge, Verdict
 from memlab.techniques._merge import UnsettledError
 from memlab.techniques._micro import Learnt, MicroRun
@@ -124,6 +126,7 @@ class Accumulation(Technique):
         self._judge = Judge(
             workload.model, workload.name, self._probe, self._per_part, is_low=self.plan.precision not in _FULL
         )
+        self._learnt.is_compiled = is_compiled(workload.model)
         self._is_fake = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
         undo.callback(self._forget)
 
@@ -165,7 +168,8 @@ class Accumulation(Technique):
         """
         assert self._model is not None
         assert self._probe is not None
-        layout = self._probe.layout(whole)
+        with self._uncompiled():
+            layout = self._probe.layout(whole)
         parts = min(self.plan.accumulation, layout.rows)
         if 1 < parts < self.plan.accumulation and not self._has_split and self.on_trial():
             raise RefusalError(
@@ -182,7 +186,8 @@ class Accumulation(Technique):
         if parts <= 1:
             return whole.run(call)
         micro_batches = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, parts)]
-        weights = self._probe.weights(whole, layout, micro_batches)
+        with self._uncompiled():
+            weights = self._probe.weights(whole, layout, micro_batches)
         if any(not any(shares) for shares in weights.values()):
             # no target anywhere: the model's own answer (0/0) is the right one
             return whole.run(call)
@@ -253,11 +258,16 @@ class Accumulation(Technique):
             known[grain] = found
         return found
 
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """Run the model's own code where it is compiled: a look at some rows is made once, and would be compiled for them."""
+        return uncompiled() if self._learnt.is_compiled else nullcontext()
+
     def _judged(self, call: ModelCall, whole: Call, layout: Layout, parts: int, starts: set[Any]) -> Verdict | None:
         assert self._model is not None
         assert self._judge is not None
         self._check_batch_norm(self._model, self._name)
-        verdict = self._judge.judge(call, whole, layout, parts)
+        with self._uncompiled():
+            verdict = self._judge.judge(call, whole, layout, parts)
         for technique in self.in_force():
             technique.trial_over()
         self.only_tried()

@@ -212,10 +212,10 @@ def test_settings_that_several_models_cannot_have_by_themselves(shell: Any, cell
     both = CASES["an actor and a critic under one optimizer"]
     for flags, said in (
         (
-            "--offload optimizer",
-            "session: one AdamW updates actor and critic, so --offload optimizer cannot be applied to each by "
-            "itself; give each its own optimizer, or use settings of the model call: --accumulate, --checkpoint, --bf16, "
-            "--offload activations",
+            "--precision pure-bf16",
+            "session: one AdamW updates actor and critic, so --precision pure-bf16 cannot be applied to each by itself; "
+            "give each its own optimizer, or use --accumulate, --checkpoint, --bf16, --adam8bit or --offload "
+            "activations,optimizer",
         ),
         (
             "--release-grads",

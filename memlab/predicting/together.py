@@ -1,4 +1,4 @@
-"""What several models that train together need: each foretold by itself, and added up.
+"""What several models that train together need: each predicted by itself, and added up.
 
 Rules:
 
@@ -14,31 +14,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from memlab.devices import Gpu
-from memlab.measuring.runs import Workloads, each_of
-from memlab.plan import Plan
-from memlab.predicting import predict_all
-from memlab.records import Category, Measurement, Prediction
-from memlab.search.trials import Say
+from memlab.records import Category, Prediction
 from memlab.units import format_bytes
 
 _ALWAYS_HELD = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 
 
-def predict_together(
-    workload: Workloads,
-    device: str | Gpu | None = None,
-    *,
-    plans: Sequence[Plan] | None = None,
-    measured: Measurement | None = None,
-    progress: Say | None = None,
-) -> list[Prediction]:
-    """Foretell plans for one workload, or for several that train together; see `memlab.predicting.predict_all`."""
-    workloads = each_of(workload)
-    if len(workloads) == 1:
-        return predict_all(workloads[0], device, plans=plans, measured=measured, progress=progress)
-    names = [each.name for each in workloads]
-    of_each = [predict_all(each, device, plans=plans, progress=progress) for each in workloads]
+def of_all(of_each: Sequence[Sequence[Prediction]], names: Sequence[str]) -> list[Prediction]:
+    """Predictions of the same plans for several models, as those of all together.
+
+    Args:
+        of_each: predictions for each model.
+        names: of the models.
+    """
     by_label = [{prediction.plan: prediction for prediction in predictions} for predictions in of_each]
     shared = [label for label in by_label[0] if all(label in each for each in by_label)]
     return [_added([each[label] for each in by_label], names) for label in shared]
