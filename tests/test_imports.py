@@ -85,7 +85,7 @@ ALLOWED: dict[str, set[str]] = {
         "units",
         "workload",
     },
-    "seams": set(),
+    "seams": {"uninterrupted"},
     "observer": {"errors", "plan", "workload"},
     "uninterrupted": set(),
     "memento": {"layers", "plan", "techniques"},
