@@ -28,8 +28,8 @@ part "the emulation itself: allocator, late streams, two devices, values"
 emulated --values --late --devices 2 -- "${tests[@]}" tests/emulated_gpu/test_emulated.py
 
 part "memory, without values"
-emulated -- "${tests[@]}" tests/gpu/test_measure.py -k "capacity"
+emulated -- "${tests[@]}" tests/gpu/test_measure.py tests/gpu/test_choices.py
 
 part "behaviour, with values"
-emulated --values -- "${tests[@]}" tests/gpu/test_measure.py -k "losses or ledger"
+emulated --values -- "${tests[@]}" tests/gpu/test_measure.py
 part "done"

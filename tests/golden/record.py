@@ -37,7 +37,7 @@ _MOST_EVENTS = 1_000_000
 def record(flags: str) -> dict[str, Any]:
     """Events and counters of `STEPS` steps under a plan, in a process of their own."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.golden.record", "--only", flags],
+        [sys.executable, "-m", "tests.golden.record", f"--only={flags}"],
         stdout=subprocess.PIPE,
         cwd=_ROOT,
         env={**os.environ, "PYTHONPATH": str(_ROOT)},
