@@ -29,7 +29,7 @@ _MENU = """
 _PAGES = {
     "Using memlab": (
         *("docs/usage", "docs/cheatsheet", "docs/why_did_nothing_change", "docs/limits", "docs/measured", "docs/compared"),
-        *("docs/stacks", "tests/emulated_gpu/README"),
+        *("docs/stacks", "docs/allocator_accuracy", "tests/emulated_gpu/README"),
     ),
     "Reference": ("docs/flags", "docs/api", "CHANGELOG"),
     "Course": (*sorted(f"notebooks/{path.stem}" for path in Path(__file__).parents[1].glob("notebooks/*.ipynb")), "docs/instructors_guide"),
