@@ -341,6 +341,8 @@ class BackgroundWatch(CellWatch):
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
         """Take the session over to this thread, apply the plan, and begin to observe."""
+        # steps of other threads are those of other cells
+        self._thread = threading.get_ident()
         # last of all: until then, what waits for a step boundary may still be applied on this thread
         self._undo.callback(_hand_over, workload.model, threading.main_thread())
         _hand_over(workload.model, threading.current_thread())

@@ -362,7 +362,11 @@ class _Chooser(Observer):
             return
         live = self._session.workload
         self.workload = Workload(live.model, live.optimizers, without_graph(batch), name=live.name)
-        plan = choose([each.workload for each in self._choosers if each.workload is not None])
+        try:
+            plan = choose([each.workload for each in self._choosers if each.workload is not None])
+        except MemlabError as refusal:
+            refusal.in_loop = True
+            raise
         self._session.switch(plan, now=True)
         for each in self._session.companions:
             each.ask(plan)

@@ -502,7 +502,7 @@ def test_every_flag_is_read() -> None:
         "--fp16",
     ]
     options = foresight_options("predict", words)
-    assert (options.lossless, options.every, options.model, options.optimizer) == (True, True, "m", "o")
+    assert (options.lossless, options.every, options.models, options.optimizer) == (True, True, ("m",), "o")
     assert (options.batch, options.budget, str(options.plan)) == (("x", "y"), "1GiB", "--fp16")
     assert {flag.name for flags in FORESIGHT_FLAGS.values() for flag in flags} == {
         "budget", "device", "all", "plans", "lossless", "batch", "loss_fn", "model", "optimizer", "predicted",

@@ -70,7 +70,7 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("4", f"unknown flag 4; flags are {FLAGS}"),
         ("--accumulate four", "--accumulate four: expected a whole number of micro-batches, 1 or more, as in '--accumulate 4'"),
         ("--accumulate", "--accumulate needs a value: --accumulate N"),
-        ("--model", "--model needs a value: --model NAME"),
+        ("--model", "--model needs a value: --model NAME[,NAME…]"),
         ("--fp16 --bf16", "--fp16 and --bf16 both set the precision; give one of them"),
         (
             "--optim sgd --offload optimizer",
