@@ -471,7 +471,9 @@ class Rescuer:
 
     def _drop_graphs(self) -> bool:
         """Drop graphs of calls that wait for their backward pass; whether there were any."""
-        waiting = [call for call in self._calls if call.has_graph]
+        others = (each.rescuer for each in self._live_session.companions)
+        rescuers = [self, *(each for each in others if each is not None)]
+        waiting = [call for each in rescuers for call in each._calls if call.has_graph]
         for call in waiting:
             call.drop_graph()
         return bool(waiting)
