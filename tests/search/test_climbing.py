@@ -108,12 +108,11 @@ def test_refusals_are_rows(plain: Workload) -> None:
     climbed = ladder(plain, steps=1, progress=quiet)
     assert before.differences(Snapshot(plain)) == []
     refused = {rung.lever: rung.refused for rung in climbed.rungs if rung.refused}
-    assert list(refused) == ["--chunk-loss", "--accumulate 4", "--checkpoint selective", "--tile 4", "--checkpoint",
-                             "--offload params"]  # fmt: skip
+    assert list(refused) == ["--chunk-loss", "--accumulate 4", "--tile 4", "--offload params"]
     assert "BatchNorm" in refused["--accumulate 4"]
     assert not climbed.counts_tokens
-    assert [rung.measurement for rung in climbed.rungs if rung.refused] == [None] * 6
-    assert climbed.rungs[6].ran is not None
+    assert [rung.measurement for rung in climbed.rungs if rung.refused] == [None] * 4
+    assert all(rung.ran is not None for rung in climbed.rungs if not rung.refused)
 
 
 def test_settings_that_exclude_each_other_are_a_row(plain: Workload) -> None:

@@ -62,6 +62,10 @@ class Engine(ABC):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on some rows."""
 
+    def look(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on some rows to see its outputs: no backward pass follows."""
+        return self.call(*args, **kwargs)
+
     def accumulate(self, share: Share, around: Callable[[ModelCall], ModelCall]) -> Any:
         """Run the model on some rows, a few at a time.
 

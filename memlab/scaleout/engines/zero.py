@@ -225,6 +225,10 @@ class Zero(Engine):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
 
+    def look(self, *args: Any, **kwargs: Any) -> Any:
+        # DeepSpeed records what the engine's calls use, to fetch it ahead in the next step: this one is part of no step
+        return self.workload.model.forward(*args, **kwargs)
+
     def accumulate(self, share: Share, around: Callable[[ModelCall], ModelCall]) -> Any:
         if self._stage == 1:
             return super().accumulate(share, around)
