@@ -51,7 +51,7 @@ class Rows:
         self._accumulation = accumulation
         self._model = engine.workload.model
         self._name = name
-        self._probe = Probe(self._model, name, run=engine.look)
+        self._probe = Probe(self._model, name, run=engine.look, buffers_alone=True)
         self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if engine.shares_rows else (0, 1)
         self._split_before = False
         self._random = self._own_random(seed) if self._ranks > 1 else None

@@ -48,6 +48,7 @@ class Probe:
         name: how errors call it.
         per_part: kinds of modules that take statistics of each part; they take those of evaluation here.
         run: runs it; None for its own `forward`.
+        buffers_alone: of its state, buffers alone are put back; the rest is that of an engine, which has hooks on it.
     """
 
     def __init__(
@@ -56,8 +57,11 @@ class Probe:
         name: str,
         per_part: tuple[type[nn.Module], ...] = (),
         run: Callable[..., Any] | None = None,
+        *,
+        buffers_alone: bool = False,
     ) -> None:
         self._run = run
+        self._buffers_alone = buffers_alone
         self._model = model
         self._name = name
         self._per_part = per_part
@@ -240,7 +244,7 @@ class Probe:
     def _unlike_rows(self, call: Call, layout: Layout) -> list[int]:
         """The two rows whose losses are furthest apart, of the first few."""
         losses = []
-        with quietly(self._model, run=self._run, per_part=self._per_part) as quiet:
+        with quietly(self._model, run=self._run, per_part=self._per_part, buffers_alone=self._buffers_alone) as quiet:
             for row in range(min(layout.rows, _FEW_ROWS)):
                 outputs = Outputs.of(quiet.run(self._widened(layout.pick(call, [row])), None))
                 losses.append((float(outputs.leaves[outputs.loss]), row))
@@ -287,6 +291,7 @@ class Probe:
                 with quietly(
                     self._model,
                     run=self._run,
+                    buffers_alone=self._buffers_alone,
                     in_turn=in_turn,
                     goes_on=self.goes_on,
                     per_part=self._per_part,
@@ -392,6 +397,7 @@ class Quiet:
         in_turn: random numbers are given one after another, see `Noise`.
         goes_on: Python's and NumPy's generators go on from one run apart to the next.
         generators: of random numbers, among the arguments.
+        buffers_alone: of the model's state, buffers alone are put back.
     """
 
     def __init__(
@@ -402,6 +408,7 @@ class Quiet:
         in_turn: bool,
         goes_on: bool,
         generators: Iterable[Any] = (),
+        buffers_alone: bool = False,
     ) -> None:
         self._run = run or model.forward
         self._in_turn = in_turn
@@ -409,7 +416,7 @@ class Quiet:
         self.draws_on_host = False
         parameters = [*model.parameters()]
         self.is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
-        self._snapshot = None if self.is_fake else Snapshot(model, complete=True)
+        self._snapshot = None if self.is_fake else Snapshot(model, complete=True, buffers_alone=buffers_alone)
         own = [*(self._snapshot.generators if self._snapshot is not None else ()), *generators]
         self._random = Randomness(parameters[0].device if parameters else torch.device("cpu"), own)
         self._others = [
@@ -453,13 +460,14 @@ def quietly(
     goes_on: bool = False,
     per_part: tuple[type[nn.Module], ...] = (),
     generators: Iterable[Any] = (),
+    buffers_alone: bool = False,
 ) -> Iterator[Quiet]:
     """Look at a model's outputs without gradients; buffers, attributes and random states stay as they were.
 
     The mode stays that of training: what depends on other rows only then must be seen, and layers that repack their weights for
     evaluation must not do so.
     """
-    quiet = Quiet(model, run, in_turn=in_turn, goes_on=goes_on, generators=generators)
+    quiet = Quiet(model, run, in_turn=in_turn, goes_on=goes_on, generators=generators, buffers_alone=buffers_alone)
     # a twin of fakes has no values that could depend on the mode
     changed = nn.Module if quiet.is_fake else per_part
     training = [module for module in model.modules() if isinstance(module, changed) and module.training]

@@ -88,6 +88,7 @@ class Snapshot:
         changing: names of tensors that are known to change, copies of which are kept whatever their size.
         complete: keep copies of all tensors.
         without_buffers_of: kinds of modules whose buffers are left alone.
+        buffers_alone: look at nothing but buffers.
 
     Attributes:
         generators: of random numbers, which the forward may draw from.
@@ -100,6 +101,7 @@ class Snapshot:
         *,
         complete: bool = False,
         without_buffers_of: type | tuple[type, ...] = (),
+        buffers_alone: bool = False,
     ) -> None:
         self._changing = changing
         self._without = without_buffers_of
@@ -110,6 +112,9 @@ class Snapshot:
         self.generators: list[Any] = []
         classes: set[type] = set()
         for path, module in model.named_modules():
+            if buffers_alone:
+                self._add_dict(module._buffers, lambda key, path=path: f"buffer {path}.{key}", 1)
+                continue
             self._add_module(path, module, is_new_class=type(module) not in classes)
             classes.add(type(module))
 
