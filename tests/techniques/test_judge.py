@@ -156,7 +156,9 @@ def test_a_state_of_the_rows_of_a_batch_that_is_left_out_where_it_does_not_fit()
     assert note.startswith("a batch is run whole, since ")
 
 
-@pytest.mark.parametrize("make", [torch.Generator, np.random.default_rng, lambda: random.Random(3)], ids=["torch", "numpy", "python"])
+@pytest.mark.parametrize(
+    "make", [torch.Generator, np.random.default_rng, lambda: random.Random(3)], ids=["torch", "numpy", "python"]
+)
 def test_a_generator_of_the_models_own_draws_for_each_micro_batch_once(make: Callable[[], Any]) -> None:
     class Noisy(nn.Linear):
         def __init__(self) -> None:
