@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import sys
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # a thread, for nothing
 
 _ROOT = str(Path(__file__).parents[1])
 if _ROOT not in sys.path:  # so that `tests.helpers` is found however pytest is started

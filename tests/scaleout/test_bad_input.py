@@ -57,7 +57,9 @@ def test_a_disk_without_room_for_what_is_offloaded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launching.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(async_io, "missing", lambda _: "")
     monkeypatch.setattr(async_io, "ensure_built", lambda *_: None)
-    with pytest.raises(ScaleError, match=r"is sent and returned .* are offloaded to others, and .* free: set TMPDIR to a disk"):
+    with pytest.raises(
+        ScaleError, match=r"is sent and returned .* are offloaded to others, and .* free: set TMPDIR to a disk"
+    ):
         launch(no_training, workload, "--scale zero3 --offload optimizer:disk")
     assert not folders()
 
