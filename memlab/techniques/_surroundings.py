@@ -113,7 +113,7 @@ class Snapshot:
         classes: set[type] = set()
         for path, module in model.named_modules():
             if buffers_alone:
-                self._add_dict(module._buffers, lambda key, path=path: f"buffer {path}.{key}", 1)
+                self._add_buffers(path, module)
                 continue
             self._add_module(path, module, is_new_class=type(module) not in classes)
             classes.add(type(module))
@@ -168,11 +168,14 @@ class Snapshot:
 
     # -- looking around ------------------------------------------------------------------------
 
+    def _add_buffers(self, path: str, module: nn.Module) -> None:
+        self._add_dict(module._buffers, lambda key: f"buffer {path}.{key}" if path else f"buffer {key}", 1)
+
     def _add_module(self, path: str, module: nn.Module, *, is_new_class: bool) -> None:
         prefix = f"{path}." if path else ""
         self._add_dict(module.__dict__, lambda key: f"{prefix}{key}", 0, skipped=_NOT_STATE)
         if not isinstance(module, self._without):
-            self._add_dict(module._buffers, lambda key: f"buffer {prefix}{key}", 1)
+            self._add_buffers(path, module)
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.requires_grad:
                 continue
