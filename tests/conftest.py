@@ -30,8 +30,10 @@ from tests.helpers import tiers  # noqa: E402
 from tests.helpers.fingerprint import differing, global_state  # noqa: E402
 
 torch.set_num_threads(1)
+# who started the tests may have Ctrl-C ignored (a shell's background job) or blocked (some runners of CI), and what is
+# started from here inherits that: tests that press it would wait for it in vain
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
-    # a shell's background job ignores Ctrl-C, and tests that press it would wait for it in vain
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # threads that libraries keep for the life of the process; the runner is Jupyter's, made where a loop runs already (Playwright's)
 _LASTING_THREADS = (
