@@ -28,7 +28,7 @@ from memlab.jupyter.first_call import FirstTrainingCall
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress
 from memlab.live.control import Control
-from memlab.measuring.beside import Beside, Calls
+from memlab.measuring.beside import Beside, Calls, meter_of
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import row_of_failure
@@ -216,16 +216,7 @@ class CellWatch:
             self.refused = error
 
     def _observe(self, session: Session, device: Device) -> None:
-        live = session.workload
-        sessions = self.sessions
-        meter = Meter(
-            live.model,
-            live.optimizers,
-            device,
-            lambda: sum(each.host_bytes for each in sessions),
-            lambda: (tensor for each in sessions for tensor in each.held_tensors),
-        )
-        self._meter = meter
+        meter = self._meter = meter_of(self.sessions, device)
         # callbacks run in reverse: first nobody calls the meter any more, then it closes
         self._undo.callback(meter.close)
         # the one that chooses comes first: what it takes is no part of the first step

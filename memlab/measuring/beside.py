@@ -1,12 +1,33 @@
-"""One meter for several models that train in one loop."""
+"""One meter for the models that train in one loop."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from memlab.measuring.device import Device
 from memlab.measuring.steps import Meter
 from memlab.observer import Observer
+from memlab.session import Session
 from memlab.workload import Batch
+
+
+def meter_of(sessions: Sequence[Session], device: Device) -> Meter:
+    """Make the meter of a loop's sessions, which counts what all of them hold; the caller closes it.
+
+    Args:
+        sessions: those of the loop; a list may grow while the meter runs. The first one's model is the meter's.
+        device: what memory is counted on.
+    """
+    first = sessions[0].workload
+    return Meter(
+        first.model,
+        first.optimizers,
+        device,
+        lambda: sum(each.host_bytes for each in sessions),
+        lambda: (tensor for each in sessions for tensor in each.held_tensors),
+    )
 
 
 class Calls(Observer):

@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from memlab.comparison import Comparison
 from memlab.errors import WorkloadError
-from memlab.measuring.beside import Beside, Calls
+from memlab.measuring.beside import Beside, Calls, meter_of
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
 from memlab.session import Session, fit, session_of
@@ -259,14 +258,8 @@ def _session_for(workload: Workload) -> Iterator[Session]:
 def _measured_in(
     sessions: Sequence[Session], workloads: Sequence[Workload], plan: Plan, steps: int, device: Device
 ) -> Measurement:
-    first, several = workloads[0], len(workloads) > 1
-    meter = Meter(
-        first.model,
-        first.optimizers,
-        device,
-        lambda: sum(each.host_bytes for each in sessions),
-        lambda: (tensor for each in sessions for tensor in each.held_tensors),
-    )
+    several = len(workloads) > 1
+    meter = meter_of(sessions, device)
     sessions[0].observers = [meter, Calls(meter, 1)] if several else [meter]
     for session, workload in zip(sessions[1:], workloads[1:], strict=True):
         number = meter.take_in(workload.model, [each.name for each in workloads])

@@ -10,24 +10,7 @@ import torch
 from memlab.records import LOOP, Category
 from memlab.session import session_of, sessions
 from tests.jupyter.conftest import Cell
-from tests.jupyter.test_which_model import SETUP
-
-GAN = """
-G, D = net(8), net(1)
-optG, optD = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (G, D))
-"""
-GAN_LOOP = """
-for _ in range(4):
-    fake = G(x)
-    optD.zero_grad()
-    (D(x).mean() - D(fake.detach()).mean()).backward()
-    optD.step()
-    optG.zero_grad()
-    loss = -D(fake).mean()
-    loss.backward()
-    optG.step()
-    losses.append(loss.item())
-"""
+from tests.jupyter.test_which_model import GAN, GAN_LOOP, SETUP
 
 
 def plans() -> dict[str, str]:

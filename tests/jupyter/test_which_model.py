@@ -28,6 +28,22 @@ for _ in range(3):
     optimizer.step()
     losses.append(loss.item())
 """
+GAN = """
+G, D = net(8), net(1)
+optG, optD = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (G, D))
+"""
+GAN_LOOP = """
+for _ in range(4):
+    fake = G(x)
+    optD.zero_grad()
+    (D(x).mean() - D(fake.detach()).mean()).backward()
+    optD.step()
+    optG.zero_grad()
+    loss = -D(fake).mean()
+    loss.backward()
+    optG.step()
+    losses.append(loss.item())
+"""
 
 
 def indented(text: str) -> str:
@@ -93,19 +109,8 @@ CASES = {
     ),
     "a model made again in the cell": Case(MADE, MADE + LOOP, ONE),
     "a generator and its critic": Case(
-        "G, D = net(8), net(1)\noptG, optD = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (G, D))",
-        """
-for _ in range(3):
-    fake = G(x)
-    optD.zero_grad()
-    (D(x).mean() - D(fake.detach()).mean()).backward()
-    optD.step()
-    optG.zero_grad()
-    loss = -D(fake).mean()
-    loss.backward()
-    optG.step()
-    losses.append(loss.item())
-""",
+        GAN,
+        GAN_LOOP,
         "G 280 + D 161 · AdamW + AdamW",
     ),
     "an actor and a critic under one optimizer": Case(

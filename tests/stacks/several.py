@@ -241,14 +241,17 @@ for x, _ in batches:
 """,
     ["G", "D"],
 )
-_case(
-    "backbone and head, two optimizers, called as a whole",
-    """
+_BACKBONE_AND_HEAD = """
 class Model(nn.Module):
     def __init__(self):
         super().__init__(); self.backbone, self.head = net(12, 8), net(8, 3)
     def forward(self, x): return self.head(self.backbone(x))
 model = Model()
+"""
+_case(
+    "backbone and head, two optimizers, called as a whole",
+    _BACKBONE_AND_HEAD
+    + """
 optB, optH = adam(model.backbone.parameters()), torch.optim.SGD(model.head.parameters(), lr=0.1)
 """,
     """
@@ -262,12 +265,9 @@ for x, t in batches:
 )
 _case(
     "a submodule also trained by itself",
-    """
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__(); self.backbone, self.head = net(12, 8), net(8, 3)
-    def forward(self, x): return self.head(self.backbone(x))
-model = Model(); backbone = model.backbone
+    _BACKBONE_AND_HEAD
+    + """
+backbone = model.backbone
 opt, optB = adam(model.parameters()), adam(backbone.parameters())
 """,
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import sys
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -96,14 +95,6 @@ def _can_be_done_by_hand(case: Case) -> bool:
     return (
         is_joined and case["noise"] != "shuffled rows" and all(case[name] in kinds for name, kinds in _BY_HAND.items())
     )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

@@ -31,15 +31,6 @@ _FIRST = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    # sums in the same order
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 @pytest.mark.parametrize("first", _FIRST)
 def test_generated_models_train_as_without_it(first: int) -> None:
