@@ -24,6 +24,7 @@ import inspect
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -136,15 +137,21 @@ class Listener(_Layer):
 
     Args:
         previous: the handler that was there.
-        heard: called with what delivers it; it may put that off.
+        heard: a method, called with what delivers it; it may put that off. When its object is gone, what comes is
+            delivered at once.
     """
 
     def __init__(self, previous: Handler, heard: Callable[[Callable[[], None]], None]) -> None:
         super().__init__(previous)
-        self._heard = heard
+        self._heard = weakref.WeakMethod(heard)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._heard(lambda: self.previous(number, frame))
+        heard = self._heard()
+        if heard is None:
+            self.remove()
+            self.previous(number, frame)
+        else:
+            heard(lambda: self.previous(number, frame))
 
 
 class _Uninterrupted:
@@ -244,7 +251,7 @@ def listen(heard: Callable[[Callable[[], None]], None]) -> Listener | None:
     What holds Ctrl-C back meanwhile stays in force.
 
     Args:
-        heard: called with what delivers it; it may put that off.
+        heard: a method, called with what delivers it; it may put that off. It keeps its object no longer alive.
 
     Returns:
         The listener; None on threads that signals do not reach, or where Python does not handle them.

@@ -93,12 +93,12 @@ def nothing_left_behind(own_temporary_folder: Path, request: pytest.FixtureReque
     modes_before = len(_get_current_dispatch_mode_stack())
     threads_before = set(threading.enumerate())
     files_before = _memlab_files(own_temporary_folder)
-    before = global_state()
+    before = {**global_state(), "handler of Ctrl-C": signal.getsignal(signal.SIGINT)}
     yield
     left = _sessions_left()
     # popped first, so that one test's failure is not the next one's
     left += [f"dispatch mode {type(_pop_mode()).__name__}" for _ in _get_current_dispatch_mode_stack()[modes_before:]]
-    left += differing(before, global_state())
+    left += differing(before, {**global_state(), "handler of Ctrl-C": signal.getsignal(signal.SIGINT)})
     _restore_switches(before)
     left += [f"file {name}" for name in sorted(_memlab_files(own_temporary_folder) - files_before)]
     left += [f"thread {thread.name}" for thread in _threads_left(threads_before)]
@@ -117,6 +117,7 @@ def _sessions_left() -> list[str]:
 
 
 def _restore_switches(before: dict[str, object]) -> None:
+    signal.signal(signal.SIGINT, before["handler of Ctrl-C"])  # type: ignore[arg-type]
     torch.set_grad_enabled(bool(before["torch grad mode"]))
     torch.set_default_dtype(before["torch default dtype"])  # type: ignore[arg-type]
     torch.set_float32_matmul_precision(str(before["torch matmul precision"]))

@@ -217,8 +217,7 @@ class GradientRelease(Technique):
         """See what the loop does with gradients, and hear when it is left."""
         self._watch.begin()
         if self._listener is None:
-            method = weakref.WeakMethod(self._interrupted)
-            self._listener = listen(partial(_told_to, method))
+            self._listener = listen(self._interrupted)
 
     def _watch_no_more(self) -> None:
         self._watch.end()

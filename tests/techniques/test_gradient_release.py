@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -336,6 +337,9 @@ def test_a_model_that_is_dropped_is_freed() -> None:
     gc.collect()
     assert gone() is None
     _end_watches()
+    with pytest.raises(KeyboardInterrupt):  # which the loop was to hear of first
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _end_watches() -> None:
