@@ -173,6 +173,11 @@ class Control(Observer):
         if self._playing is not None:
             self._playing.cancel()
         self.follow(session)
+        # asked for when the cell ran already and had no session yet
+        with self._lock:
+            wanted = self._wishes.ask_again(session.plan)
+        if wanted is not None:
+            session.ask(wanted)
         self._watch(session, meter, Activity.TRAINING)
 
     def training_ended(self) -> None:

@@ -89,6 +89,18 @@ class Wishes:
                 self._toggles[spec.name] = Toggle(spec.name, value, wanted, Asked.REFUSED, reason=reason)
         self.target = None
 
+    def ask_again(self, plan: Plan) -> Plan | None:
+        """Ask for every setting that is still pending beside a plan that has come into force meanwhile.
+
+        Returns:
+            The plan that is wanted now; None when nothing is.
+        """
+        pending = [toggle for toggle in self._toggles.values() if toggle.asked is Asked.PENDING]
+        self.plan, self.target = plan, None
+        for toggle in pending:
+            self.ask(toggle.field, toggle.wanted)
+        return self.target
+
     def forget(self, plan: Plan) -> None:
         """Begin again with a plan in force and nothing asked for."""
         self.plan, self.target = plan, None

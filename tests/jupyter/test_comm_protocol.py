@@ -77,7 +77,7 @@ def kernel() -> Iterator[LiveKernel]:
 @pytest.fixture(scope="module")
 def maker(kernel: LiveKernel) -> str:
     """The cell that made the panel."""
-    return kernel.run(PANEL)
+    return kernel.run(f"%load_ext memlab\n{PANEL}")
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ print("seen by", threading.current_thread().name)
 
 
 def test_a_background_cell_leaves_the_main_shell_to_clicks(kernel: LiveKernel, comms: dict[str, str]) -> None:
-    kernel.run(f"%load_ext memlab\n%config MemLab.predict = False\n{MAKE}")
+    kernel.run(f"%config MemLab.predict = False\n{MAKE}")
     cell = kernel.run(BACKGROUND.format(step=STEP.strip().replace("\n", "\n    ")))
     kernel.until_printed(cell, "begun")
     kernel.click(comms["let"], {"value": True})

@@ -131,6 +131,18 @@ def test_a_setting_waits_for_the_step_boundary_while_a_cell_trains(control: Cont
     assert control.can() == Can.SWITCH | Can.RUN | Can.PREDICT | Can.FIND | Can.UNDO
 
 
+def test_a_setting_asked_for_before_the_cell_calls_the_model_is_applied_in_that_cell(workload: Workload) -> None:
+    control = Control(workload.model, Later())
+    control.ask("checkpointing", "full")  # no session yet
+    with fit(workload, "--accumulate 2") as session:
+        control.follow(session)
+        with Cell(control, workload) as cell:
+            assert toggle(control.moment(), "checkpointing").asked is Asked.PENDING
+            cell.train(2)
+        assert session.plan == Plan.parse("--accumulate 2 --checkpoint")
+        assert toggle(control.moment(), "checkpointing").text == "applied at step 1"
+
+
 def test_a_plan_that_turns_out_impossible_is_refused_and_the_loop_goes_on(control: Control, workload: Workload) -> None:
     control.stage = Later()
     with Cell(control, workload) as cell:
