@@ -20,6 +20,11 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # unannotated in torch
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call] # unannotated in torch
+        if "__torch_dispatch__" in vars(cls):
+            _never_compile(cls.__torch_dispatch__)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -37,6 +42,17 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+def _never_compile(function: Any) -> None:
+    """Have torch.compile leave the frames of a function alone, and those of what it calls, at no cost for a call."""
+    of_torch = torch._C._dynamo.eval_frame
+    if hasattr(of_torch, "set_code_exec_strategy"):  # not in older torch
+        skip = of_torch._FrameAction.SKIP
+        of_torch.set_code_exec_strategy(function.__code__, of_torch._FrameExecStrategy(skip, skip))
+
+
+_never_compile(WatchingMode.__torch_dispatch__)
 
 
 def defers(types: Iterable[type]) -> bool:

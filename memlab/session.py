@@ -40,7 +40,7 @@ from memlab.seams import ForwardHandler, ForwardSeam, chained, install_step_seam
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.techniques.gradient_release import is_loop_known
 from memlab.uninterrupted import HeldBack, hold_back, interruptible, uninterrupted
-from memlab.workload import Batch, Workload, steps_some_of, unwrap_optimizer
+from memlab.workload import Batch, Workload, is_made, steps_some_of, unwrap_optimizer
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class LogEntry:
     def __str__(self) -> str:
         return f"step {self.step}: {self.text}"
 
+
+HOW_WITHOUT = "(it calls parts of it, its forward directly, or it within compiled code or a transform of torch.func)"
 
 # models with a session, so that a second one is refused instead of wrapping the first. The model's seam and
 # the optimizer's hooks keep the session; when the user drops both, nothing here keeps the model in memory
@@ -88,6 +90,10 @@ class Session:
     """
 
     def __init__(self, workload: Workload, observers: Sequence[Observer] = (), rescuer: Rescuer | None = None) -> None:
+        if not is_made(workload.model):
+            raise WorkloadError(
+                f"{workload.name} has parameters without values: call it once, or load its weights, first"
+            )
         _refuse_foreign_engines(workload)
         if id(workload.model) in _attached:
             raise SessionError(f"{workload.name} has a session already: use its switch(plan), or undo() it first")
@@ -582,15 +588,13 @@ class Session:
     @property
     def passed_by(self) -> str | None:
         """Text for a loop that updates the model without calling it, while settings work around the model's call; else None."""
-        around = (t for t in self.techniques if type(t).forward is not Technique.forward and not t.changes_modules)
-        idle = [] if self.was_called or not self._stepped else [technique.field for technique in around]
+        around = (t for t in self.techniques if type(t).forward is not Technique.forward)
+        idle = [t.field for t in around if not (t.changes_modules and t.was_reached)]
+        idle = [] if self.was_called or not self._stepped else idle
         if not idle:
             return None
         flags = replace(Plan(), **{field: getattr(self.plan, field) for field in idle})
-        return (
-            f"{flags} had no effect: the loop trains {self.workload.name} without calling it "
-            "(it calls parts of it, or its forward directly); call the model itself"
-        )
+        return f"{flags} had no effect: the loop trains {self.workload.name} without calling it {HOW_WITHOUT}; call the model itself"
 
 
 def fit(

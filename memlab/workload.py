@@ -178,6 +178,7 @@ class Workload:
                 candidates = {name: m for name, m in candidates.items() if steps_some_of(chosen_optimizer, m)}
             if len(candidates) > 1:
                 candidates = _stepped(candidates, live, used, assigned)
+            candidates = {name: m for name, m in candidates.items() if is_made(unwrap_model(m))}
             if len(candidates) > 1:
                 raise SeveralModelsError(candidates)
             if not candidates:
@@ -297,6 +298,16 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         held = (value for value in vars(inner).values() if isinstance(value, torch.optim.Optimizer))
         inner = next((each for each in held if each not in passed and not own.isdisjoint(_stepped_by(each))), None)
     return passed[-1]
+
+
+def is_made(model: nn.Module) -> bool:
+    """Return whether the parameters of a model have values: those of lazy modules get them in the first call.
+
+    Example:
+        >>> is_made(nn.LazyLinear(2)), is_made(nn.Linear(2, 2, device="meta")), is_made(nn.Linear(2, 2))
+        (False, False, True)
+    """
+    return not any(nn.parameter.is_lazy(p) or p.device.type == "meta" for p in model.parameters())
 
 
 def steps_some_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:

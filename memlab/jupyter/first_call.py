@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memlab.stepping import is_separable, standin
-from memlab.workload import unwrap_optimizer
+from memlab.workload import is_made, unwrap_optimizer
 
 
 class FirstCall:
@@ -99,7 +99,7 @@ class FirstTrainingCall(FirstCall):
 
     def _counts(self, module: nn.Module) -> bool:
         is_training = module.training and torch.is_grad_enabled()
-        return is_training and any(p.requires_grad for p in module.parameters())
+        return is_training and any(p.requires_grad for p in module.parameters()) and is_made(module)
 
     def _step_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

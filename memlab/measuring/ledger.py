@@ -63,7 +63,7 @@ class _Alive(weakref.ref[torch.UntypedStorage]):
     size_bytes: int
 
 
-class Ledger(WatchingMode):  # type: ignore[no-untyped-call]
+class Ledger(WatchingMode):
     """Exact live bytes of one device type, by watching operators.
 
     Args:

@@ -374,7 +374,8 @@ class Start:
     def call_ended(self) -> None:
         """Learn which buffers a call leaves alone."""
         for module, name, buffer, copy, version in self._buffers:
-            is_same = module._buffers.get(name) is buffer and buffer._version == version
+            is_there = name in module._buffers and module._buffers[name] is buffer  # of torch.jit, no dict
+            is_same = is_there and buffer._version == version
             if not is_same:
                 _left_alone.pop(buffer, None)
             elif copy is not None and buffer.numel() > _SMALL_ELEMENTS and torch.equal(buffer, copy):

@@ -187,7 +187,7 @@ def _off_device(tensor: torch.Tensor) -> torch.Tensor:
 # --- operators ------------------------------------------------------------------------------------
 
 
-class Retrying(WatchingMode):  # type: ignore[no-untyped-call]
+class Retrying(WatchingMode):
     """Calls an operator that has run out of memory again, after memory was freed.
 
     Args:

@@ -27,12 +27,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from memlab.errors import RefusalError
+from memlab.errors import MemlabError, RefusalError
 from memlab.shortage import is_out_of_memory, release
 from memlab.techniques._aliases import Aliases
 from memlab.techniques._autocast import AutocastState, without_autocast
 from memlab.techniques._lazy import real
-from memlab.techniques._merge import Chain, Merge, close, closed, distance, equal, found_merge
+from memlab.techniques._merge import Chain, Merge, agree, close, closed, distance, equal, found_merge, runs_later
 from memlab.techniques._noise import Noise, StrangeDrawError
 from memlab.techniques._probe import Probe
 from memlab.techniques._randomness import Randomness, is_generator
@@ -73,6 +73,8 @@ class Verdict:
         rows: rows that were run.
         generators: of random numbers, which the model refers to.
         starts: what was in the places before, see `start_of`.
+        goes_on: whether numbers of Python and NumPy are drawn one after another, part by part; else each part draws the same.
+        needs_graph: whether a call without gradients gives something else.
     """
 
     merges: Mapping[int, Merge]
@@ -81,6 +83,8 @@ class Verdict:
     rows: int
     generators: tuple[Any, ...] = ()
     starts: frozenset[Any] = frozenset()
+    goes_on: bool = True
+    needs_graph: bool = False
 
     def knows(self, outputs: Outputs) -> bool:
         """Return whether a call has left something in the places where the judged one did, and in no other."""
@@ -331,6 +335,7 @@ class _Attempt:
                 whole, inputs = self._run(self._whole, is_whole=True)
             directions = self._directions(whole.outputs, weights)
             self._backward(whole.outputs, directions)
+            self._check_backward(whole)
             if self.noise.computes_low:
                 self._tolerance = LOW_TOLERANCE
             whole_inputs = [leaf.grad for leaf in inputs]
@@ -358,6 +363,7 @@ class _Attempt:
                 self._snapshot.restore()
                 largest = [max(one, other) for one, other in zip(largest, self._norms(), strict=True)]
             residuals = self._norms()
+            needs_graph = kept.outputs.loss not in directions and self._needs_graph(parts[0], ran[0], in_turn=in_turn)
         merges = self._compare_outputs(kept.outputs, [run.outputs for run in ran], weights)
         left = self._compare_left(kept.effects, [run.effects for run in ran])
         self._check_sums(kept.outputs, merges, left)
@@ -365,7 +371,24 @@ class _Attempt:
         self._compare_inputs(whole_inputs, [run.inputs for run in ran])
         changing = frozenset(name for name, effect in kept.effects.items() if effect.kind == "written")
         starts = frozenset({start_of(kept.effects, self._layout.rows)})
-        return Verdict(merges, left, changing, total, tuple(self._start.generators), starts)
+        goes_on = goes_on or not self.draws_on_host
+        return Verdict(merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph)
+
+    def _needs_graph(self, part: Call, ran: _Run, *, in_turn: bool) -> bool:
+        """Return whether the first part gives something else, or nothing, without gradients."""
+        self._random.restore()
+        self.noise.give(*self._ranges[0], of=self._layout.rows_in(self._whole), in_turn=in_turn)
+        try:
+            with torch.no_grad():
+                outputs = self._run(part, is_whole=False)[0].outputs
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, MemlabError):
+                raise
+            return True
+        finally:
+            self._snapshot.restore()
+        pairs = zip(outputs.leaves, ran.outputs.leaves, strict=False)
+        return outputs.spec != ran.outputs.spec or not all(agree(real(a), real(b), self._tolerance) for a, b in pairs)
 
     def _run(self, call: Call, *, is_whole: bool) -> tuple[_Run, list[torch.Tensor]]:
         leaves = list(call.leaves)
@@ -474,7 +497,10 @@ class _Attempt:
         norms = [
             torch.zeros(())
             if grad is None
-            else torch.linalg.vector_norm(grad.detach().float() if grad.layout is torch.strided else grad.to_dense())
+            else torch.linalg.vector_norm(
+                grad.detach() if grad.layout is torch.strided else grad.to_dense(),
+                dtype=torch.promote_types(grad.dtype, torch.float32),
+            )
             for grad in found
         ]
         return torch.stack([norm.to(self._device, torch.float32) for norm in norms]).tolist() if norms else []
@@ -536,6 +562,8 @@ class _Attempt:
 
     def _refuse_output(self, whole: Outputs, position: int, pieces: Sequence[Any]) -> NoReturn:
         leaf, name = whole.leaves[position], whole.name_of(position)
+        if runs_later(leaf):
+            self._refuse(f"{name} of {self._name} is a {type(leaf).__name__}, which computes when the loop uses it")
         if not isinstance(leaf, torch.Tensor):
             self._refuse(
                 f"{name} of {self._name} is {leaf!r} for the whole batch and {pieces[0]!r} for its first micro-batch"
@@ -633,6 +661,18 @@ class _Attempt:
         for parameter, version in zip(self._aliases.originals, self._versions, strict=True):
             if parameter._version != version:
                 self._refuse(f"the forward pass of {self._name} writes to its parameters")
+
+    def _check_backward(self, whole: _Run) -> None:
+        """What hooks do in the backward pass they would do once for each part."""
+        for i, leaf in enumerate(whole.outputs.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.retains_grad:
+                self._refuse(f"{whole.outputs.name_of(i)} of {self._name} keeps its gradient (retain_grad)")
+        for name, effect in self._snapshot.effects().items():
+            leaves, structure = flatten(closed(effect))
+            known, known_structure = flatten(whole.effects[name].value) if name in whole.effects else ([], None)
+            pairs = zip(leaves, known, strict=False)
+            if structure != known_structure or not all(one is other or agree(one, other, 0.0) for one, other in pairs):
+                self._refuse(f"the backward pass of {self._name} changes {name}, and would once for each micro-batch")
 
     def _check_escapes(self, kept: _Run, returned: Sequence[weakref.ref[torch.Tensor]]) -> None:
         """Tensors with a graph that are kept where nobody looked."""

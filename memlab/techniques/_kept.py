@@ -66,7 +66,7 @@ def storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
     return {storage._cdata: storage for storage in storages}
 
 
-class _Run(WatchingMode):  # type: ignore[no-untyped-call]
+class _Run(WatchingMode):
     """Outputs of operators and their cost: products by torch's own formulas, and bytes that are written."""
 
     def __init__(self) -> None:

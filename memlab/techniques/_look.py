@@ -28,7 +28,7 @@ from memlab.techniques._rerun import Part, Run, WriteWatch
 from memlab.techniques._segments import Node
 
 
-class Look(WriteWatch):  # type: ignore[no-untyped-call]
+class Look(WriteWatch):
     """Watches one call of a model.
 
     Args:

@@ -189,7 +189,12 @@ def equal(one: Any, other: Any) -> bool:
             return True
     except (ValueError, RuntimeError, TypeError):  # what compares element by element, or not at all
         return repr(one) == repr(other)
-    return "__eq__" not in vars(type(one)) and not isinstance(one, (int, float, str))
+    return "__eq__" not in vars(type(one)) and not isinstance(one, (int, float, str)) and not runs_later(one)
+
+
+def runs_later(value: Any) -> bool:
+    """Return whether a value is code, or what yields others: it may give anything when it is used."""
+    return callable(value) or hasattr(value, "__next__")
 
 
 def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

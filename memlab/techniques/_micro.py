@@ -42,7 +42,8 @@ class Learnt:
         reads_outputs: the loop has looked at a large output, so they are kept from then on.
         loop_scale: factor by which the loop scaled its loss last.
         updates: optimizer steps so far; parameters of an earlier count are gone.
-        is_compiled: whether the model is, and calls with and without gradients would be compiled each by itself.
+        needs_graph: whether a call without gradients would do something else: its forward derives or sets hooks, or it is
+            compiled, and calls with and without gradients would be compiled each by itself.
         waiting: outputs since the last step that are computed only when the loop looks at them.
     """
 
@@ -50,7 +51,7 @@ class Learnt:
     reads_outputs: bool = False
     loop_scale: torch.Tensor | float = _FIRST_LOOP_SCALE
     updates: int = 0
-    is_compiled: bool = False
+    needs_graph: bool = False
     waiting: list[weakref.ref[LazyTensor]] = field(default_factory=list)
 
     def foresee_reads(self) -> None:
@@ -191,6 +192,7 @@ class MicroRun:
         self._spec: Structure | None = None
         self._places: list[tuple[Effect, int]] = []  # of each leaf left elsewhere
         self._plain: dict[int, list[Any]] = {}
+        self._handed_out: list[weakref.ref[torch.Tensor]] = []
 
     def outputs(self) -> Any:
         """Run all micro-batches and return what the model would have returned; leave elsewhere what it would have left."""
@@ -205,6 +207,7 @@ class MicroRun:
     def _leaves(self) -> list[Any]:
         whole_inputs = [self._whole_input(position) for position in self._inputs]
         values = _SplitCall.apply(self, *whole_inputs, *self._aliases.originals)  # type: ignore[no-untyped-call]
+        self._handed_out = [weakref.ref(value) for value in values if value.requires_grad]
         assert self._template is not None
         leaves = list(self._template.leaves)
         for position, value in zip(self._eager(), values, strict=True):
@@ -330,14 +333,16 @@ class MicroRun:
 
     def _first_run_of(self, index: int) -> None:
         if not self._repeats:
+            if index and self._verdict is not None and not self._verdict.goes_on:
+                self._random_states[0].restore_host()
             self._random_states.append(self._random_now())
         else:
             self._random_states[index].restore()
         is_last = index == len(self._micro_batches) - 1
         keeps_graph = not self._repeats and (self._learnt.fused is not False or is_last)
-        with torch.set_grad_enabled(keeps_graph or self._learnt.is_compiled):
+        with torch.set_grad_enabled(keeps_graph or self._learnt.needs_graph):
             micro_batch, outputs = self._run(index)
-        if not keeps_graph and self._learnt.is_compiled:
+        if not keeps_graph:
             outputs = outputs.without_graph()
         if index == 0:
             self._choose_form(outputs)
@@ -455,6 +460,13 @@ class MicroRun:
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the whole inputs and of the parameters, from those of the joined outputs."""
         wanted = {position: g for position, g in zip(self._eager(), outer, strict=True) if g is not None}
+        alive = [tensor for ref in self._handed_out if (tensor := ref()) is not None]
+        if len(self._handed_out) > 1 and any(tensor.retains_grad for tensor in alive):
+            raise RefusalError(
+                _FIELD,
+                f"the loop asks for the gradient of an output of {type(self._model).__name__} (retain_grad)",
+                KEEP_WHOLE,
+            )
         if self._fused:
             assert self._template is not None
             self._scale_gathered(wanted.pop(self._template.loss, None))

@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
+from torch.nn.utils import parametrize
+
+from memlab.errors import RefusalError
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -70,9 +73,21 @@ def in_use(block: nn.Module) -> AbstractContextManager[None]:
     return use()
 
 
+def refuse_kept_weights(field: str, model: nn.Module, name: str) -> None:
+    """Refuse a call whose parametrized weights are computed once for several calls, with a graph that they share."""
+    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, model.modules())):
+        raise RefusalError(
+            field,
+            f"the loop calls {name} within torch.nn.utils.parametrize.cached(), which keeps weights and their graphs from call "
+            "to call",
+            "call it outside of cached()",
+        )
+
+
 def accepts_use_cache(model: nn.Module) -> bool:
     """Return whether the model call has a `use_cache` argument, as Transformers decoders do."""
-    return "use_cache" in inspect.signature(type(model).forward).parameters
+    forward = inspect.getattr_static(type(model), "forward", None)  # of torch.jit's modules it is no function
+    return callable(forward) and "use_cache" in inspect.signature(forward).parameters
 
 
 def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class StrangeDrawError(Exception):
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 
 
-class Noise(WatchingMode):  # type: ignore[no-untyped-call]
+class Noise(WatchingMode):
     """Keeps random numbers, then gives them out again.
 
     Attributes:

@@ -73,6 +73,8 @@ class Probe:
         # of torch's: whether they take what was drawn for all rows one after another, as a model that draws row by row
         self.in_turn = False
         self._draws_on_host = self._draws = False
+        # whether a call without gradients fails
+        self.needs_graph = False
         self._joins: dict[tuple[Any, ...], tuple[int | None, ...]] = {}
 
     def layout(self, call: Call) -> Layout:
@@ -93,11 +95,18 @@ class Probe:
             return candidates[0]
         failed: list[Exception] = []
         candidates = [layout for layout in candidates if layout.rows >= 2]
-        for needs_rule in (True, False):
-            for layout in candidates:
-                if self._fits(call, layout, failed, needs_rule=needs_rule):
-                    self._layouts[call.kind] = layout
-                    return layout
+        # with gradients only where nothing runs without: a few rows, but techniques below act as in training
+        for needs_graph in (self.needs_graph,) if self.needs_graph or self._buffers_alone else (False, True):
+            self.needs_graph = needs_graph
+            failed.clear()
+            for needs_rule in (True, False):
+                for layout in candidates:
+                    if self._fits(call, layout, failed, needs_rule=needs_rule):
+                        self._layouts[call.kind] = layout
+                        return layout
+            if len(failed) < 2 * len(candidates):
+                break
+        self.needs_graph = False
         if failed and len(failed) == 2 * len(candidates):
             raise RefusalError(
                 _FIELD,
@@ -244,9 +253,15 @@ class Probe:
     def _unlike_rows(self, call: Call, layout: Layout) -> list[int]:
         """The two rows whose losses are furthest apart, of the first few."""
         losses = []
-        with quietly(self._model, run=self._run, per_part=self._per_part, buffers_alone=self._buffers_alone) as quiet:
+        with quietly(
+            self._model,
+            run=self._run,
+            per_part=self._per_part,
+            buffers_alone=self._buffers_alone,
+            needs_graph=self.needs_graph,
+        ) as quiet:
             for row in range(min(layout.rows, _FEW_ROWS)):
-                outputs = Outputs.of(quiet.run(self._widened(layout.pick(call, [row])), None))
+                outputs = Outputs.of(quiet.run(self._widened(layout.pick(call, [row])), None)).without_graph()
                 losses.append((float(outputs.leaves[outputs.loss]), row))
         ordered = sorted((loss, row) for loss, row in losses if math.isfinite(loss))
         return [ordered[0][1], ordered[-1][1]]
@@ -296,9 +311,14 @@ class Probe:
                     goes_on=self.goes_on,
                     per_part=self._per_part,
                     generators=filter(is_generator, call.leaves),
+                    needs_graph=self.needs_graph,
                 ) as quiet:
                     together, *apart = (
-                        _sampled(Outputs.of(quiet.run(layout.pick(call, rows[slice(*span)]), (*span, len(rows)))))
+                        _sampled(
+                            Outputs.of(
+                                quiet.run(layout.pick(call, rows[slice(*span)]), (*span, len(rows)))
+                            ).without_graph()
+                        )
                         for span in spans
                     )
             except StrangeDrawError:
@@ -461,8 +481,9 @@ def quietly(
     per_part: tuple[type[nn.Module], ...] = (),
     generators: Iterable[Any] = (),
     buffers_alone: bool = False,
+    needs_graph: bool = False,
 ) -> Iterator[Quiet]:
-    """Look at a model's outputs without gradients; buffers, attributes and random states stay as they were.
+    """Look at a model's outputs, without gradients unless it needs them; buffers, attributes and random states stay as they were.
 
     The mode stays that of training: what depends on other rows only then must be seen, and layers that repack their weights for
     evaluation must not do so.
@@ -474,7 +495,7 @@ def quietly(
     try:
         for module in training:
             module.training = False
-        with torch.no_grad(), without_autocast():
+        with torch.set_grad_enabled(needs_graph), without_autocast():
             yield quiet
     finally:
         for module in training:

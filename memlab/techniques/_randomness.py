@@ -53,7 +53,12 @@ class Randomness:
         self._torch.restore()
         for generator, state in self._own:
             generator.set_state(state)
-        for state, put in self._host if host else ():
+        if host:
+            self.restore_host()
+
+    def restore_host(self) -> None:
+        """Put back those of Python and NumPy alone."""
+        for state, put in self._host:
             put(state)
 
 

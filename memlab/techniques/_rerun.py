@@ -287,7 +287,7 @@ def _device(inputs: Sequence[torch.Tensor], modules: Sequence[nn.Module]) -> tor
 # --- seeing writes ------------------------------------------------------------------------------------
 
 
-class WriteWatch(WatchingMode):  # type: ignore[no-untyped-call]
+class WriteWatch(WatchingMode):
     """Tells of operators that are about to write to some storages."""
 
     def __init__(self) -> None:

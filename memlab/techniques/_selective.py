@@ -66,7 +66,7 @@ class Products:
         return _Keeping(self), _Giving(self)
 
 
-class _Keeping(WatchingMode):  # type: ignore[no-untyped-call]
+class _Keeping(WatchingMode):
     def __init__(self, products: Products) -> None:
         super().__init__()
         self._products = products
@@ -81,7 +81,7 @@ class _Keeping(WatchingMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Giving(WatchingMode):  # type: ignore[no-untyped-call]
+class _Giving(WatchingMode):
     def __init__(self, products: Products) -> None:
         super().__init__()
         self._products = products

@@ -182,7 +182,7 @@ class Snapshot:
             if _bytes_of(parameter) <= _SMALL_PARAMETER_BYTES:
                 self._add_tensor(f"parameter {prefix}{name}", parameter)
         where = path or type(module).__name__
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for hooks in (getattr(module, key) for key in _HOOKS[:4]):
             for hook in hooks.values():
                 self._add_function(hook, f"a hook of {where}", 1)
         if is_new_class and not _is_of_library(type(module)):

@@ -24,7 +24,8 @@ Numbered rules of the mechanism:
    fewer rows than micro-batches is split as far as it goes, unless the plan is on trial and an earlier one can come back.
 
 Gradients agree with the unsplit batch to rounding (tested at 1e-6 relative in fp32). Random numbers drawn by the model are those of
-a hand-written loop over the micro-batches under the same random state, not those of one call for all rows.
+a hand-written loop over the micro-batches under the same random state, not those of one call for all rows; those of Python and
+NumPy are those of the one call.
 
 Source of the replay form: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory
 Limited Setup", https://arxiv.org/abs/2101.06983
@@ -51,7 +52,7 @@ from memlab.techniques._compiled import uncompiled
 from memlab.techniques._judge import Judge, Verdict
 from memlab.techniques._merge import UnsettledError
 from memlab.techniques._micro import Learnt, MicroRun
-from memlab.techniques._modules import without_cache
+from memlab.techniques._modules import refuse_kept_weights, without_cache
 from memlab.techniques._probe import Probe, first_line
 from memlab.techniques._randomness import Randomness
 from memlab.techniques._split import Call, Layout, row_ranges
@@ -89,7 +90,7 @@ class Accumulation(Technique):
         self._name = ""
         self._probe: Probe | None = None
         self._judge: Judge | None = None
-        self._is_fake = False
+        self._is_fake = self._is_compiled = False
         # by shape; rows that belong together in groups may be split between groups and nowhere else, so each verdict holds for
         # parts of a multiple of so many rows
         self._verdicts: dict[tuple[Any, ...], dict[int, Verdict | RefusalError | None]] = {}
@@ -126,7 +127,7 @@ class Accumulation(Technique):
         self._judge = Judge(
             workload.model, workload.name, self._probe, self._per_part, is_low=self.plan.precision not in _FULL
         )
-        self._learnt.is_compiled = is_compiled(workload.model)
+        self._is_compiled = self._learnt.needs_graph = is_compiled(workload.model)
         self._is_fake = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
         undo.callback(self._forget)
 
@@ -168,8 +169,10 @@ class Accumulation(Technique):
         """
         assert self._model is not None
         assert self._probe is not None
+        refuse_kept_weights(self.field, self._model, self._name)
         with self._uncompiled():
             layout = self._probe.layout(whole)
+        self._learnt.needs_graph |= self._probe.needs_graph
         parts = min(self.plan.accumulation, layout.rows)
         if 1 < parts < self.plan.accumulation and not self._has_split and self.on_trial():
             raise RefusalError(
@@ -220,11 +223,9 @@ class Accumulation(Technique):
         assert self._model is not None
         snapshot = Snapshot(self._model, complete=True)
         randomness = Randomness(next(self._model.parameters()).device, snapshot.generators)
-        try:
-            whole.run(call)
-        finally:
-            snapshot.restore()
-            randomness.restore()
+        whole.run(call)
+        snapshot.restore()
+        randomness.restore()
         raise RefusalError(
             self.field,
             f"{self._name} does not run on some rows of a batch: {type(error).__name__}: {first_line(error)}",
@@ -260,7 +261,7 @@ class Accumulation(Technique):
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         """Run the model's own code where it is compiled: a look at some rows is made once, and would be compiled for them."""
-        return uncompiled() if self._learnt.is_compiled else nullcontext()
+        return uncompiled() if self._is_compiled else nullcontext()
 
     def _judged(self, call: ModelCall, whole: Call, layout: Layout, parts: int, starts: set[Any]) -> Verdict | None:
         assert self._model is not None
@@ -268,6 +269,7 @@ class Accumulation(Technique):
         self._check_batch_norm(self._model, self._name)
         with self._uncompiled():
             verdict = self._judge.judge(call, whole, layout, parts)
+        self._learnt.needs_graph |= verdict is not None and verdict.needs_graph
         for technique in self.in_force():
             technique.trial_over()
         self.only_tried()

@@ -59,6 +59,7 @@ class Technique:
         parameters_visit: whether parameters come to the device for an update, so that buckets are kept small.
         updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
         changes_modules: whether it works within the model's modules, which compiled code does not look into again.
+        was_reached: whether calls of the modules it changes have come to it.
         is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
         is_of_optimizer: whether it works on optimizers alone, so that it serves all models of a shared one at once.
         owns_steps: whether `step` does the optimizer's steps.
@@ -83,6 +84,7 @@ class Technique:
     parameters_visit: bool = False
     updates_in_backward: bool = False
     changes_modules: bool = False
+    was_reached: bool = True
     is_engine: bool = False
     is_of_optimizer: bool = False
     owns_steps: bool = False

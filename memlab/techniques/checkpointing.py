@@ -32,7 +32,7 @@ from memlab.techniques._budget import Budget
 from memlab.techniques._compiled import CompiledParts
 from memlab.techniques._kept import Kept, kept_by
 from memlab.techniques._look import Look
-from memlab.techniques._modules import cache_off, repeated_blocks, without_cache
+from memlab.techniques._modules import cache_off, refuse_kept_weights, repeated_blocks, without_cache
 from memlab.techniques._rerun import Part, Run, WriteWatch, is_within_another, recomputed
 from memlab.techniques._segments import (
     Segmentation,
@@ -101,7 +101,7 @@ class Checkpointing(Technique):
         self._left_alone: list[Part] = []
         self._of_blocks = True
         self._compiled: CompiledParts | None = None
-        self._is_settled = False
+        self._is_settled = self.was_reached = False
         self._patches: list[Callable[[], Any]] = []
         self.learns_from_calls = plan.budget_bytes is not None
 
@@ -118,6 +118,13 @@ class Checkpointing(Technique):
                 f"no part of {workload.name} can be recomputed: none holds more than one layer, and a layer keeps its input "
                 f"either way",
                 "use --accumulate N to hold fewer activations at a time",
+            )
+        scripted = (name for name, each in workload.model.named_modules() if isinstance(each, torch.jit.ScriptModule))
+        if (name := next(scripted, None)) is not None:
+            raise RefusalError(
+                self.field,
+                f"{name or 'the model'} is code of torch.jit, whose state cannot be put back to run it again",
+                "use --accumulate N or --offload activations",
             )
         if any(getattr(block, "gradient_checkpointing", False) for block in blocks):
             raise RefusalError(
@@ -159,6 +166,7 @@ class Checkpointing(Technique):
         assert model is not None
         if self._compiled is not None:
             return self._compiled.call(call, args, kwargs)
+        refuse_kept_weights(self.field, model, self._name)
         options = without_cache(model, kwargs)
         with cache_off(model, options):
             if not self._is_settled:
@@ -280,13 +288,16 @@ class Checkpointing(Technique):
 
     def _applies(self) -> bool:
         """Return whether a call of a part is one that a backward pass follows, and that nothing looks through."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return False
         model = self._model()
         is_training = model is not None and model.training and torch.is_grad_enabled() and not is_within_another()
-        return is_training and torch._C._get_tracing_state() is None and not torch.compiler.is_compiling()
+        return is_training and torch._C._get_tracing_state() is None
 
     def _run(self, part: Part, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not self._applies() or part.gives_other_results:
             return call(*args, **kwargs)
+        self.was_reached = True
         again = functools.partial(recomputed, part, call, args, kwargs)
         if isinstance(self._look, Look):
             return self._look.part_runs(part, call, args, kwargs, lambda run: again(run=run))

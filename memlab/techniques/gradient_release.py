@@ -22,6 +22,8 @@ Numbered rules of the mechanism:
    then, as after `step()`. (The other way, to give the updated ones their old values back, would take copies of them.)
 7. A loop that was left in the middle of a step, by Ctrl-C, by an error in the backward pass or by a refusal, is a new loop
    when it goes on: what was under way is forgotten, and its first step is watched.
+8. Gradients of parameters that two optimizers hold are kept: which one updates next is not to be seen in the backward pass. A
+   loop may make the second one at any time, so `add_param_group` is watched, which every new optimizer calls.
 
 An update that a backward pass has made cannot be made undone. A rescue therefore repeats forward passes only; and when
 an update breaks off in its middle, the next gradient is answered by an error instead of being counted twice.
@@ -35,6 +37,7 @@ The mechanism of torch: https://docs.pytorch.org/tutorials/intermediate/optimize
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -64,6 +67,7 @@ _loop_is_known: ContextVar[bool] = ContextVar("_loop_is_known", default=False)
 
 _WATCHED = "the first step of the loop is watched and keeps its gradients; from the second on they are freed in the backward pass"
 _SPLIT = "with --accumulate gradients are complete after the last micro-batch, and held until then"
+_SHARED = "gradients of parameters that a second optimizer has got are kept from then on"
 _USE_ACCUMULATE = "hand over the whole batch and use --accumulate N, or leave --release-grads out"
 _LEAVE_OUT = "leave --release-grads out"
 
@@ -186,6 +190,7 @@ class GradientRelease(Technique):
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         undo.callback(self._forget)
+        _hear_of_groups(self, undo)
         method = weakref.WeakMethod(self._completed)  # hooks are no reason to keep a session
         for parameter in workload.model.parameters():
             if parameter.requires_grad:
@@ -197,8 +202,16 @@ class GradientRelease(Technique):
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         undo.callback(self._forget_optimizer, optimizer)
         for parameter in _parameters_of(optimizer):
-            is_shared = id(parameter) in self._owners
-            self._owners[id(parameter)] = None if is_shared else optimizer
+            if self._owners.setdefault(id(parameter), optimizer) is not optimizer:
+                self._owners[id(parameter)] = None
+
+    def group_added(self, optimizer: Optimizer) -> None:
+        """An optimizer has got one more group of parameters, which another one may update already."""
+        for parameter in optimizer.param_groups[-1]["params"]:
+            if self._owners.get(id(parameter), optimizer) is not optimizer:
+                self._owners[id(parameter)] = None
+                if _SHARED not in self.notes:
+                    self.notes.append(_SHARED)
 
     def _forget_optimizer(self, optimizer: Optimizer) -> None:
         for parameter in _parameters_of(optimizer):
@@ -472,6 +485,32 @@ def _what_is_done() -> tuple[str, str]:
         return "the loop drops gradients after backward() without a step", _LEAVE_OUT
     where = f" (in {names[0]})" if names and names[0] != "<module>" else ""
     return f"the loop uses gradients between backward() and optimizer.step(){where}, when they are gone", _LEAVE_OUT
+
+
+_hearing: weakref.WeakSet[GradientRelease] = weakref.WeakSet()
+
+
+def _hear_of_groups(technique: GradientRelease, undo: ExitStack) -> None:
+    """Tell a technique of parameters that optimizers get, until undone."""
+    _hearing.add(technique)
+    undo.callback(_hear_no_more, technique)
+    Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign, assignment]
+
+
+def _hear_no_more(technique: GradientRelease) -> None:
+    _hearing.discard(technique)
+    if not _hearing:
+        Optimizer.add_param_group = _torchs_own  # type: ignore[method-assign]
+
+
+_torchs_own = Optimizer.add_param_group
+
+
+@functools.wraps(_torchs_own)
+def _add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+    _torchs_own(optimizer, param_group)
+    for each in [*_hearing]:
+        each.group_added(optimizer)
 
 
 def _is_memlab(frame: Any) -> bool:

@@ -21,7 +21,7 @@ https://arxiv.org/abs/1710.03740; Zamirai et al., "Revisiting BFloat16 Training"
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -29,12 +29,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from memlab.errors import RefusalError
+from memlab.errors import MemlabError, RefusalError
 from memlab.layers import at_home
 from memlab.plan import Plan, Precision
+from memlab.shortage import is_out_of_memory
 from memlab.techniques._autocast import without_autocast
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._own_form import OwnForm
+from memlab.techniques._randomness import Randomness
+from memlab.techniques._surroundings import Effect, Snapshot
+from memlab.techniques._tree import flatten
 from memlab.techniques.base import ModelCall, State, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.moments import join_master, round_stochastically, split_master
@@ -51,7 +55,8 @@ class PrecisionChoice(Technique):
 
     Tolerances over 100 steps against fp32 are stated and tested in ``tests/techniques/test_precision.py``.
 
-    Known limitations: a loop that runs under autocast itself keeps its own precision (said in the notes).
+    Known limitations: a loop that runs under autocast itself keeps its own precision (said in the notes). Only the first call is
+    looked at for what does not run in half precision.
     """
 
     field = "precision"
@@ -91,6 +96,8 @@ class PrecisionChoice(Technique):
         self._scaler = LossScale()
         self._masters: dict[int, torch.Tensor] = {}
         self._own_form: OwnForm | None = None
+        self._to_look_at: nn.Module | None = None  # until the first call is over
+        self._name = ""
         self._generators: dict[torch.device, torch.Generator] = {}
 
     @property
@@ -131,6 +138,10 @@ class PrecisionChoice(Technique):
             )
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        self._name = workload.name
+        if self.plan.precision in (Precision.FP16, Precision.BF16, Precision.PURE_BF16):
+            self._to_look_at = workload.model
+            undo.callback(setattr, self, "_to_look_at", None)
         match self.plan.precision:
             case Precision.FP32:
                 _set_matmul_precision("highest", undo)
@@ -142,6 +153,47 @@ class PrecisionChoice(Technique):
                 self._split_parameters(workload.model, undo)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        model, self._to_look_at = self._to_look_at, None
+        return self._lowered(call, args, kwargs) if model is None else self._first(model, call, args, kwargs)
+
+    def _first(self, model: nn.Module, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The first call, whose errors may be those of half precision.
+
+        Raises:
+            RefusalError: the model does not run in it; nothing of the call is left behind.
+        """
+        before = Snapshot(model)
+        randomness = Randomness(next(model.parameters()).device, before.generators)
+        try:
+            output = self._lowered(call, args, kwargs)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, MemlabError):
+                raise
+            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        else:
+            left = self._left_unscaled(before.effects())
+            if left is None:
+                return output
+            said = f"its gradients are scaled at the output, and {left} is past it"
+        before.restore(strict=False)
+        randomness.restore()
+        with self._restored([*model.parameters(), *model.buffers()]):
+            call(*args, **kwargs)  # where that fails as well, the error is the model's own
+        before.restore(strict=False)
+        randomness.restore()
+        self._to_look_at = model
+        raise RefusalError(
+            self.field, f"{self._name} does not run in {self.plan.precision}: {said}", "leave its precision as it is"
+        )
+
+    def _left_unscaled(self, effects: Mapping[str, Effect]) -> str | None:
+        """Return where a tensor is left that gradients come in by past the output."""
+        for name, effect in effects.items() if self._is(Precision.FP16) else ():
+            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flatten(effect.value)[0]):
+                return name
+        return None
+
+    def _lowered(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         match self.plan.precision:
             case Precision.FP16 | Precision.BF16:
                 return self._autocast(call, args, kwargs)
@@ -170,12 +222,12 @@ class PrecisionChoice(Technique):
         args, kwargs = tree_map(lambda leaf: _scaled_gradient(leaf, 1 / scale), (args, dict(kwargs)))
         with torch.autocast(device_type, dtype=dtype):
             output = call(*args, **kwargs)
-        return tree_map(lambda leaf: _scaled_gradient(_as_fp32(leaf), scale), output)
+        return _in_leaves(lambda leaf: _scaled_gradient(_as_fp32(leaf), scale), output)
 
     def _in_bf16(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = tree_map(as_bf16, (args, dict(kwargs)))
         with without_autocast():
-            return tree_map(_as_fp32, call(*args, **kwargs))
+            return _in_leaves(_as_fp32, call(*args, **kwargs))
 
     def _note_once(self, note: str) -> None:
         if note not in self.notes:
@@ -351,6 +403,13 @@ def _scaled_gradient(leaf: Any, scale: float) -> Any:
 def _as_fp32(leaf: Any) -> Any:
     low = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
     return leaf.float() if low else leaf
+
+
+def _in_leaves(change: Callable[[Any], Any], output: Any) -> Any:
+    leaves, structure = flatten(output)
+    changed = [change(leaf) for leaf in leaves]
+    is_other = any(one is not other for one, other in zip(changed, leaves, strict=True))
+    return structure.put(changed) if is_other else output
 
 
 def as_bf16(leaf: Any) -> Any:

@@ -79,7 +79,7 @@ class Hidden:
     moment: int
 
 
-class Recorder(Ledger):  # type: ignore[no-untyped-call] # torch leaves __init_subclass__ unannotated
+class Recorder(Ledger):
     """Watches a step on a twin: births, deaths and work.
 
     Args:

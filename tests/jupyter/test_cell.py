@@ -310,6 +310,7 @@ def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell) -> None:
     ran = cell(f"%%memfit --accumulate 2\n{STEP.replace('model(inputs)', 'model.forward(inputs)')}")
     assert ran.error is None
     assert ran.out == (
-        "memfit: --accumulate 2 had no effect: the loop trains Sequential without calling it (it calls parts of it, or its "
-        "forward directly); call the model itself; nothing was measured\n"
+        "memfit: --accumulate 2 had no effect: the loop trains Sequential without calling it (it calls parts of it, its "
+        "forward directly, or it within compiled code or a transform of torch.func); call the model itself; nothing was "
+        "measured\n"
     )

@@ -108,6 +108,13 @@ CASES = {
         f"def train():\n{indented(MADE + LOOP)}    return model\nspare = net()", "result = train()", ONE
     ),
     "a model made again in the cell": Case(MADE, MADE + LOOP, ONE),
+    "lazy modules": Case(
+        "model = nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(4))\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)",
+        LOOP,
+        ONE,
+    ),
+    "a model without values beside it": Case(f"{MADE}shapes = [net().to('meta')]", f"shapes[0].train()\n{LOOP}", ONE),
     "a generator and its critic": Case(
         GAN,
         GAN_LOOP,

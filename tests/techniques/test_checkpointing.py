@@ -122,6 +122,30 @@ def test_a_model_of_single_layers_has_nothing_to_recompute(model: nn.Module) -> 
     )
 
 
+def test_code_of_torch_jit_is_refused() -> None:
+    traced = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(1, 4))
+    with pytest.raises(RefusalError) as caught:
+        fit(workload(nn.Sequential(traced, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))), "--checkpoint")
+    assert str(caught.value) == (
+        "checkpointing: 0 is code of torch.jit, whose state cannot be put back to run it again; use --accumulate N or "
+        "--offload activations"
+    )
+
+
+def test_gradients_of_single_samples_by_a_transform_are_left_alone() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+    def loss(weights: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (row,)).sum()
+
+    derive = torch.func.vmap(torch.func.grad(loss), (None, 0))
+    weights, rows = dict(model.named_parameters()), torch.ones(3, 4)
+    expected = derive(weights, rows)
+    with fit(workload(model), "--checkpoint"):
+        found = derive(weights, rows)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_a_model_that_checkpoints_itself_is_refused() -> None:
     model = gpt2()
     model.gradient_checkpointing_enable()

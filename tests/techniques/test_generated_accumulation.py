@@ -93,7 +93,10 @@ def _can_be_done_by_hand(case: Case) -> bool:
     is_joined = not case["loss"].startswith("loop") or case["output"] == "plain"
     # rows that are mixed within a batch are mixed within a micro-batch by hand; memlab may split along places instead
     return (
-        is_joined and case["noise"] != "shuffled rows" and all(case[name] in kinds for name, kinds in _BY_HAND.items())
+        is_joined
+        and case["noise"]
+        not in ("shuffled rows", "layer drop")  # the latter draws a number of Python's for a whole batch
+        and all(case[name] in kinds for name, kinds in _BY_HAND.items())
     )
 
 

@@ -227,6 +227,24 @@ def test_an_optimizer_made_later_is_watched_from_its_second_step() -> None:
     assert counts[2] > 0
 
 
+def test_an_optimizer_made_again_updates_from_then_on() -> None:
+    runs = []
+    for flags in ("", "--release-grads"):
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        before = Optimizer.add_param_group
+        with fit(Workload(model, optimizer), flags) as session:
+            for step in range(6):
+                if step == 3:
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                step_of(model, optimizer, step)
+            notes = session.notes
+        assert Optimizer.add_param_group is before
+        runs.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *runs))
+    assert notes[-1] == "gradients of parameters that a second optimizer has got are kept from then on"
+
+
 def test_the_step_returns_what_it_always_returns() -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -92,6 +92,60 @@ def test_lists_of_images_of_unlike_sizes() -> None:
     same_as_plain(lambda: Detector(3, 4), lambda m, _: sum(m(images, targets).values()))
 
 
+class _Deriving(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(super().forward(rows).square().sum(), rows, create_graph=True)
+        return slope
+
+
+class _Hooked(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output = super().forward(rows)
+        output.register_hook(lambda gradient: 2 * gradient)
+        return output
+
+
+class _Asking(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows if torch.is_grad_enabled() else 0 * rows)
+
+
+class _Sampled(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) * (random.random() + np.random.rand())
+
+
+@pytest.mark.parametrize("kind", [_Deriving, _Hooked, _Asking, _Sampled])
+@pytest.mark.filterwarnings("error")
+def test_what_a_forward_does_beside_computing(kind: Any) -> None:
+    def make() -> nn.Module:
+        random.seed(0)
+        np.random.seed(0)
+        return kind(6, 2)
+
+    same_as_plain(make, lambda m, _: m(inputs()).square().mean())
+
+
+def test_a_call_that_fails_leaves_what_it_would_have_left() -> None:
+    class Failing(nn.Linear):
+        calls = 0
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                raise ValueError("the second call")
+            return super().forward(rows)
+
+    model = Failing(6, 2)
+    with fit(workload(model), "--accumulate 2"):
+        model(inputs())
+        with pytest.raises(ValueError, match="the second call"):
+            model(inputs())
+        model(inputs())
+    assert model.calls == 3
+
+
 def test_what_is_done_in_every_second_call_is_judged_when_it_comes() -> None:
     class Alternating(nn.Linear):
         calls = 0
@@ -159,7 +213,7 @@ def test_a_state_of_the_rows_of_a_batch_that_is_left_out_where_it_does_not_fit()
 @pytest.mark.parametrize(
     "make", [torch.Generator, np.random.default_rng, lambda: random.Random(3)], ids=["torch", "numpy", "python"]
 )
-def test_a_generator_of_the_models_own_draws_for_each_micro_batch_once(make: Callable[[], Any]) -> None:
+def test_a_generator_of_the_models_own_draws_for_each_micro_batch_or_as_for_all(make: Callable[[], Any]) -> None:
     class Noisy(nn.Linear):
         def __init__(self) -> None:
             super().__init__(6, 2)
@@ -169,20 +223,19 @@ def test_a_generator_of_the_models_own_draws_for_each_micro_batch_once(make: Cal
 
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
             numbers = self.generator
-            if isinstance(numbers, torch.Generator):
-                drawn = float(torch.rand((), generator=numbers))
-            else:
-                drawn = numbers.random()
+            drawn = float(torch.rand((), generator=numbers)) if is_torchs else numbers.random()
             return super().forward(rows) * drawn
 
     found = []
+    is_torchs = make is torch.Generator
     for flags in ("", "--accumulate 2"):
         torch.manual_seed(0)
         model = Noisy()
         if make is np.random.default_rng:
             model.generator = make(3)
         with fit(workload(model), flags):
-            output = model(inputs()) if flags else torch.cat([model(inputs()[:4]), model(inputs()[4:])])
+            by_hand = is_torchs and not flags
+            output = torch.cat([model(inputs()[:4]), model(inputs()[4:])]) if by_hand else model(inputs())
             output.square().mean().backward()
         after = torch.rand(2, generator=model.generator) if isinstance(model.generator, torch.Generator) else None
         found.append(
@@ -302,6 +355,42 @@ class TestRefusals:
         line = self.refusal(layer, inputs())
         assert line.startswith("accumulation: a tensor [8, 2] with a graph leaves Sequential past its output")
 
+    def test_a_hook_that_keeps_something_of_the_backward_pass(self) -> None:
+        seen: list[float] = []
+        model = nn.Sequential(nn.Linear(6, 2), nn.Tanh())
+        model[1].register_full_backward_hook(lambda _m, _i, output: seen.append(float(output[0].sum())))
+        assert self.refusal(model, inputs()).startswith(
+            "accumulation: the backward pass of Sequential changes seen of a hook of 1, and would once for each micro-batch"
+        )
+        assert seen == []
+
+    def test_a_gradient_that_the_forward_keeps(self) -> None:
+        class Keeping(nn.Linear):
+            def forward(self, rows: torch.Tensor) -> torch.Tensor:
+                self.output = super().forward(rows)
+                self.output.retain_grad()
+                return self.output.tanh()
+
+        assert self.refusal(Keeping(6, 2), inputs()).startswith("accumulation: output of Keeping keeps its gradient")
+
+    def test_an_output_that_is_computed_later(self) -> None:
+        class Yielding(nn.Linear):
+            def forward(self, rows: torch.Tensor) -> Any:
+                yield super().forward(rows)
+
+        assert self.refusal(Yielding(6, 2), inputs()).startswith(
+            "accumulation: output of Yielding is a generator, which computes when the loop uses it"
+        )
+
+    def test_weights_that_the_loop_keeps_from_call_to_call(self) -> None:
+        model = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+        with torch.nn.utils.parametrize.cached():
+            line = self.refusal(model, inputs())
+        assert line == (
+            "accumulation: the loop calls ParametrizedLinear within torch.nn.utils.parametrize.cached(), which keeps weights "
+            "and their graphs from call to call; call it outside of cached()"
+        )
+
     def test_an_input_that_is_written_to(self) -> None:
         class Writing(nn.Linear):
             def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -322,6 +411,20 @@ class TestRefusals:
         # the first rows are alike, and do not tell
         line = self.refusal(Balanced(), rows, torch.tensor([0, 0, 0, 0, 1, 2, 1, 2]))
         assert "the loss of Balanced is not a mean or sum over rows or targets" in line
+
+
+def test_the_gradient_of_an_output_that_others_follow_from() -> None:
+    class Two(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = super().forward(rows)
+            return hidden, hidden.tanh()
+
+    model = Two(6, 2)
+    with fit(workload(model), "--accumulate 2"):
+        hidden, output = model(inputs())
+        hidden.retain_grad()
+        with pytest.raises(RefusalError, match=r"asks for the gradient of an output of Two \(retain_grad\)"):
+            output.sum().backward()
 
 
 def test_rows_that_do_not_fit_together_are_judged_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:

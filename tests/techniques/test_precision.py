@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,56 @@ def test_recurrent_layers_in_fp16_on_the_cpu_are_refused() -> None:
     with pytest.raises(RefusalError) as caught:
         fit(workload(model), "--fp16")
     assert str(caught.value) == "precision: the CPU has no fp16 kernels for recurrent layers; use --bf16 here"
+
+
+class _Summing(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, 4).index_add(0, torch.zeros(len(rows), dtype=torch.long), super().forward(rows))
+
+
+class _Leaving(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output = super().forward(rows)
+        self.penalty = output.square().mean()
+        return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "text"),
+    [
+        (_Summing, "--bf16", "precision: _Summing does not run in bf16: RuntimeError: index_add_(): self (Float) and source"),
+        (_Summing, "--accumulate 2 --fp16", "precision: _Summing does not run in fp16: RuntimeError: index_add_()"),
+        (
+            _Leaving, "--fp16",
+            "precision: _Leaving does not run in fp16: its gradients are scaled at the output, and penalty is past it",
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_half_precision_is_not_for_are_refused(kind: type[nn.Linear], flags: str, text: str) -> None:
+    model = kind(4, 4)
+    with fit(workload(model), flags), pytest.raises(RefusalError) as caught:
+        model(torch.ones(8, 4))
+    assert str(caught.value).startswith(text)
+    assert not hasattr(model, "penalty")
+
+
+def test_outputs_of_any_kind_are_scaled_and_in_fp32() -> None:
+    @dataclass
+    class Output:
+        logits: torch.Tensor
+
+    class Classifier(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> Any:
+            return Output(super().forward(rows))
+
+    model, rows = Classifier(4, 2), torch.randn(8, 4)
+    model(rows).logits.square().mean().backward()
+    expected = gradients(model)
+    with fit(workload(model), "--fp16"):
+        output = model(rows)
+        output.logits.square().mean().backward()
+    assert output.logits.dtype is torch.float32
+    assert distance(gradients(model), expected) < 5e-3
 
 
 def test_lbfgs_under_fp16_is_refused() -> None:
