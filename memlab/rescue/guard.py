@@ -224,14 +224,14 @@ class GuardedCall:
         if self._graph is None:
             self._run_again()
         assert self._graph is not None
-        tensors = [real(self._graph[path]) for path in wanted]
+        edges = _edges(self._graph)  # the outputs themselves may go, as they do where the loop has let go of them
         inputs = self._inner_inputs
         if not keep:
-            unused = {path: tensor for path, tensor in self._graph.items() if path not in wanted}
-            self._rest = _Rest(self._paths, _edges(unused), inputs, self._aliases) if unused else None
+            unused = {path: edge for path, edge in edges.items() if path not in wanted}
+            self._rest = _Rest(self._paths, unused, inputs, self._aliases) if unused else None
             self._graph = None
         with self._aliases.in_place():
-            torch.autograd.backward(tensors, list(wanted.values()), retain_graph=keep)
+            torch.autograd.backward([edges[path] for path in wanted], list(wanted.values()), retain_graph=keep)
         return _taken(inputs)
 
     def _break_off(self) -> None:

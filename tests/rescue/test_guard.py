@@ -115,6 +115,22 @@ def labels_inside(model: nn.Module, optimizer: Optimizer, step: int) -> list[tor
     return [out.loss, out.logits]
 
 
+def labels_inside_output_dropped(model: nn.Module, optimizer: Optimizer, step: int) -> list[torch.Tensor]:
+    batch = {name: tensor.repeat(8, 1) for name, tensor in causal_batch(step).items()}
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    return [loss]
+
+
+def own_criterion_output_dropped(model: nn.Module, optimizer: Optimizer, step: int) -> list[torch.Tensor]:
+    batch = causal_batch(step)
+    loss = model(input_ids=batch["input_ids"].repeat(8, 1)).logits.logsumexp(-1).mean()
+    loss.backward()
+    optimizer.step()
+    return [loss]
+
+
 def backward_twice(model: nn.Module, optimizer: Optimizer, step: int) -> list[torch.Tensor]:
     inputs, targets = pairs(step)
     inputs = inputs.repeat(2000, 1)  # large enough for what the loop's criterion saves to be held
@@ -348,6 +364,8 @@ _LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "own criterion": (Tower, own_criterion),
     "dropout": (lambda: Tower(dropout=0.3), own_criterion),
     "labels inside": (gpt2, labels_inside),
+    "labels inside, output dropped": (gpt2, labels_inside_output_dropped),
+    "own criterion, output dropped": (gpt2, own_criterion_output_dropped),
     "labels inside, dropout": (lambda: gpt2(0.1), labels_inside),
     "tied": (Tied, own_criterion),
     "frozen parts": (partly_frozen, own_criterion),
@@ -573,7 +591,12 @@ def _until_the_step(step: Loop, model: nn.Module, optimizer: Optimizer, index: i
 _MEETING = ("contrastive", "penalty on weights", "accumulated by hand")
 
 
-@pytest.mark.parametrize("loop", ["own criterion", "labels inside", "a tuple", "batch norm", *_MEETING])
+_ALONE = (
+    "own criterion", "own criterion, output dropped", "labels inside", "labels inside, output dropped", "a tuple", "batch norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", [*_ALONE, *_MEETING])
 def test_the_peak_is_that_of_the_loop_alone(loop: str) -> None:
     """Where gradients of two calls, or of a call and a penalty, meet, both are there for a moment."""
     alone, guarded = peak(loop, guarded=False), peak(loop, guarded=True)
