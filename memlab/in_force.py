@@ -9,7 +9,9 @@ Rules of a change:
 3. References keep the old form alive until the new one is complete. Where there is no room for both, the
    change is made a second time, and what has been replaced leaves the device as it goes.
 4. What references cannot keep (an engine of a library) is let go of last, when the change has succeeded or failed.
-5. Ctrl-C is held back (`memlab.uninterrupted`). It takes back a change it comes into the middle of, but never
+5. What was replaced leaves holes in the segments of a GPU's allocator, and segments that fit nothing else. Those that are
+   empty go back to the driver, so that memory reserved is what the new plan needs.
+6. Ctrl-C is held back (`memlab.uninterrupted`). It takes back a change it comes into the middle of, but never
    one that gives the workload back; that one is completed first.
 """
 
@@ -23,6 +25,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab import layers
 from memlab.errors import RefusalError
@@ -31,6 +34,7 @@ from memlab.plan import Plan
 from memlab.seams import is_compiled
 from memlab.shortage import is_out_of_memory, release
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
+from memlab.techniques._homes import home_of
 from memlab.uninterrupted import Interrupts, uninterrupted
 from memlab.workload import Workload
 
@@ -151,8 +155,11 @@ class InForce:
                 error (out of memory, a technique's own).
         """
         check(self._coming(plan), self._workload, self.optimizers, self.techniques)
+        before, is_on_gpu = self.techniques, any(map(_is_on_gpu, self._workload.model.parameters()))
         with uninterrupted() as interrupts:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
+            if is_on_gpu and self.techniques != before:
+                torch.cuda.empty_cache()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Ask every technique in force whether it can serve one more optimizer.
@@ -295,6 +302,11 @@ def _let_go(before: dict[type[Technique], _Entry], now: dict[type[Technique], _E
     for kind, entry in before.items():
         if entry.technique.is_engine and now.get(kind) is not entry:
             entry.technique.let_go()
+
+
+def _is_on_gpu(parameter: torch.Tensor) -> bool:
+    # a twin of a prediction stands for a GPU, and has nothing there
+    return home_of(parameter).type == "cuda" and not isinstance(parameter, FakeTensor)
 
 
 def _nothing() -> None:
