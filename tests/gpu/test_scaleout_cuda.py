@@ -8,30 +8,20 @@ import torch
 from memlab import launch
 from memlab.errors import ScaleError
 from tests.helpers.needs import needs
-from tests.scaleout.runs import llama, texts
+from tests.scaleout.runs import llama, texts, trained
 
 
 @needs(gpu=1)
 @pytest.mark.parametrize("flags", ["fsdp2", "tp", "ddp --accumulate 2"])
 def test_a_context_in_the_kernel_is_no_obstacle(flags: str) -> None:
-    workload = llama()
+    workload, untouched = llama(), llama()
     workload.model.cuda()
+    untouched.model.cuda()
     batches = [ids.cuda() for ids in texts(3)]
+    expected = trained(untouched, batches)
     assert torch.cuda.is_initialized()
-
-    def train() -> list[float]:
-        (optimizer,) = workload.optimizers
-        losses = []
-        for ids in batches:
-            loss = workload.model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    first, *_, last = launch(train, workload, f"--scale {flags}", nproc=1).value
-    assert last < first
+    losses = launch(lambda: trained(workload, batches), workload, f"--scale {flags}", nproc=1).value
+    assert losses == pytest.approx(expected, rel=1e-5)
     assert all(parameter.is_cuda for parameter in workload.model.parameters())
     with pytest.raises(ScaleError, match=r"^nproc 99: this machine has \d+ GPUs"):
-        launch(train, workload, f"--scale {flags}", nproc=99)
+        launch(lambda: trained(workload, batches), workload, f"--scale {flags}", nproc=99)

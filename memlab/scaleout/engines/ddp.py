@@ -37,12 +37,8 @@ class Ddp(Engine):
         self._forward: ModelCall = self.inner.forward
         self._split: Callable[[], Any] | None = None
         vars(self.inner)["forward"] = self._within
-        # a loop may train parts of a model in turn
-        self._wrapped = DistributedDataParallel(
-            self.inner,
-            device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            find_unused_parameters=True,
-        )
+        # a loop may train parts of a model in turn; with `device_ids` the wrapper moves inputs, and a split call has none
+        self._wrapped = DistributedDataParallel(self.inner, find_unused_parameters=True)
 
     def _home(self, value: Any) -> Any:
         """Counters of steps stay on the host, as torch keeps them."""

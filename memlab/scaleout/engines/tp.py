@@ -6,7 +6,8 @@ done by torch's `parallelize_module`, on placeholders, so that a rank reads no m
 1. Layers without an entry, and those that share a parameter with one that has none or is cut another way, stay whole on every
    rank. Their gradients are equal there, since inputs of cut layers and outputs of rejoined ones are.
 2. A norm over single heads sees the heads of its rank alone. Its entry says so, and its gradient is summed over ranks.
-3. Whole and cut parameters cannot be stacked, so the norm for clipping is put together here.
+3. Whole and cut parameters cannot be stacked, so the norm for clipping is put together here, and each kind is updated
+   by itself: on a GPU, kernels go over lists of parameters.
 
 Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 """
@@ -26,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from memlab.errors import RefusalError
 from memlab.scaleout.engines.fsdp2 import Fsdp2
+from memlab.stepping import is_separable, plain_stepper
 
 # how torch cuts a layer, by what plans call it
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -132,6 +134,7 @@ class Tp(Fsdp2):
     """
 
     shares_rows = False
+    owns_steps = True
 
     def _shard(self) -> None:
         model = self.workload.model
@@ -157,6 +160,14 @@ class Tp(Fsdp2):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        kinds = [parameters]
+        if is_separable(optimizer):
+            kinds = [[each for each in parameters if isinstance(each, DTensor) is is_cut] for is_cut in (True, False)]
+        for same in filter(None, kinds):
+            plain_stepper(optimizer)(same)
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor | None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

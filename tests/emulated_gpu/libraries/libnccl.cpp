@@ -260,6 +260,9 @@ API ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, ncclDat
            [&](size_t done, size_t piece) { memcpy((char *)to + done, slot(c, root), piece); });
   return ncclSuccess;
 }
+API ncclResult_t ncclBcast(void *at, size_t count, ncclDataType_t type, int root, ncclComm_t handle, cudaStream_t stream) {
+  return ncclBroadcast(at, at, count, type, root, handle, stream);
+}
 API ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t handle, cudaStream_t stream) {
   emulated_catch_up(stream);
   Communicator *c = C(handle);
@@ -269,5 +272,7 @@ API ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDat
   });
   return ncclSuccess;
 }
+API ncclResult_t ncclAlltoAll(const void *, void *, size_t, ncclDataType_t, ncclComm_t, cudaStream_t) { return ncclInvalidUsage; }
+API ncclResult_t ncclGather(const void *, void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) { return ncclInvalidUsage; }
 API ncclResult_t ncclSend(const void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) { return ncclInvalidUsage; }
 API ncclResult_t ncclRecv(void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) { return ncclInvalidUsage; }
