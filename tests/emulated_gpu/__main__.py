@@ -13,6 +13,7 @@ from tests.emulated_gpu.build import OPERATORS, ORDER, built
 from tests.emulated_gpu.errors import EmulationError
 from tests.emulated_gpu.gpus import GPUS, properties
 from tests.emulated_gpu.guard import GIB, guarded
+from tests.emulated_gpu.whole import run_all
 
 _MOST_DEVICES = 16
 
@@ -39,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
         "--report", metavar="FILE", help="where to write how often each kernel was launched; - for the screen"
     )
     made.add_argument("--verbose", action="store_true", help="say which functions of CUDA were refused")
+    made.add_argument(
+        "--all", action="store_true", help="run all tests there are and write last_run.md; words after it choose files"
+    )
     made.add_argument("command", nargs="*", metavar="-- COMMAND", help="what to run; nothing: only build")
     return made
 
@@ -75,6 +79,8 @@ def run(arguments: Sequence[str]) -> int:
     asked = parser().parse_args(arguments)
     properties(asked.gpu)  # refused before anything is built
     folder = built(lambda line: print(f"emulated GPU: {line}", file=sys.stderr, flush=True))
+    if asked.all:
+        return run_all(run, asked.command)
     variables = environment(asked, folder)
     if not asked.command:
         return 0

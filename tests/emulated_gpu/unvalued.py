@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from memlab.techniques import _merge
+from memlab.techniques import _merge, tiling
 from memlab.techniques.accumulation import Accumulation
 
 IS_EMULATED = bool(os.environ.get("EMULATED_GPU"))
@@ -16,7 +16,7 @@ HAS_VALUES = not IS_EMULATED or bool(os.environ.get("EMULATED_GPU_VALUES"))
 
 @contextmanager
 def without_judgement() -> Iterator[None]:
-    """Where there are no values, split batches without comparing rows together and apart, which would differ.
+    """Where there are no values, split batches and layers without comparing rows together and apart, which would differ.
 
     The steps that follow the judged one are the same.
     """
@@ -24,5 +24,6 @@ def without_judgement() -> Iterator[None]:
         yield
         return
     judgement = patch.object(Accumulation, "_verdict", lambda *_: None)
-    with judgement, patch.object(_merge, "distance", lambda *_: 0.0):
+    alike = patch.object(tiling, "treats_rows_alike", lambda _part: True)
+    with judgement, alike, patch.object(_merge, "distance", lambda *_: 0.0):
         yield

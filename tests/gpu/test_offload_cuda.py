@@ -27,8 +27,8 @@ ON_HOST = Link(down=1e10, up=1e10, both=1e10, updated=1e12)
 
 @pytest.fixture
 def load() -> Workload:
-    model = gpt2(vocabulary=20_000, layers=6, width=512).cuda()
-    batch = {key: value.cuda() for key, value in ragged_batch(vocabulary=20_000, length=64).items()}
+    model = gpt2(vocabulary=4_000, layers=4, width=256).cuda()
+    batch = {key: value.cuda() for key, value in ragged_batch(vocabulary=4_000, length=64).items()}
     return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch=batch)
 
 
@@ -165,7 +165,8 @@ def test_a_step_never_waits_for_the_device(load: Workload, monkeypatch: pytest.M
 @pytest.mark.parametrize("settings", [{}, {"fused": True}, {"amsgrad": True, "foreach": True}], ids=str)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 def test_trained_weights_are_those_of_the_untouched_run(load: Workload, kind: type, settings: dict, link: Link) -> None:
-    load.optimizers[0] = kind(load.model.parameters(), lr=1e-4, weight_decay=0.01, **settings)
+    # eps: gradients that are nothing but rounding (biases of attention's keys) must not become whole updates
+    load.optimizers[0] = kind(load.model.parameters(), lr=1e-4, eps=1e-5, weight_decay=0.01, **settings)
     expected, found = (weights_after(load, flags, 20) for flags in ("", "--offload optimizer"))
     for one, other in zip(found, expected, strict=True):
         # the embedding's gradient is summed by atomics, in another order every time

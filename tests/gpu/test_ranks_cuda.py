@@ -11,7 +11,7 @@ from memlab import Workload, launch, predict_ranks
 from tests.helpers.needs import needs
 from tests.scaleout.ranks import gpt2, steps
 
-pytestmark = needs(gpu=1)
+pytestmark = [needs(gpu=1), pytest.mark.memory]
 
 
 @pytest.mark.parametrize(

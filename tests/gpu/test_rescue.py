@@ -48,6 +48,14 @@ def capped(device: torch.device, capacity_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
+def holes_bytes(device: torch.device) -> int:
+    """What is free in segments that are in use, which updates may take as well."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def allocated_bytes() -> int:
     gc.collect()
     return torch.cuda.memory_allocated(CUDA)
@@ -211,7 +219,7 @@ def updated(
                 parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
             if step == seen and free_share is not None:
                 moments_bytes = 8 * sum(parameter.numel() for parameter in model.parameters())
-                with capped(device, int(free_share * moments_bytes)):
+                with capped(device, int(free_share * moments_bytes) - holes_bytes(device)):
                     optimizer.step()
             else:
                 optimizer.step()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 VOCABULARY = 2048  # large enough for a chunked loss
 IGNORED = -100
@@ -45,6 +46,14 @@ class Case:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=self.learning_rate)
+
+    def on(self, device: str) -> Case:
+        """The same case with its model and batches on a device."""
+
+        def batch(step: int) -> Batch:
+            return tree_map(lambda leaf: leaf.to(device), self.batch(step))
+
+        return replace(self, build=lambda: self.build().to(device), batch=batch)
 
 
 # -- batches -----------------------------------------------------------------------------------
@@ -206,7 +215,7 @@ class TimeFirstTransformer(nn.Module):
         self.leave = nn.Linear(width, 64)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(len(inputs))
+        mask = nn.Transformer.generate_square_subsequent_mask(len(inputs), device=inputs.device)
         return self.leave(self.encoder(self.embed(inputs), mask=mask))
 
 
@@ -345,7 +354,7 @@ def in_batch_negatives(model: nn.Module, batch: Batch) -> torch.Tensor:
     inputs, _ = batch
     left, right = model(inputs, inputs.roll(1, 1))
     similarity = left @ right.t() / 0.1  # [b, b]
-    positives = torch.arange(len(left))
+    positives = torch.arange(len(left), device=left.device)
     return (F.cross_entropy(similarity, positives) + F.cross_entropy(similarity.t(), positives)) / 2
 
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from memlab import Workload, fit
@@ -73,6 +73,49 @@ class Faults(TorchDispatchMode):
             out = args = kwargs = None  # the traceback keeps this frame, and must not keep them
             raise torch.OutOfMemoryError(_TEXT)
         return out
+
+
+class Refusals(Faults):
+    """The same on a GPU, whose own allocator runs out: it gets no new segments, and what is free in those it has is held.
+
+    Memory then ends where the kernel of an operator asks for it, and the error is the allocator's.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.count + 1 not in self.at:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if types and defers(types):
+            return NotImplemented
+        try:
+            with _nothing_left():
+                out = func(*args, **(kwargs or {}))
+        except torch.OutOfMemoryError:
+            self.count += 1
+            self.failed.append(str(func))
+            raise
+        self.count += _allocates(func, out, args, kwargs)  # beside the GPU
+        return out
+
+
+@contextmanager
+def _nothing_left() -> Iterator[None]:
+    """A GPU of which everything that is free is taken."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-9)
+    held = []
+    try:
+        holes = [b for segment in torch.cuda.memory_snapshot() for b in segment["blocks"] if b["state"] == "inactive"]
+        held += [_taken(size) for size in sorted((hole["size"] for hole in holes), reverse=True)]
+        yield
+    finally:
+        held.clear()  # an error's traceback keeps this frame
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _taken(size_bytes: int) -> torch.Tensor | None:
+    with suppress(torch.OutOfMemoryError), _disable_current_modes():
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
+    return None
 
 
 def _allocates(func: Any, out: Any, args: Any, kwargs: Any) -> bool:
@@ -183,7 +226,7 @@ def _pairs(step: int) -> Batch:
 
 def _train_tower(model: nn.Module, optimizer: Any, batch: Batch, at: Moment) -> list[torch.Tensor]:
     """Accumulation by hand over two calls, with a gradient scaler that is unscaled before clipping."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1000)
+    scaler = torch.amp.GradScaler(batch["inputs"].device.type, init_scale=2.0**4, growth_interval=1000)
     losses = []
     for half, targets in zip(batch["inputs"], batch["targets"], strict=True):
         loss = F.cross_entropy(model(half), targets) / 2
@@ -281,6 +324,7 @@ def train(
     switched: Switched | None = None,
     counted: bool = False,
     capacity_bytes: int | None = None,
+    device: str = "cpu",
 ) -> Outcome:
     """Train for a few steps.
 
@@ -293,12 +337,13 @@ def train(
         switched: change of plans in that step.
         counted: count bytes; else those of the outcome mean nothing.
         capacity_bytes: past which the ledger raises out of memory in all steps.
+        device: where to.
     """
     torch.manual_seed(0)
     ledger = Ledger(capacity_bytes=capacity_bytes)
     with ledger if counted or capacity_bytes is not None else nullcontext():
         ledger.begin([])
-        model = FAMILIES[family].build().train()
+        model = FAMILIES[family].build().train().to(device)
         model = model.double() if is_double(plan) else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return _Run(FAMILIES[family], model, optimizer, ledger, faults, step, switched).outcome(plan, rescue)
@@ -318,7 +363,10 @@ class _Run:
         self._family, self._model, self._optimizer, self._ledger = family, model, optimizer, ledger
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (done + 1))
         self._faults, self._watched, self._switched = faults, watched, switched
-        self._is_single = next(model.parameters()).dtype is torch.float32
+        parameter = next(model.parameters())
+        self._is_single, self._device = parameter.dtype is torch.float32, parameter.device
+        # from which dropout draws
+        self._generator = torch.cuda.default_generators[0] if parameter.is_cuda else torch.default_generator
         self._step = -1
         self._random_forwarded: torch.Tensor | None = None
 
@@ -348,7 +396,7 @@ class _Run:
             moments=_moments(self._optimizer),
             rates=rates,
             drawn=drawn,
-            random=torch.get_rng_state(),
+            random=self._generator.get_state(),
             random_forwarded=self._random_forwarded,
             allocations=self._faults.count if self._faults is not None else 0,
             failed=list(self._faults.failed) if self._faults is not None else [],
@@ -360,7 +408,8 @@ class _Run:
 
     def _one_step(self) -> list[float]:
         dtype = torch.get_default_dtype() if self._is_single else torch.float64
-        batch = {key: t.to(dtype) if t.is_floating_point() else t for key, t in self._family.batch(self._step).items()}
+        drawn = self._family.batch(self._step).items()
+        batch = {key: t.to(self._device, dtype if t.is_floating_point() else t.dtype) for key, t in drawn}
         is_watched = self._step == self._watched
         if (
             is_watched
@@ -377,8 +426,8 @@ class _Run:
             return
         if moment == "forwarded":
             if self._switched is not None and self._switched.random is not None:
-                torch.set_rng_state(self._switched.random)
-            self._random_forwarded = torch.get_rng_state()
+                self._generator.set_state(self._switched.random)
+            self._random_forwarded = self._generator.get_state()
         elif self._switched is not None and self._switched.place in ("the loop's own code", "the optimizer's update"):
             self._session.switch(self._switched.plan, now=True)
 

@@ -33,37 +33,37 @@ _SAMPLE = 2
 
 
 @functools.cache
-def untouched(family: str, plan: str) -> Outcome:
-    return train(family, plan, rescue=False)
+def untouched(family: str, plan: str, device: str = "cpu") -> Outcome:
+    return train(family, plan, rescue=False, device=device)
 
 
 @functools.cache
-def allocations(family: str, plan: str, step: int) -> int:
+def allocations(family: str, plan: str, step: int, device: str = "cpu") -> int:
     """How many there are in a step; nothing fails."""
     faults = Faults()
-    train(family, plan, faults=faults, step=step)
+    train(family, plan, faults=faults, step=step, device=device)
     return faults.count
 
 
 @functools.cache
-def switched(family: str, plan: str, place: str, ended: str, step: int) -> Outcome:
+def switched(family: str, plan: str, place: str, ended: str, step: int, device: str) -> Outcome:
     """The run that changes plans without trouble, where the rescued one changed them."""
     random = None
     if place == "the backward pass":
         # the loop's random state goes on from the pass it has seen
-        watch = train(family, plan, faults=Faults(), step=step)
+        watch = train(family, plan, faults=Faults(), step=step, device=device)
         random = watch.random_forwarded
-    return train(family, plan, rescue=False, step=step, switched=Switched(ended, place, random))
+    return train(family, plan, rescue=False, step=step, switched=Switched(ended, place, random), device=device)
 
 
-def wrong(found: Outcome, family: str, plan: str, step: int) -> list[str]:
+def wrong(found: Outcome, family: str, plan: str, step: int, device: str = "cpu") -> list[str]:
     """What a rescued run has lost."""
     if not found.rescues:
-        return differences(found, untouched(family, plan), 0.0)
+        return differences(found, untouched(family, plan, device), 0.0)
     place = found.rescues[0].place
     if is_double(plan) and family != "gpt2-dropout":
-        return differences(found, untouched(family, ""), _EXACT[family])
-    expected = switched(family, plan, place, found.plan, step)
+        return differences(found, untouched(family, "", device), _EXACT[family])
+    expected = switched(family, plan, place, found.plan, step, device)
     lines = differences(found, expected, _EXACT[family] if is_double(plan) else _LOSSY)
     if place == "the backward pass" and family == "gpt2-dropout":
         # its loss was computed under the plan before, with that plan's random numbers
