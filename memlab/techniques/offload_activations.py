@@ -53,25 +53,33 @@ class _Stored:
         lanes: that they take.
     """
 
-    __slots__ = ("__weakref__", "_used", "device", "kept", "lanes", "number", "passage", "sent")
+    __slots__ = ("__weakref__", "_fake", "_used", "device", "kept", "lanes", "number", "passage", "sent")
 
     def __init__(self, passage: _Passage, number: int, kept: torch.Tensor, device: torch.device, lanes: Lanes) -> None:
         self.passage, self.number, self.kept, self.device, self.lanes = passage, number, kept, device, lanes
         self.sent: Ticket | None = None
-        self._used: weakref.ref[Any] | None = None
+        self._used: weakref.ref[torch.UntypedStorage] | None = None
+        self._fake: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        """Return whether its bytes are on the device, because a tensor made of them is in use."""
+        return self._used is not None and self._used() is not None
 
     @property
     def resident(self) -> torch.Tensor | None:
         """Its bytes on the device, as long as a tensor made of them is in use."""
         used = None if self._used is None else self._used()
-        if used is None:
-            return None
-        return _whole_storage(used) if isinstance(used, FakeTensor) else _bytes_in(used)
+        if used is None or self._fake is None:
+            return None if used is None else _bytes_in(used)
+        fake = self._fake()
+        return None if fake is None else _whole_storage(fake)
 
     def is_used(self, tensor: torch.Tensor) -> None:
         """A tensor made of its bytes is handed out."""
-        # a view does not keep the tensor it was made of, only its storage; which of fakes cannot be seen as a tensor again
-        self._used = weakref.ref(tensor if isinstance(tensor, FakeTensor) else tensor.untyped_storage())
+        # a view does not keep the tensor it was made of, only its storage; that of a fake cannot be seen as a tensor again
+        self._used = weakref.ref(tensor.untyped_storage())
+        self._fake = weakref.ref(tensor) if isinstance(tensor, FakeTensor) else None
 
 
 class _Passage:
@@ -144,7 +152,7 @@ class _Passage:
             self._arriving_bytes += stored.kept.numel()
 
     def _is_here(self, stored: _Stored) -> bool:
-        return stored.resident is not None or self._leaving.holds(stored.kept)
+        return stored.is_resident or self._leaving.holds(stored.kept)
 
     def __del__(self) -> None:
         # a graph that was dropped: its memory must not be given to others while copies run
@@ -195,9 +203,9 @@ class _Packing:
         storage_bytes = storage.nbytes()
         if storage_bytes < _SMALLEST_BYTES or storage._cdata in self._staying:
             return tensor
-        # a small view of a large storage is stored alone, contiguous
+        # a small view of a large storage is stored alone; copied, as what has not left yet is taken back with its storage
         if storage_bytes > 2 * tensor.numel() * tensor.element_size():
-            alone = self._passage.store(_bytes_of(tensor.contiguous()))
+            alone = self._passage.store(_bytes_of(tensor.clone(memory_format=torch.contiguous_format)))
             stride = torch.empty(tensor.shape, device="meta").stride()
             return _Parked(alone, tensor.dtype, tensor.shape, stride, 0)
         stored = self._stored_whole(tensor, storage)

@@ -126,6 +126,24 @@ def test_activations_arrive_before_they_are_read(luck: Luck, order: list[int], l
         lanes.settle()
 
 
+def test_parts_of_a_batch_are_taken_back_as_what_they_are() -> None:
+    """What is saved may be the second half of a storage, and may not have left when backward asks for it."""
+    model, lanes = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 1)), LazyLanes(random.Random(0))
+    half = torch.randn(64, 32)[48:]
+
+    def gradients(call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        call(half).square().mean().backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    expected = gradients(model)
+    with lanes_are(lanes):
+        found = gradients(streamed(model, lanes))
+        lanes.settle()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_a_failed_forward_gives_everything_back() -> None:
     lanes = LazyLanes(random.Random(0))
     model = Net()
