@@ -299,6 +299,17 @@ class Residence:
                 self._copies.pop(storage_of(guest.copy), None)
                 guest.leave()
 
+    @contextmanager
+    def in_use_again(self, block: nn.Module) -> Iterator[None]:
+        """The block's parameters are on the device for a recomputation, and stay as far as it saves them for backward."""
+        with self.in_use(block), _passing_on(self._kept):
+            yield
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        # torch keeps the very object of what is not trained, which is at rest again when the backward pass comes to it
+        is_copy = isinstance(tensor, nn.Parameter) and storage_of(tensor) in self._copies
+        return tensor.detach() if is_copy else tensor
+
     def stream(self, block: nn.Module, undo: ExitStack) -> None:
         """Have a block's parameters on the device whenever it is called, until undone."""
         keep_out_of_copies(block, undo)
@@ -420,7 +431,7 @@ class _Begins(_BlockHook):
 
     def in_use(self) -> AbstractContextManager[None]:
         """See `memlab.techniques._modules.Use`."""
-        return self._residence.in_use(self._block)
+        return self._residence.in_use_again(self._block)
 
 
 class _Ends(_BlockHook):
@@ -473,6 +484,14 @@ def _noting(note: Callable[[torch.Tensor], _Saved | None], restore: Callable[[_S
         return restore(value) if type(value) is _Saved else unpack(value)
 
     with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
+        yield
+
+
+@contextmanager
+def _passing_on(changed: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Hand what autograd saves to the hooks that are there already, changed."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_it_is, _as_it_is)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: pack(changed(tensor)), unpack):
         yield
 
 
