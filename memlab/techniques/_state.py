@@ -3,7 +3,8 @@
 Rules:
 
 1. State is whatever the part's modules, and objects among its arguments, refer to: attributes, what lists and
-   dictionaries hold, buffers, generators of random numbers, and the random states of torch, Python and NumPy.
+   dictionaries hold, buffers, generators of random numbers, and the random states of torch, Python and NumPy. Objects of
+   torch's and memlab's own machinery are left alone: those of an engine hold gathered parameters for a moment only.
 2. It is remembered by reference before a run. Running again puts the references back first, and afterwards what was
    there meanwhile. So counters count once, a cache is filled once, and an attribute keeps the tensor it got in the first run.
 3. Tensors that a run writes to are copied beforehand: small ones always, since some operators write to running statistics
@@ -212,7 +213,7 @@ class State:
                 self._look_at(item, depth + 1)
         elif is_generator(value):
             self._generators.setdefault(id(value), value)
-        elif not isinstance(value, _NO_STATE) and type(getattr(value, "__dict__", None)) is dict:
+        elif _is_object(value):
             self._add(_Mapping(vars(value)), depth)
 
     def _look_at_tensor(self, tensor: torch.Tensor) -> None:
@@ -222,6 +223,12 @@ class State:
             return
         is_small = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= _SMALL_BYTES
         self._tensors[id(tensor)] = KeptTensor(tensor, copied=is_small or tensor in self._written)
+
+
+def _is_object(value: Any) -> bool:
+    kind = type(value)
+    is_machinery = kind.__module__.partition(".")[0] in ("torch", "memlab")
+    return not (is_machinery or isinstance(value, _NO_STATE)) and type(getattr(value, "__dict__", None)) is dict
 
 
 # --- containers -------------------------------------------------------------------------------------

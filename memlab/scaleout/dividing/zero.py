@@ -17,8 +17,6 @@ Stage 3:
 7. Others are gathered as modules come, and beforehand as far as the prefetch reaches. Several at once are gathered into a
    flat tensor and copied out of it, which goes when the last of them has been used.
 8. A parameter that is used again within the reuse distance stays, and one whose next use prefetching has passed by.
-9. What was decided about that in a pass without a backward is remembered for all forward passes that follow: and with two
-   ranks or more `memlab.scaleout.rows` looks at a few rows first.
 
 Source: https://github.com/deepspeedai/DeepSpeed/tree/master/deepspeed/runtime/zero
 """
@@ -197,7 +195,6 @@ class Zero3(Division):
         self._queue: deque[tuple[int, int]] = deque()
         self._fetched_for: dict[int, int] = {}
         self._step = 0
-        self._forwards = self._order_forwards = 0
         self._using: dict[int, set[int]] = {}
 
     @property
@@ -224,7 +221,6 @@ class Zero3(Division):
         self._release(book, module)
 
     def backward_begins(self, book: Book, module: int) -> None:
-        self._forwards = self._forwards or self._step
         self._fetch(book, module)
 
     def backward_ends(self, book: Book, module: int) -> None:
@@ -251,13 +247,12 @@ class Zero3(Division):
             book.add(Part.GATHERED, -self.model.parameters[number].size_bytes)
         self._available = set(self._kept)
         self._order, self._recorded = self._recorded, []
-        self._order_forwards = self._forwards
         self._queue = deque(
             (number, step) for step, module in enumerate(self._order) for number in sorted(self.model.modules[module])
         )
         self._fetched_for.clear()
         self._using.clear()
-        self._step = self._forwards = 0
+        self._step = 0
 
     def update_begins(self, book: Book) -> None:
         kept_bytes = self.model.size_bytes(self._kept)
@@ -367,21 +362,16 @@ class Zero3(Division):
     def _is_used_soon(self, number: int) -> bool:
         if not self._order:
             return False
-        if self._seen_until is None and self._fetched_for.get(number, -1) > self._step:
+        if self._fetched_for.get(number, -1) > self._step:
             return True
         traversed = 0
-        for module in self._order[self._step : self._seen_until]:
+        for module in self._order[self._step :]:
             if traversed >= self._sizes.max_reuse:
                 return False
             if number in self.model.modules[module]:
                 return True
             traversed += self.model.elements(self.model.modules[module])
         return False
-
-    @property
-    def _seen_until(self) -> int | None:
-        """In a forward pass, how much of the order is looked through for a further use (rule 9)."""
-        return self._order_forwards if self.ranks > 1 and not self._forwards else None
 
 
 class _Flat:
