@@ -269,7 +269,8 @@ class Probe:
     def _telling_rows(self, call: Call, layout: Layout, rules: list[LossRule]) -> list[int]:
         """Up to three rows that differ most in their targets, so that the probe can tell rules apart."""
         rows = [layout.take(call, row, row + 1) for row in range(min(layout.rows, 64))]
-        for rule in rules:
+        # what may be weights of classes is any vector of the model, such as a table of frequencies
+        for rule in sorted(rules, key=lambda rule: rule.name == "classes"):
             if rule.leaf < 0 or rule.counts_ones:
                 continue
             counts = rule.counts(rows, layout)
