@@ -19,6 +19,7 @@ from torch import nn
 
 from memlab import Plan, Workload, fit
 from memlab.errors import RefusalError
+from memlab.session import HOW_WITHOUT
 from tests.loops.cases import Tower, pairs
 
 PLANS = (
@@ -200,8 +201,7 @@ def test_a_loop_that_goes_past_the_call_is_told() -> None:
     with fit(Workload(model, optimizer), "--accumulate 2") as session:
         trained(model.forward, optimizer)
     assert [entry.text for entry in session.log if "no effect" in entry.text] == [
-        "--accumulate 2 had no effect: the loop trains Tower without calling it (it calls parts of it, or its forward "
-        "directly); call the model itself"
+        f"--accumulate 2 had no effect: the loop trains Tower without calling it {HOW_WITHOUT}; call the model itself"
     ]
 
 

@@ -431,7 +431,10 @@ class MicroRun:
                 dim, merge.weights(self._rows), leaf.shape, leaf.dtype, leaf.device
             )
             return joined
-        is_scalar = position in outputs.scalars
+        # of one row, an output for each row looks like a scalar
+        is_scalar = position in outputs.scalars and not (
+            position < len(self._joins) and self._joins[position] is not None
+        )
         weights = self._weights.get(position) if is_scalar else None
         if is_scalar and weights is None:
             weights = [1 / len(self._micro_batches)] * len(self._micro_batches)

@@ -98,7 +98,8 @@ def test_a_loss_function_of_the_user() -> None:
     ],
 )
 def test_what_is_missing_is_said(load: Workload, change: dict, text: str) -> None:
-    vars(load).update(change)
+    for name, value in change.items():
+        setattr(load, name, value)
     with pytest.raises(WorkloadError) as caught:
         measure(load)
     assert str(caught.value) == text
