@@ -91,7 +91,7 @@ class Probe:
             raise RefusalError(
                 _FIELD, f"the call of {self._name} has no tensor argument to split", "pass the batch as tensors"
             )
-        if candidates[0].rows < 2 and not any(layout.in_lists for layout in candidates):
+        if candidates[0].rows < 2 and not any(layout.in_lists and layout.rows >= 2 for layout in candidates):
             return candidates[0]
         failed: list[Exception] = []
         candidates = [layout for layout in candidates if layout.rows >= 2]
