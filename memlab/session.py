@@ -59,7 +59,7 @@ class LogEntry:
         return f"step {self.step}: {self.text}"
 
 
-HOW_WITHOUT = "(it calls parts of it, its forward directly, or it within compiled code or a transform of torch.func)"
+_WITHOUT_CALL = "(it calls parts of it, its forward directly, or it within compiled code or a transform of torch.func)"
 
 # models with a session, so that a second one is refused instead of wrapping the first. The model's seam and
 # the optimizer's hooks keep the session; when the user drops both, nothing here keeps the model in memory
@@ -123,6 +123,7 @@ class Session:
         self._steps = 0
         self._window_open = False
         self.was_called = False  # by a training forward, ever
+        self._was_evaluated = False  # in eval mode, with gradients
         self._stepped: set[int] = set()  # optimizers that have, before the model was called
         self._skipped = False  # of the step that is under way
         self._held_back: HeldBack | None = None  # while it is
@@ -437,6 +438,7 @@ class Session:
         if is_transformed and self.techniques:
             self.note_once("calls inside of torch.func transforms are left as they are: the plan does not apply there")
         if is_transformed or not (self.workload.model.training and torch.is_grad_enabled()):
+            self._was_evaluated |= torch.is_grad_enabled() and not (is_transformed or self.workload.model.training)
             return _through([t.evaluate for t in self.techniques], original, args, kwargs)
         self._take_withdrawn_out()
         self.was_called = True
@@ -607,6 +609,12 @@ class Session:
             self.note_once(passed_by)
 
     @property
+    def how_passed_by(self) -> str:
+        """In words, how the loop trains the model without calls that settings work around."""
+        how = "in eval mode only" if self._was_evaluated else f"without calling it {_WITHOUT_CALL}"
+        return f"the loop trains {self.workload.name} {how}"
+
+    @property
     def passed_by(self) -> str | None:
         """Text for a loop that updates the model without calling it, while settings work around the model's call; else None."""
         around = (t for t in self.techniques if type(t).forward is not Technique.forward)
@@ -615,7 +623,8 @@ class Session:
         if not idle:
             return None
         flags = replace(Plan(), **{field: getattr(self.plan, field) for field in idle})
-        return f"{flags} had no effect: the loop trains {self.workload.name} without calling it {HOW_WITHOUT}; call the model itself"
+        advice = "call model.train() before" if self._was_evaluated else "call the model itself"
+        return f"{flags} had no effect: {self.how_passed_by}; {advice}"
 
 
 def fit(

@@ -19,7 +19,6 @@ from torch import nn
 
 from memlab import Plan, Workload, fit
 from memlab.errors import RefusalError
-from memlab.session import HOW_WITHOUT
 from tests.loops.cases import Tower, pairs
 
 PLANS = (
@@ -199,9 +198,16 @@ def test_a_loop_that_goes_past_the_call_is_told() -> None:
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fit(Workload(model, optimizer), "--accumulate 2") as session:
+        trained(model.eval(), optimizer)
+        assert session.passed_by == (
+            "--accumulate 2 had no effect: the loop trains Tower in eval mode only; call model.train() before"
+        )
+    model.train()
+    with fit(Workload(model, optimizer), "--accumulate 2") as session:
         trained(model.forward, optimizer)
     assert [entry.text for entry in session.log if "no effect" in entry.text] == [
-        f"--accumulate 2 had no effect: the loop trains Tower without calling it {HOW_WITHOUT}; call the model itself"
+        "--accumulate 2 had no effect: the loop trains Tower without calling it (it calls parts of it, its forward directly, "
+        "or it within compiled code or a transform of torch.func); call the model itself"
     ]
 
 

@@ -25,7 +25,7 @@ from memlab.live.control import Cancelled
 from memlab.plan import Plan
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
-from memlab.session import HOW_WITHOUT, Session
+from memlab.session import Session
 from memlab.shortage import is_out_of_memory, release
 from memlab.workload import Batch, SeveralModelsError, Workload, is_trained_by, name_of, stale_optimizers
 
@@ -230,7 +230,7 @@ class CellMagic:
             said = f"so nothing was measured; {session.plan.label} is in force on {name}"
             why = f"no optimizer step ended in this cell, {said}"
             if session.steps and not session.was_called:
-                past = f"the loop trains {name} without calling it {HOW_WITHOUT}, {said}"
+                past = f"{session.how_passed_by}, {said}"
                 why = past if session.passed_by is None else f"{session.passed_by}; nothing was measured"
             print(f"memfit: {why}")  # noqa: T201
 
