@@ -291,7 +291,8 @@ class TestInTheLoop:
                 SelfJudging(),
                 pairs(0),
                 "--accumulate 2",
-                "backward() a second time through a split batch: its gradients were handed over at the first",
+                "backward() a second time through the loss of a split batch: its gradients were handed over at the first; let "
+                "the loop compute the loss from the outputs, or use --checkpoint",
             ),
             (
                 TiedLanguageModel(),

@@ -73,7 +73,7 @@ class Joined:
         weights: one per micro-batch for a scalar, else None.
         shape: shape of one part; along `dim` only the sum counts.
         sizes: size of each part along `dim`.
-        parts: detached parts, empty when the output is computed on demand.
+        parts: detached parts until they are joined, empty when the output is computed on demand.
     """
 
     dim: int | None
@@ -149,6 +149,9 @@ class MicroRun:
         gatherer: where gradients gather; None for aliases of the model's parameters.
         verdict: of the judge: how the rest of what the parts give is put together; None where nobody looked.
         per_part: kinds of modules whose buffers each part updates by itself.
+
+    Attributes:
+        is_done: its gradients were handed over, and cannot be had again.
     """
 
     def __init__(
@@ -180,7 +183,9 @@ class MicroRun:
         self._inputs = [i for i, leaf in enumerate(micro_batches[0].leaves) if _requires_grad(leaf)]
         self._input_gradients: list[dict[int, torch.Tensor]] = []
         self._joined: dict[int, Joined] = {}
+        self._eager: list[int] = []  # positions of outputs that were computed
         self._template: Outputs | None = None
+        self.is_done = False
         self._kept: tuple[Call, Outputs] | None = None
         self._fused = False
         self._inner_scale: torch.Tensor | float = 1.0
@@ -199,7 +204,7 @@ class MicroRun:
         leaves = self._leaves()
         assert self._template is not None
         for position, joined in self._joined.items():
-            if not joined.parts:
+            if position not in self._eager:
                 leaves[position] = self._lazy(position, joined)
         self._leave(leaves)
         return self._template.rebuild(leaves)
@@ -210,7 +215,7 @@ class MicroRun:
         self._handed_out = [weakref.ref(value) for value in values if value.requires_grad]
         assert self._template is not None
         leaves = list(self._template.leaves)
-        for position, value in zip(self._eager(), values, strict=True):
+        for position, value in zip(self._eager, values, strict=True):
             leaves[position] = value
         for position, parts in self._plain.items():
             leaves[position] = self._plain_value(position, parts)
@@ -262,9 +267,6 @@ class MicroRun:
             return whole
         return torch.cat([part.leaves[position] for part in self._micro_batches], self._layout.dim_of(position))
 
-    def _eager(self) -> list[int]:
-        return [position for position, joined in self._joined.items() if joined.parts]
-
     def _lazy(self, position: int, joined: Joined) -> LazyTensor:
         lazy = LazyTensor(joined.whole_shape(), joined.dtype, joined.device, lambda: self._look(position))
         self._learnt.waiting.append(weakref.ref(lazy))
@@ -312,13 +314,16 @@ class MicroRun:
                 if self._snapshot is not None:
                     self._snapshot.restore(strict=False)
                 raise
-        joined = [self._joined[position] for position in self._eager()]
+        self._eager = [position for position, each in self._joined.items() if each.parts]
+        joined = [self._joined[position] for position in self._eager]
         values = [one.value() for one in joined]
         self._check_settled()
+        for one in joined:
+            one.parts.clear()
         return values, [value for value, one in zip(values, joined, strict=True) if not one.differentiable]
 
     def _check_settled(self) -> None:
-        for position in self._eager() if self._verdict is not None and not self._repeats else ():
+        for position in self._eager if self._verdict is not None and not self._repeats else ():
             merge = self._merge_of(position)
             if merge is not None and (merge.others or merge.kind == "same"):
                 merge.value(None, self._joined[position].parts, self._rows)
@@ -462,7 +467,7 @@ class MicroRun:
 
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the whole inputs and of the parameters, from those of the joined outputs."""
-        wanted = {position: g for position, g in zip(self._eager(), outer, strict=True) if g is not None}
+        wanted = {position: g for position, g in zip(self._eager, outer, strict=True) if g is not None}
         alive = [tensor for ref in self._handed_out if (tensor := ref()) is not None]
         if len(self._handed_out) > 1 and any(tensor.retains_grad for tensor in alive):
             raise RefusalError(
@@ -476,7 +481,7 @@ class MicroRun:
         if wanted:
             self._replay(wanted)
         inputs = [self._input_gradient(position) for position in self._inputs]
-        self._input_gradients, self._kept = [], None
+        self._input_gradients, self._kept, self.is_done = [], None, self._fused
         return (*inputs, *self._aliases.take_gradients())
 
     def _scale_gathered(self, loss_gradient: torch.Tensor | None) -> None:
@@ -578,6 +583,7 @@ class _SplitCall(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*constants)
         ctx.run = run
+        ctx.save_for_backward(torch.empty(0))
         return tuple(values)
 
     @staticmethod
@@ -587,10 +593,12 @@ class _SplitCall(torch.autograd.Function):
                 "create_graph=True through a split batch: its gradients have no graph; "
                 "use --checkpoint, or switch accumulation off for this loop"
             )
-        run, ctx.run = ctx.run, None
-        if run is None:
+        _ = ctx.saved_tensors  # without retain_graph torch's own error, as from any graph that is gone
+        run = ctx.run
+        if run.is_done:
             raise SessionError(
-                "backward() a second time through a split batch: its gradients were handed over at the first"
+                "backward() a second time through the loss of a split batch: its gradients were handed over at the first; "
+                "let the loop compute the loss from the outputs, or use --checkpoint"
             )
         with uninterrupted():
             return (None, *run.gradients(gradients))

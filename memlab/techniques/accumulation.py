@@ -69,8 +69,8 @@ _FULL = (Precision.KEEP, Precision.FP32)
 class Accumulation(Technique):
     """Split every training batch into micro-batches; the gradient is that of the whole batch.
 
-    Known limitations: a second backward through the same loss is not possible; neither are models that write to their
-    arguments. What a forward changes in objects of libraries, or in its ways through other threads, is not looked at.
+    Known limitations: a second backward through the same loss of a model that returns one is not possible; neither are models
+    that write to their arguments. What a forward changes in objects of libraries, or in its ways through other threads, is not looked at.
     """
 
     field = "accumulation"

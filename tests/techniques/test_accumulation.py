@@ -470,8 +470,24 @@ class TestRefusals:
             with pytest.raises(SessionError) as caught:
                 loss.backward()
         assert str(caught.value) == (
-            "backward() a second time through a split batch: its gradients were handed over at the first"
+            "backward() a second time through the loss of a split batch: its gradients were handed over at the first; let the loop "
+            "compute the loss from the outputs, or use --checkpoint"
         )
+
+    def test_a_second_backward_through_outputs(self) -> None:
+        found = []
+        for flags in ("", "--accumulate 3"):
+            model, (inputs, targets) = Regressor().layers, regression_batch()
+            with fit(workload(model), flags):
+                output = model(inputs)
+                F.cross_entropy(output, targets).backward(retain_graph=True)
+                first = [p.grad.clone() for p in model.parameters()]
+                penalty = output.square().mean()
+                penalty.backward()
+                with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                    output.sum().backward()
+            found.append(first + gradients(model))
+        assert distance(found[1], found[0]) < 1e-6
 
     def test_gradients_of_gradients(self) -> None:
         model, batch = Regressor(), regression_batch()

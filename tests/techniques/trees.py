@@ -294,7 +294,7 @@ class Experts(nn.Module):
         for number, body in enumerate(self.bodies):
             rows = (scores.argmax(-1) == number).nonzero().flatten()
             if len(rows):
-                made.index_add_(0, rows, body(x[rows]) * scores[rows, number, None, None, None])
+                made.index_add_(0, rows, (body(x[rows]) * scores[rows, number, None, None, None]).to(made.dtype))
         return made
 
 

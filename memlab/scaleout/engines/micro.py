@@ -164,8 +164,8 @@ class ShardedRun(EngineRun):
         self._learnt.answered = True
         assert self._template is not None
         loss = self._template.loss
-        if not self._fused and loss in self._eager():
-            gradient = outer[self._eager().index(loss)]
+        if not self._fused and loss in self._eager:
+            gradient = outer[self._eager.index(loss)]
             self._learnt.factor = gradient.detach() if gradient is not None else self._learnt.factor
         return super().gradients(outer)
 
