@@ -18,11 +18,14 @@ _CHUNK_ELEMENTS = 2**20  # bounds the temporaries of rounding to some 20 MiB
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
 
-def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_master(
+    master: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Split fp32 into the nearest bf16 and the 16 bits that complete it.
 
     Args:
         master: fp32 tensor of any shape.
+        into: where to put both; new tensors by default.
 
     Returns:
         The nearest bf16 (of two equally near, the one away from zero), and the lower half of the bits as
@@ -40,8 +43,10 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         chunk = slice(start, start + _CHUNK_ELEMENTS)
         # adding half a step carries into the upper half where the lower one is at least a half
         upper[chunk] = (bits[chunk] + _HALF_STEP) >> 16
-    high = torch.empty_like(master, dtype=torch.bfloat16, requires_grad=False)
-    low = torch.empty_like(master, dtype=torch.int16, requires_grad=False)
+    high, low = into or (
+        torch.empty_like(master, dtype=torch.bfloat16, requires_grad=False),
+        torch.empty_like(master, dtype=torch.int16, requires_grad=False),
+    )
     high.view(torch.int16).copy_(upper.view(master.shape))
     low.copy_(bits.view(torch.int16).view(-1, 2)[:, _LOW].view(master.shape))
     return high, low
@@ -56,7 +61,9 @@ def join_master(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return master if high.is_contiguous() else torch.empty_like(high, dtype=torch.float32).copy_(master)
 
 
-def round_stochastically(values: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+def round_stochastically(
+    values: torch.Tensor, generator: torch.Generator | None = None, into: torch.Tensor | None = None
+) -> torch.Tensor:
     """Round fp32 to bf16, up or down with a chance that makes the mean come out right.
 
     Values that bf16 represents stay as they are, infinities and NaN too, and no finite value becomes
@@ -65,8 +72,12 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator | None
     Args:
         values: fp32 tensor of any shape.
         generator: source of the random bits, on the same device.
+        into: where to put the numbers, laid out as the values; a new tensor by default.
     """
-    rounded = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
+    if into is not None and into.is_contiguous() and values.is_contiguous():
+        rounded = into
+    else:
+        rounded = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
     flat, out = values.detach().contiguous().view(-1), rounded.view(-1)
     for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
         chunk = slice(start, start + _CHUNK_ELEMENTS)

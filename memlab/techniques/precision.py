@@ -99,6 +99,9 @@ class PrecisionChoice(Technique):
         self._to_look_at: nn.Module | None = None  # until the first call is over
         self._name = ""
         self._generators: dict[torch.device, torch.Generator] = {}
+        # within a step: what a bucket's moments were packed in before, which they are again, so that they stay where they are
+        self._is_stepping = False
+        self._packed: dict[int, State] = {}
 
     @property
     def changes_state(self) -> bool:  # type: ignore[override]
@@ -272,15 +275,30 @@ class PrecisionChoice(Technique):
             _set_data(tensor, join_master(tensor.data, low))
 
     def pack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
-        return {key: self._packed_moment(parameter, value) for key, value in state.items()}
+        before = self._packed.get(id(parameter), {})
+        return {key: self._packed_moment(parameter, value, before.get(key)) for key, value in state.items()}
 
     def unpack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
+        if self._is_stepping:
+            resident = optimizer.state.get(parameter, {})
+            self._packed[id(parameter)] = {key: value for key, value in state.items() if value is resident.get(key)}
         return {key: _unpacked_moment(parameter, value) for key, value in state.items()}
 
-    def _packed_moment(self, parameter: nn.Parameter, value: Any) -> Any:
+    def bucket_coming(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._is_stepping = True
+
+    def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._packed.clear()
+
+    def buckets_over(self, optimizer: torch.optim.Optimizer) -> None:
+        self._is_stepping = False
+        self._packed.clear()
+
+    def _packed_moment(self, parameter: nn.Parameter, value: Any, before: torch.Tensor | None) -> Any:
         if not _is_moment(parameter, value, torch.float32):
             return value
-        return round_stochastically(value, self._generator(value.device))
+        into = before if _is_moment(parameter, before, torch.bfloat16) else None
+        return round_stochastically(value, self._generator(value.device), into)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         # a generator of its own: the user's random numbers stay what they were
@@ -297,6 +315,8 @@ class PrecisionChoice(Technique):
     def _with_masters(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         split = [p for p in parameters if id(p) in self._masters]
         gradients = [p.grad for p in split]
+        # written to again: new ones at every step would end up in ever other places, and break up the allocator's segments
+        halves = {id(p): (p.data, self._masters[id(p)]) for p in split}
         try:
             for parameter in split:
                 gradient = parameter.grad
@@ -310,17 +330,17 @@ class PrecisionChoice(Technique):
             for parameter in joined:
                 parameter.grad = None
             for parameter in joined:
-                self._split(parameter)
+                self._split(parameter, halves[id(parameter)])
             for parameter, gradient in zip(split, gradients, strict=True):
                 parameter.grad = gradient
 
-    def _split(self, parameter: torch.Tensor) -> None:
+    def _split(self, parameter: torch.Tensor, halves: tuple[torch.Tensor, torch.Tensor]) -> None:
         try:
-            low, master = split_master(parameter.data)
+            split_master(parameter.data, halves)
         except torch.OutOfMemoryError:
             # the update is done, and must not be repeated because its last step failed; half of this has been freed
-            low, master = split_master(parameter.data)
-        parameter.data, self._masters[id(parameter)] = low, master
+            split_master(parameter.data, halves)
+        parameter.data = halves[0]
 
 
 class LossScale:
