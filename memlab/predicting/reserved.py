@@ -1,12 +1,12 @@
 """Reserved memory of the caching allocator: a step's allocations replayed through its simulator.
 
-The order of things in two steps is written down once, in `play_two_steps`. Who plays them may serve the requests by
+The order of things in the first steps is written down once, in `play_steps`. Who plays them may serve the requests by
 an allocator, for its peaks (here), or note them down with times and labels (`memlab.predicting.snapshots`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -15,6 +15,7 @@ from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_SEG
 from memlab.predicting.foreteller import Parts
 from memlab.records import Category
 
+_MOST_STEPS = 4  # state that the first makes, and what later ones replace, may take places that activations had
 # the first pass differs from the second, which adds to gradients; all that follow are like the second
 _MOST_PASSES = 3
 # the place of a category in events
@@ -42,7 +43,7 @@ class Player(Protocol[ServedT]):
         """A stretch begins; what is born and dies until the next one belongs to it.
 
         Args:
-            step: 0 or 1.
+            step: from 0.
             stretch: its place in the step, the update last; −1 for the look at a few rows.
         """
 
@@ -58,7 +59,7 @@ class Player(Protocol[ServedT]):
 
 @dataclass(frozen=True)
 class Script:
-    """Requests of two steps to the allocator.
+    """Requests of steps to the allocator.
 
     Args:
         inputs: sizes of the batch's tensors, in bytes.
@@ -95,7 +96,7 @@ class Reserved:
 
 
 def reserved_by(script: Script, settings: Settings) -> Reserved:
-    """Replay two steps through the allocator.
+    """Replay steps through the allocator, two at least and then as long as one reserves more than those before.
 
     Small requests have a pool of their own, whose segments are small as well: they are counted, and rounded up to whole
     segments, and what is replayed are the few large ones that make or break a plan.
@@ -108,7 +109,7 @@ def reserved_by(script: Script, settings: Settings) -> Reserved:
     counts_small = not (settings.expandable_segments or any(parts > 1 for parts in settings.roundup_power2_divisions))
     allocator = Allocator(settings)
     serving = _Serving(allocator, SMALL_BLOCK_BYTES if counts_small else 0)
-    play_two_steps(script, serving)
+    play_steps(script, serving, _until_settled(allocator))
     segments_bytes = _rounded(serving.most_small_bytes, SMALL_SEGMENT_BYTES)
     return Reserved(serving.peak_bytes, allocator.stats().peak_reserved_bytes + segments_bytes)
 
@@ -129,12 +130,24 @@ def script_of(parts: Parts, workspaces: Iterable[int]) -> Script:
     return Script(parts.inputs, parts.owned, parts.state, passes, last, tuple(workspaces), look, parts.has_state)
 
 
-def play_two_steps(script: Script, player: Player[ServedT]) -> None:
-    """Let two steps be served.
+def _until_settled(allocator: Allocator) -> Iterator[int]:
+    """Numbers of steps: two, and more as long as each reserves more than was reserved before it."""
+    before_bytes = -1
+    for step in range(_MOST_STEPS):
+        yield step
+        reserved_bytes = allocator.stats().reserved_bytes
+        if step and reserved_bytes == before_bytes:
+            return
+        before_bytes = reserved_bytes
+
+
+def play_steps(script: Script, player: Player[ServedT], steps: Iterable[int] = range(2)) -> None:
+    """Let steps be served.
 
     Args:
         script: what they ask for.
         player: who serves them.
+        steps: their numbers, from 0.
     """
     held = _born(player, script.owned, Category.PARAMETERS)
     for size_bytes in filter(None, script.inputs):
@@ -144,7 +157,7 @@ def play_two_steps(script: Script, player: Player[ServedT]) -> None:
     if script.look:
         player.begin(0, -1)
         _end(player, _played(player, script.look).values())
-    for step in range(2):
+    for step in steps:
         left: list[ServedT] = []
         outputs: list[ServedT] = []
         for place, events in enumerate((*script.passes, script.last)):

@@ -27,7 +27,7 @@ from memlab.measuring.runs import call_of, rehearsal, training_step
 from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.predicting.foreteller import Foreteller, Parts
-from memlab.predicting.reserved import Events, play_two_steps, script_of
+from memlab.predicting.reserved import Events, play_steps, script_of
 from memlab.predicting.segments import Segment
 from memlab.records import Category, Phase
 from memlab.workload import Batch, Workload
@@ -218,7 +218,7 @@ def _predicted(workload: Workload, plan: Plan, device: str | Gpu | None) -> dict
     target, parts = foreteller.target, foreteller.parts(plan)
     words = f"memlab: {plan.label}, predicted for {target.name}"
     tape = _PredictedTape(words if target.settings else f"{words}; {_NO_ALLOCATOR}", parts)
-    play_two_steps(script_of(parts, target.workspaces), tape)
+    play_steps(script_of(parts, target.workspaces), tape)
     return tape.memory_viz(target.settings or Settings())
 
 

@@ -10,7 +10,7 @@ import pytest
 from memlab.allocator import Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES
 from memlab.predicting import predict, predict_all
-from memlab.predicting.reserved import Script, play_two_steps, reserved_by
+from memlab.predicting.reserved import Script, play_steps, reserved_by
 from memlab.records import Category
 from tests.predicting.families import family
 
@@ -82,7 +82,7 @@ class Noting:
 
 def test_state_appears_in_the_first_update() -> None:
     noting = Noting()
-    play_two_steps(script(), noting)
+    play_steps(script(), noting)
     assert noting.begun == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert noting.categories == [
         (Category.PARAMETERS, 2 * MIB),
@@ -96,7 +96,7 @@ def test_state_appears_in_the_first_update() -> None:
 
 def test_state_that_is_there_already_is_born_first() -> None:
     noting = Noting()
-    play_two_steps(script(has_state=True), noting)
+    play_steps(script(has_state=True), noting)
     assert [category for category, _ in noting.categories][-1] is Category.OPTIMIZER_STATE
     assert len(noting.categories) == 3
     assert noting.live_bytes == (2 + 1 + 4) * MIB
@@ -110,21 +110,21 @@ def test_gradients_stay_until_the_update_is_over() -> None:
             super().begin(step, stretch)
             seen.append(self.live_bytes // MIB)
 
-    play_two_steps(script(has_state=True), Looking())
+    play_steps(script(has_state=True), Looking())
     # 2 parameters + 1 input + 4 state; the gradient's 2 live when an update begins
     assert seen == [7, 9, 7, 9]
 
 
 def test_workspaces_are_taken_once() -> None:
     noting = Noting()
-    play_two_steps(script(workspaces=(3 * MIB, 0)), noting)
+    play_steps(script(workspaces=(3 * MIB, 0)), noting)
     assert [size for category, size in noting.categories if category is Category.WORKSPACES] == [3 * MIB]
 
 
 def test_the_look_at_rows_comes_before_the_first_step_and_leaves_nothing() -> None:
     look = [(16 * MIB, 1, ACTIVATIONS, FORWARD)]
     noting = Noting()
-    play_two_steps(script(look=look), noting)
+    play_steps(script(look=look), noting)
     assert noting.begun[0] == (0, -1)
     assert noting.peak_bytes == max(2 + 1 + 16, 19) * MIB
     assert noting.live_bytes == 7 * MIB
@@ -162,7 +162,7 @@ def test_what_every_pass_leaves_is_there_until_the_update(count: int) -> None:
     keeping = [*ADDING, (2 * MIB, 7, ACTIVATIONS, FORWARD)]
     reserved = reserved_by(script([[*PASS, keeping[-1]], *[keeping] * (count - 1)], has_state=True), Settings())
     noting = Noting()
-    play_two_steps(script([[*PASS, keeping[-1]], *[keeping] * (count - 1)], has_state=True), noting)
+    play_steps(script([[*PASS, keeping[-1]], *[keeping] * (count - 1)], has_state=True), noting)
     assert reserved.allocated_bytes == noting.peak_bytes
 
 
