@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -76,13 +77,14 @@ class Faults(TorchDispatchMode):
 
 
 class Refusals(Faults):
-    """The same on a GPU, whose own allocator runs out: it gets no new segments, and what is free in those it has is held.
+    """One on a GPU, whose own allocator runs out: it gets no new segments, and what is free in those it has is held.
 
-    Memory then ends where the kernel of an operator asks for it, and the error is the allocator's.
+    From the allocation on that is to fail the first that is the GPU's fails, where the kernel asks for it, with the
+    allocator's own error.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.count + 1 not in self.at:
+        if self.failed or self.count + 1 < min(self.at, default=math.inf):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if types and defers(types):
             return NotImplemented
@@ -470,4 +472,7 @@ def _named(
     kind: str, found: list[torch.Tensor], expected: list[torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     assert len(found) == len(expected)
-    return {f"{kind} {i}": (a.double(), b.double()) for i, (a, b) in enumerate(zip(found, expected, strict=True))}
+    return {
+        f"{kind} {i}": (a.double().cpu(), b.double().cpu())
+        for i, (a, b) in enumerate(zip(found, expected, strict=True))
+    }

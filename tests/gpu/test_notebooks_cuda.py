@@ -1,0 +1,43 @@
+"""The notebooks on a GPU, at the sizes they have on a CPU: they run to their end, and receipts say what they ran on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.needs import needs
+from tests.helpers.notebooks import NOTEBOOKS, build
+
+nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
+nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
+
+pytestmark = [needs(gpu=1), pytest.mark.timeout(900)]
+
+_ROOT = Path(__file__).parents[2]
+_SMALL = "from memlab.workshop import material; material._SIZES['small GPU'] = material._SIZES['cpu']"
+_NAMES = sorted(path.stem for path in NOTEBOOKS.glob("source/*.md"))
+_OF_TWO = "09_beyond_one_gpu"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(gpu=1 + (name == _OF_TWO))) for name in _NAMES])
+def test_it_runs_to_its_end(name: str) -> None:
+    builder = build()
+    notebook = builder.notebook_of((NOTEBOOKS / "source" / f"{name}.md").read_text(encoding="utf-8"))
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(_SMALL))
+    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
+    client.execute(env={**os.environ, **builder.ENVIRONMENT, "PYTHONPATH": str(_ROOT)})
+    receipts = [
+        output.data["text/plain"]
+        for cell in notebook.cells
+        if cell.cell_type == "code" and cell.source.startswith("%%memfit")
+        for output in cell.outputs
+        if "text/plain" in output.get("data", {})
+    ]
+    said = "\n".join(receipts)
+    assert torch.cuda.get_device_name() in said
+    assert "reserved" in said
+    assert "CPU" not in said, said
