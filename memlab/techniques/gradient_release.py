@@ -170,6 +170,13 @@ class GradientRelease(Technique):
                 "several processes train together, and a gradient is complete here before the others have added theirs",
                 "use the engine's own sharding of gradients (ZeRO-2, FSDP2)",
             )
+        own = {id(parameter) for parameter in workload.model.parameters()}
+        if any(each is not self.predecessor and not own.isdisjoint(each._owners) for each in _hearing):
+            raise RefusalError(
+                self.field,
+                f"{workload.name} has parameters of a model that is under --release-grads already",
+                "undo that first (%memfit undo all)",
+            )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__

@@ -245,6 +245,17 @@ def test_an_optimizer_made_again_updates_from_then_on() -> None:
     assert notes[-1] == "gradients of parameters that a second optimizer has got are kept from then on"
 
 
+def test_a_model_around_one_that_releases_its_gradients_is_refused() -> None:
+    model = mlp()
+    load = Workload(model, torch.optim.SGD(model.parameters()))
+    with fit(load, "--release-grads"), pytest.raises(RefusalError) as caught:
+        fit(Workload(nn.Sequential(model)), "--release-grads")
+    assert str(caught.value) == (
+        "gradients: Sequential has parameters of a model that is under --release-grads already; undo that first "
+        "(%memfit undo all)"
+    )
+
+
 def test_the_step_returns_what_it_always_returns() -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
