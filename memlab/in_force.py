@@ -18,7 +18,6 @@ Rules of a change:
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -109,6 +108,7 @@ class InForce:
     Attributes:
         plan: the plan in force.
         techniques: those in force, in the order of `TECHNIQUES`.
+        optimizers: those the techniques are attached to.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
@@ -137,7 +137,7 @@ class InForce:
         self.withdraw = withdraw
         self._is_led = is_led
         self.techniques: list[Technique] = []
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self.optimizers: list[Optimizer] = []
         self._workload = workload
         self._entries: dict[type[Technique], _Entry] = {}
         self._exchanged: Callable[[], None] = _nothing
@@ -173,21 +173,16 @@ class InForce:
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Put the techniques in force on one more optimizer: all of them, or none."""
         with uninterrupted():
-            self._optimizers.append(weakref.ref(optimizer))
+            self.optimizers.append(optimizer)
             try:
                 self._wholly(partial(self._extend, optimizer), None)
             except BaseException:
                 self.detach_optimizer(optimizer)
                 raise
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Those the techniques are attached to."""
-        return [one for ref in self._optimizers if (one := ref()) is not None]
-
-    def detach_optimizer(self, optimizer: Optimizer | None) -> None:
+    def detach_optimizer(self, optimizer: Optimizer) -> None:
         """Forget an optimizer that no technique is on any more; harmless when done."""
-        self._optimizers = [ref for ref in self._optimizers if ref() is not None and ref() is not optimizer]
+        self.optimizers = [other for other in self.optimizers if other is not optimizer]
 
     # -- all or nothing ------------------------------------------------------------------------
 

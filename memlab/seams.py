@@ -108,18 +108,16 @@ class ForwardSeam:
         assert model is not None
         instance = model.__dict__
         self.further_in = instance.get(CALL)
-        undo.callback(self._remove)
+        undo.callback(self._remove, instance)
         instance[CALL] = self
         if _has_own_call(type(model)):
             original = model.forward
             handled = functools.wraps(original)(lambda *args, **kwargs: self.handle(original, args, kwargs))
             stand_in(model, "forward", handled, undo)
 
-    def _remove(self) -> None:
+    def _remove(self, instance: dict[str, Any]) -> None:
         # one that was put over it since goes on calling it, as if it were not there
         self._handler = None
-        model = self._model()
-        instance = {} if model is None else model.__dict__
         if instance.get(CALL) is self:
             if self.further_in is None:
                 del instance[CALL]

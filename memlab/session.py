@@ -83,7 +83,6 @@ class Session:
         log: what was done when.
         rescuer: as given.
         was_called: whether the loop has called the model to train it.
-        is_loose: whether model and optimizers are held by others, see `hold`.
 
     Raises:
         RefusalError: the model cannot be taken over at all (compiled, sharded).
@@ -116,8 +115,6 @@ class Session:
             lambda: self._is_led,
         )
         self._number = next(_numbers)
-        self.is_loose = False
-        self._gone: weakref.ref[nn.Module] | None = None
         self._companions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._seams = ExitStack()
         self._steps = 0
@@ -145,7 +142,7 @@ class Session:
     @property
     def attached(self) -> bool:
         """Return whether the session is in force; False after `undo`."""
-        return not self.workload.is_gone and _attached.get(id(self.workload.model)) is self
+        return _attached.get(id(self.workload.model)) is self
 
     @property
     def steps(self) -> int:
@@ -253,21 +250,6 @@ class Session:
             other is not self and any(optimizer is one for one in other.workload.optimizers) for other in sessions()
         )
 
-    def hold(self, *, loosely: bool) -> None:
-        """Keep model and optimizers alive; or only while a technique is in force, and end with the model.
-
-        Args:
-            loosely: whether somebody else holds them.
-        """
-        self.is_loose = loosely
-        if loosely and self._gone is None:
-            ended = weakref.WeakMethod(self._model_gone)
-            self._gone = weakref.ref(self.workload.model, lambda _: (method := ended()) and method())
-        self.workload.hold(loosely=loosely and not self.techniques)
-
-    def _model_gone(self) -> None:
-        self._seams.close()
-
     def accept(self, rescuer: Rescuer) -> None:
         """Recover the loop from out-of-memory errors from now on."""
         self.rescuer = rescuer
@@ -290,7 +272,6 @@ class Session:
         """
         if not self.attached:
             return
-        _model = self.workload.model  # alive until everything is undone
         with uninterrupted():
             if self.rescuer is not None:
                 self.rescuer.detach()
@@ -344,7 +325,7 @@ class Session:
         self._asked_again(lambda: self._in_force.check_optimizer(optimizer))
         with uninterrupted():
             self._add_optimizer(optimizer, self._seams)
-            self.workload.add_optimizer(optimizer)
+            self.workload.optimizers.append(optimizer)
             self.note(f"found optimizer {type(optimizer).__name__}")
             self._tell_found(optimizer)
 
@@ -354,8 +335,7 @@ class Session:
             seams.callback(optimizer.register_state_dict_post_hook(self._saved_state).remove)
             seams.callback(optimizer.register_load_state_dict_post_hook(self._loaded_state).remove)
             self._in_force.attach_optimizer(optimizer)
-            there = weakref.ref(optimizer)
-            seams.callback(lambda: self._in_force.detach_optimizer(there()))
+            seams.callback(self._in_force.detach_optimizer, optimizer)
             undo.push(seams.pop_all())
 
     def _tell_found(self, optimizer: torch.optim.Optimizer) -> None:
@@ -389,7 +369,6 @@ class Session:
             if plan == before:
                 return
             self._withdrawn = None
-            self.workload.hold(loosely=self.is_loose and not self.techniques)
             if noted:
                 self._before, self._is_on_trial = before, on_trial
                 self.note(f"{before.label} → {plan.label}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import gc
 import re
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from torch import nn
 from memlab.errors import WorkloadError
 
 _Kind = TypeVar("_Kind")
-_Held = tuple[nn.Module, list[torch.optim.Optimizer]]
 
 # variables of IPython's own that hold values
 _OF_SHELL = frozenset({"In", "Out"})
@@ -107,59 +105,14 @@ class Workload:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise WorkloadError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-        self._held: _Held | None = (unwrap_model(model), [])
-        self._loosely: tuple[Callable[[], Any], list[Callable[[], Any]]] | None = None
-        self._kinds: dict[tuple[int, str], None] = {}  # of optimizers, with those that are gone
-        self.optimizers = [unwrap_optimizer(one) for one in _given(optimizer)]
+        self.model = unwrap_model(model)
+        self.optimizers: list[torch.optim.Optimizer] = [unwrap_optimizer(one) for one in _given(optimizer)]
         self.batch = batch
         self.loss_fn = loss_fn
         self.scheduler = scheduler
         self.name = name or _model_name(self.model)
         self.trained_on: torch.device | None = None
         self._check()
-
-    @property
-    def model(self) -> nn.Module:
-        """The model to train."""
-        model: nn.Module | None = self._held[0] if self._held is not None else self._loosely and self._loosely[0]()
-        if model is None:
-            raise WorkloadError(f"{self.name} is gone")
-        return model
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Its optimizers."""
-        if self._held is not None:
-            return self._held[1]
-        return [one for ref in (self._loosely or ((), ()))[1] if (one := ref()) is not None]
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._held = (self.model, [])
-        self._kinds.clear()
-        for optimizer in optimizers:
-            self.add_optimizer(optimizer)
-
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take in one more optimizer."""
-        self._kinds[id(optimizer), type(optimizer).__name__] = None
-        if self._held is not None:
-            self._held[1].append(optimizer)
-        elif self._loosely is not None:
-            self._loosely[1].append(weakref.ref(optimizer))
-
-    def hold(self, *, loosely: bool) -> None:
-        """Keep model and optimizers alive, or let them go with their last other reference."""
-        if not loosely:
-            self._held = self._held or (self.model, self.optimizers)
-        elif self._held is not None:
-            model, optimizers = self._held
-            self._held, self._loosely = None, (weakref.ref(model), [weakref.ref(one) for one in optimizers])
-
-    @property
-    def is_gone(self) -> bool:
-        """Return whether the model is."""
-        return self._held is None and self._loosely is not None and self._loosely[0]() is None
 
     def _check(self) -> None:
         if not any(p.requires_grad for p in self.model.parameters()):
@@ -629,9 +582,9 @@ def describe_all(workloads: Sequence[Workload]) -> str:
         >>> describe_all([Workload(nn.Linear(4, 2), name="actor"), Workload(nn.Linear(4, 1), name="critic")])
         'actor 10 + critic 5 · optimizer made later · cpu'
     """
-    kinds = [kind for _, kind in dict.fromkeys(known for each in workloads for known in each._kinds)]
+    optimizers = {id(one): type(one).__name__ for each in workloads for one in each.optimizers}
     models = " + ".join(f"{each.name} {_size(each.model)}" for each in workloads)
-    return f"{models} · {' + '.join(kinds) or 'optimizer made later'} · {workloads[0].device}"
+    return f"{models} · {' + '.join(optimizers.values()) or 'optimizer made later'} · {workloads[0].device}"
 
 
 def describe_model(model: nn.Module) -> str:

@@ -3,9 +3,8 @@
 1. The model is found before the cell runs, or when the cell first trains one. Where several train (a GAN, an actor and
    its critic), each is taken when it is first trained; the plan is applied to each, and one meter measures all, each
    with its own parts. They are called as the variables that hold them.
-2. The plan is applied there and then and stays; session and workload belong to the user's objects. Of those the watch keeps
-   the model found last until the cell is over, so that a model made in a function has its receipt; others go when the loop
-   drops them, where no technique holds them.
+2. The plan is applied there and then and stays; session and workload belong to the user's objects, so
+   the watch keeps them no longer than the cell runs.
 3. The meter observes while the cell runs and is closed however the cell ends.
 """
 
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -80,8 +78,6 @@ class CellWatch:
         name_of: Callable[[nn.Module], str] = lambda model: type(model).__name__,
     ) -> None:
         self.sessions: list[Session] = []
-        self._own: list[Session] = []  # those of them that cells have made
-        self._gone: list[str] = []  # what was done to models that the loop has dropped since
         self.refused: MemlabError | None = None
         self.passed_over = ""
         self._plan = plan
@@ -100,13 +96,9 @@ class CellWatch:
         self._largest: list[_Largest] = [self._notes]
         self._log_from: list[int] = []
         self._next_told_seconds = 0.0
-        self._calls: weakref.WeakKeyDictionary[nn.Module, int] = (
-            weakref.WeakKeyDictionary()
-        )  # how often a model was called while models were looked for
+        self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
         self._looking: FirstTrainingCall | None = None
-        self._known: weakref.WeakSet[torch.optim.Optimizer] = (
-            weakref.WeakSet()
-        )  # optimizers that were there before, or have been looked at
+        self._known: set[int] = set()  # optimizers that were there before, or have been looked at
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -119,21 +111,18 @@ class CellWatch:
 
     def let_go(self) -> None:
         """Keep nothing of the user's any more."""
-        for each in self._own:
-            each.hold(loosely=True)
-        self.sessions, self._own, self._meter, self._control, self._device = [], [], None, None, None
+        self.sessions, self._meter, self._control, self._device = [], None, None, None
         self._notes = _Notes(self._step_ended, self._broke_off)
         self._largest = [self._notes]
 
     @property
     def session(self) -> Session | None:
         """The session of the model that the cell trains, of several the first that has stepped; None until it is found."""
-        self._leave_gone()
         return next((each for each in self.sessions if each.workload.optimizers), next(iter(self.sessions), None))
 
     def wait_for_model(self) -> None:
         """Attach to the models that the cell trains."""
-        self._known |= weakref.WeakSet(live_optimizers())
+        self._known |= {id(one) for one in live_optimizers()}
         self._look()
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
@@ -146,10 +135,6 @@ class CellWatch:
         Raises:
             RefusalError: a technique does not apply; everything is as it was.
         """
-        self._leave_gone()
-        for each in self._own:
-            each.hold(loosely=True)
-        self._leave_gone()
         self._name(workload)
         require_compatible(workload, self._plan or Plan(), self.sessions)
         attached = session_of(workload.model)
@@ -158,9 +143,6 @@ class CellWatch:
             self._device = device_for(where, self._capacity_bytes)
             self._undo.callback(self._device.close)
         session = _session_for(workload, None if self._choose is not None else self._plan)
-        if attached is None or session is not attached or session.is_loose:
-            session.hold(loosely=False)
-            self._own.append(session)
         self.sessions.append(session)
         self._log_from.append(len(session.log))
         train_together(self.sessions)
@@ -172,19 +154,6 @@ class CellWatch:
         else:
             self._observe_beside(session, self._meter)
         self._keep_alive(session, self._device)
-
-    def _leave_gone(self) -> None:
-        """Forget models that the loop has dropped."""
-        gone = [each.workload.is_gone for each in self.sessions]
-        if not any(gone):
-            return
-        for session, is_gone in zip(self.sessions, gone, strict=True):
-            if is_gone:
-                self._gone.append(f"{session.workload.name}: dropped by the cell after {session.steps} steps")
-        parallel: tuple[list[Any], ...] = (self.sessions, self._log_from, self._largest)
-        for together in parallel:
-            together[:] = [each for each, is_gone in zip(together, gone, strict=True) if not is_gone]
-        self._own = [each for each in self._own if each in self.sessions]
 
     def _name(self, workload: Workload) -> None:
         """Tell models apart: from the second one on, each is called as it is in the notebook."""
@@ -200,10 +169,9 @@ class CellWatch:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look for a further model when an optimizer steps that updates none of those found."""
-        if optimizer in self._known or self._thread not in (None, threading.get_ident()):
+        if id(optimizer) in self._known or self._thread not in (None, threading.get_ident()):
             return
-        self._known.add(optimizer)
-        self._leave_gone()
+        self._known.add(id(optimizer))
         if not any(steps_some_of(optimizer, each.workload.model) for each in self.sessions):
             # hooks of steps are being run: none can join them
             self._look(expects_closures=False)
@@ -217,8 +185,7 @@ class CellWatch:
     def _found(self, model: nn.Module) -> bool:
         """Attach to a model that is called; True when there is no other one to expect."""
         called = unwrap_model(model)
-        self._leave_gone()
-        calls = self._calls[called] = self._calls.get(called, 0) + 1
+        calls = self._calls[id(called)] = self._calls.get(id(called), 0) + 1
         holder = next(
             (each for each in self.sessions if any(part is called for part in each.workload.model.modules())), None
         )
@@ -241,7 +208,7 @@ class CellWatch:
         return False
 
     def _has_made_optimizers(self) -> bool:
-        return any(one not in self._known for one in live_optimizers())
+        return any(id(one) not in self._known for one in live_optimizers())
 
     def _broke_off(self, error: BaseException) -> None:
         if isinstance(error, MemlabError):
@@ -345,13 +312,10 @@ class CellWatch:
     def _events(self) -> tuple[str, ...]:
         """Return what was done to the models meanwhile, in words."""
         several = len(self.sessions) > 1
-        return (
-            *self._gone,
-            *(
-                f"{each.workload.name}: {entry}" if several else str(entry)
-                for each, before in zip(self.sessions, self._log_from, strict=True)
-                for entry in each.log[before:]
-            ),
+        return tuple(
+            f"{each.workload.name}: {entry}" if several else str(entry)
+            for each, before in zip(self.sessions, self._log_from, strict=True)
+            for entry in each.log[before:]
         )
 
     def _title(self, meter: Meter, steps: int) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -169,15 +168,14 @@ class Meter(Observer):
         held: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         self.device = device
-        # the last of several is held by who watches them; others may go before the loop is over
-        self._models = [weakref.ref(model)]
+        self._models = [model]
         self._names: list[str] = []
         self._forwards = 0
         # when an optimizer stepped, in forwards, and which have after a further forward
         self._since: dict[int, tuple[int, set[int]]] = {}
         self._between: dict[int, set[int]] = {}  # those that stepped between its last two steps
         self._calling: list[int] = []  # numbers of the models whose calls are under way, from 1
-        self._optimizer_refs = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._optimizers = list(optimizers)
         self._host_bytes = host_bytes
         self._held = held
         self._ledger = device.ledger()
@@ -249,7 +247,7 @@ class Meter(Observer):
         Returns:
             Its number, for `call_begins`.
         """
-        self._models.append(weakref.ref(model))
+        self._models.append(model)
         self._names = list(names)
         return len(self._models)
 
@@ -271,10 +269,7 @@ class Meter(Observer):
         if len(self._models) < 2:
             return
         states = {id(p): state for o in self._optimizers for p, state in o.state.items()}
-        for number, ref in enumerate(self._models, 1):
-            model = ref()
-            if model is None:
-                continue
+        for number, model in enumerate(self._models, 1):
             held = (t for of in (parameters_of(model), gradients_of(model)) for _, t in of)
             self._ledger.belong(number, held)
             self._ledger.belong(number, (t for p in model.parameters() for t in tensors_in(states.get(id(p), ()))))
@@ -296,7 +291,7 @@ class Meter(Observer):
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         """Take in an optimizer that is first seen now."""
         if all(known is not optimizer for known in self._optimizers):
-            self._optimizer_refs.append(weakref.ref(optimizer))
+            self._optimizers.append(optimizer)
 
     def forward_begins(self, batch: Batch) -> None:
         """A training forward of the user's loop begins."""
@@ -413,7 +408,8 @@ class Meter(Observer):
         """Stop watching and let go of model and optimizers; what was measured stays readable."""
         self.interrupted()
         self._ledger.close()
-        self._models, self._optimizer_refs = [], []
+        self._models = []
+        self._optimizers = []
 
     def _begin_step(self, batch: Batch) -> _OpenStep:
         observed = self.device.observes_every_step or self._is_due()
@@ -526,21 +522,14 @@ class Meter(Observer):
         every = self.device.observes_every_step
         return [step for step in timed[_WARMUP_STEPS:] if every or not step.observed]
 
-    def _living(self) -> Iterator[torch.nn.Module]:
-        return (model for ref in self._models if (model := ref()) is not None)
-
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for ref in self._optimizer_refs if (optimizer := ref()) is not None]
-
     def _parameters(self) -> Iterator[Holding]:
-        for model in self._living():
+        for model in self._models:
             yield from parameters_of(model)
         if self._models:
             yield from ((Category.PARAMETERS, tensor) for tensor in self._held())
 
     def _gradients(self) -> Iterator[Holding]:
-        for model in self._living():
+        for model in self._models:
             yield from gradients_of(model)
 
     def _state(self) -> Iterator[Holding]:

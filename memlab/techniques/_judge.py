@@ -75,8 +75,6 @@ class Verdict:
         starts: what was in the places before, see `start_of`.
         goes_on: whether numbers of Python and NumPy are drawn one after another, part by part; else each part draws the same.
         needs_graph: whether a call without gradients gives something else.
-        is_open: whether numbers of the parts are added up. These may have agreed by chance (a loss of counts that were the same
-            in each part), so a second batch is judged as well.
     """
 
     merges: Mapping[int, Merge]
@@ -87,7 +85,6 @@ class Verdict:
     starts: frozenset[Any] = frozenset()
     goes_on: bool = True
     needs_graph: bool = False
-    is_open: bool = False
 
     def knows(self, outputs: Outputs) -> bool:
         """Return whether a call has left something in the places where the judged one did, and in no other."""
@@ -375,10 +372,7 @@ class _Attempt:
         changing = frozenset(name for name, effect in kept.effects.items() if effect.kind == "written")
         starts = frozenset({start_of(kept.effects, self._layout.rows)})
         goes_on = goes_on or not self.draws_on_host
-        of_left = (merge for each in left.values() for merge in each.merges or ())
-        is_open = bool(weights) or any(m.has_graph and m.kind != "join" for m in (*merges.values(), *of_left))
-        generators = tuple(self._start.generators)
-        return Verdict(merges, left, changing, total, generators, starts, goes_on, needs_graph, is_open)
+        return Verdict(merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph)
 
     def _needs_graph(self, part: Call, ran: _Run, *, in_turn: bool) -> bool:
         """Return whether the first part gives something else, or nothing, without gradients."""

@@ -582,8 +582,10 @@ class _SplitCall(torch.autograd.Function):
         values, constants = run.first_pass()
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*constants)
-        ctx.run = run
-        ctx.save_for_backward(torch.empty(0))
+        # autograd lets go of what is saved when a backward pass is over, unless it is told to retain the graph
+        holder: Any = torch.empty(0)
+        holder.run = run
+        ctx.save_for_backward(holder)
         return tuple(values)
 
     @staticmethod
@@ -593,8 +595,8 @@ class _SplitCall(torch.autograd.Function):
                 "create_graph=True through a split batch: its gradients have no graph; "
                 "use --checkpoint, or switch accumulation off for this loop"
             )
-        _ = ctx.saved_tensors  # without retain_graph torch's own error, as from any graph that is gone
-        run = ctx.run
+        (holder,) = ctx.saved_tensors  # torch's own error where the graph is gone
+        run = holder.run
         if run.is_done:
             raise SessionError(
                 "backward() a second time through the loss of a split batch: its gradients were handed over at the first; "

@@ -16,7 +16,7 @@ Numbered rules of the mechanism:
 5. Under a loop's own fp16 autocast the inner backward is scaled by the factor the loop's scaler
    used last, because the loop's own scaling comes too late for it.
 6. The first batch of each shape is judged (`_judge.py`): run together and apart in train mode with the same random
-   numbers, it has to give the same, or the plan is refused with what differs. So is the second where numbers are added up. What cannot be told then (a forward that
+   numbers, it has to give the same, or the plan is refused with what differs. What cannot be told then (a forward that
    does something new, values that were alike by chance) is judged when it comes.
 7. Each micro-batch begins with the buffers, attributes and lists the call began with; what they leave is put together and
    written once (`_surroundings.py`, `_merge.py`), so that it is what the whole batch would have left.
@@ -233,7 +233,7 @@ class Accumulation(Technique):
         ) from None
 
     def _verdict(self, call: ModelCall, whole: Call, layout: Layout, parts: int) -> Verdict | None:
-        """Return what the judge says of calls of this shape; asked once for each, or twice, see `Verdict.is_open`.
+        """Return what the judge says of calls of this shape; asked once for each.
 
         Raises:
             RefusalError: they cannot be split.
@@ -250,14 +250,13 @@ class Accumulation(Technique):
             found = known[grain]
         if isinstance(found, RefusalError):
             raise found.with_traceback(None)
-        is_first = isinstance(found, tuple)
-        if isinstance(found, tuple) or (found is not None and found.is_open):
+        if isinstance(found, tuple):
             try:
                 found = self._judged(call, whole, layout, parts, self._starts.setdefault(shape, set()))
             except RefusalError as refusal:
                 known[grain] = refusal
                 raise
-            known[grain] = found if is_first or found is None else replace(found, is_open=False)
+            known[grain] = found
         return found
 
     def _uncompiled(self) -> AbstractContextManager[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,24 +218,6 @@ def test_what_trains_is_found_and_trains_as_it_would(shell: Any, cell: Cell, nam
                 assert torch.equal(torch.as_tensor(left[key]), torch.as_tensor(value)), key
         cell("%memfit undo all")
         assert sessions() == ()
-
-
-def test_a_model_is_gone_when_the_notebook_or_the_loop_drops_it(shell: Any, cell: Cell) -> None:
-    assert cell(SETUP + "import gc, weakref\n" + MADE + "gone = weakref.ref(model[0].weight)").error is None
-    gc.disable()
-    try:
-        assert cell(f"%%memfit\n{LOOP}").error is None
-        assert cell("del model, optimizer, loss").error is None
-        assert shell.user_ns["gone"]() is None
-        body = f"{MADE}gone.append(weakref.ref(model[0].weight))\n{LOOP}"
-        assert cell(f"def train():\n{indented(body)}gone = []").error is None
-        ran = cell("%%memfit\nfor _ in range(3): train()\nalive = [ref() is not None for ref in gone]")
-        assert ran.error is None
-        assert shell.user_ns["alive"] == [False, False, True]  # the last one has the receipt
-        assert "Sequential: dropped by the cell after 3 steps" in ran.out
-        assert shell.user_ns["gone"][-1]() is None
-    finally:
-        gc.enable()
 
 
 def test_settings_that_several_models_cannot_have_by_themselves(shell: Any, cell: Cell) -> None:

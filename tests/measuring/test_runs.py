@@ -98,8 +98,7 @@ def test_a_loss_function_of_the_user() -> None:
     ],
 )
 def test_what_is_missing_is_said(load: Workload, change: dict, text: str) -> None:
-    for name, value in change.items():
-        setattr(load, name, value)
+    vars(load).update(change)
     with pytest.raises(WorkloadError) as caught:
         measure(load)
     assert str(caught.value) == text

@@ -127,24 +127,6 @@ def test_what_a_forward_does_beside_computing(kind: Any) -> None:
     same_as_plain(make, lambda m, _: m(inputs()).square().mean())
 
 
-def test_a_loss_that_agrees_by_chance_in_the_first_batch() -> None:
-    class Routed(nn.Linear):
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            share = super().forward(rows).softmax(-1)
-            counted = F.one_hot((rows[:, 0] > 0).long(), 2).float()
-            return (share.mean(0) * counted.mean(0)).sum()
-
-    signs = torch.tensor([1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0])
-
-    def loop(model: nn.Module, step: int) -> torch.Tensor:
-        rows = inputs().abs()
-        rows[:, 0] *= signs if step else 1.0
-        return model(rows)
-
-    (note,) = same_as_plain(lambda: Routed(6, 2), loop)
-    assert note.startswith("a batch is run whole, since the loss of Routed is not a mean or sum over rows or targets")
-
-
 def test_a_number_for_each_row_where_a_part_has_one_row() -> None:
     weights = torch.tensor([0.3, 0.7])
     same_as_plain(lambda: nn.Sequential(nn.Linear(6, 1), nn.Flatten(0)), lambda m, _: (m(inputs(2)) * weights).sum())
