@@ -12,7 +12,7 @@ extensions = ["myst_nb"]
 html_theme = "furo"
 html_title = "memlab"
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "notebooks/*.ipynb", "tests/emulated_gpu/README.md"]
+include_patterns = ["*.md", "docs/*.md", "notebooks/*.ipynb", "tests/emulated_gpu/*.md"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # committed outputs are shown
 suppress_warnings = ["mystnb.unknown_mime_type"]  # a live figure of plotly: its static picture is shown
@@ -29,7 +29,7 @@ _MENU = """
 _PAGES = {
     "Using memlab": (
         *("docs/usage", "docs/cheatsheet", "docs/why_did_nothing_change", "docs/limits", "docs/measured", "docs/compared"),
-        *("docs/stacks", "docs/allocator_accuracy", "tests/emulated_gpu/README"),
+        *("docs/stacks", "docs/allocator_accuracy", "tests/emulated_gpu/README", "tests/emulated_gpu/last_run"),
     ),
     "Reference": ("docs/flags", "docs/api", "CHANGELOG"),
     "Course": (*sorted(f"notebooks/{path.stem}" for path in Path(__file__).parents[1].glob("notebooks/*.ipynb")), "docs/instructors_guide"),

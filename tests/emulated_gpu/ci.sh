@@ -31,5 +31,5 @@ part "memory, without values"
 emulated -- "${tests[@]}" tests/gpu/test_measure.py tests/gpu/test_choices.py
 
 part "behaviour, with values"
-emulated --values -- "${tests[@]}" tests/gpu/test_measure.py
+emulated --values -- "${tests[@]}" tests/gpu/test_measure.py tests/gpu/test_loops_cuda.py
 part "done"

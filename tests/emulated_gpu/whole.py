@@ -1,41 +1,36 @@
-"""Everything that runs on the emulated GPU, file after file, and the page of what came out: `python -m tests.emulated_gpu --all`."""
+"""Everything that runs on the emulated GPU, file after file, and the page of what came out: `python -m tests.emulated_gpu --all`.
+
+Results are kept by file and way, so that a few files can be run again; those of other versions are dropped.
+"""
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 PAGE = HERE / "last_run.md"
+KEPT = HERE / "last_run.json"
 _TESTS = HERE.parent
 _MEMORY: tuple[str, ...] = ()
 _VALUES = ("--values",)
 _LATE = ("--values", "--late")
 _MINUTES = "30"
-_PYTEST = (
-    "python",
-    "-m",
-    "pytest",
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    "-m",
-    "",
-    "--tb=short",
-    "--show-capture=no",
-    "-rfE",
-)
+_PYTEST = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--show-capture=no", "-rfE")
 _PACKAGES = ("torch", "transformers", "bitsandbytes", "deepspeed", "accelerate")
 # files of `tests/gpu` that need more than one GPU, or another one
 _OPTIONS = {"test_export_ranks_cuda.py": ("--devices", "2")}
+
+_OUTCOMES = ("passed", "failed", "skipped")
 
 Run = Callable[[Sequence[str]], int]
 
@@ -51,30 +46,6 @@ class Part:
 
     file: Path
     way: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came out of a part.
-
-    Args:
-        part: which.
-        counts: tests by outcome.
-        failed: names of those that failed.
-        seconds: it took.
-        status: exit status of pytest.
-    """
-
-    part: Part
-    counts: Counter[str]
-    failed: tuple[str, ...]
-    seconds: float
-    status: int
-
-    @property
-    def is_good(self) -> bool:
-        """Return whether nothing failed; a file in which nothing is to be run this way is good."""
-        return self.status in (0, 5)
 
 
 def parts() -> Iterator[Part]:
@@ -95,23 +66,32 @@ def run_all(run: Run, wanted: Sequence[str]) -> int:
 
     Args:
         run: what `python -m tests.emulated_gpu` does with arguments; returns the exit status.
-        wanted: words of which the path of a file has one; none for all, and for the page.
+        wanted: words of which the path of a file has one; none for all.
 
     Returns:
         0 if nothing failed, else 1.
     """
-    results = []
+    versions = {"Python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    rows: dict[str, Any] = kept.get("rows", {}) if kept.get("versions") == versions else {}
+    is_good, order = True, []
     for part in parts():
+        order.append(_name(part))
         if wanted and not any(word in str(part.file) for word in wanted):
             continue
-        results.append(_result(run, part))
-        print(_line(results[-1]), file=sys.stderr, flush=True)
-    if not wanted:
-        PAGE.write_text(page(results))
-    return 0 if all(result.is_good for result in results) else 1
+        rows[_name(part)] = row = _row(run, part)
+        is_good &= row["status"] in (0, 5)  # 5: nothing of this file is run this way
+        print(_line(_name(part), row), file=sys.stderr, flush=True)
+        rows = {name: rows[name] for name in order if name in rows} | rows
+        KEPT.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    rows = {name: rows[name] for name in order if name in rows}  # without those of files that are gone
+    KEPT.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    PAGE.write_text(page(versions, rows))
+    return 0 if is_good else 1
 
 
-def _result(run: Run, part: Part) -> Result:
+def _row(run: Run, part: Part) -> dict[str, Any]:
+    """Run a part: tests by outcome, names of those that failed, seconds, exit status of pytest."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         begin = time.monotonic()
@@ -119,8 +99,9 @@ def _result(run: Run, part: Part) -> Result:
         seconds = time.monotonic() - begin
         cases = list(ET.parse(report).iter("testcase")) if report.exists() else []
     outcomes = [(case.get("name", ""), _outcome(case)) for case in cases]
-    failed = tuple(name for name, outcome in outcomes if outcome == "failed")
-    return Result(part, Counter(outcome for _, outcome in outcomes), failed, seconds, status)
+    counts = {each: sum(outcome == each for _, outcome in outcomes) for each in _OUTCOMES}
+    failed = [name for name, outcome in outcomes if outcome == "failed"]
+    return {**counts, "names": failed, "seconds": round(seconds), "status": status}
 
 
 def _outcome(case: ET.Element) -> str:
@@ -130,35 +111,36 @@ def _outcome(case: ET.Element) -> str:
     return "skipped" if "skipped" in kinds else "passed"
 
 
-def page(results: Sequence[Result]) -> str:
+def page(versions: Mapping[str, str], rows: Mapping[str, Any]) -> str:
     """The results as Markdown."""
-    total: Counter[str] = sum((result.counts for result in results), Counter())
-    versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+    passed, failed, seconds = (sum(row[what] for row in rows.values()) for what in ("passed", "failed", "seconds"))
     lines = [
         "# The last run on the emulated GPU",
         "",
         "Written by `python -m tests.emulated_gpu --all`. Nothing here is from a card. A test that is skipped one way runs the other, needs a card, "
         "or says what it lacks.",
         "",
-        f"{total['passed']} passed, {total['failed']} failed, in {sum(result.seconds for result in results) / 60:.0f} minutes of "
-        f"{platform.machine()}; Python {platform.python_version()}, {versions}.",
+        f"{passed} passed, {failed} failed, in {seconds / 60:.0f} minutes; "
+        f"{', '.join(f'{name} {number}' for name, number in versions.items())}.",
         "",
         "| file | how | passed | failed | skipped | seconds |",
         "|---|---|---:|---:|---:|---:|",
-        *map(_line, results),
+        *(_line(name, row) for name, row in rows.items()),
     ]
-    failed = [
-        f"- {result.part.file.name} ({_way(result.part)}): {name}" for result in results for name in result.failed
-    ]
-    return "\n".join([*lines, *(["", "Failed:", "", *failed] if failed else [])]) + "\n"
+    missing = [name for name in map(_name, parts()) if name not in rows]
+    for what, names in (
+        ("Failed", [f"{name}: {test}" for name, row in rows.items() for test in row["names"]]),
+        ("Not run with these versions, or not since it is there", missing),
+    ):
+        lines += ["", f"{what}:", "", *(f"- {name}" for name in names)] if names else []
+    return "\n".join(lines) + "\n"
 
 
-def _line(result: Result) -> str:
-    counts = " | ".join(str(result.counts[outcome]) for outcome in ("passed", "failed", "skipped"))
-    ended = "" if result.is_good or result.failed else f" (status {result.status})"
-    file = result.part.file.relative_to(_TESTS.parent)
-    return f"| {file} | {_way(result.part)}{ended} | {counts} | {result.seconds:.0f} |"
+def _name(part: Part) -> str:
+    return f"{part.file.relative_to(_TESTS.parent)} {' '.join(part.way) or 'memory alone'}"
 
 
-def _way(part: Part) -> str:
-    return " ".join(part.way) or "memory alone"
+def _line(name: str, row: Mapping[str, Any]) -> str:
+    file, _, way = name.partition(" ")
+    ended = "" if row["status"] in (0, 5) or row["failed"] else f" (status {row['status']})"
+    return f"| {file} | {way}{ended} | {' | '.join(str(row[each]) for each in _OUTCOMES)} | {row['seconds']} |"
