@@ -264,9 +264,9 @@ def page() -> str:
         "from a fresh model and an empty cache. Written by `python -m tests.bench.allocator_accuracy --write`.",
         "",
         "With expandable segments little depends on the order of requests; by default it does. A prediction begins after the plan has "
-        "been applied: what applying `--precision pure-bf16` leaves of the segments of fp32 weights is not in it, which is the "
-        "probable cause of its rows. Convolutions under `--offload activations`: one storage of 128 MiB too many is traced where max "
-        "pooling goes backward. Why `--accumulate` with `--bf16` is too low by default is not known yet.",
+        "been applied: holes that applying `--precision pure-bf16` leaves in segments (72 MiB for the encoder) are not in it, which "
+        "is what is left of its rows. Why `--accumulate` with `--bf16` is too low by default, and convolutions under `--offload activations` "
+        "with expandable segments, is not known yet. Rows were measured when their plan changed last, so some are older than others.",
     ]
     for path in sorted(RESULTS.glob("*.allocator.json")):
         found = json.loads(path.read_text())
