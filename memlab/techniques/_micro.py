@@ -584,6 +584,10 @@ class _SplitCall(torch.autograd.Function):
         ctx.mark_non_differentiable(*constants)
         # autograd lets go of what is saved when a backward pass is over, unless it is told to retain the graph
         holder: Any = torch.empty(0)
+        # the loop's own hooks on saved tensors would give back another one
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)  # not in older torch
+        is_hooked = top(True) is not None
+        ctx.run = run if is_hooked else None
         holder.run = run
         ctx.save_for_backward(holder)
         return tuple(values)
@@ -596,7 +600,7 @@ class _SplitCall(torch.autograd.Function):
                 "use --checkpoint, or switch accumulation off for this loop"
             )
         (holder,) = ctx.saved_tensors  # torch's own error where the graph is gone
-        run = holder.run
+        run = ctx.run or holder.run
         if run.is_done:
             raise SessionError(
                 "backward() a second time through the loss of a split batch: its gradients were handed over at the first; "

@@ -472,6 +472,16 @@ class TestRefusals:
             "compute the loss from the outputs, or use --checkpoint"
         )
 
+    def test_hooks_of_the_loop_on_saved_tensors(self) -> None:
+        model, (inputs, targets) = Regressor().layers, regression_batch()
+        F.cross_entropy(model(inputs), targets).backward()
+        expected = gradients(model)
+        with fit(workload(model), "--accumulate 3"):
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+                loss = F.cross_entropy(model(inputs), targets)
+            loss.backward()
+        assert distance(gradients(model), expected) < 1e-6
+
     def test_a_second_backward_through_outputs(self) -> None:
         found = []
         for flags in ("", "--accumulate 3"):
