@@ -3,7 +3,7 @@
 Rules of a change:
 
 1. Whatever may refuse is asked first, before anything is touched.
-2. What the change can touch is remembered by reference (`memlab.memento`). Whatever raises on the way, the
+2. What the change can touch is remembered by reference (`memlab.rollback`). Whatever raises on the way, the
    references go back: the old plan is then in force as it was, down to the moments of the optimizer,
    the loss scale and the hooks. Nothing is converted back, so going back needs no memory.
 3. References keep the old form alive until the new one is complete. Where there is no room for both, the
@@ -29,10 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab import layers
 from memlab.errors import RefusalError
-from memlab.memento import Memento
+from memlab.out_of_memory import is_out_of_memory, release
 from memlab.plan import Plan
+from memlab.rollback import Rollback
 from memlab.seams import is_compiled
-from memlab.shortage import is_out_of_memory, release
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.techniques._homes import home_of
 from memlab.uninterrupted import Interrupts, uninterrupted
@@ -199,7 +199,7 @@ class InForce:
         self._once(act, interrupts, sparing=True)
 
     def _once(self, act: Callable[[], None], interrupts: Interrupts | None, *, sparing: bool) -> None:
-        before = Memento(self._workload.model, self.optimizers, [*self._entries.values()])
+        before = Rollback(self._workload.model, self.optimizers, [*self._entries.values()])
         entries, plan = dict(self._entries), self.plan
         # an engine keeps what it shows, so sending that away would free nothing, and it would not be the engine's again
         spares = sparing and not any(technique.is_engine for technique in self.techniques)

@@ -112,7 +112,7 @@ class PlanField:
         offer: of the choices, the one a panel offers first.
         title: what it is called where people pick.
         names: what choices are called there, where their text does not say it.
-        is_foretold: whether what its settings would give can be predicted.
+        is_predicted: whether what its settings would give can be predicted.
     """
 
     name: str
@@ -127,7 +127,7 @@ class PlanField:
     offer: str = ""
     title: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
-    is_foretold: bool = True
+    is_predicted: bool = True
 
     def text(self, value: Any) -> str:
         """Text of a value, as `parse` reads it; where it is one of the choices, the choice.
@@ -235,7 +235,7 @@ FIELDS: tuple[PlanField, ...] = (
         "batchnorm", "--batchnorm", "keep|micro",
         "with --accumulate, let BatchNorm take its statistics from each micro-batch, as in accumulation written by hand",
         _choice("--batchnorm", BatchNorm), lambda norm: "" if norm is BatchNorm.KEEP else f"--batchnorm {norm}",
-        choices=tuple(BatchNorm), offer="micro", title="BatchNorm", names={"micro": "per micro-batch"}, is_foretold=False,
+        choices=tuple(BatchNorm), offer="micro", title="BatchNorm", names={"micro": "per micro-batch"}, is_predicted=False,
     ),
     PlanField(
         "checkpointing", "--checkpoint", "[off|full|every:N|selective|budget:SIZE]",
@@ -304,7 +304,7 @@ FIELDS: tuple[PlanField, ...] = (
         "train under PyTorch's FSDP2 or DeepSpeed's ZeRO, in this process; with --nproc in several",
         _parse_scale, lambda scale: "" if scale is ScaleOut.NONE else f"--scale {scale}",
         choices=tuple(ScaleOut), offer="fsdp2", title="Engine",
-        names={"fsdp2": "FSDP2", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}, is_foretold=False,
+        names={"fsdp2": "FSDP2", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}, is_predicted=False,
     ),
 )  # fmt: skip
 _BY_NAME = {spec.name: spec for spec in FIELDS}

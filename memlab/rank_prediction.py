@@ -55,7 +55,7 @@ class RankPrediction(Shown):
 
 
 @dataclass(frozen=True)
-class RankForecast(Shown):
+class PredictedRanks(Shown):
     """Ranks of runs under several engines or numbers of processes, side by side.
 
     Args:

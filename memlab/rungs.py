@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 from memlab.comparison import Comparison, speed_ratio, where_the_peak_is
 from memlab.errors import MemlabError
-from memlab.lattice import EXACT_FIELDS
 from memlab.plan import FIELDS, Plan, PlanField
+from memlab.plan_space import EXACT_FIELDS
 from memlab.records import Measurement, Prediction, ratio
 from memlab.shown import Shown
 from memlab.units import format_bytes
@@ -212,7 +212,7 @@ def helps(before: Rung, after: Rung) -> bool:
     if after.measurement is None:
         return False
     if before.ran is None:
-        return after.ran is not None or _is_foretold_to_help(before, after)
+        return after.ran is not None or _is_predicted_to_help(before, after)
     return after.ran is not None and (_needs_less(before.ran, after.ran) or _is_faster(before.ran, after.ran))
 
 
@@ -279,7 +279,7 @@ def _is_faster(before: Measurement, after: Measurement) -> bool:
     return faster > noise and after.peak_allocated_bytes <= before.peak_allocated_bytes * (1 + NO_GAIN)
 
 
-def _is_foretold_to_help(before: Rung, after: Rung) -> bool:
+def _is_predicted_to_help(before: Rung, after: Rung) -> bool:
     """Of two rungs that ran out of memory."""
     if before.prediction is None or after.prediction is None:
         return True

@@ -14,8 +14,8 @@ from torch import nn
 from memlab import Plan, RefusalError, Workload, fit
 from memlab.in_force import InForce
 from memlab.measuring.ledger import Ledger
-from memlab.memento import Memento
 from memlab.records import Category
+from memlab.rollback import Rollback
 from memlab.session import session_of, sessions
 from memlab.snapshot import Snapshot
 from memlab.techniques.offload_optimizer import OffloadOptimizer
@@ -206,7 +206,7 @@ class TestShortOfMemory:
             ledger._limit = ledger.live_bytes + 2**20  # four layers in fp32
             with fit(workload) as session:
                 with monkeypatch.context() as patched:
-                    patched.setattr(Memento, "spare", lambda self: None)
+                    patched.setattr(Rollback, "spare", lambda self: None)
                     with pytest.raises(torch.OutOfMemoryError):
                         session.switch(plan)
                     assert session.plan == Plan()
@@ -221,7 +221,7 @@ class TestShortOfMemory:
             session = fit(workload, "--precision pure-bf16")
             ledger._limit = ledger.live_bytes + 2**20  # four layers in fp32
             with monkeypatch.context() as patched:
-                patched.setattr(Memento, "spare", lambda self: None)
+                patched.setattr(Rollback, "spare", lambda self: None)
                 with pytest.raises(torch.OutOfMemoryError):
                     session.undo()
             session.undo()
@@ -314,7 +314,7 @@ class TestBookkeeping:
         assert in_force.techniques == []
 
 
-class TestMemento:
+class TestRollback:
     @pytest.mark.parametrize(
         "change",
         [
@@ -334,7 +334,7 @@ class TestMemento:
         run = Run("")
         run.session.undo()
         structure, contents = run.structure(), run.contents()
-        before = Memento(run.model, [run.optimizer])
+        before = Rollback(run.model, [run.optimizer])
         change(run.model, run.optimizer)
         assert differing(structure, run.structure()) + differences(run.contents(), contents) or (
             run.optimizer.param_groups[0]["lr"] == 5.0
@@ -347,7 +347,7 @@ class TestMemento:
     def test_hooks_keep_their_order(self) -> None:
         model = Small()
         handles = [model.head.weight.register_hook(lambda g, n=n: None) for n in range(3)]
-        before = Memento(model)
+        before = Rollback(model)
         handles[0].remove()
         before.restore()
         assert [*(model.head.weight._backward_hooks or {})] == [handle.id for handle in handles]

@@ -212,15 +212,15 @@ def test_fewer_steps_than_the_warm_up_are_all_timed() -> None:
     assert m.peak_reserved_bytes is None
 
 
-def foretold(plan: str = "as written", peak_bytes: int = 990, **more: object) -> Prediction:
+def predicted(plan: str = "as written", peak_bytes: int = 990, **more: object) -> Prediction:
     base = Prediction(plan, "cpu", peak_bytes, None, 0, {"activations": 690, "parameters": 300}, (point(5),), 0.5, 4, 40,
                       (980, 1000), (0.4, 0.6))  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
 
 
-def test_rows_know_what_was_foretold_for_them() -> None:
-    refused = foretold("--bf16", 0, refused="precision: no")
-    comparison = Comparison("t", (measured(), measured("--fp16"), measured("--bf16")), (), (foretold(), refused))
-    assert [row.prediction for row in comparison.rows] == [foretold(), None, None]
+def test_rows_know_what_was_predicted_for_them() -> None:
+    refused = predicted("--bf16", 0, refused="precision: no")
+    comparison = Comparison("t", (measured(), measured("--fp16"), measured("--bf16")), (), (predicted(), refused))
+    assert [row.prediction for row in comparison.rows] == [predicted(), None, None]
     again = comparison.add(measured("--fp16", 400))
-    assert again.prediction_of("as written") == foretold()
+    assert again.prediction_of("as written") == predicted()

@@ -32,7 +32,7 @@ def moment_of_step(total_bytes: int, phase: Phase = Phase.FORWARD, seconds: floa
     return TimelinePoint(seconds, phase, {"activations": total_bytes})
 
 
-def foretold(plan: str = "as written", peak_bytes: int = 990, **more: object) -> Prediction:
+def predicted(plan: str = "as written", peak_bytes: int = 990, **more: object) -> Prediction:
     base = Prediction(plan, "cpu", peak_bytes, None, 0, {"activations": 690, "parameters": 300}, (moment_of_step(5),),
                       0.5, 4, 40, (980, 1000), (0.4, 0.6))  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
@@ -45,13 +45,13 @@ def full() -> RunRecord:
         notes=("a note",), peak_reserved_bytes=1200, driver_bytes=1300,
     )  # fmt: skip
     return RunRecord(
-        comparison=Comparison("title", (measured(), observed), ("an event",), (foretold(notes=("a note",)),)),
+        comparison=Comparison("title", (measured(), observed), ("an event",), (predicted(notes=("a note",)),)),
         steps=(
             StepRecord(1, "as written", 0.5, 4, 40, 1000, None, 1.5),
             StepRecord(2, "--fp16", 0.4, 4, 40, skipped=True),
         ),
         versions={"torch": "2.13.0"},
-        predictions=(foretold("--fp16", refused="precision: no", timeline=()),),
+        predictions=(predicted("--fp16", refused="precision: no", timeline=()),),
         title="memfit · gpt2",
         device="NVIDIA H200",
         capacity_bytes=8 * 2**30,
@@ -99,7 +99,7 @@ def test_no_numbers_and_infinities_survive_in_json_that_others_read() -> None:
         raise AssertionError(f"{literal} is no JSON")
 
     steps = (StepRecord(1, "as written", math.inf, 4, 40, loss=math.nan), StepRecord(2, "a", -math.inf, 0, 0))
-    text = RunRecord(Comparison("t", (measured(),)), steps, predictions=(foretold(step_seconds=math.nan),)).to_json()
+    text = RunRecord(Comparison("t", (measured(),)), steps, predictions=(predicted(step_seconds=math.nan),)).to_json()
     json.loads(text, parse_constant=refuse)
     again = RunRecord.from_json(text)
     assert [step.seconds for step in again.steps] == [math.inf, -math.inf]

@@ -30,7 +30,7 @@ def failed(gib: float) -> Measurement:
     return out_of_memory(Plan(), "cpu", int(gib * GIB), "Tried to allocate 1.00 GiB")
 
 
-def foretold(peak_gib: float) -> Prediction:
+def predicted(peak_gib: float) -> Prediction:
     return Prediction("a plan", "cpu", int(peak_gib * GIB), None, 0, {}, (), 1.0, 8, 0, (0, 0), (1.0, 1.0))
 
 
@@ -130,8 +130,8 @@ def test_which_levers_are_kept(before: Measurement, after: Measurement | None, k
 
 @pytest.mark.parametrize(("peak_gib", "kept"), [(5.0, True), (8.0, False)])
 def test_of_two_that_ran_out_of_memory_the_prediction_decides(peak_gib: float, kept: bool) -> None:
-    before = rung("", failed(4), prediction=foretold(8))
-    assert helps(before, rung("--checkpoint", failed(4), prediction=foretold(peak_gib))) is kept
+    before = rung("", failed(4), prediction=predicted(8))
+    assert helps(before, rung("--checkpoint", failed(4), prediction=predicted(peak_gib))) is kept
 
 
 def test_throughput_is_in_samples_where_there_are_no_tokens() -> None:
@@ -166,7 +166,7 @@ def test_words_name_what_is_replaced() -> None:
 
 def test_as_a_comparison_rows_are_named_by_their_levers() -> None:
     ladder = Ladder("m", (rung("", measured(4)), rung("--fp16", None, refused="no", kept=False),
-                          rung("--checkpoint", measured(3), prediction=foretold(3), again=True)))  # fmt: skip
+                          rung("--checkpoint", measured(3), prediction=predicted(3), again=True)))  # fmt: skip
     compared = ladder.comparison
     assert [each.plan for each in compared.measurements] == ["as written", "+ --checkpoint (again)"]
     assert compared.rows[1].prediction is not None

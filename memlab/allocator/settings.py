@@ -33,7 +33,7 @@ _WITHOUT_EFFECT = (
     "release_lock_on_cudamalloc",
     "throw_on_cudamalloc_oom",
 )
-_NO_DIVISIONS = (0,) * DIVISION_INTERVALS
+_NO_SHARDINGS = (0,) * DIVISION_INTERVALS
 _ITEM = re.compile(r"([^:,\[\]]+):(\[[^\[\]]*\]|[^:,\[\]]+)(?:,|$)")
 
 
@@ -69,7 +69,7 @@ class Settings:
     max_non_split_rounding_bytes: int | None = None
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
     garbage_collection_threshold: float = 0.0
-    roundup_power2_divisions: tuple[int, ...] = _NO_DIVISIONS
+    roundup_power2_divisions: tuple[int, ...] = _NO_SHARDINGS
     per_process_memory_fraction: float = 1.0
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ def _divisions(key: str, text: str) -> dict[str, Any]:
 
 def _divisions_by_interval(key: str, text: str) -> tuple[int, ...]:
     """Intervals not named stay undivided, but those below the first one named take its value."""
-    divisions = list(_NO_DIVISIONS)
+    divisions = list(_NO_SHARDINGS)
     last, first = 0, True
     for item in text[1:-1].split(","):
         boundary, parts = _boundary_and_parts(key, text, item)

@@ -33,11 +33,11 @@ from memlab.inferring.weights import HalfWeights
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.holdings import gradients_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding
+from memlab.out_of_memory import is_out_of_memory, release
 from memlab.plan import FIELDS, Plan, Precision
 from memlab.records import Category
 from memlab.seams import ForwardSeam, is_compiled, on_first_step, stand_in
 from memlab.session import session_of
-from memlab.shortage import is_out_of_memory, release
 from memlab.trace.tracer import Tracer
 from memlab.uninterrupted import uninterrupted
 from memlab.units import parse_bytes

@@ -10,7 +10,7 @@
 - `comms`: clicks reach the kernel while a cell runs; `main_thread`: what must not meet a cell is done when none runs
 - `freeing`: what a failed cell held is let go
 - `watch`: plan, session and meter for the duration of one cell
-- `foresight`: what is predicted, chosen for a budget and found; `forecast`: what `%memfit predict` returns
+- `prediction`: what is predicted, chosen for a budget and found; `predicted_plans`: what `%memfit predict` returns
 - `history`: what was measured, per model, across cells
 - `live`: the line that shows progress; `display`: receipts in every format a front end may want
 - `config`: what `%config MemLab` holds

@@ -8,7 +8,7 @@ from contextlib import suppress
 from IPython.core.error import UsageError
 
 from memlab.errors import WorkloadError
-from memlab.jupyter import cells, foresight
+from memlab.jupyter import cells, prediction
 from memlab.jupyter.background import WAYS_OUT, Place
 from memlab.jupyter.display import is_rich, show
 from memlab.jupyter.freeing import calls_for_freeing, free, sentence
@@ -22,11 +22,11 @@ from memlab.jupyter.parser import CellOptions, cell_options
 from memlab.jupyter.state import out_of_memory_advice, own_frames
 from memlab.jupyter.watch import CellWatch
 from memlab.live.control import Cancelled
+from memlab.out_of_memory import is_out_of_memory, release
 from memlab.plan import Plan
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
 from memlab.session import Session
-from memlab.shortage import is_out_of_memory, release
 from memlab.workload import Batch, SeveralModelsError, Workload, is_trained_by, name_of, stale_optimizers
 
 _NO_MODEL = (
@@ -129,7 +129,7 @@ class CellMagic:
         if steps and watch.session is not None:
             # whoever interrupted the cell does not wait for predictions
             plans = watch.plans if outcome.error is None and len(watch.sessions) == 1 else ()
-            self._foretell(watch.session, plans, budget_bytes, line)
+            self._predict(watch.session, plans, budget_bytes, line)
         if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
             self._show_receipt(watch, steps)
         if outcome.error is not None:
@@ -158,14 +158,14 @@ class CellMagic:
         def history_of(workload: Workload) -> History:
             return self._notebook.history_of(workload.model)
 
-        return foresight.choice(options, budget_bytes, self._plan_of(options) or Plan(), history_of, Saying(line))
+        return prediction.choice(options, budget_bytes, self._plan_of(options) or Plan(), history_of, Saying(line))
 
     def _rescue(self, options: CellOptions, line: Line | None) -> Callable[[Workload, int | None], Rescuer]:
         def rescuer_of(workload: Workload, capacity_bytes: int | None) -> Rescuer:
             history = self._notebook.histories.get(workload.model, History())
             return Rescuer(
                 options.keep or self._notebook.config.kept,
-                {Plan.of_label(each.plan): each for each in history.lattice},
+                {Plan.of_label(each.plan): each for each in history.plan_space},
                 capacity_bytes,
                 (lambda text: _say(line, text)) if line is not None else None,
                 Evidence(workload.device, capacity_bytes),
@@ -173,18 +173,18 @@ class CellMagic:
 
         return rescuer_of
 
-    def _foretell(self, session: Session, plans: tuple[Plan, ...], budget_bytes: int | None, line: Line | None) -> None:
+    def _predict(self, session: Session, plans: tuple[Plan, ...], budget_bytes: int | None, line: Line | None) -> None:
         """Add what was predicted to what was measured."""
         history = self._notebook.histories[session.workload.model]
         live = session.workload
         if self._notebook.config.predict_cells and history.batch is not None and plans:
             with suppress(WorkloadError):
                 workload = Workload(live.model, live.optimizers, history.batch, name=live.name)
-                foresight.foretell_rows(history, workload, plans, Saying(line))
+                prediction.predict_rows(history, workload, plans, Saying(line))
             if line is not None:
                 line.clear()
         if budget_bytes is not None:
-            history.say(foresight.budget_line(history, session.plan, budget_bytes))
+            history.say(prediction.budget_line(history, session.plan, budget_bytes))
         control = self._notebook.control_of(live.model)
         bring_up_to_date(control, history)
         if control.is_watched:

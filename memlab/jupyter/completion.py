@@ -18,7 +18,7 @@ from torch import nn
 
 from memlab.devices import gpus
 from memlab.exporting import TARGETS
-from memlab.jupyter.flags import CELL_FLAGS, FORESIGHT_FLAGS, LAST_FLAG, WORDS, Flag
+from memlab.jupyter.flags import CELL_FLAGS, LAST_FLAG, PREDICT_FLAGS, WORDS, Flag
 from memlab.plan import FIELDS, Offloaded, PlanField, Tier, plan_flags
 from memlab.scaleout.scale import ENGINES
 from memlab.units import GIB
@@ -26,7 +26,7 @@ from memlab.units import GIB
 _LINE = re.compile(r"^\s*(%{0,2}memfit)\s(.*)$", re.DOTALL)
 _QUOTES = "\"'"
 _WORDS = tuple(word.word for word in WORDS)
-_WITH_PLAN = frozenset({"switch", "export", *FORESIGHT_FLAGS}) - {"panel"}
+_WITH_PLAN = frozenset({"switch", "export", *PREDICT_FLAGS}) - {"panel"}
 _OF_FILES = frozenset({"record", "replay", "snapshot"})
 _SIZES = tuple(f"{size}GiB" for size in sorted({gpu.memory_bytes // GIB for gpu in gpus()}))
 _EXPORT_FLAGS = (Flag("nproc", "--nproc", "N", ""),)
@@ -100,7 +100,7 @@ def _in_line(before: list[str], piece: str, variables: Mapping[str, Any]) -> Ite
         yield from TARGETS
     elif word == "undo" and not rest:
         yield "all"
-    flags = FORESIGHT_FLAGS.get(word, {"export": _EXPORT_FLAGS, "device": _DEVICE_FLAGS}.get(word, ()))
+    flags = PREDICT_FLAGS.get(word, {"export": _EXPORT_FLAGS, "device": _DEVICE_FLAGS}.get(word, ()))
     has_plan = word in _WITH_PLAN or word == "compare"
     if LAST_FLAG.get(word) in rest:
         rest = rest[rest.index(LAST_FLAG[word]) + 1 :]

@@ -1,6 +1,6 @@
 """Receipts in every format a front end may want.
 
-A `Comparison`, a `Forecast`, a `FoundPlan`, a `Ladder` and what is predicted for ranks are taught to the shell's formatters, so they show as tables and
+A `Comparison`, a `PredictedPlans`, a `FoundPlan`, a `Ladder` and what is predicted for ranks are taught to the shell's formatters, so they show as tables and
 pictures wherever a notebook shows values: HTML for live pages, PNG for pages that drop HTML, plain text for terminals and GitHub's diff.
 All three are static: a saved notebook needs no kernel, no widget and no script to show them.
 """
@@ -17,8 +17,8 @@ from IPython.display import display, update_display
 from memlab.comparison import Comparison, FoundPlan
 from memlab.extras import available
 from memlab.jupyter.config import MemLab
-from memlab.jupyter.forecast import Forecast
-from memlab.rank_prediction import HowMany, RankForecast
+from memlab.jupyter.predicted_plans import PredictedPlans
+from memlab.rank_prediction import HowMany, PredictedRanks
 from memlab.report import (
     figure,
     image,
@@ -52,10 +52,10 @@ def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:
 _PICTURES: dict[type, Callable[[Any], bytes | None]] = {
     # a picture takes longer than all else at the end of a cell, and of a single row it says no more than its table
     Comparison: lambda comparison: image.png(comparison) if len(comparison.rows) > 1 else None,
-    Forecast: lambda forecast: forecast.png,
+    PredictedPlans: lambda predicted_plans: predicted_plans.png,
     FoundPlan: lambda found: pareto_image.png(pareto.found_chart(found)),
     HowMany: lambda _: None,
-    RankForecast: ranks.png,
+    PredictedRanks: ranks.png,
     Ladder: ladder_image.png,
 }
 
@@ -83,7 +83,7 @@ def replace_shown(data: Any, **options: Any) -> None:
     update_display(data, **options)  # type: ignore[no-untyped-call] # unannotated in IPython
 
 
-def show_figure(shell: Any, shown: Comparison | Forecast | FoundPlan | Ladder) -> None:
+def show_figure(shell: Any, shown: Comparison | PredictedPlans | FoundPlan | Ladder) -> None:
     """Show the plotly figure, where there is a front end and plotly to show it."""
     if not is_rich(shell) or not available("plotly"):
         return

@@ -14,7 +14,7 @@ from memlab.extras import require
 from memlab.moment import Activity, Moment
 from memlab.plan import Plan
 from memlab.report.figure import NEUTRAL_INK
-from memlab.report.live_figure import Drawing, drawing, foretold
+from memlab.report.live_figure import Drawing, drawing, predicted
 from memlab.report.pareto import Chart
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class LiveFigure:
         self._lock = threading.RLock()
         self._closed = False
         self._key: object = None
-        self._map = foretold(_NOTHING)
+        self._map = predicted(_NOTHING)
         self._drawn = drawing(_NOTHING, ink)
         self.widget: FigureWidget = _widget_class()(self._lock, self._drawn)
 
@@ -67,15 +67,15 @@ class LiveFigure:
         with self._lock:
             if self._closed:
                 return
-            new = drawing(moment, self._ink, self._foretold(moment))
+            new = drawing(moment, self._ink, self._predicted(moment))
             _update(self.widget, self._drawn, new)
             self._drawn = new
 
-    def _foretold(self, moment: Moment) -> Chart:
+    def _predicted(self, moment: Moment) -> Chart:
         """The predicted half of the map, made again when something of it is another."""
         key = (moment.predictions, moment.budget_bytes, [each.plan for each in moment.measurements])
         if key != self._key:
-            self._key, self._map = key, foretold(moment)
+            self._key, self._map = key, predicted(moment)
         return self._map
 
     def send_again(self) -> None:

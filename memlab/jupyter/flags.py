@@ -113,7 +113,7 @@ _GPU = Flag(
     "device", "--device", "GPU", "a GPU of the catalogue to predict for, as in T4; by default the model's device"
 )
 # flags of the subcommands that predict; those of a plan come on top
-FORESIGHT_FLAGS: dict[str, tuple[Flag, ...]] = {
+PREDICT_FLAGS: dict[str, tuple[Flag, ...]] = {
     "predict": (
         _BUDGET,
         _GPU,

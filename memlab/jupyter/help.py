@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from memlab.jupyter.flags import CELL_FLAGS, FORESIGHT_FLAGS, WORDS, Flag
+from memlab.jupyter.flags import CELL_FLAGS, PREDICT_FLAGS, WORDS, Flag
 from memlab.plan import FIELDS, PlanField
 
 _CELL_EXAMPLES = """\
@@ -93,20 +93,20 @@ def line_help() -> str:
             "Flags are those of %%memfit (see %%memfit?); %config MemLab holds defaults. predict, find, ladder and",
             "snapshot change nothing, and also know these flags:",
             "",
-            *_table((flag.usage, flag.help) for flag in _foresight_flags()),
+            *_table((flag.usage, flag.help) for flag in _predict_flags()),
             "",
             _LINE_EXAMPLES,
         ]
     )
 
 
-def _foresight_flags() -> list[Flag]:
+def _predict_flags() -> list[Flag]:
     """Every flag of the subcommands that predict, once; which of them knows it, where not all do."""
     known: dict[str, Flag] = {}
-    for flags in FORESIGHT_FLAGS.values():
+    for flags in PREDICT_FLAGS.values():
         for flag in flags:
-            of = [other for other, others in FORESIGHT_FLAGS.items() if any(flag.flag == one.flag for one in others)]
-            where = "" if len(of) == len(FORESIGHT_FLAGS) else f"{', '.join(of)}: "
+            of = [other for other, others in PREDICT_FLAGS.items() if any(flag.flag == one.flag for one in others)]
+            where = "" if len(of) == len(PREDICT_FLAGS) else f"{', '.join(of)}: "
             known.setdefault(flag.flag, replace(flag, help=where + flag.help))
     return list(known.values())
 

@@ -30,20 +30,20 @@ class History:
         batch: the largest batch of the last cell that trained, until the plan is undone. By reference: `compare` and `find`
             train on it, and it is a variable of the loop as a rule. It holds no graph.
         predicted: what was predicted for the measured plans.
-        lattice: what was predicted last for all plans on the model's own device.
+        plan_space: what was predicted last for all plans on the model's own device.
         chosen: the plan that was chosen for a budget, by what it was chosen for.
         rank_peaks: highest peak of a rank in bytes, by engine and plan and by number of processes.
-        is_foretelling: whether receipts show predictions; no more after one failed or took too long.
+        is_predicting: whether receipts show predictions; no more after one failed or took too long.
     """
 
     comparison: Comparison | None = None
     steps: list[StepRecord] = field(default_factory=list)
     batch: Batch | None = None
-    foretold: dict[str, Prediction] = field(default_factory=dict)
-    lattice: tuple[Prediction, ...] = ()
+    predicted: dict[str, Prediction] = field(default_factory=dict)
+    plan_space: tuple[Prediction, ...] = ()
     chosen: dict[Any, Plan] = field(default_factory=dict)
     rank_peaks: dict[tuple[str, int], int] = field(default_factory=dict)
-    is_foretelling: bool = True
+    is_predicting: bool = True
 
     def add(self, title: str, measurements: list[Measurement], events: tuple[str, ...]) -> None:
         """Take in what a cell measured; a plan measured again replaces its old row, by the rules of `timed_anew`."""
@@ -57,25 +57,25 @@ class History:
             row = replace(row, losses=())
             self.comparison = self.comparison.add(row) if self.comparison else Comparison(title, (row,))
         if self.comparison is not None:
-            predictions = tuple(self.foretold.values())
+            predictions = tuple(self.predicted.values())
             self.comparison = replace(self.comparison, title=title, events=events, predictions=predictions)
 
     def _forget_if_of_other_batches(self, measurement: Measurement) -> None:
         """Drop what was predicted for a plan whose row is replaced by one of larger or smaller batches."""
         before = self.measured(measurement.plan)
         if before is not None and _batch_of(before) != _batch_of(measurement):
-            self.foretold.pop(measurement.plan, None)
+            self.predicted.pop(measurement.plan, None)
 
     def say(self, *events: str) -> None:
         """Put lines below the receipt."""
         if self.comparison is not None:
             self.comparison = replace(self.comparison, events=(*self.comparison.events, *events))
 
-    def foretell(self, predictions: Iterable[Prediction]) -> None:
+    def keep_predictions(self, predictions: Iterable[Prediction]) -> None:
         """Take in predictions of measured plans, for their rows."""
-        self.foretold |= {each.plan: each for each in predictions}
+        self.predicted |= {each.plan: each for each in predictions}
         if self.comparison is not None:
-            self.comparison = replace(self.comparison, predictions=tuple(self.foretold.values()))
+            self.comparison = replace(self.comparison, predictions=tuple(self.predicted.values()))
 
     def add_steps(self, steps: list[StepRecord]) -> None:
         """Append a cell's steps, numbered on from the last one."""
@@ -96,7 +96,7 @@ class History:
         Raises:
             MemlabError: nothing was measured yet.
         """
-        considered = {each.plan: replace(each, timeline=()) for each in self.lattice}
+        considered = {each.plan: replace(each, timeline=()) for each in self.plan_space}
         record = RunRecord(
             self.require(),
             tuple(self.steps),

@@ -20,8 +20,8 @@ from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions, one_model
 from memlab.measuring.device import device_for
+from memlab.out_of_memory import is_out_of_memory
 from memlab.report.inference import batch_line, graph_line, lines
-from memlab.shortage import is_out_of_memory
 from memlab.units import format_bytes
 from memlab.workload import describe_model, find_model, optimizers_of
 

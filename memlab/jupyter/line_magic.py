@@ -10,26 +10,26 @@ import torch
 from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import PlanError, TraceError, WorkloadError
 from memlab.exporting import export, parsed
-from memlab.jupyter import foresight
+from memlab.jupyter import prediction
 from memlab.jupyter.display import show, show_figure
-from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.help import line_help
 from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook
 from memlab.jupyter.panels import bring_up_to_date, open_live, open_recorded
-from memlab.jupyter.parser import foresight_options, plans_in, processes, split_words, unknown_word
+from memlab.jupyter.parser import plans_in, predict_options, processes, split_words, unknown_word
+from memlab.jupyter.predicted_plans import PredictedPlans
 from memlab.jupyter.state import state_text
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import compare
 from memlab.plan import Plan
-from memlab.rank_prediction import RankForecast
+from memlab.rank_prediction import PredictedRanks
 from memlab.run_record import RunRecord
 from memlab.rungs import Ladder
 from memlab.session import session_of, sessions, switch_together
 from memlab.units import parse_bytes
 from memlab.workload import Workload
 
-Shown = Comparison | Forecast | RankForecast | FoundPlan | Ladder
+Shown = Comparison | PredictedPlans | PredictedRanks | FoundPlan | Ladder
 
 
 class LineMagic:
@@ -94,7 +94,7 @@ class LineMagic:
         return comparison
 
     def _panel(self, words: list[str]) -> None:
-        options = foresight_options("panel", words)
+        options = predict_options("panel", words)
         _no_more([*options.words, *([str(options.plan)] if options.plan is not None else [])], "panel")
         workloads, history = self._notebook.subject("panel", options, needs_batch=False)
         # what is asked for one of several models is for all
@@ -108,41 +108,41 @@ class LineMagic:
         if opened is not None:
             show(opened)
 
-    def _predict(self, words: list[str]) -> Forecast | RankForecast | Comparison:
-        options = foresight_options("predict", words)
+    def _predict(self, words: list[str]) -> PredictedPlans | PredictedRanks | Comparison:
+        options = predict_options("predict", words)
         workloads, history = self._notebook.subject("predict", options)
         if options.scale is not None:
-            workload = foresight.only_one(f"predict --scale {options.scale.engine}", workloads)
-            return foresight.rank_forecast(workload, options, options.scale, history)
+            workload = prediction.only_one(f"predict --scale {options.scale.engine}", workloads)
+            return prediction.predicted_ranks(workload, options, options.scale, history)
         budget = (
             options.budget or self._notebook.config.budget or ("" if options.device else self._notebook.config.capacity)
         )
         with self._notebook.saying() as say:
             try:
-                forecast = foresight.forecast(workloads, options, budget, history, say)
+                predicted_plans = prediction.predicted_plans(workloads, options, budget, history, say)
             except TraceError as error:
                 if options.plan is not None or options.plans or options.device:
                     raise
                 why = str(error)
             else:
-                show_figure(self._notebook.shell, forecast)
-                return forecast
-        return self._measured_instead(foresight.only_one("predict", workloads), why)
+                show_figure(self._notebook.shell, predicted_plans)
+                return predicted_plans
+        return self._measured_instead(prediction.only_one("predict", workloads), why)
 
     def _measured_instead(self, workload: Workload, why: str) -> Comparison:
         print(f"memfit: {why}; so one step of the plan as written is measured")  # noqa: T201
         device = device_for(workload.device, self._notebook.config.capacity_bytes)
         with self._notebook.saying() as say:
             try:
-                return foresight.measured_instead(workload, device, say)
+                return prediction.measured_instead(workload, device, say)
             finally:
                 device.close()
 
     def _find_plan(self, words: list[str]) -> FoundPlan:
-        options = foresight_options("find", words)
+        options = predict_options("find", words)
         workloads, history = self._notebook.subject("find", options)
         with self._notebook.saying() as say:
-            found = foresight.found(
+            found = prediction.found(
                 workloads,
                 options,
                 options.budget or self._notebook.config.budget or self._notebook.config.capacity,
@@ -154,12 +154,12 @@ class LineMagic:
         return found
 
     def _ladder(self, words: list[str]) -> Ladder:
-        options = foresight_options("ladder", words)
-        workload = foresight.only_one("ladder", self._notebook.subject("ladder", options)[0])
+        options = predict_options("ladder", words)
+        workload = prediction.only_one("ladder", self._notebook.subject("ladder", options)[0])
         device = device_for(workload.device, self._notebook.config.capacity_bytes)
         with self._notebook.saying() as say:
             try:
-                climbed = foresight.climbed(
+                climbed = prediction.climbed(
                     workload, options, options.budget or self._notebook.config.budget, device, say
                 )
             finally:
@@ -169,12 +169,12 @@ class LineMagic:
         return climbed
 
     def _snapshot(self, words: list[str]) -> None:
-        options = foresight_options("snapshot", words)
-        workload = foresight.only_one("snapshot", self._notebook.subject("snapshot", options)[0])
+        options = predict_options("snapshot", words)
+        workload = prediction.only_one("snapshot", self._notebook.subject("snapshot", options)[0])
         session = session_of(workload.model)
         plan = options.plan or (session.plan if session is not None else Plan())
         with self._notebook.saying() as say:
-            file = foresight.snapshot(workload, options, plan, say)
+            file = prediction.snapshot(workload, options, plan, say)
         print(f"memfit: {plan.label}, saved to {file}; open it at https://docs.pytorch.org/memory_viz")  # noqa: T201
 
     def _compare(self, words: list[str]) -> Comparison:
@@ -197,8 +197,8 @@ class LineMagic:
                 compared = compare(workloads, plans, device=device, progress=lambda text: say(f"comparing, {text}"))
             finally:
                 device.close()
-            is_foretold = self._notebook.config.predict and len(workloads) == 1
-            return foresight.with_predictions(compared, workloads[0], say) if is_foretold else compared
+            is_predicted = self._notebook.config.predict and len(workloads) == 1
+            return prediction.with_predictions(compared, workloads[0], say) if is_predicted else compared
 
     def _switch(self, words: list[str]) -> None:
         plan, rest = Plan.parse_known(words)

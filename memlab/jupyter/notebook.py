@@ -12,14 +12,14 @@ from torch import nn
 
 from memlab.errors import MemlabError, WorkloadError
 from memlab.inference_record import CallKind
-from memlab.jupyter import foresight
+from memlab.jupyter import prediction
 from memlab.jupyter.background import Background
 from memlab.jupyter.config import MemLab
 from memlab.jupyter.display import is_rich, show
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Line, NotebookLine, Saying, TerminalLine
 from memlab.jupyter.panels import panels
-from memlab.jupyter.parser import ForesightOptions
+from memlab.jupyter.parser import PredictOptions
 from memlab.live.control import Control, control_of
 from memlab.moment import Moment
 from memlab.session import Session, session_of, sessions
@@ -113,19 +113,21 @@ class Notebook:
         """Take a panel's own run into the history, and leave its receipt below the panel."""
         history = self.history()
         history.add(moment.title, list(moment.measurements), moment.events)
-        history.foretell(each for each in moment.predictions if history.measured(each.plan) and not each.refused)
+        history.keep_predictions(
+            each for each in moment.predictions if history.measured(each.plan) and not each.refused
+        )
         show(history.require(), display_id="memlab-receipt")
 
     def subject(
-        self, command: str, options: ForesightOptions, *, needs_batch: bool = True
+        self, command: str, options: PredictOptions, *, needs_batch: bool = True
     ) -> tuple[list[Workload], History]:
         """Return what is predicted: the models of the last cell, or those in the notebook, and the history of the first.
 
         Raises:
-            WorkloadError: as for `foresight.workloads_of`.
+            WorkloadError: as for `prediction.workloads_of`.
         """
         together = self.together() if sessions() else []
-        workloads = foresight.workloads_of(
+        workloads = prediction.workloads_of(
             command, options, self.shell.user_ns, together, self.history_of, needs_batch=needs_batch
         )
         return workloads, self.history_of(workloads[0].model)

@@ -149,7 +149,7 @@ def open_recorded(opened: Panels, shell: Shell, record: RunRecord) -> bool:
 def bring_up_to_date(control: Control, history: History) -> None:
     """Tell a control what cells have measured and predicted."""
     rows = history.comparison.measurements if history.comparison is not None else ()
-    control.know(rows, (*history.lattice, *history.foretold.values()))
+    control.know(rows, (*history.plan_space, *history.predicted.values()))
     if history.batch is not None:
         control.batch = history.batch
 

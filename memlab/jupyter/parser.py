@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from memlab.errors import PlanError
 from memlab.inferring.inference import precision_of
-from memlab.jupyter.flags import CELL_FLAGS, FORESIGHT_FLAGS, LAST_FLAG, WORDS, Flag
+from memlab.jupyter.flags import CELL_FLAGS, LAST_FLAG, PREDICT_FLAGS, WORDS, Flag
 from memlab.plan import Plan, ScaleOut, unknown_flag
 from memlab.rescue.ladder import pinned
 from memlab.scaleout.scale import ENGINES, Scale
@@ -56,7 +56,7 @@ class CellOptions:
 
 
 @dataclass(frozen=True)
-class ForesightOptions:
+class PredictOptions:
     """Arguments of a `%memfit predict`, `find`, `ladder`, `panel` or `snapshot` line.
 
     Args:
@@ -96,20 +96,20 @@ class ForesightOptions:
     scale: Scale | None = None
 
 
-def foresight_options(command: str, words: list[str]) -> ForesightOptions:
+def predict_options(command: str, words: list[str]) -> PredictOptions:
     """Read the words after `%memfit predict`, `find`, `ladder`, `panel` or `snapshot`.
 
     Raises:
         PlanError: as for `cell_options`.
 
     Example:
-        >>> options = foresight_options("predict", ["--fp16", "--budget", "2GiB"])
+        >>> options = predict_options("predict", ["--fp16", "--budget", "2GiB"])
         >>> options.plan.label, options.budget
         ('--fp16', '2GiB')
-        >>> [plan.label for plan in foresight_options("predict", ["--plans", "--fp16", "--accumulate 4"]).plans]
+        >>> [plan.label for plan in predict_options("predict", ["--plans", "--fp16", "--accumulate 4"]).plans]
         ['--fp16', '--accumulate 4']
     """
-    flags = FORESIGHT_FLAGS[command]
+    flags = PREDICT_FLAGS[command]
     last = LAST_FLAG.get(command, "")
     at = words.index(last) if last in words else len(words)
     quoted = words[at + 1 :]
@@ -124,7 +124,7 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
         )
     if given.get("budget"):
         parse_bytes(given["budget"])
-    return ForesightOptions(
+    return PredictOptions(
         words=tuple(loose),
         plan=plan if len(rest) < len(others) else None,
         plans=tuple(Plan.parse(text) for text in plans_in(quoted)),
@@ -140,7 +140,7 @@ def foresight_options(command: str, words: list[str]) -> ForesightOptions:
         order=given.get("order", "documented"),
         steps=_whole(given.get("steps", "5")),
         nproc=processes(given["nproc"]) if "nproc" in given else 1,
-        scale=_foretold_scale(plan, engine, given, quoted),
+        scale=_predicted_scale(plan, engine, given, quoted),
     )
 
 
@@ -166,7 +166,7 @@ def one_model(names: tuple[str, ...], what: str) -> str | None:
     return names[0] if names else None
 
 
-def _foretold_scale(plan: Plan, engine: str | None, given: dict[str, str], plans: list[str]) -> Scale | None:
+def _predicted_scale(plan: Plan, engine: str | None, given: dict[str, str], plans: list[str]) -> Scale | None:
     scale = _scale(plan, engine, {name: given[name] for name in ("nproc",) if name in given})
     if scale is not None and (left := [name for name in ("budget", "lossless", "all") if name in given]):
         raise PlanError(f"--{left[0]} with --scale: ranks are predicted for one plan; leave it out")

@@ -9,7 +9,7 @@ from IPython.core.error import UsageError
 
 from memlab.comparison import Comparison
 from memlab.errors import ScaleError, WorkloadError
-from memlab.jupyter import cells, foresight
+from memlab.jupyter import cells, prediction
 from memlab.jupyter.display import show
 from memlab.jupyter.live import Saying
 from memlab.jupyter.notebook import Notebook, one_line
@@ -109,8 +109,8 @@ class RanksCell:
         )
         if self._notebook.config.predict:
             with self._notebook.saying() as say:
-                foretold = foresight.foretell_ranks(history, workload, scale, ranks, say)
-            ranks = replace(ranks, events=(*ranks.events, *foretold))
+                predicted = prediction.predicted_for_ranks(history, workload, scale, ranks, say)
+            ranks = replace(ranks, events=(*ranks.events, *predicted))
         one = history.measured(Plan().label)
         if one is None:
             return ranks

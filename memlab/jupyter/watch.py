@@ -34,12 +34,12 @@ from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import row_of_failure
 from memlab.measuring.steps import Meter
 from memlab.observer import Observer
+from memlab.out_of_memory import is_out_of_memory
 from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.rescue.rescuer import Rescuer
 from memlab.rescue.thrash import ThrashWatch
 from memlab.session import Session, fit, require_compatible, session_of, train_together
-from memlab.shortage import is_out_of_memory
 from memlab.workload import Batch, Workload, describe_all, live_optimizers, optimizers_of, steps_some_of, unwrap_model
 
 # a loop that accumulates by hand calls its model several times before the first step; after so many, no other is expected

@@ -25,24 +25,24 @@ from torch import nn
 
 from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.live.feed import Feed
-from memlab.live.foretelling import Foretelling
+from memlab.live.live_predictions import LivePredictions
 from memlab.live.pace import Pace
+from memlab.live.pending_changes import PendingChanges
 from memlab.live.rehearsing import steps_of
 from memlab.live.source import Can
 from memlab.live.stage import AtOnce, Playing, Stage
 from memlab.live.views import Drawn, Views
-from memlab.live.wishes import Wishes
 from memlab.measuring.batches import samples_of
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import call_of
 from memlab.measuring.steps import Meter
 from memlab.moment import Activity, Asked, Moment
 from memlab.observer import Observer
+from memlab.out_of_memory import is_out_of_memory
 from memlab.plan import FIELDS, Plan
 from memlab.records import Measurement, Prediction
 from memlab.rescue.rescuer import Rescuer
 from memlab.session import Session, fit, session_of
-from memlab.shortage import is_out_of_memory
 from memlab.units import format_bytes, format_seconds
 from memlab.workload import Workload
 
@@ -112,8 +112,8 @@ class Control(Observer):
         self._name = type(model).__name__
         self._session: weakref.ref[Session] | None = None
         self._title = f"memfit · {self._name}"
-        self._wishes = Wishes()
-        self._foretelling = Foretelling()
+        self._pending_changes = PendingChanges()
+        self._live_predictions = LivePredictions()
         self._views = Views()
         self._budget_bytes: int | None = None
         self._pace = Pace()
@@ -126,7 +126,7 @@ class Control(Observer):
         self._is_cancelled = False
         self._playing: Playing | None = None
         self._predicting: Playing | None = None
-        self._is_foretellable = True
+        self._is_predictable = True
         self._meter: Meter | None = None
         self._lock = threading.RLock()
 
@@ -149,7 +149,7 @@ class Control(Observer):
         self._optimizers = [weakref.ref(optimizer) for optimizer in session.workload.optimizers]
         self.loss_fn = self.loss_fn or session.workload.loss_fn
         self.batch = self.batch if self.batch is not None else session.workload.batch
-        self._wishes.plan = session.plan
+        self._pending_changes.plan = session.plan
         self._name = session.workload.name
         if self._meter is None and self.feed.step == 0:
             self._title = f"memfit · {session.workload.describe()}"
@@ -175,7 +175,7 @@ class Control(Observer):
         self.follow(session)
         # asked for when the cell ran already and had no session yet
         with self._lock:
-            wanted = self._wishes.ask_again(session.plan)
+            wanted = self._pending_changes.ask_again(session.plan)
         if wanted is not None:
             session.ask(wanted)
         self._watch(session, meter, Activity.TRAINING)
@@ -200,7 +200,7 @@ class Control(Observer):
         """Take in what was measured and predicted elsewhere."""
         with self._lock:
             self.feed.know(measurements)
-            self._foretelling.know(predictions)
+            self._live_predictions.know(predictions)
 
     def _watch(self, session: Session, meter: Meter, activity: Activity) -> None:
         self._meter = meter
@@ -260,9 +260,9 @@ class Control(Observer):
     def plan_changed(self, plan: Plan) -> None:
         """Tell which settings have come into force."""
         with self._lock:
-            session, before = self.session, self._wishes.plan
+            session, before = self.session, self._pending_changes.plan
             step = (session.steps if session is not None else self.feed.step) + 1
-            self._wishes.came_true(plan, step)
+            self._pending_changes.came_true(plan, step)
             self.feed.take_in()
             self.feed.plan_changed(plan, step)
             self._events.append(f"step {step}: {before.label} → {plan.label}")
@@ -285,13 +285,13 @@ class Control(Observer):
                 title=self._title,
                 activity=activity,
                 step=self.feed.step,
-                plan=self._wishes.plan,
-                pending=self._wishes.target,
-                toggles=self._wishes.toggles,
+                plan=self._pending_changes.plan,
+                pending=self._pending_changes.target,
+                toggles=self._pending_changes.toggles,
                 points=self.feed.points,
                 changes=tuple(self.feed.changes),
                 measurements=tuple(self.feed.measurements.values()),
-                predictions=self._foretelling.predictions,
+                predictions=self._live_predictions.predictions,
                 budget_bytes=self._budget_bytes,
                 capacity_bytes=self.capacity_bytes,
                 events=tuple(self._events),
@@ -338,7 +338,7 @@ class Control(Observer):
         """Ask for one setting."""
         self._views.errors.clear()
         with self._lock:
-            plan = self._wishes.ask(field, text)
+            plan = self._pending_changes.ask(field, text)
         if plan is not None:
             self._ask_for(plan)
         self._changed()
@@ -347,7 +347,7 @@ class Control(Observer):
         """Ask for a whole plan."""
         self._views.errors.clear()
         with self._lock:
-            self._wishes.ask_plan(plan)
+            self._pending_changes.ask_plan(plan)
         self._ask_for(plan)
         self._changed()
 
@@ -413,7 +413,7 @@ class Control(Observer):
 
     def _ask_for(self, plan: Plan) -> None:
         """Request a plan, unless nothing trains and it is known not to apply to the batch at hand."""
-        known = self._foretelling.refusal_of(plan) if self._activity is Activity.IDLE else ""
+        known = self._live_predictions.refusal_of(plan) if self._activity is Activity.IDLE else ""
         if known:
             self._refuse(plan, known)
         else:
@@ -433,7 +433,7 @@ class Control(Observer):
 
     def _begin(self, plan: Plan) -> None:
         """Apply a plan to a model that has no session."""
-        if self._wishes.target != plan:
+        if self._pending_changes.target != plan:
             return
         session = self.session or self._attached()
         session.ask(plan)
@@ -463,7 +463,7 @@ class Control(Observer):
 
     def _refuse(self, plan: Plan, reason: str) -> None:
         with self._lock:
-            self._wishes.came_to_nothing(plan, reason)
+            self._pending_changes.came_to_nothing(plan, reason)
             self._events.append(f"refused {plan.label}: {reason}")
         self._pace.hurry()
 
@@ -546,7 +546,7 @@ class Control(Observer):
         if session is not None:
             session.undo()
         with self._lock:
-            self._wishes.forget(Plan())
+            self._pending_changes.forget(Plan())
             self._events.append("everything is as it was")
         self.draw()
 
@@ -554,24 +554,26 @@ class Control(Observer):
 
     def _predict_on(self) -> None:
         """Predict what is not predicted yet, where somebody looks and it can be done."""
-        if self.is_watched and self.batch is not None and self._is_foretellable:
+        if self.is_watched and self.batch is not None and self._is_predictable:
             self.predict()
 
     def _predict(self, *, then_choose: bool = False) -> None:
         if Can.PREDICT not in self.can():
             return
         self._stop_predicting()
-        self._predicting = self.stage.play(self._foretold(then_choose=then_choose), self._predictions_ended)
+        self._predicting = self.stage.play(self._predicted(then_choose=then_choose), self._predictions_ended)
 
     def _stop_predicting(self) -> None:
         predicting, self._predicting = self._predicting, None
         if predicting is not None:
             predicting.cancel()
 
-    def _foretold(self, *, then_choose: bool) -> Iterator[None]:
+    def _predicted(self, *, then_choose: bool) -> Iterator[None]:
         workload = self._workload()
         measured = self._measured_on(workload)
-        for doing in self._foretelling.plan_by_plan(workload, self._wishes.plan, measured, every=then_choose):
+        for doing in self._live_predictions.plan_by_plan(
+            workload, self._pending_changes.plan, measured, every=then_choose
+        ):
             self._doing = doing
             if self._pace.is_due():
                 self.draw(figures=False)
@@ -579,7 +581,7 @@ class Control(Observer):
         if then_choose and self._budget_bytes is None:
             raise MemlabError("find a plan: set a budget first")
         if then_choose and self._budget_bytes is not None:
-            self.ask_plan(self._foretelling.fastest_within(self._budget_bytes))
+            self.ask_plan(self._live_predictions.fastest_within(self._budget_bytes))
 
     def _measured_on(self, workload: Workload) -> Measurement | None:
         """Return what was measured on batches of the size at hand."""
@@ -590,9 +592,9 @@ class Control(Observer):
     def _predictions_ended(self, error: BaseException | None) -> None:
         was_stopped, self._predicting, self._doing = self._predicting is None, None, ""
         if error is not None:
-            self._is_foretellable = not isinstance(error, TraceError)
+            self._is_predictable = not isinstance(error, TraceError)
             self.report(error)
-        elif not was_stopped and not self._foretelling.is_complete:
+        elif not was_stopped and not self._live_predictions.is_complete:
             # a cell came in between: the rest is predicted when it has ended
             self.predict()
         self.draw()
@@ -603,7 +605,7 @@ class Control(Observer):
         if activity is Activity.GONE:
             return f"{self._name} is deleted: this panel is over"
         parts = [str(activity)]
-        newest, plan = self.feed.newest, self._wishes.plan
+        newest, plan = self.feed.newest, self._pending_changes.plan
         if newest is not None:
             parts = [f"{activity}, step {self.feed.step}", plan.label]
         if newest is not None and newest.plan == plan.label:
@@ -612,7 +614,7 @@ class Control(Observer):
         if measured is not None and measured.peak_allocated_bytes:
             parts.append(f"peak {format_bytes(measured.peak_allocated_bytes)}")
         titles = {spec.name: spec.title.lower() for spec in FIELDS}
-        waiting = (each for each in self._wishes.toggles if each.asked is Asked.PENDING)
+        waiting = (each for each in self._pending_changes.toggles if each.asked is Asked.PENDING)
         parts += [f"{titles[each.field]} {each.text}" for each in waiting]
         return " · ".join([*parts, *filter(None, [self._doing])])
 
@@ -628,6 +630,6 @@ class Control(Observer):
         try:
             work()
         except MemlabError as error:
-            self._wishes.target = None
+            self._pending_changes.target = None
             self.report(error)
             self.draw()

@@ -66,7 +66,7 @@ def settings_beside(plan: Plan) -> tuple[Plan, ...]:
     """
     beside = [plan]
     for spec in FIELDS:
-        for text in spec.choices if spec.is_foretold else ():
+        for text in spec.choices if spec.is_predicted else ():
             try:
                 beside.append(plan.with_setting(spec.name, text))
             except PlanError:  # excluded by another setting
@@ -99,18 +99,18 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Effect | 
         there, without = (base.with_setting(spec.name, each) for each in (text, default_text(spec)))
     except PlanError as error:
         return Effect(base, refused=str(error))
-    foretold = _known(moment, there)
-    if foretold is not None and foretold.refused:
-        return Effect(there, refused=foretold.refused)
+    predicted = _known(moment, there)
+    if predicted is not None and predicted.refused:
+        return Effect(there, refused=predicted.refused)
     before = moment.predicted(without.label)
-    if foretold is None or before is None:
+    if predicted is None or before is None:
         return None
     return Effect(
         plan=there,
-        change_bytes=foretold.needed_bytes - before.needed_bytes,
+        change_bytes=predicted.needed_bytes - before.needed_bytes,
         of_bytes=before.needed_bytes,
-        speed_ratio=foretold.samples_per_second / before.samples_per_second if before.samples_per_second else math.nan,
-        verdict=foretold.verdict(moment.budget_bytes) if moment.budget_bytes is not None else None,
+        speed_ratio=predicted.samples_per_second / before.samples_per_second if before.samples_per_second else math.nan,
+        verdict=predicted.verdict(moment.budget_bytes) if moment.budget_bytes is not None else None,
     )
 
 

@@ -341,8 +341,8 @@ class Replay:
             self._say(reason)
 
     def _not_recorded(self, plan: Plan) -> str:
-        foretold = next((each for each in self._predictions if _is(each.plan, plan)), None)
-        return f"not in this recording{_foretold(foretold)}"
+        predicted = next((each for each in self._predictions if _is(each.plan, plan)), None)
+        return f"not in this recording{_predicted(predicted)}"
 
     # -- words ---------------------------------------------------------------------------------
 
@@ -417,7 +417,7 @@ def _first_of_each_plan(predictions: Iterable[Prediction]) -> tuple[Prediction, 
     return tuple(found.values())
 
 
-def _foretold(prediction: Prediction | None) -> str:
+def _predicted(prediction: Prediction | None) -> str:
     if prediction is None:
         return ", and not predicted in it"
     if prediction.refused:

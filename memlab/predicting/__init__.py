@@ -1,6 +1,6 @@
 """Prediction of memory and time: of one plan, of all plans, and of each rank, before any is applied.
 
-- `plans`: `predict` and `predict_all`; `foreteller`: steps of plans composed of `segments`, which are traced once (`passes`)
+- `plans`: `predict` and `predict_all`; `predictor`: steps of plans composed of `segments`, which are traced once (`passes`)
 - `targets`: the device to predict for; `reserved`: two steps replayed through the simulated allocator; `snapshots`: a predicted memory snapshot
 - `ranks`, `zero3_linear`: several processes; `how_many`: how many GPUs of which kind
 """

@@ -8,7 +8,7 @@ from memlab.devices import Gpu, gpu, usable_bytes
 from memlab.errors import RefusalError, ScaleError
 from memlab.measuring.runs import say_when_long
 from memlab.plan import Plan
-from memlab.predicting.ranks import RankForeteller
+from memlab.predicting.ranks import RankPredictor
 from memlab.rank_prediction import Fewest, HowMany, RankPrediction
 from memlab.scaleout.scale import Scale
 from memlab.workload import Workload
@@ -70,7 +70,7 @@ def how_many(
     if not scales:
         raise next(iter(refusals.values()))
     # what kernels take of a GPU's memory hardly differs between models, and one trace serves all
-    search = _Search(RankForeteller(workload, _TRACED_FOR), most, progress or say_when_long("predicting"))
+    search = _Search(RankPredictor(workload, _TRACED_FOR), most, progress or say_when_long("predicting"))
     rows = tuple(search.fewest(listed, scale) for listed in asked for scale in scales)
     left_out = tuple(f"--scale {engine} is left out: {refusal}" for engine, refusal in refusals.items())
     label = f" · {wanted.label}" if wanted != Plan() else ""
@@ -90,8 +90,8 @@ def _scales(engines: Iterable[str], plan: Plan) -> tuple[list[Scale], dict[str, 
 class _Search:
     """Asks about as few numbers as will do, and about each once for all GPUs."""
 
-    def __init__(self, foreteller: RankForeteller, most: int, say: Callable[[str], None]) -> None:
-        self._foreteller = foreteller
+    def __init__(self, predictor: RankPredictor, most: int, say: Callable[[str], None]) -> None:
+        self._predictor = predictor
         self._powers = [2**power for power in range(most.bit_length())]
         self._say = say
         self._known: dict[tuple[str, int], RankPrediction] = {}
@@ -115,5 +115,5 @@ class _Search:
         key = (str(scale), ranks)
         if key not in self._known:
             self._say(f"{scale} on {ranks}")
-            self._known[key] = self._foreteller.prediction(scale, ranks, may_grow=True, gathers_outputs=False)
+            self._known[key] = self._predictor.prediction(scale, ranks, may_grow=True, gathers_outputs=False)
         return self._known[key]

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from memlab.devices import Gpu
 from memlab.errors import RefusalError, TraceError
-from memlab.lattice import half_format, lattice
 from memlab.measuring.runs import Workloads, say_when_long
 from memlab.plan import Plan
-from memlab.predicting.foreteller import Foreteller, Parts
+from memlab.plan_space import half_format, plan_space
+from memlab.predicting.plan_predictor import Parts, PlanPredictor
 from memlab.predicting.reserved import Reserved, reserved_by, script_of
 from memlab.predicting.segments import by_name
 from memlab.predicting.targets import Target, interval_seconds
@@ -48,8 +48,8 @@ def predict(
         1050624
     """
     wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
-    foreteller = Foreteller(workload, device)
-    return _calibrated([_prediction(foreteller, wanted)], measured, foreteller)[0]
+    predictor = PlanPredictor(workload, device)
+    return _calibrated([_prediction(predictor, wanted)], measured, predictor)[0]
 
 
 def predict_all(
@@ -65,7 +65,7 @@ def predict_all(
     Args:
         workload: as for `predict`; several that train together have each plan together.
         device: as for `predict`.
-        plans: by default the whole lattice (`memlab.lattice`).
+        plans: by default the whole plan space (`memlab.plan_space`).
         measured: as for `predict`.
         progress: called with a line now and then; by default lines go to standard error once the work takes
             longer than two seconds.
@@ -82,14 +82,14 @@ def predict_all(
         asked = None if plans is None else list(plans)
         of_each = [predict_all(each, device, plans=asked, progress=progress) for each in workload]
         return of_all(of_each, [each.name for each in workload])
-    foreteller = Foreteller(workload, device)
-    wanted = _plans(foreteller, plans, foreteller.rows)
+    predictor = PlanPredictor(workload, device)
+    wanted = _plans(predictor, plans, predictor.rows)
     say = progress or say_when_long("predicting")
     predictions = []
     for number, plan in enumerate(wanted, 1):
         say(f"{number} of {len(wanted)}: {plan.label}")
-        predictions.append(_prediction_or_refusal(foreteller, plan))
-    return _calibrated(predictions, measured, foreteller)
+        predictions.append(_prediction_or_refusal(predictor, plan))
+    return _calibrated(predictions, measured, predictor)
 
 
 def predict_each(
@@ -109,38 +109,38 @@ def predict_each(
         TraceError: what the model computes depends on values; it names the operator.
         WorkloadError: no batch or no optimizer.
     """
-    foreteller: Foreteller | None = None
+    predictor: PlanPredictor | None = None
     for plan in plans:
-        foreteller = foreteller or Foreteller(workload)
-        yield foretold_by(foreteller, plan, measured)
+        predictor = predictor or PlanPredictor(workload)
+        yield predicted_by(predictor, plan, measured)
 
 
-def foretold_by(foreteller: Foreteller, plan: Plan, measured: Measurement | None = None) -> Prediction:
+def predicted_by(predictor: PlanPredictor, plan: Plan, measured: Measurement | None = None) -> Prediction:
     """Predict one plan, keeping what was traced for the next one; a plan that does not apply says why in `refused`.
 
     Args:
-        foreteller: of the workload.
+        predictor: of the workload.
         plan: to predict.
         measured: as for `predict`.
     """
-    return _calibrated([_prediction_or_refusal(foreteller, plan)], measured, foreteller)[0]
+    return _calibrated([_prediction_or_refusal(predictor, plan)], measured, predictor)[0]
 
 
-def _plans(foreteller: Foreteller, plans: Iterable[Plan | str] | None, rows: int) -> list[Plan]:
+def _plans(predictor: PlanPredictor, plans: Iterable[Plan | str] | None, rows: int) -> list[Plan]:
     if plans is None:
-        half = half_format(foreteller.target.compute_capability)
-        return list(lattice(rows=rows, half=half))
+        half = half_format(predictor.target.compute_capability)
+        return list(plan_space(rows=rows, half=half))
     return [plan if isinstance(plan, Plan) else Plan.parse(plan) for plan in plans]
 
 
-def _prediction_or_refusal(foreteller: Foreteller, plan: Plan) -> Prediction:
+def _prediction_or_refusal(predictor: PlanPredictor, plan: Plan) -> Prediction:
     """The prediction, or one without numbers that says why the plan does not apply, or cannot be predicted."""
     try:
-        return _prediction(foreteller, plan)
+        return _prediction(predictor, plan)
     except (RefusalError, TraceError) as refusal:
         return Prediction(
             plan=plan.label,
-            device=foreteller.target.name,
+            device=predictor.target.name,
             peak_allocated_bytes=0,
             peak_reserved_bytes=None,
             host_bytes=0,
@@ -155,9 +155,9 @@ def _prediction_or_refusal(foreteller: Foreteller, plan: Plan) -> Prediction:
         )
 
 
-def _prediction(foreteller: Foreteller, plan: Plan) -> Prediction:
-    target = foreteller.target
-    parts = foreteller.parts(plan)
+def _prediction(predictor: PlanPredictor, plan: Plan) -> Prediction:
+    target = predictor.target
+    parts = predictor.parts(plan)
     highest = parts.peak()
     reserved = _reserved(parts, target)
     allocated_bytes = sum(highest) if reserved is None else reserved.allocated_bytes
@@ -195,12 +195,12 @@ def _reserved(parts: Parts, target: Target) -> Reserved | None:
 
 
 def _calibrated(
-    predictions: list[Prediction], measured: Measurement | None, foreteller: Foreteller
+    predictions: list[Prediction], measured: Measurement | None, predictor: PlanPredictor
 ) -> list[Prediction]:
     """Times put right by one that was measured."""
     if measured is None or not measured.step_seconds:
         return predictions
-    own = foreteller.parts(Plan.of_label(measured.plan))
+    own = predictor.parts(Plan.of_label(measured.plan))
     factor = measured.median_step_seconds / own.seconds
     if not math.isfinite(factor):
         return predictions

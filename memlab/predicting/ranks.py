@@ -1,7 +1,7 @@
 """`predict_ranks`: what every rank of a run in many processes would need, before any is started.
 
 1. A pass of the rank's rows is traced as for one process, with marks where modules begin and end (`memlab.trace.marks`),
-   and laid out by the rules of the engine (`memlab.scaleout.dividing`).
+   and laid out by the rules of the engine (`memlab.scaleout.sharding`).
 2. The update is traced for parameters of the sizes that the engine leaves the optimizer on a rank.
 3. What memlab itself does with the rows is counted: outputs beside the loss are gathered on every rank
    (`memlab.scaleout.rows`).
@@ -20,19 +20,19 @@ from torch import nn
 from memlab.devices import Gpu
 from memlab.errors import RefusalError, ScaleError
 from memlab.plan import Offloaded, Plan
-from memlab.predicting.foreteller import of_model, require_complete
 from memlab.predicting.passes import Passes
+from memlab.predicting.plan_predictor import of_model, require_complete
 from memlab.predicting.segments import TracedPass
 from memlab.predicting.targets import Target, target_for
 from memlab.predicting.zero3_linear import linear_as_in_stage_3
-from memlab.rank_prediction import RankForecast, RankPrediction
+from memlab.rank_prediction import PredictedRanks, RankPrediction
 from memlab.records import Category
-from memlab.scaleout.dividing.book import Book, Part
-from memlab.scaleout.dividing.division import Ddp, Division, Flats
-from memlab.scaleout.dividing.fsdp2 import Fsdp2
-from memlab.scaleout.dividing.shape import ROOT, ModelShape, ParameterShape
-from memlab.scaleout.dividing.zero import Zero3, Zero12
 from memlab.scaleout.scale import ENGINES, Scale
+from memlab.scaleout.sharding.fsdp2 import Fsdp2
+from memlab.scaleout.sharding.memory_account import MemoryAccount, Part
+from memlab.scaleout.sharding.shape import ROOT, ModelShape, ParameterShape
+from memlab.scaleout.sharding.sharding import Ddp, Flats, Sharding
+from memlab.scaleout.sharding.zero import Zero3, Zero12
 from memlab.techniques._modules import repeated_blocks
 from memlab.techniques._split import row_ranges
 from memlab.trace.marks import Mark, Moment
@@ -56,7 +56,7 @@ _MOST_OUTPUTS_SHARE = 0.1
 
 
 # by engine; what memlab does within a rank's model call is in the trace
-_DIVISIONS: dict[str, Callable[..., Division]] = {
+_SHARDINGS: dict[str, Callable[..., Sharding]] = {
     "ddp": Ddp,
     "fsdp2": Fsdp2,
     "zero1": partial(Zero12, stage=1),
@@ -93,7 +93,7 @@ def predict_ranks(
         >>> [predict_ranks(workload, f"--scale {engine}", nproc=4).divided["parameters"] for engine in ("ddp", "fsdp2")]
         [1052672, 263168]
     """
-    return RankForeteller(workload, device).prediction(plan if isinstance(plan, Scale) else Scale.parse(plan), nproc)
+    return RankPredictor(workload, device).prediction(plan if isinstance(plan, Scale) else Scale.parse(plan), nproc)
 
 
 def compare_ranks(
@@ -103,7 +103,7 @@ def compare_ranks(
     engines: Sequence[str] = ENGINES,
     nprocs: Sequence[int] = (1, 2, 4, 8),
     device: str | Gpu | None = None,
-) -> RankForecast:
+) -> PredictedRanks:
     """Predict ranks under several engines, for several numbers of processes: what each divides.
 
     Args:
@@ -123,28 +123,28 @@ def compare_ranks(
     Example:
         >>> model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
         >>> workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.zeros(8, 256),))
-        >>> forecast = compare_ranks(workload, engines=["fsdp2"], nprocs=[1, 4])
-        >>> [each.divided["parameters"] for each in forecast.predictions]
+        >>> predicted_plans = compare_ranks(workload, engines=["fsdp2"], nprocs=[1, 4])
+        >>> [each.divided["parameters"] for each in predicted_plans.predictions]
         [1052672, 263168]
     """
-    foreteller = RankForeteller(workload, device)
+    predictor = RankPredictor(workload, device)
     wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
     predictions = tuple(
-        _prediction_or_refusal(foreteller, engine, wanted, ranks) for ranks in nprocs for engine in engines
+        _prediction_or_refusal(predictor, engine, wanted, ranks) for ranks in nprocs for engine in engines
     )
     label = f" · {wanted.label}" if wanted != Plan() else ""
-    return RankForecast(f"{workload.describe()}{label} · {foreteller.target.name}", predictions)
+    return PredictedRanks(f"{workload.describe()}{label} · {predictor.target.name}", predictions)
 
 
-def _prediction_or_refusal(foreteller: RankForeteller, engine: str, plan: Plan, ranks: int) -> RankPrediction:
+def _prediction_or_refusal(predictor: RankPredictor, engine: str, plan: Plan, ranks: int) -> RankPrediction:
     try:
-        return foreteller.prediction(Scale(engine, plan), ranks)
+        return predictor.prediction(Scale(engine, plan), ranks)
     except RefusalError as refusal:
         scale = f"--scale {engine} {plan}".strip()
-        return RankPrediction(scale, foreteller.target.name, ranks, 0, 0, 0, {}, {}, 0, (0, 0), refused=str(refusal))
+        return RankPrediction(scale, predictor.target.name, ranks, 0, 0, 0, {}, {}, 0, (0, 0), refused=str(refusal))
 
 
-class RankForeteller:
+class RankPredictor:
     """Traces one workload for one target, and divides it under any engine among any number of ranks.
 
     Args:
@@ -192,49 +192,49 @@ class RankForeteller:
             TraceError: likewise.
         """
         rows = self._rows_of_a_rank(ranks, may_grow=may_grow)
-        division = self._division(scale, ranks)
-        traced = self._traced(scale, division, rows, is_split=ranks > 1)
-        book = Book(has_host=self.target.settings is not None)
-        update = self._update(division)
-        self._stand(book, division, update, of_model(replace(scale.plan, offload=())))
+        sharding = self._sharding(scale, ranks)
+        traced = self._traced(scale, sharding, rows, is_split=ranks > 1)
+        account = MemoryAccount(has_host=self.target.settings is not None)
+        update = self._update(sharding)
+        self._stand(account, sharding, update, of_model(replace(scale.plan, offload=())))
         outputs_bytes = sum(traced.outputs_bytes(rows).values()) if gathers_outputs else 0
         # a second step finds what the first has left, and knows its order
         for _ in range(2):
-            division.wire.clear()
-            _run(book, division, traced, rows, outputs_bytes)
-            division.update_begins(book)
-            if not (division.offloads and book.has_host):
-                update.replay(book)
-            kept = {str(part): book.live[part] for part in _KEPT if book.live[part]}
-            division.update_over(book)
+            sharding.wire.clear()
+            _run(account, sharding, traced, rows, outputs_bytes)
+            sharding.update_begins(account)
+            if not (sharding.offloads and account.has_host):
+                update.replay(account)
+            kept = {str(part): account.live[part] for part in _KEPT if account.live[part]}
+            sharding.update_over(account)
         return RankPrediction(
             scale=str(scale),
             device=self.target.name,
             ranks=ranks,
             rows=rows,
-            peak_allocated_bytes=book.peak_bytes,
-            host_bytes=book.peak_host_bytes,
-            breakdown={str(part): size for part, size in book.at_peak.items() if size},
+            peak_allocated_bytes=account.peak_bytes,
+            host_bytes=account.peak_host_bytes,
+            breakdown={str(part): size for part, size in account.at_peak.items() if size},
             divided=kept,
-            wire_bytes=division.wire.sent_bytes,
-            interval_bytes=self.target.interval_bytes(book.peak_bytes),
-            notes=tuple(_about(traced, book, division, outputs_bytes)),
+            wire_bytes=sharding.wire.sent_bytes,
+            interval_bytes=self.target.interval_bytes(account.peak_bytes),
+            notes=tuple(_about(traced, account, sharding, outputs_bytes)),
         )
 
-    def _traced(self, scale: Scale, division: Division, rows: int, *, is_split: bool) -> TracedPass:
+    def _traced(self, scale: Scale, sharding: Sharding, rows: int, *, is_split: bool) -> TracedPass:
         settings = of_model(replace(scale.plan, offload=()))
-        if not division.keeps_parameters:
+        if not sharding.keeps_parameters:
             return self._passes.traced(settings, rows, is_split=is_split)
         with linear_as_in_stage_3():
             return self._passes_that_keep_parameters.traced(settings, rows, is_split=is_split)
 
-    def _stand(self, book: Book, division: Division, update: _Update, settings: Plan) -> None:
+    def _stand(self, account: MemoryAccount, sharding: Sharding, update: _Update, settings: Plan) -> None:
         """Add what exists throughout: the engine's, the optimizer's, the batch (of which a rank has all), workspaces."""
-        division.stands(book)
-        book.add(Part.OPTIMIZER_STATE, update.state_bytes, host=division.offloads)
+        sharding.stands(account)
+        account.add(Part.OPTIMIZER_STATE, update.state_bytes, host=sharding.offloads)
         inputs_bytes = self._passes.whole(settings).observation.baseline_bytes.get(Category.ACTIVATIONS, 0)
-        book.add(Part.ACTIVATIONS, inputs_bytes)
-        book.add(Part.WORKSPACES, sum(self.target.workspaces))
+        account.add(Part.ACTIVATIONS, inputs_bytes)
+        account.add(Part.WORKSPACES, sum(self.target.workspaces))
 
     def _rows_of_a_rank(self, ranks: int, *, may_grow: bool) -> int:
         if not isinstance(ranks, int) or ranks < 1:
@@ -248,13 +248,13 @@ class RankForeteller:
         start, stop = row_ranges(max(self.rows, ranks), ranks)[0]
         return stop - start
 
-    def _division(self, scale: Scale, ranks: int) -> Division:
+    def _sharding(self, scale: Scale, ranks: int) -> Sharding:
         _refuse_what_is_not_known(scale)
         offloads = scale.plan.tier_of(Offloaded.OPTIMIZER) is not None
-        return _DIVISIONS[scale.engine](self.shape, ranks, offloads=offloads)
+        return _SHARDINGS[scale.engine](self.shape, ranks, offloads=offloads)
 
-    def _update(self, division: Division) -> _Update:
-        stepped = division.stepped
+    def _update(self, sharding: Sharding) -> _Update:
+        stepped = sharding.stepped
         if isinstance(stepped, float):
             if self._plain is None:
                 self._plain = self._tracer.updates(Plan(), self.shape.trained)[1]
@@ -267,13 +267,13 @@ class RankForeteller:
 def _refuse_what_is_not_known(scale: Scale) -> None:
     strange = [name for name in scale.plan.changes() if name not in _KNOWN_FIELDS]
     strange += [f"offload of {what}" for what, _ in scale.plan.offload if what is not Offloaded.OPTIMIZER]
-    if scale.engine not in _DIVISIONS:
+    if scale.engine not in _SHARDINGS:
         strange.insert(0, f"the engine {scale.engine}")
     if strange:
         raise RefusalError(
             "scale",
             f"{strange[0]} is not predicted for ranks",
-            f"leave it out ({', '.join(_DIVISIONS)} with --checkpoint, --bf16 and --offload optimizer are known)",
+            f"leave it out ({', '.join(_SHARDINGS)} with --checkpoint, --bf16 and --offload optimizer are known)",
         )
 
 
@@ -294,21 +294,21 @@ class _Update:
         """Return what the optimizer keeps."""
         return round(self.share * self.trace.observation.baseline_bytes.get(Category.OPTIMIZER_STATE, 0))
 
-    def replay(self, book: Book) -> None:
+    def replay(self, account: MemoryAccount) -> None:
         """Do it, on top of what lives; it leaves as much behind as it found."""
         left = 0
         for _, size_bytes, _, _ in self.trace.observation.raw:
             change = round(self.share * size_bytes)
-            book.add(Part.TEMPORARIES, change)
+            account.add(Part.TEMPORARIES, change)
             left += change
-        book.add(Part.TEMPORARIES, -left)
+        account.add(Part.TEMPORARIES, -left)
 
 
-def _about(traced: TracedPass, book: Book, division: Division, outputs_bytes: int) -> Iterator[str]:
+def _about(traced: TracedPass, account: MemoryAccount, sharding: Sharding, outputs_bytes: int) -> Iterator[str]:
     """Yield what is to be said about a prediction."""
     yield from traced.trace.notes
-    whole_bytes = division.ranks * outputs_bytes
-    if division.ranks > 1 and whole_bytes > _MOST_OUTPUTS_SHARE * book.peak_bytes:
+    whole_bytes = sharding.ranks * outputs_bytes
+    if sharding.ranks > 1 and whole_bytes > _MOST_OUTPUTS_SHARE * account.peak_bytes:
         yield (
             f"every rank gathers the outputs of all, {format_bytes(whole_bytes)}: a model that returns only its loss "
             "needs less"
@@ -318,7 +318,7 @@ def _about(traced: TracedPass, book: Book, division: Division, outputs_bytes: in
 # -- laying a step out -----------------------------------------------------------------------------
 
 
-def _run(book: Book, division: Division, traced: TracedPass, rows: int, outputs_bytes: int) -> None:
+def _run(account: MemoryAccount, sharding: Sharding, traced: TracedPass, rows: int, outputs_bytes: int) -> None:
     """A pass, with what the engine does at its marks."""
     marks: dict[int, list[Mark]] = defaultdict(list)
     for mark in traced.trace.marks:
@@ -328,61 +328,61 @@ def _run(book: Book, division: Division, traced: TracedPass, rows: int, outputs_
         hidden[at].append(size_bytes)
     events = traced.events(rows)
     sizes = {number: size_bytes for size_bytes, number, _, _ in events if size_bytes > 0}
-    outputs = _Outputs(book, division, outputs_bytes)
-    book.dropped.clear()
+    outputs = _Outputs(account, sharding, outputs_bytes)
+    account.dropped.clear()
     for at in range(len(events) + 1):
         for mark in marks.get(at, ()):
-            _tell(book, division, mark, sizes)
+            _tell(account, sharding, mark, sizes)
             outputs.see(mark)
         for size_bytes in hidden.get(at, ()):
-            book.touch(Part.TEMPORARIES, size_bytes)
+            account.touch(Part.TEMPORARIES, size_bytes)
         if at < len(events):
             size_bytes, number, category, _ = events[at]
-            if number not in book.dropped:
-                book.add(_PART_OF[category], size_bytes)
-    division.backward_over(book)
+            if number not in account.dropped:
+                account.add(_PART_OF[category], size_bytes)
+    sharding.backward_over(account)
 
 
-def _tell(book: Book, division: Division, mark: Mark, sizes: Mapping[int, int]) -> None:
+def _tell(account: MemoryAccount, sharding: Sharding, mark: Mark, sizes: Mapping[int, int]) -> None:
     if mark.moment is Moment.SETTLED:
-        book.gradients[mark.what] = mark.storage, sizes.get(mark.storage, 0)
-        division.settled(book, mark.what)
+        account.gradients[mark.what] = mark.storage, sizes.get(mark.storage, 0)
+        sharding.settled(account, mark.what)
         return
     told = {
-        Moment.FORWARD_BEGINS: division.forward_begins,
-        Moment.FORWARD_ENDS: division.forward_ends,
-        Moment.BACKWARD_BEGINS: division.backward_begins,
-        Moment.BACKWARD_ENDS: division.backward_ends,
+        Moment.FORWARD_BEGINS: sharding.forward_begins,
+        Moment.FORWARD_ENDS: sharding.forward_ends,
+        Moment.BACKWARD_BEGINS: sharding.backward_begins,
+        Moment.BACKWARD_ENDS: sharding.backward_ends,
     }
-    told[mark.moment](book, mark.what)
+    told[mark.moment](account, mark.what)
 
 
 class _Outputs:
     """Handling of the model's outputs beside the loss: every rank gathers those of all."""
 
-    def __init__(self, book: Book, division: Division, part_bytes: int) -> None:
-        self._book = book
+    def __init__(self, account: MemoryAccount, sharding: Sharding, part_bytes: int) -> None:
+        self._account = account
         self._part_bytes = part_bytes
-        self._whole_bytes = part_bytes * division.ranks if division.ranks > 1 else 0
-        self._wire = division.wire
-        self._at_the_end, self._in_backward = division.copies_outputs
+        self._whole_bytes = part_bytes * sharding.ranks if sharding.ranks > 1 else 0
+        self._wire = sharding.wire
+        self._at_the_end, self._in_backward = sharding.copies_outputs
         self._held_bytes = 0
 
     def see(self, mark: Mark) -> None:
         """Act on a mark of the pass."""
         if mark.moment is Moment.FORWARD_ENDS and mark.what == ROOT:
             if self._at_the_end:
-                self._book.touch(Part.TEMPORARIES, self._part_bytes)
-            self._book.add(Part.ACTIVATIONS, self._whole_bytes)
-            self._book.touch(Part.TEMPORARIES, self._whole_bytes)
+                self._account.touch(Part.TEMPORARIES, self._part_bytes)
+            self._account.add(Part.ACTIVATIONS, self._whole_bytes)
+            self._account.touch(Part.TEMPORARIES, self._whole_bytes)
             self._held_bytes = self._whole_bytes
             self._wire.all_gathered(self._whole_bytes)
         elif mark.moment is Moment.BACKWARD_BEGINS:
-            self._book.add(Part.ACTIVATIONS, -self._held_bytes)
+            self._account.add(Part.ACTIVATIONS, -self._held_bytes)
             self._held_bytes = 0
             if mark.what != ROOT and self._in_backward:
                 self._in_backward = False
-                self._book.touch(Part.TEMPORARIES, self._part_bytes)
+                self._account.touch(Part.TEMPORARIES, self._part_bytes)
 
 
 # -- looking at a model ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from memlab.allocator import Allocator, Block, Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_SEGMENT_BYTES
-from memlab.predicting.foreteller import Parts
+from memlab.predicting.plan_predictor import Parts
 from memlab.records import Category
 
 _MOST_STEPS = 4  # state that the first makes, and what later ones replace, may take places that activations had

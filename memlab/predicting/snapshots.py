@@ -26,7 +26,7 @@ from memlab.measuring.observation import PHASES, Observation
 from memlab.measuring.runs import call_of, rehearsal, training_step
 from memlab.observer import Observer
 from memlab.plan import Plan
-from memlab.predicting.foreteller import Foreteller, Parts
+from memlab.predicting.plan_predictor import Parts, PlanPredictor
 from memlab.predicting.reserved import Events, play_steps, script_of
 from memlab.predicting.segments import Segment
 from memlab.records import Category, Phase
@@ -214,8 +214,8 @@ def _annotation(name: str, stage: str, seconds: float) -> dict[str, Any]:
 
 
 def _predicted(workload: Workload, plan: Plan, device: str | Gpu | None) -> dict[str, Any]:
-    foreteller = Foreteller(workload, device)
-    target, parts = foreteller.target, foreteller.parts(plan)
+    predictor = PlanPredictor(workload, device)
+    target, parts = predictor.target, predictor.parts(plan)
     words = f"memlab: {plan.label}, predicted for {target.name}"
     tape = _PredictedTape(words if target.settings else f"{words}; {_NO_ALLOCATOR}", parts)
     play_steps(script_of(parts, target.workspaces), tape)

@@ -36,7 +36,7 @@ NEUTRAL_INK = "#7A7A7A"
 _RULE = "rgba(128,128,128,.25)"
 _CLEAR = "rgba(0,0,0,0)"
 BUDGET = "#D9534F"
-_FORETOLD_OPACITY = 0.5
+_PREDICTED_OPACITY = 0.5
 _PHASE_SHADES = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.10, Phase.STEP: 0.22, Phase.OTHER: 0.0}
 
 
@@ -62,8 +62,8 @@ def comparison(comparison: Comparison, ink: str = NEUTRAL_INK) -> Figure:
     go = _plotly()
     figure = go.Figure()
     parts = [segments(measurement) for measurement in comparison.measurements]
-    foretold = (row.prediction.peak_allocated_bytes for row in comparison.rows if row.prediction)
-    most_bytes = max(*(sum(part.values()) for part in parts), *foretold, 0)
+    predicted = (row.prediction.peak_allocated_bytes for row in comparison.rows if row.prediction)
+    most_bytes = max(*(sum(part.values()) for part in parts), *predicted, 0)
     unit, name = scale(most_bytes)
     plans = ["<br>".join(flag_lines(escape(measurement.plan), 32)) for measurement in comparison.measurements]
     for category in categories_of(parts):
@@ -105,15 +105,15 @@ def timeline(profile: Profile, budget_bytes: int | None = None, ink: str = NEUTR
         'memory allocated, MiB'
     """
     go = _plotly()
-    points, is_foretold = profile.timeline, isinstance(profile, Prediction)
+    points, is_predicted = profile.timeline, isinstance(profile, Prediction)
     factor, time_name = time_scale(points[-1].seconds if points else 0)
     most_bytes = max([budget_bytes or 0, *(point.total_bytes for point in points)])
     unit, name = scale(most_bytes)
     live = [point.live_bytes for point in points]
     figure = go.Figure([
-        _layer(go, category, points, live, factor, unit, is_foretold=is_foretold) for category in categories_of(live)
+        _layer(go, category, points, live, factor, unit, is_predicted=is_predicted) for category in categories_of(live)
     ])  # fmt: skip
-    if is_foretold:
+    if is_predicted:
         figure.add_trace(_outline(go, points, factor, unit, ink))
     figure.update_layout(
         **bare_layout(ink), height=340, hovermode="x unified",
@@ -239,12 +239,12 @@ def _row_pixels(plans: Sequence[str]) -> int:
 
 def _layer(
     go: Any, category: str, points: Sequence[TimelinePoint], live: Sequence[Mapping[str, int]], factor: float, unit: int,
-    *, is_foretold: bool,
+    *, is_predicted: bool,
 ) -> Any:  # fmt: skip
     colour = swatch(category).colour
     hatch = pattern(category)
-    if is_foretold:
-        colour = pale(colour, _FORETOLD_OPACITY)
+    if is_predicted:
+        colour = pale(colour, _PREDICTED_OPACITY)
         hatch |= {"bgcolor": colour}
     sizes = [part.get(category, 0) for part in live]
     return go.Scatter(

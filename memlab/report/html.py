@@ -32,7 +32,7 @@ _HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600;white-space:no
 _CODE = "font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
 _BAR = "display:flex;height:8px;margin-top:4px;width:170px"
 # what is predicted is paler and dashed, in every picture
-_FORETOLD = "opacity:.65;border-bottom:1px dashed currentColor"
+_PREDICTED = "opacity:.65;border-bottom:1px dashed currentColor"
 _GREY = "#9AA5B1"
 # the green of a plan that was found, translucent so that it reads on either theme
 _FITS = "rgba(0,158,115,.14)"
@@ -220,7 +220,7 @@ def _listed(columns: tuple[Column[None], ...], texts: tuple[str, ...], part: Map
         _plan_cell(text)
         if column.title == PLAN.title
         else f'<td style="{_CELL};{_listed_align(column)};white-space:nowrap">{_unbroken(text)}'
-        f"{_bar(part, most_bytes, is_foretold=True) if column.title == MEMORY.title and part else ''}</td>"
+        f"{_bar(part, most_bytes, is_predicted=True) if column.title == MEMORY.title and part else ''}</td>"
         for column, text in zip(columns, texts, strict=True)
     )
 
@@ -261,7 +261,7 @@ def _unbroken(text: str) -> str:
     return _FLAG.sub(r'<span style="white-space:nowrap">\g<0></span>', escape(text))
 
 
-def _bar(parts: Mapping[str, int], most_bytes: int, *, is_foretold: bool = False) -> str:
+def _bar(parts: Mapping[str, int], most_bytes: int, *, is_predicted: bool = False) -> str:
     spoken = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     pieces = "".join(
         f'<span title="{escape(name)} {format_bytes(size)}" '
@@ -269,7 +269,7 @@ def _bar(parts: Mapping[str, int], most_bytes: int, *, is_foretold: bool = False
         'box-shadow:inset -1px 0 rgba(255,255,255,.7)"></span>'
         for name, size in parts.items()
     )
-    look = f"{_BAR};{_FORETOLD}" if is_foretold else _BAR
+    look = f"{_BAR};{_PREDICTED}" if is_predicted else _BAR
     return f'<div role="img" aria-label="{escape(spoken)}" style="{look}">{pieces}</div>'
 
 

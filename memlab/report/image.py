@@ -63,8 +63,8 @@ def png(comparison: Comparison) -> bytes:
     memory.set_yticks(positions, labels)
     throughput.set_yticks([])
     names = categories_of([segments(measurement) for measurement in comparison.measurements])
-    foretold = any(row.prediction for row in comparison.rows)
-    legend(figure, names, (0.012, 1 - (0.32 + 0.19 * title.count("\n")) / height), foretold=foretold)
+    predicted = any(row.prediction for row in comparison.rows)
+    legend(figure, names, (0.012, 1 - (0.32 + 0.19 * title.count("\n")) / height), predicted=predicted)
     return encode(figure, title=comparison.title, description=summary(comparison))
 
 
@@ -81,8 +81,8 @@ def _row_heights(labels: Sequence[str]) -> list[float]:
 def _draw_memory(axes: Axes, comparison: Comparison, positions: Sequence[float]) -> None:
     plain(axes)
     parts = [segments(measurement) for measurement in comparison.measurements]
-    foretold = (row.prediction.peak_allocated_bytes for row in comparison.rows if row.prediction)
-    most_bytes = max(1, *(sum(part.values()) for part in parts), *foretold)
+    predicted = (row.prediction.peak_allocated_bytes for row in comparison.rows if row.prediction)
+    most_bytes = max(1, *(sum(part.values()) for part in parts), *predicted)
     unit, name = scale(most_bytes)
     starts = [0.0] * len(parts)
     for category in categories_of(parts):
@@ -139,7 +139,12 @@ def _draw_throughput(axes: Axes, comparison: Comparison, positions: Sequence[flo
 
 
 def legend(
-    figure: Figure, names: Sequence[str], at: tuple[float, float], *, alpha: float | None = None, foretold: bool = False
+    figure: Figure,
+    names: Sequence[str],
+    at: tuple[float, float],
+    *,
+    alpha: float | None = None,
+    predicted: bool = False,
 ) -> None:
     """Name categories by colour and hatch, in a line that begins at a place of the sheet."""
     from matplotlib.artist import Artist
@@ -151,7 +156,7 @@ def legend(
               alpha=alpha)
         for name in names
     ]  # fmt: skip
-    if foretold:
+    if predicted:
         handles.append(Line2D([], [], color=INK, linewidth=1.3, linestyle=(0, (2, 1.2)), label="predicted"))
     figure.legend(
         handles=handles, loc="upper left", bbox_to_anchor=at, ncols=max(1, len(handles)), frameon=False,

@@ -31,11 +31,11 @@ def groups(ladder: Ladder) -> dict[str, tuple[Column[Step], ...]]:
     """The columns of figures that say something about this ladder, in two groups."""
     measured = [rung.measurement for rung in ladder.rungs if rung.measurement is not None]
     has_reserved = any(each.peak_reserved_bytes is not None for each in measured)
-    foretold = any(rung.prediction for rung in ladder.rungs)
+    predicted = any(rung.prediction for rung in ladder.rungs)
     has_times = any(_has_time(step) for step in ladder.steps)
     memory = (
         (Column[Step](PEAK, _peak), True),
-        (Column[Step]("predicted", _predicted_bytes), foretold),
+        (Column[Step]("predicted", _predicted_bytes), predicted),
         (Column[Step]("vs before", lambda step: change(step.memory_before)), True),
         (Column[Step]("vs first", lambda step: change(step.memory_first)), True),
         (Column[Step]("peak reserved", _of_measured(lambda m: bytes_or_nothing(m.peak_reserved_bytes))), has_reserved),

@@ -79,8 +79,8 @@ def _ends(rungs: Sequence[Rung]) -> list[int]:
 
 def _draw_memory(axes: Axes, ladder: Ladder, steps: Sequence[Step]) -> None:
     ends = _ends(ladder.rungs)
-    foretold = (each.prediction.peak_allocated_bytes for each in ladder.rungs if each.prediction is not None)
-    most_bytes = max(1, ladder.budget_bytes or 0, *ends, *foretold)
+    predicted = (each.prediction.peak_allocated_bytes for each in ladder.rungs if each.prediction is not None)
+    most_bytes = max(1, ladder.budget_bytes or 0, *ends, *predicted)
     size, name = scale(most_bytes)
     axes.set_xlim(0, most_bytes / size * 1.34)
     before: int | None = None
@@ -90,7 +90,7 @@ def _draw_memory(axes: Axes, ladder: Ladder, steps: Sequence[Step]) -> None:
         else:
             _stack(axes, step.rung, at, size)
         _mark_predicted(axes, step.rung, at, size)
-        reach_bytes: float = max(end, _foretold_bytes(step.rung))
+        reach_bytes: float = max(end, _predicted_bytes(step.rung))
         if before is not None and ladder.rungs[before].ran is not None:
             _stair(axes, (ends[before] / size, before), (end / size, at), step)
             # the head of an arrow is wider than a small change
@@ -119,7 +119,7 @@ def _outline(axes: Axes, at: int, end: float) -> None:
     axes.barh(at, end, _THICK, facecolor="none", edgecolor=BUDGET, linewidth=1.2, linestyle=(0, (3, 2)))
 
 
-def _foretold_bytes(rung: Rung) -> int:
+def _predicted_bytes(rung: Rung) -> int:
     return rung.prediction.peak_allocated_bytes if rung.prediction is not None else 0
 
 

@@ -100,14 +100,14 @@ def found_listing(found: FoundPlan) -> Listing:
         (
             number,
             each.plan,
-            bytes_or_nothing(None if foretold is None else foretold.needed_bytes),
+            bytes_or_nothing(None if predicted is None else predicted.needed_bytes),
             _needed(each),
-            _off_by(each, foretold),
-            interval_speed(foretold) if foretold is not None else NOTHING,
+            _off_by(each, predicted),
+            interval_speed(predicted) if predicted is not None else NOTHING,
             speed(each),
             _outcome(found, each),
         )
-        for number, each, foretold in trials
+        for number, each, predicted in trials
     )
     memory = "peak reserved" if any(each.peak_reserved_bytes is not None for each in found.trials) else "peak allocated"
     return Listing(

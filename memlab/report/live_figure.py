@@ -94,11 +94,11 @@ def drawing(moment: Moment, ink: str = NEUTRAL_INK, known: Chart | None = None) 
     Args:
         moment: what is drawn.
         ink: colour of text; the default reads on light and dark.
-        known: its `foretold`, or that of an earlier moment with the same predictions, settings and budget,
+        known: its `predicted`, or that of an earlier moment with the same predictions, settings and budget,
             which saves half of the work.
     """
     sheet = _sheet(moment)
-    mapped = _with_trials(known or foretold(moment), moment)
+    mapped = _with_trials(known or predicted(moment), moment)
     traces = (
         *_times(sheet),
         _peaks(moment, sheet, ink),
@@ -111,7 +111,7 @@ def drawing(moment: Moment, ink: str = NEUTRAL_INK, known: Chart | None = None) 
     return Drawing(traces, _layout(moment, sheet, mapped, ink))
 
 
-def foretold(moment: Moment) -> Chart:
+def predicted(moment: Moment) -> Chart:
     """The predictions of a moment, thinned and judged by its budget."""
     return chart(moment.predictions, moment.measurements, moment.budget_bytes)
 
@@ -120,7 +120,7 @@ def _with_trials(known: Chart, moment: Moment) -> Chart:
     """The chart with the settings as they are measured by now."""
     points = {point.plan: point for point in known.points}
     trials = chart((), moment.measurements).trials
-    return replace(known, trials=tuple(replace(each, foretold=points.get(each.plan)) for each in trials))
+    return replace(known, trials=tuple(replace(each, predicted=points.get(each.plan)) for each in trials))
 
 
 @dataclass(frozen=True)
@@ -410,7 +410,7 @@ def _front(mapped: Chart, unit: int, ink: str) -> dict[str, Any]:
 
 def _connections(mapped: Chart, unit: int) -> dict[str, Any]:
     """From what was predicted to what was measured."""
-    pairs = [(trial.foretold, trial) for trial in mapped.trials if trial.foretold and not trial.ran_out]
+    pairs = [(trial.predicted, trial) for trial in mapped.trials if trial.predicted and not trial.ran_out]
     line = {"color": MEASURED.colour, "width": 1.4, "dash": "dot"}
     return _mark([], unit, name="off by") | {
         "mode": "lines", "line": line, "hoverinfo": "skip",

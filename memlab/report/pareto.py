@@ -73,7 +73,7 @@ class Trial:
     plan: str
     memory_bytes: int
     per_second: float
-    foretold: Point | None
+    predicted: Point | None
     is_found: bool
     ran_out: bool
     said: str
@@ -81,8 +81,8 @@ class Trial:
     @property
     def place(self) -> tuple[int, float]:
         """Return where its mark stands: bytes and samples per second."""
-        if self.ran_out and self.foretold is not None:
-            return self.foretold.memory_bytes, self.foretold.per_second
+        if self.ran_out and self.predicted is not None:
+            return self.predicted.memory_bytes, self.predicted.per_second
         return self.memory_bytes, self.per_second
 
 
@@ -190,13 +190,13 @@ def _point(prediction: Prediction, budget_bytes: int | None, on_front: set[str])
     )
 
 
-def _trial(measurement: Measurement, foretold: Point | None, found: str) -> Trial:
+def _trial(measurement: Measurement, predicted: Point | None, found: str) -> Trial:
     reserved = measurement.peak_reserved_bytes
     needed_bytes = measurement.peak_allocated_bytes if reserved is None else reserved
     ran_out = not measurement.step_seconds
     said = "ran out of memory" if ran_out else f"measured {format_bytes(needed_bytes)}, {speed(measurement)} samples/s"
     per_second = finite(measurement.samples_per_second)
-    return Trial(measurement.plan, needed_bytes, per_second, foretold, measurement.plan == found, ran_out, said)
+    return Trial(measurement.plan, needed_bytes, per_second, predicted, measurement.plan == found, ran_out, said)
 
 
 def _thinned(predictions: Sequence[Prediction], kept: set[str]) -> list[Prediction]:

@@ -113,7 +113,7 @@ def _trial_traces(go: Any, chart: Chart, unit: int) -> list[Any]:
     measured = [trial for trial in chart.trials if not trial.ran_out]
     failed = [trial for trial in chart.trials if trial.ran_out]
     found = [trial for trial in measured if trial.is_found]
-    traces = [_connection(go, trial, trial.foretold, unit) for trial in measured if trial.foretold is not None]
+    traces = [_connection(go, trial, trial.predicted, unit) for trial in measured if trial.predicted is not None]
     if failed:
         traces.append(
             _trials(
@@ -143,10 +143,10 @@ def _trial_traces(go: Any, chart: Chart, unit: int) -> list[Any]:
     return traces
 
 
-def _connection(go: Any, trial: Trial, foretold: Point, unit: int) -> Any:
+def _connection(go: Any, trial: Trial, predicted: Point, unit: int) -> Any:
     return go.Scatter(
-        mode="lines", x=[foretold.memory_bytes / unit, trial.memory_bytes / unit],
-        y=[foretold.per_second, trial.per_second], line={"color": MEASURED.colour, "width": 1.4, "dash": "dot"},
+        mode="lines", x=[predicted.memory_bytes / unit, trial.memory_bytes / unit],
+        y=[predicted.per_second, trial.per_second], line={"color": MEASURED.colour, "width": 1.4, "dash": "dot"},
         showlegend=False, hoverinfo="skip",
     )  # fmt: skip
 

@@ -107,8 +107,8 @@ def _draw_trial(axes: Axes, trial: Trial, unit: int) -> None:
     if trial.ran_out:
         axes.plot(*at, marker="x", markersize=10, markeredgecolor=MEASURED.colour, markeredgewidth=2.2, zorder=6)
         return
-    if trial.foretold is not None:
-        before = (trial.foretold.memory_bytes / unit, trial.foretold.per_second)
+    if trial.predicted is not None:
+        before = (trial.predicted.memory_bytes / unit, trial.predicted.per_second)
         axes.plot(
             [before[0], at[0]],
             [before[1], at[1]],

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from memlab.rank_prediction import Fewest, HowMany, RankForecast, RankPrediction
+from memlab.rank_prediction import Fewest, HowMany, PredictedRanks, RankPrediction
 from memlab.report.canvas import FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
 from memlab.report.columns import NOTHING, Column
 from memlab.report.listing import Listing
@@ -31,37 +31,37 @@ _HEAD_INCHES, _FOOT_INCHES = 0.75, 0.5
 _THICK = 0.7
 
 
-def listing_of(forecast: RankForecast) -> Listing:
-    """Reduce a forecast to the table that people read.
+def listing_of(predicted_plans: PredictedRanks) -> Listing:
+    """Reduce a predicted_plans to the table that people read.
 
     Args:
-        forecast: predictions of ranks, in order.
+        predicted_plans: predictions of ranks, in order.
 
     Example:
         >>> p = RankPrediction("--scale ddp", "T4", 2, 4, 2**30, 0, {}, {"parameters": 2**20}, 2**21, (2**30, 2**30))
-        >>> listing_of(RankForecast("gpt2", (p,))).rows
+        >>> listing_of(PredictedRanks("gpt2", (p,))).rows
         (('--scale ddp', '2', '1.00 GiB', '1.0 MiB', '–', '–', '2.0 MiB'),)
     """
-    known = [each for each in forecast.predictions if not each.refused]
+    known = [each for each in predicted_plans.predictions if not each.refused]
     has_host = any(each.host_bytes for each in known)
-    was_run = any(forecast.measured(each) is not None for each in known)
+    was_run = any(predicted_plans.measured(each) is not None for each in known)
     titles = [
         "plan", "ranks", "peak a rank", *(["measured"] if was_run else []), *(["on host"] if has_host else []),
         "parameters", "gradients", "optimizer state", "sent a step",
     ]  # fmt: skip
-    rows = tuple(tuple(_cells(each, forecast, was_run=was_run, has_host=has_host)) for each in known)
+    rows = tuple(tuple(_cells(each, predicted_plans, was_run=was_run, has_host=has_host)) for each in known)
     return Listing(
-        title=forecast.title,
+        title=predicted_plans.title,
         columns=tuple(Column[None](title, lambda _: "", is_number=title != "plan") for title in titles),
         rows=rows,
-        foot=tuple(_foot(forecast)),
+        foot=tuple(_foot(predicted_plans)),
     )
 
 
-def _cells(each: RankPrediction, forecast: RankForecast, *, was_run: bool, has_host: bool) -> Iterator[str]:
+def _cells(each: RankPrediction, predicted_plans: PredictedRanks, *, was_run: bool, has_host: bool) -> Iterator[str]:
     yield from (each.scale, str(each.ranks), format_bytes(each.peak_allocated_bytes))
     if was_run:
-        measured = forecast.measured(each)
+        measured = predicted_plans.measured(each)
         yield NOTHING if measured is None else format_bytes(measured)
     if has_host:
         yield _size(each.host_bytes)
@@ -73,10 +73,10 @@ def _size(size_bytes: int) -> str:
     return format_bytes(size_bytes) if size_bytes else NOTHING
 
 
-def _foot(forecast: RankForecast) -> Iterator[str]:
-    for refusal in dict.fromkeys(each.refused for each in forecast.predictions if each.refused):
+def _foot(predicted_plans: PredictedRanks) -> Iterator[str]:
+    for refusal in dict.fromkeys(each.refused for each in predicted_plans.predictions if each.refused):
         yield f"left out: {refusal}"
-    yield from dict.fromkeys(note for each in forecast.predictions for note in each.notes)
+    yield from dict.fromkeys(note for each in predicted_plans.predictions for note in each.notes)
 
 
 def how_many_listing(found: HowMany) -> Listing:
@@ -109,11 +109,11 @@ def _number(row: Fewest | None, most: int) -> str:
     return f"{row.prediction.ranks} ({format_bytes(row.prediction.peak_allocated_bytes)} each)"
 
 
-def png(forecast: RankForecast) -> bytes | None:
+def png(predicted_plans: PredictedRanks) -> bytes | None:
     """Draw memory per rank: a bar for each engine, groups for the numbers of ranks, on one axis.
 
     Args:
-        forecast: predictions of ranks, in order.
+        predicted_plans: predictions of ranks, in order.
 
     Returns:
         The bytes of a PNG file, with a one-sentence description in its metadata; None where nothing is known.
@@ -123,29 +123,29 @@ def png(forecast: RankForecast) -> bytes | None:
 
     Example:
         >>> p = RankPrediction("--scale ddp", "T4", 2, 4, 2**30, 0, {"parameters": 2**30}, {}, 0, (2**30, 2**30))
-        >>> png(RankForecast("gpt2", (p,)))[1:4]
+        >>> png(PredictedRanks("gpt2", (p,)))[1:4]
         b'PNG'
     """
-    known = [each for each in forecast.predictions if not each.refused]
+    known = [each for each in predicted_plans.predictions if not each.refused]
     if not known:
         return None
     places = _places(known)
     height = _HEAD_INCHES + _FOOT_INCHES + _ROW_INCHES * (places[-1] + 1)
     figure = paper(height)
-    write(figure, 0.012, 1 - 0.10 / height, forecast.title, size=11, weight="bold", va="top")
+    write(figure, 0.012, 1 - 0.10 / height, predicted_plans.title, size=11, weight="bold", va="top")
     axes = figure.add_axes((0.26, _FOOT_INCHES / height, 0.72, 1 - (_HEAD_INCHES + _FOOT_INCHES) / height))
-    _draw(axes, forecast, known, places)
+    _draw(axes, predicted_plans, known, places)
     _legend(figure, known, 1 - 0.36 / height)
-    return encode(figure, title=forecast.title, description=sentence(forecast))
+    return encode(figure, title=predicted_plans.title, description=sentence(predicted_plans))
 
 
-def sentence(forecast: RankForecast) -> str:
+def sentence(predicted_plans: PredictedRanks) -> str:
     """All of it in one sentence."""
-    known = [each for each in forecast.predictions if not each.refused]
+    known = [each for each in predicted_plans.predictions if not each.refused]
     if not known:
-        return f"{forecast.title}: no engine applies"
+        return f"{predicted_plans.title}: no engine applies"
     said = (f"{each.scale} on {each.ranks}: {format_bytes(each.peak_allocated_bytes)} a rank" for each in known)
-    return f"{forecast.title}: {'; '.join(said)}"
+    return f"{predicted_plans.title}: {'; '.join(said)}"
 
 
 def _places(known: Sequence[RankPrediction]) -> list[float]:
@@ -157,9 +157,11 @@ def _places(known: Sequence[RankPrediction]) -> list[float]:
     return found
 
 
-def _draw(axes: Axes, forecast: RankForecast, known: Sequence[RankPrediction], places: Sequence[float]) -> None:
+def _draw(
+    axes: Axes, predicted_plans: PredictedRanks, known: Sequence[RankPrediction], places: Sequence[float]
+) -> None:
     plain(axes)
-    measured = [forecast.measured(each) for each in known]
+    measured = [predicted_plans.measured(each) for each in known]
     most_bytes = max(1, *(each.peak_allocated_bytes for each in known), *(size or 0 for size in measured))
     unit_bytes, name = scale(most_bytes)
     axes.set_xlim(0, 1.12 * most_bytes / unit_bytes)

@@ -58,8 +58,8 @@ def ordered(categories: Sequence[str] | set[str]) -> tuple[str, ...]:
 
 def heading(profile: Profile) -> str:
     """Return what a picture or a breakdown of one plan is called; what is predicted says so."""
-    foretold = " · predicted" if isinstance(profile, Prediction) else ""
-    return f"{profile.plan} · {profile.device}{foretold}"
+    predicted = " · predicted" if isinstance(profile, Prediction) else ""
+    return f"{profile.plan} · {profile.device}{predicted}"
 
 
 def no_timeline(profile: Profile) -> str:

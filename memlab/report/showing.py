@@ -6,7 +6,7 @@ from functools import singledispatch
 from typing import Any
 
 from memlab.comparison import Comparison, FoundPlan
-from memlab.rank_prediction import HowMany, RankForecast, RankPrediction
+from memlab.rank_prediction import HowMany, PredictedRanks, RankPrediction
 from memlab.records import Measurement, Prediction
 from memlab.report import html, ranks, text
 from memlab.rungs import Ladder
@@ -26,8 +26,10 @@ text_of.register(Comparison, text.table)
 text_of.register(FoundPlan, text.found_table)
 text_of.register(Ladder, text.ladder_table)
 text_of.register(Measurement, text.breakdown)
-text_of.register(RankPrediction, lambda each: text_of(RankForecast(f"a rank of {each.ranks} · {each.device}", (each,))))
-text_of.register(RankForecast, lambda forecast: text.listing(ranks.listing_of(forecast)))
+text_of.register(
+    RankPrediction, lambda each: text_of(PredictedRanks(f"a rank of {each.ranks} · {each.device}", (each,)))
+)
+text_of.register(PredictedRanks, lambda predicted_plans: text.listing(ranks.listing_of(predicted_plans)))
 text_of.register(HowMany, lambda found: text.listing(ranks.how_many_listing(found)))
 
 
@@ -45,5 +47,5 @@ def html_of(_record: Any) -> str | None:
 html_of.register(Comparison, html.table)
 html_of.register(FoundPlan, html.found_table)
 html_of.register(Ladder, html.ladder_table)
-html_of.register(RankForecast, lambda forecast: html.listing(ranks.listing_of(forecast)))
+html_of.register(PredictedRanks, lambda predicted_plans: html.listing(ranks.listing_of(predicted_plans)))
 html_of.register(HowMany, lambda found: html.listing(ranks.how_many_listing(found)))

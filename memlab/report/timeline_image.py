@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # how far predicted layers are mixed with the paper
-_FORETOLD_ALPHA = 0.5
+_PREDICTED_ALPHA = 0.5
 _PHASES = {Phase.FORWARD: "#DDE3EA", Phase.BACKWARD: "#B9C3CF", Phase.STEP: "#8894A3", Phase.OTHER: "#F3F3F2"}
 _HEAD_INCHES, _ROW_INCHES, _FOOT_INCHES = 0.5, 2.3, 0.42
 
@@ -135,12 +135,12 @@ def _peak_bytes(profile: Profile) -> int:
 
 def _legend_of(figure: Figure, profiles: Sequence[Profile], top: float) -> None:
     live = [point.live_bytes for profile in profiles for point in profile.timeline]
-    is_foretold = all(isinstance(profile, Prediction) for profile in profiles)
-    legend(figure, categories_of(live), (0.012, top), alpha=_FORETOLD_ALPHA if is_foretold else None)
+    is_predicted = all(isinstance(profile, Prediction) for profile in profiles)
+    legend(figure, categories_of(live), (0.012, top), alpha=_PREDICTED_ALPHA if is_predicted else None)
 
 
 def _draw_layers(axes: Axes, profile: Profile, most_bytes: int, factor: float | None = None) -> None:
-    timeline, is_foretold = profile.timeline, isinstance(profile, Prediction)
+    timeline, is_predicted = profile.timeline, isinstance(profile, Prediction)
     factor = factor or time_scale(timeline[-1].seconds)[0]
     unit, name = scale(most_bytes)
     seconds = [point.seconds * factor for point in timeline]
@@ -150,9 +150,9 @@ def _draw_layers(axes: Axes, profile: Profile, most_bytes: int, factor: float | 
         top = [base + part.get(category, 0) / unit for base, part in zip(floor, live, strict=True)]
         look = swatch(category)
         axes.fill_between(seconds, floor, top, step="post", facecolor=look.colour, hatch=look.hatch, edgecolor=PAPER,
-                          linewidth=0, alpha=_FORETOLD_ALPHA if is_foretold else None)  # fmt: skip
+                          linewidth=0, alpha=_PREDICTED_ALPHA if is_predicted else None)  # fmt: skip
         floor = top
-    if is_foretold:
+    if is_predicted:
         axes.step(seconds, floor, where="post", color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
     _mark_peak(axes, timeline, unit, factor)
     axes.set_xlim(seconds[0], max(seconds[-1], 1e-9))

@@ -4,7 +4,7 @@ The loop must not see the error, so it is caught where the work is done, and eac
 
 - `rescuer`: what is repeated where, and the session's side of it; `evidence`: whether memory can run out in a step at all
 - `guard`: forward and backward pass of the model; `outputs`: the tensors in what a model returns
-- `own_code`: the loop's own code between model call and optimizer step (loss function, unscaling, clipping)
+- `loop_code`: the loop's own code between model call and optimizer step (loss function, unscaling, clipping)
 - `update`: the optimizer's update
 - `ladder`: which plan to try next; `nothing_fits`: what is left to do when there is none
 - `thrash`: steps that the allocator could serve only after giving back its cache

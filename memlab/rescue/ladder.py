@@ -296,17 +296,17 @@ class _Climb:
         self._limits = limits
         self._refused = refused
         self._predictions = predictions
-        self._refused_foretold = [plan for plan, prediction in predictions.items() if prediction.refused]
+        self._refused_predicted = [plan for plan, prediction in predictions.items() if prediction.refused]
         self._budget_bytes = budget_bytes
         self._base = limits.plan
 
     def rungs(self) -> Iterator[Rung]:
         """Exact rungs, then lossy ones; of each those with a predicted speed first."""
         for lossy in (False, True):
-            yield from self._foretold(lossy)
+            yield from self._predicted(lossy)
             yield from self._usual(lossy)
 
-    def _foretold(self, lossy: bool) -> Iterator[Rung]:
+    def _predicted(self, lossy: bool) -> Iterator[Rung]:
         plan, limits = self._limits.plan, self._limits
         timed = [each for each in self._predictions if self._has_speed(each) and limits.allow(each)]
         for candidate in sorted((each for each in timed if limits.is_lossy(each) == lossy), key=self._place):
@@ -327,18 +327,18 @@ class _Climb:
                 self._base = candidate
 
     def _has_speed(self, plan: Plan) -> bool:
-        foretold = self._predictions.get(plan)
-        return foretold is not None and math.isfinite(foretold.step_seconds)
+        predicted = self._predictions.get(plan)
+        return predicted is not None and math.isfinite(predicted.step_seconds)
 
     def _fits(self, plan: Plan) -> bool:
         """Return whether it may fit, as far as anything is known."""
-        foretold = self._predictions.get(plan)
-        if foretold is None or self._budget_bytes is None:
+        predicted = self._predictions.get(plan)
+        if predicted is None or self._budget_bytes is None:
             return True
-        return foretold.verdict(self._budget_bytes).fit is not Fit.NO
+        return predicted.verdict(self._budget_bytes).fit is not Fit.NO
 
     def _is_refused(self, plan: Plan) -> bool:
-        refused = [*self._refused, *self._refused_foretold]
+        refused = [*self._refused, *self._refused_predicted]
         return any(contains(plan, each) and not contains(self._limits.plan, each) for each in refused)
 
     def _place(self, plan: Plan) -> tuple[float, int, str]:

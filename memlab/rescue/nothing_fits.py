@@ -116,7 +116,7 @@ def nothing_fits(
         The kernel still works, and weights and optimizer state are as they were before step 7.
     """
     last = tried[-1]
-    room, foretold = Room.of(last.error), (predictions or {}).get(last.plan)
+    room, predicted = Room.of(last.error), (predictions or {}).get(last.plan)
     closed = _closed_by(keep, last, rows, keeps_rows=keeps_rows, has_optimizer=has_optimizer)
     state = (
         f"weights and optimizer state are as they were before step {last.step}"
@@ -126,7 +126,7 @@ def nothing_fits(
     return " ".join(
         (
             f"Step {last.step} ran out of memory under every plan there is to try: {_listed(tried)}.",
-            f"{_asked(last.requested_bytes, room)}{_needs(last, room, capacity_bytes, foretold)}.",
+            f"{_asked(last.requested_bytes, room)}{_needs(last, room, capacity_bytes, predicted)}.",
             f"{_otherwise(closed)}.",
             f"The kernel still works, and {state}.",
         )
@@ -164,11 +164,11 @@ def _needs(last: Attempt, room: Room | None, capacity_bytes: int | None, predict
     capacity_bytes = capacity_bytes or (room.capacity_bytes if room is not None else None)
     if capacity_bytes is None:
         return ""
-    foretold_bytes = prediction.needed_bytes if prediction is not None and not prediction.refused else 0
+    predicted_bytes = prediction.needed_bytes if prediction is not None and not prediction.refused else 0
     least_bytes = 0 if room is None or last.requested_bytes is None else room.held_bytes + last.requested_bytes
-    if max(least_bytes, foretold_bytes) > capacity_bytes:
-        if foretold_bytes > least_bytes:
-            return f"; it is predicted to need {_beyond(foretold_bytes, capacity_bytes)}"
+    if max(least_bytes, predicted_bytes) > capacity_bytes:
+        if predicted_bytes > least_bytes:
+            return f"; it is predicted to need {_beyond(predicted_bytes, capacity_bytes)}"
         return f", so it needs at least {_beyond(least_bytes, capacity_bytes)}"
     if room is None or last.requested_bytes is None:
         return ""

@@ -6,7 +6,7 @@ What it does, by the place where memory ran out:
    the ladder comes into force, the same batch runs again.
 2. *In its backward*: the same, and the call is run again for the gradients the loop has sent (`guard`).
 3. *In the loop's own code*: graphs of the model that wait for their backward pass are dropped (they are made again),
-   then optimizer state leaves the device; the function is called again (`own_code`).
+   then optimizer state leaves the device; the function is called again (`loop_code`).
    A plan that updates inside the backward pass (gradient release) leaves nothing to run again from: there the graph is
    the loop's, and only its forward is rescued (rule 1).
 4. *In the optimizer's update*: the bucket that failed is as it was, buckets before it are done; the next plan comes
@@ -34,15 +34,15 @@ import torch
 
 from memlab import stepping
 from memlab.errors import MemlabError, RefusalError
+from memlab.out_of_memory import is_out_of_memory, release, requested_bytes
 from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.guard import GuardedCall, Start, _Guarded, elements_of, rows_of
 from memlab.rescue.ladder import Place, Rung, next_plans
+from memlab.rescue.loop_code import LoopCode
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
-from memlab.rescue.own_code import OwnCode
 from memlab.rescue.update import BrokenUpdateError, Update
-from memlab.shortage import is_out_of_memory, release, requested_bytes
 from memlab.techniques._aliases import Aliases
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Rescuer:
         self._capacity_bytes = capacity_bytes
         self._say = say
         self._session: weakref.ref[Session] | None = None
-        self._own_code = OwnCode(self)
+        self._loop_code = LoopCode(self)
         self._aliases: Aliases | None = None
         self._calls: weakref.WeakSet[GuardedCall] = weakref.WeakSet()
         self._done: list[GuardedCall] = []  # in the backward pass under way
@@ -133,7 +133,7 @@ class Rescuer:
         Raises:
             NothingFitsError: under no plan of the ladder there is memory for it.
         """
-        self._own_code.end()
+        self._loop_code.end()
         self._work_began = perf_counter()
         if self._evidence is not None and not self._evidence.is_limited:
             return run(*args, **kwargs)
@@ -156,7 +156,7 @@ class Rescuer:
 
         output = self._until_it_fits(work, make_room)
         self._work_began = perf_counter()
-        self._own_code.begin()
+        self._loop_code.begin()
         return output
 
     def _call_unguarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -242,7 +242,7 @@ class Rescuer:
 
     def leave_own_code(self) -> None:
         """The loop's own code is over: its optimizer steps, or its cell ends."""
-        self._own_code.end()
+        self._loop_code.end()
         self.backward_ended()
         session = self._session() if self._session is not None else None
         if session is not None and session.held_tensors:
@@ -300,17 +300,17 @@ class Rescuer:
 
     def backward_begins(self, call: GuardedCall) -> None:
         """The loop's own part of the backward pass is over as far as this call is concerned."""
-        self._own_code.model_begins(is_kept=self.keeps_graph())
+        self._loop_code.model_begins(is_kept=self.keeps_graph())
         self._work_began = perf_counter()
 
     def keeps_graph(self) -> bool:
         """Return whether the loop asked for its graph to be kept."""
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-        return kept and not self._own_code.graph_is_kept_for_itself
+        return kept and not self._loop_code.graph_is_kept_for_itself
 
     def is_done(self, call: GuardedCall) -> None:
         """Let go of a call, unless the backward pass it is a part of may have to be run again."""
-        if self._own_code.graph_is_kept_for_itself:
+        if self._loop_code.graph_is_kept_for_itself:
             self._done.append(call)
         else:
             call.close()

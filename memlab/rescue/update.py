@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_iter
 from memlab import stepping
 from memlab.dispatch import WatchingMode, defers
 from memlab.errors import MemlabError
+from memlab.out_of_memory import is_out_of_memory, release
 from memlab.plan import Tier
-from memlab.shortage import is_out_of_memory, release
 from memlab.techniques.base import Technique
 from memlab.techniques.spill import Spill, resolve_tier
 from memlab.uninterrupted import uninterrupted

@@ -2,7 +2,7 @@
 
 Rules of a handover:
 
-1. Objects travel by value in one pickle (`shipping`), tensors of the workload apart from it through
+1. Objects travel by value in one pickle (`serialization`), tensors of the workload apart from it through
    `torch.distributed.checkpoint` (`tensors`), so that a rank reads no more than its shard.
 2. Workers are started by torchrun's launcher (`launching`), spawned and never forked. Every rank runs the same loop
    over the same batches; at the model call it takes its own rows (`rows`), and gets back the outputs of all. So

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memlab.errors import ScaleError
-from memlab.scaleout import shipping
+from memlab.scaleout import serialization
 
 _FILE = "<cell>"
 _CONTAINERS = (list, dict, set)
@@ -108,7 +108,7 @@ def _why_not(value: Any) -> str:
     if isinstance(value, (nn.Module, torch.optim.Optimizer)):
         return "models and optimizers other than those that were sent stay on the ranks"
     try:
-        shipping.pack({"value": value}, {})
+        serialization.pack({"value": value}, {})
     except ScaleError as error:
         return str(error.__cause__ or error)
     return ""

@@ -22,13 +22,13 @@ from memlab.comparison import Comparison
 from memlab.errors import ScaleError
 from memlab.records import StepRecord
 from memlab.run_record import RunRecord
-from memlab.scaleout import async_io, shipping, tensors
+from memlab.scaleout import async_io, serialization, tensors
 from memlab.scaleout.checks import check, check_engine
 from memlab.scaleout.failures import Told, failure, hung
-from memlab.scaleout.homecoming import bring_home
 from memlab.scaleout.messages import DONE, ENDED, FAILED, SAID, STARTED, STEP, Listener
+from memlab.scaleout.restoring import restore_results
 from memlab.scaleout.scale import Scale
-from memlab.scaleout.worker import DISK, HOME, OUT, PACKED, VALUE, Errand, Home
+from memlab.scaleout.worker import DISK, HOME, OUT, PACKED, VALUE, Home, RankJob
 from memlab.snapshot import random_states
 from memlab.units import format_bytes
 from memlab.workload import Workload
@@ -142,16 +142,16 @@ def launch(
             told = _run(folder, nproc, hang_seconds, say or sys.stdout.write, progress)
         comparison = _comparison(folder, nproc, workload, scale)
         with _timed(seconds, "home"):
-            home: Home = shipping.unpack((folder / VALUE).read_bytes(), shipping.Apart.placeholder)[
+            home: Home = serialization.unpack((folder / VALUE).read_bytes(), serialization.Apart.placeholder)[
                 "what the loop returned"
             ]
-            bring_home(folder / HOME, home, workload)
+            restore_results(folder / HOME, home, workload)
     return Launched(home.value, comparison, tuple(told.steps), seconds)
 
 
 @contextmanager
 def _folder(workload: Workload, scale: Scale) -> Iterator[Path]:
-    """A folder for one errand, with room for what goes out, what comes home and what is offloaded to it."""
+    """A folder for one job, with room for what goes out, what comes home and what is offloaded to it."""
     folder = Path(tempfile.mkdtemp(prefix="memlab-"))
     try:
         size_bytes = 2 * sum(tensor.nbytes for tensor in tensors.all_of(workload).values())
@@ -186,12 +186,12 @@ def _send(
     everything = tensors.all_of(workload)
     # counts of steps are wanted before tensors are read
     apart = {key: tensor for key, tensor in everything.items() if tensor.dim() or not key.startswith("optimizer.")}
-    errand = Errand(str(scale), workload.name, workload.device.type, capacity_bytes, torch.initial_seed() % 2**31)
+    job = RankJob(str(scale), workload.name, workload.device.type, capacity_bytes, torch.initial_seed() % 2**31)
     what = {
-        "workload": workload, "train": train, "takes_workload": _takes_an_argument(train), "errand": errand,
+        "workload": workload, "train": train, "takes_workload": _takes_an_argument(train), "job": job,
         "random": random_states(workload.device),
     }  # fmt: skip
-    (folder / PACKED).write_bytes(shipping.pack(what, apart))
+    (folder / PACKED).write_bytes(serialization.pack(what, apart))
     tensors.store(apart, folder / OUT)
     (folder / DISK).mkdir()
 

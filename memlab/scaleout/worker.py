@@ -21,10 +21,11 @@ from memlab.comparison import Comparison
 from memlab.in_force import InForce
 from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter
+from memlab.out_of_memory import is_out_of_memory
 from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.run_record import RunRecord
-from memlab.scaleout import shipping, tensors
+from memlab.scaleout import serialization, tensors
 from memlab.scaleout.clipping import Clipping
 from memlab.scaleout.engines import engine_for
 from memlab.scaleout.engines.base import Engine
@@ -33,7 +34,6 @@ from memlab.scaleout.resizes import tell_resizes
 from memlab.scaleout.rows import Rows
 from memlab.scaleout.scale import Scale
 from memlab.seams import ForwardSeam, chained, install_step_seam, loss_of
-from memlab.shortage import is_out_of_memory
 from memlab.snapshot import random_states, restore_random_states
 from memlab.techniques.base import ModelCall
 from memlab.workload import Batch, Workload
@@ -43,7 +43,7 @@ Optimizer = torch.optim.Optimizer
 
 
 @dataclass(frozen=True)
-class Errand:
+class RankJob:
     """Task of a rank; sent with the objects.
 
     Args:
@@ -67,22 +67,22 @@ class Watched:
     Args:
         workload: the objects of this rank.
         engine: started.
-        errand: what is to be done.
+        job: what is to be done.
         sender: where steps are told.
         techniques: what else applies within a model call.
         meter: of the workload; it has seen the engine start.
     """
 
     def __init__(
-        self, workload: Workload, engine: Engine, errand: Errand, sender: Sender, techniques: InForce, meter: Meter
+        self, workload: Workload, engine: Engine, job: RankJob, sender: Sender, techniques: InForce, meter: Meter
     ) -> None:
         self._workload = workload
         self._engine = engine
         self._sender = sender
         self._techniques = techniques
         self._meter = meter
-        self._plan = Scale.parse(errand.scale).plan
-        self._rows = Rows(engine, self._around, self._plan.accumulation, errand.name, errand.seed)
+        self._plan = Scale.parse(job.scale).plan
+        self._rows = Rows(engine, self._around, self._plan.accumulation, job.name, job.seed)
         self._meter.plan_changed(self._plan)
         self._told = 0
 
@@ -170,7 +170,7 @@ class Home:
 
 
 def main() -> None:
-    """Do the errand that lies in a folder."""
+    """Do the job that lies in a folder."""
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     sender = Sender(folder, rank)
     sender.say(STARTED, pid=os.getpid())
@@ -191,17 +191,17 @@ def main() -> None:
 def _work(folder: Path, rank: int, sender: Sender) -> None:
     clipping = Clipping()
     packed = (folder / PACKED).read_bytes()
-    opened = shipping.unpack(packed, shipping.Apart.placeholder)
-    errand: Errand = opened["errand"]
-    device = _device(errand)
+    opened = serialization.unpack(packed, serialization.Apart.placeholder)
+    job: RankJob = opened["job"]
+    device = _device(job)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     workload: Workload = opened["workload"]
-    scale = Scale.parse(errand.scale)
-    techniques = InForce(Workload(workload.model, name=errand.name))
+    scale = Scale.parse(job.scale)
+    techniques = InForce(Workload(workload.model, name=job.name))
     # rows are split again by `rows`, and what is offloaded is the engine's
     techniques.change(replace(scale.plan, offload=(), accumulation=1))
     engine = engine_for(scale)(workload, folder / OUT, device)
-    meter = Meter(workload.model, workload.optimizers, device_for(device, errand.capacity_bytes))
+    meter = Meter(workload.model, workload.optimizers, device_for(device, job.capacity_bytes))
     with meter.engine_starts():
         engine.start()
     for optimizer in workload.optimizers:
@@ -209,11 +209,11 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     clipping.engine_clips = engine.clip
     random_state = opened["random"]
     restore_random_states(random_state, device)
-    with Watched(workload, engine, errand, sender, techniques, meter) as watched, _spoken(sender, rank):
+    with Watched(workload, engine, job, sender, techniques, meter) as watched, _spoken(sender, rank):
         value = opened["train"](workload) if opened["takes_workload"] else opened["train"]()
         measured = watched.measurement(f"rank {rank}")
     if measured is not None:
-        (folder / f"rank{rank}.json").write_text(RunRecord(Comparison(errand.name, (measured,))).to_json())
+        (folder / f"rank{rank}.json").write_text(RunRecord(Comparison(job.name, (measured,))).to_json())
     techniques.change(Plan())  # moments go home as they came
     engine.save(folder / HOME)
     if rank == 0:
@@ -243,11 +243,11 @@ def _leave(folder: Path, workload: Workload, engine: Engine, value: Any) -> None
         workload.scheduler.state_dict() if workload.scheduler is not None else None,
         random_states(engine.device),
     )
-    (folder / VALUE).write_bytes(shipping.pack({"what the loop returned": home}, {}))
+    (folder / VALUE).write_bytes(serialization.pack({"what the loop returned": home}, {}))
 
 
-def _device(errand: Errand) -> torch.device:
-    if errand.device == "cpu":
+def _device(job: RankJob) -> torch.device:
+    if job.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

@@ -20,12 +20,12 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from memlab.errors import MemlabError, MissingExtraError, PlanError, RefusalError, TraceError, WorkloadError
-from memlab.lattice import EXACT_FIELDS, half_format
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import require_complete, say_when_long
 from memlab.plan import Plan, Precision
-from memlab.predicting.foreteller import Foreteller
-from memlab.predicting.plans import foretold_by
+from memlab.plan_space import EXACT_FIELDS, half_format
+from memlab.predicting.plan_predictor import PlanPredictor
+from memlab.predicting.plans import predicted_by
 from memlab.records import Measurement, Prediction
 from memlab.rungs import NO_GAIN, Ladder, Rung, added, helps, lever_words
 from memlab.search.finding import compute_capability_of, rows_of
@@ -176,7 +176,7 @@ class _Climb:
         self._plan = start
         self._left = list(levers)
         self._rungs: list[Rung] = []
-        self._foresight = _Foresight(workload, is_needed=order == "gain")
+        self._predictions = _Predictions(workload, is_needed=order == "gain")
 
     def climb(self, say: Say) -> Ladder:
         """Climb until the levers or the budget end it, or a Ctrl-C does."""
@@ -189,7 +189,7 @@ class _Climb:
             if not self._rungs:
                 raise
             is_interrupted = True
-        events = (self._ending(is_interrupted=is_interrupted), self._foresight.problem)
+        events = (self._ending(is_interrupted=is_interrupted), self._predictions.problem)
         return Ladder(
             self._workload.describe(), tuple(self._rungs), self._budget_bytes, self._order, tuple(filter(None, events))
         )
@@ -197,9 +197,9 @@ class _Climb:
     def _begin(self, say: Say) -> None:
         start = self._plan
         say(f"1 of {len(self._left) + 1}: {start.label}")
-        prediction = self._foresight.of_first(start)
+        prediction = self._predictions.of_first(start)
         measurement = self._run(start)
-        self._foresight.calibrate(measurement)
+        self._predictions.calibrate(measurement)
         what = "the loop as it is" if start == Plan() else "in every row"
         self._rungs.append(Rung("", start.label, what, measurement, prediction))
 
@@ -219,7 +219,7 @@ class _Climb:
 
     def _worth(self, lever: Plan) -> tuple[int, float]:
         """Levers that cost no time before those that do, and those before the ones that give nothing."""
-        before, after = self._foresight.of(self._plan), self._foresight.of(_with(self._plan, lever))
+        before, after = self._predictions.of(self._plan), self._predictions.of(_with(self._plan, lever))
         if before is None or after is None:
             return 0, 0.0
         freed_bytes = before.needed_bytes - after.needed_bytes
@@ -242,7 +242,7 @@ class _Climb:
         if kept:
             self._plan = added(self._plan, lever)
         if before.ran is None and rung.ran is not None:
-            self._foresight.calibrate(rung.ran)
+            self._predictions.calibrate(rung.ran)
 
     def _tried(self, lever: Plan) -> Rung:
         """The rung of a lever; what does not apply here, or fails, says so."""
@@ -250,7 +250,7 @@ class _Climb:
         try:
             plan = added(self._plan, lever)
             rung = replace(rung, plan=plan.label, what=lever_words(self._plan, plan))
-            prediction = self._foresight.of(plan)
+            prediction = self._predictions.of(plan)
             return replace(rung, measurement=self._run(plan), prediction=prediction)
         except (PlanError, RefusalError, MissingExtraError) as error:
             why = str(error)
@@ -282,7 +282,7 @@ class _Climb:
         )
 
 
-class _Foresight:
+class _Predictions:
     """Predictions of rungs, as long as they can be predicted.
 
     Attributes:
@@ -291,7 +291,7 @@ class _Foresight:
 
     def __init__(self, workload: Workload, *, is_needed: bool) -> None:
         self._workload, self._is_needed = workload, is_needed
-        self._foreteller: Foreteller | None = None
+        self._predictor: PlanPredictor | None = None
         self._measured: Measurement | None = None
         self._known: dict[Plan, Prediction] = {}
         self.problem = ""
@@ -302,7 +302,7 @@ class _Foresight:
         Raises:
             TraceError: it cannot be predicted, and the order depends on it.
         """
-        prediction = self._foretold(plan)
+        prediction = self._predicted(plan)
         if prediction is not None and prediction.refused:
             self.problem, prediction = f"no prediction: {prediction.refused}", None
         if self.problem and self._is_needed:
@@ -311,7 +311,7 @@ class _Foresight:
 
     def of(self, plan: Plan | None) -> Prediction | None:
         """Return what is predicted for a plan; None where it is refused or cannot be predicted."""
-        prediction = self._foretold(plan) if plan is not None else None
+        prediction = self._predicted(plan) if plan is not None else None
         return prediction if prediction is not None and not prediction.refused else None
 
     def calibrate(self, measured: Measurement) -> None:
@@ -320,11 +320,11 @@ class _Foresight:
             self._measured = measured
             self._known.clear()
 
-    def _foretold(self, plan: Plan) -> Prediction | None:
+    def _predicted(self, plan: Plan) -> Prediction | None:
         if not self.problem and plan not in self._known:
             try:
-                self._foreteller = self._foreteller or Foreteller(self._workload)
-                self._known[plan] = foretold_by(self._foreteller, plan, self._measured)
+                self._predictor = self._predictor or PlanPredictor(self._workload)
+                self._known[plan] = predicted_by(self._predictor, plan, self._measured)
             except MemlabError as error:
                 self.problem = f"no prediction: {error}"
             except Exception as error:  # noqa: BLE001 - what was measured must not be lost for the sake of a column

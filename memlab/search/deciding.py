@@ -268,8 +268,8 @@ class Search:
 
 def _log_seconds(known: Sequence[tuple[Plan, Prediction]]) -> list[float]:
     """Predicted times in logarithms; the usual order of settings where no time is predicted."""
-    foretold = [prediction.step_seconds for _, prediction in known if not prediction.refused]
-    if all(math.isfinite(seconds) and seconds > 0 for seconds in foretold):
+    predicted = [prediction.step_seconds for _, prediction in known if not prediction.refused]
+    if all(math.isfinite(seconds) and seconds > 0 for seconds in predicted):
         return [0.0 if prediction.refused else math.log(prediction.step_seconds) for _, prediction in known]
     return [_usual_log_cost(plan) for plan, _ in known]
 

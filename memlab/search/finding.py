@@ -22,11 +22,11 @@ import torch
 from memlab.comparison import FoundPlan
 from memlab.devices import Gpu, gpu
 from memlab.errors import PlanError, WorkloadError
-from memlab.lattice import half_format, lattice
 from memlab.measuring.batches import samples_of
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import Workloads, each_of, say_when_long
 from memlab.plan import Plan
+from memlab.plan_space import half_format, plan_space
 from memlab.predicting import predict_all
 from memlab.records import Prediction
 from memlab.search.deciding import Search
@@ -57,7 +57,7 @@ def find_plan(
             a plan that does not fit really runs out of memory.
         steps: steps to time in each trial.
         trials: plans that fit to run at most; as many again, and one more, may run out of memory.
-        lossless: consider exact techniques only, see `memlab.lattice`.
+        lossless: consider exact techniques only, see `memlab.plan_space`.
         fixed: a plan, or its flags: settings to keep in every plan considered.
         progress: called with a line before each prediction and each trial; by default lines go to standard error
             once the work takes longer than two seconds.
@@ -152,7 +152,7 @@ def considered(
     *,
     lossless: bool = False,
 ) -> tuple[Plan, ...]:
-    """The lattice of plans for a batch and a device.
+    """The plan space of plans for a batch and a device.
 
     Args:
         workload: its batch says how often it can be split.
@@ -166,7 +166,7 @@ def considered(
     workloads = each_of(workload)
     half = half_format(compute_capability_of(workloads[0].device, device))
     rows = min((rows for each in workloads if (rows := rows_of(each)) is not None), default=None)
-    return lattice(fixed, rows=rows, lossless=lossless, half=half)
+    return plan_space(fixed, rows=rows, lossless=lossless, half=half)
 
 
 def compute_capability_of(own: torch.device, named: str | Gpu | None) -> tuple[int, int] | None:

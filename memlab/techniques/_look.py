@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memlab.dispatch import written_by
-from memlab.shortage import is_out_of_memory
+from memlab.out_of_memory import is_out_of_memory
 from memlab.techniques._kept import cost_of, storages
 from memlab.techniques._rerun import Part, Run, WriteWatch
 from memlab.techniques._segments import Node

@@ -45,9 +45,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, RefusalError
+from memlab.out_of_memory import is_out_of_memory
 from memlab.plan import BatchNorm, Plan, Precision
 from memlab.seams import is_compiled
-from memlab.shortage import is_out_of_memory
 from memlab.techniques._compiled import uncompiled
 from memlab.techniques._judge import Judge, Verdict
 from memlab.techniques._merge import UnsettledError

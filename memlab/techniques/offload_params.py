@@ -3,7 +3,7 @@
 Numbered rules of the mechanism:
 
 1. The large parameters of repeated blocks rest in host memory beside a GPU, or in files beside the CPU
-   (`_residence`). What is outside of blocks stays (embeddings, norms, heads), as do parameters that blocks share with
+   (`_block_streaming`). What is outside of blocks stays (embeddings, norms, heads), as do parameters that blocks share with
    the rest, and the model's first ones, by which loops find out its device.
 2. A gradient goes where its parameter rests as soon as it is complete, also that of an alias (accumulation, rescue).
    Further backward passes add to it: on the CPU where it is, on CUDA on the device, and it leaves again.
@@ -35,8 +35,8 @@ from memlab import stepping
 from memlab.errors import RefusalError
 from memlab.layers import SMALL_ELEMENTS
 from memlab.plan import Offloaded, Plan, Precision, Tier
+from memlab.techniques._block_streaming import PLAIN, BlockStreaming, Link, Resting, is_dense, room_for, storage_of
 from memlab.techniques._modules import repeated_blocks
-from memlab.techniques._residence import PLAIN, Link, Residence, Resting, is_dense, room_for, storage_of
 from memlab.techniques.base import ModelCall, State, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.spill import Spill, is_spilled, resolve_tier
@@ -69,7 +69,7 @@ class OffloadParams(Technique):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._spill: Spill | None = None
-        self._residence: Residence | None = None
+        self._block_streaming: BlockStreaming | None = None
         self._gradients: _Gradients | None = None
         self._visiting: frozenset[int] = (
             frozenset()
@@ -137,14 +137,14 @@ class OffloadParams(Technique):
         link = Link(parameters[0].device)
         self._spill = Spill(self._tier(workload))
         self._gradients = _Gradients(self._spill, link)
-        self._residence = Residence(blocks, link, self._gradients.watch)
-        self._gradients.serve(self._residence)
+        self._block_streaming = BlockStreaming(blocks, link, self._gradients.watch)
+        self._gradients.serve(self._block_streaming)
         undo.callback(self._gradients.end)
         for parameter in parameters:
             undo.callback(self._bring_back, parameter)
             self._send_away(parameter)
         for block in blocks:
-            self._residence.stream(block, undo)
+            self._block_streaming.stream(block, undo)
         undo.callback(self._leave_broken_pass)
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
@@ -155,25 +155,25 @@ class OffloadParams(Technique):
             )
 
     def _send_away(self, parameter: Parameter) -> None:
-        assert self._residence is not None
+        assert self._block_streaming is not None
         assert self._spill is not None
         gradient = parameter.grad
         stored = None if gradient is None else _stored(self._spill, gradient)
         parameter.grad = None
-        self._residence.send_away(parameter, self._spill)
+        self._block_streaming.send_away(parameter, self._spill)
         parameter.grad = stored
 
     def _bring_back(self, parameter: Parameter) -> None:
-        assert self._residence is not None
-        resting = self._residence.resting(parameter)
+        assert self._block_streaming is not None
+        resting = self._block_streaming.resting(parameter)
         if resting is None:  # somebody has given it other data
             return
-        link, gradient = self._residence.link, parameter.grad
+        link, gradient = self._block_streaming.link, parameter.grad
         link.settle()
         data = link.fetch(resting.stored).there()
         moved = None if gradient is None else link.fetch(gradient).there()
         link.settle()
-        self._residence.forget(parameter)
+        self._block_streaming.forget(parameter)
         parameter.grad = None
         parameter.data = data
         parameter.grad = moved
@@ -181,37 +181,41 @@ class OffloadParams(Technique):
     # -- passes --------------------------------------------------------------------------------
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Any) -> Any:
-        assert self._residence is not None
+        assert self._block_streaming is not None
         self._leave_broken_pass()
         try:
             return call(*args, **kwargs)
         finally:
-            self._residence.pass_ended()
+            self._block_streaming.pass_ended()
 
     evaluate = forward
 
     def _leave_broken_pass(self) -> None:
         """Put to rest what a backward pass that broke off has left on the device; within one nothing."""
-        if torch._C._current_graph_task_id() == -1 and self._residence is not None and self._gradients is not None:
-            self._residence.pass_ended()
+        if (
+            torch._C._current_graph_task_id() == -1
+            and self._block_streaming is not None
+            and self._gradients is not None
+        ):
+            self._block_streaming.pass_ended()
             self._gradients.forget_aside()
 
     # -- updates -------------------------------------------------------------------------------
 
     @contextmanager
     def at_home(self, parameters: Sequence[Parameter], *, updates: bool = True) -> Iterator[None]:
-        assert self._residence is not None
+        assert self._block_streaming is not None
         self._leave_broken_pass()
-        if not updates and not self._residence.link.overlaps:  # they rest on the very device they are used on
+        if not updates and not self._block_streaming.link.overlaps:  # they rest on the very device they are used on
             yield
             return
         visits: list[_Visit] = []
         before = self._visiting
         try:
             for parameter in parameters:
-                resting = self._residence.resting(parameter)
+                resting = self._block_streaming.resting(parameter)
                 if resting is not None:
-                    visits.append(_Visit(parameter, resting, self._residence.link, updates=updates))
+                    visits.append(_Visit(parameter, resting, self._block_streaming.link, updates=updates))
                     self._visiting = self._visiting | {id(parameter)}
             yield
         finally:
@@ -220,32 +224,32 @@ class OffloadParams(Technique):
 
     def _end(self, visits: list[_Visit]) -> None:
         """Write everything to where it rests; when interrupted, first finish, then raise."""
-        assert self._residence is not None
+        assert self._block_streaming is not None
         try:
             _leave_all(visits)
         except BaseException:
             _leave_all(visits)
             raise
         finally:
-            self._residence.link.settle()
+            self._block_streaming.link.settle()
 
     @property
     def changes_state(self) -> bool:  # type: ignore[override]
         # on the CPU parameters rest on the very device they are used on, and so does loaded state
-        return self._residence is not None and self._residence.link.overlaps
+        return self._block_streaming is not None and self._block_streaming.link.overlaps
 
     def pack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
         # `load_state_dict` has put it where the parameter rests
-        assert self._residence is not None
-        home = self._residence.link.device
-        if self._residence.resting(parameter) is None and id(parameter) not in self._visiting:
+        assert self._block_streaming is not None
+        home = self._block_streaming.link.device
+        if self._block_streaming.resting(parameter) is None and id(parameter) not in self._visiting:
             return state
         on_device = _counts_on_device(optimizer, parameter)
         return {name: _placed(value, home, on_device=on_device) for name, value in state.items()}
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        assert self._residence is not None
-        if self._residence.link.overlaps and _is_scaled_by_the_loop():
+        assert self._block_streaming is not None
+        if self._block_streaming.link.overlaps and _is_scaled_by_the_loop():
             raise RefusalError(
                 self.field,
                 "params: the loop's own GradScaler has unscaled gradients that rest on the host without waiting for the scale",
@@ -322,11 +326,11 @@ class _Gradients:
         self._link = link
         self._watched: Any = WeakTensorKeyDictionary()  # hooks by parameter; aliases take theirs with them
         self._aside: list[tuple[Parameter, torch.Tensor]] = []
-        self._residence: Residence | None = None
+        self._block_streaming: BlockStreaming | None = None
 
-    def serve(self, residence: Residence) -> None:
+    def serve(self, residence: BlockStreaming) -> None:
         """Have gradients follow the parameters that rest in a residence."""
-        self._residence = residence
+        self._block_streaming = residence
         residence.backward_ended = self._backward_ended
 
     def watch(self, parameter: Parameter) -> None:
@@ -355,18 +359,18 @@ class _Gradients:
         """Before a gradient is added: autograd cannot add across devices."""
         if gradient is None or parameter.grad is None or parameter.grad.device == gradient.device:
             return
-        assert self._residence is not None
+        assert self._block_streaming is not None
         self._aside.append((parameter, parameter.grad))
         parameter.grad = None
-        self._residence.settles_after_backward()
+        self._block_streaming.settles_after_backward()
 
     def _is_complete(self, parameter: Parameter) -> None:
         """A gradient is complete for this backward pass."""
         gradient, before = parameter.grad, self._taken_from_aside(parameter)
         if gradient is None or gradient.requires_grad or type(gradient) not in PLAIN:
             return
-        assert self._residence is not None
-        if gradient.layout is not torch.strided or self._residence.resting(parameter) is None:
+        assert self._block_streaming is not None
+        if gradient.layout is not torch.strided or self._block_streaming.resting(parameter) is None:
             return
         if before is None and self._rests(gradient):
             return
@@ -375,7 +379,7 @@ class _Gradients:
         stored = room_for(self._spill, gradient) if before is None else before
         self._link.send(gradient, stored)
         parameter.grad = stored
-        self._residence.settles_after_backward()
+        self._block_streaming.settles_after_backward()
 
     def _rests(self, gradient: torch.Tensor) -> bool:
         return gradient.device != self._link.device or is_spilled(gradient.untyped_storage())

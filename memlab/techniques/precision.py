@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.layers import at_home
+from memlab.out_of_memory import is_out_of_memory
 from memlab.plan import Plan, Precision
-from memlab.shortage import is_out_of_memory
 from memlab.techniques._autocast import without_autocast
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._own_form import OwnForm

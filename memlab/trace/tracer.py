@@ -1,7 +1,7 @@
 """`Tracer`: fake steps, or the parts of one, of the same `Session` on a twin.
 
 A step is made of *passes* (forward and backward of one micro-batch) and an *update* (the optimizers' step). Whole
-steps are traced for a single plan; for a lattice of plans each part is traced once and the rest is composed.
+steps are traced for a single plan; for a plan_space of plans each part is traced once and the rest is composed.
 """
 
 from __future__ import annotations

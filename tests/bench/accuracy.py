@@ -1,4 +1,4 @@
-"""How far predictions are off: models × plans, each foretold and then measured on the device at hand.
+"""How far predictions are off: models × plans, each predicted and then measured on the device at hand.
 
 python -m tests.bench.accuracy            measure and write tests/bench/results/accuracy/<device>.json
 python -m tests.bench.accuracy --show     show what was measured last, on every device
@@ -67,39 +67,39 @@ PLANS = (
 
 @dataclass(frozen=True)
 class Pair:
-    """One model under one plan, foretold and measured.
+    """One model under one plan, predicted and measured.
 
     Args:
         model: name of the model.
         plan: label of the plan.
-        foretold_bytes: peak of allocated bytes.
+        predicted_bytes: peak of allocated bytes.
         measured_bytes: likewise.
-        foretold_reserved_bytes: peak of reserved bytes; None off CUDA.
+        predicted_reserved_bytes: peak of reserved bytes; None off CUDA.
         measured_reserved_bytes: likewise.
-        foretold_seconds: time of a step.
+        predicted_seconds: time of a step.
         measured_seconds: likewise, of the fastest one: what others do on the machine only makes steps longer.
     """
 
     model: str
     plan: str
-    foretold_bytes: int
+    predicted_bytes: int
     measured_bytes: int
-    foretold_reserved_bytes: int | None
+    predicted_reserved_bytes: int | None
     measured_reserved_bytes: int | None
-    foretold_seconds: float
+    predicted_seconds: float
     measured_seconds: float
 
     @property
     def allocated_error(self) -> float:
-        """How far the foretold allocated peak is off, as a share of the measured one; negative when too low."""
-        return self.foretold_bytes / self.measured_bytes - 1
+        """How far the predicted allocated peak is off, as a share of the measured one; negative when too low."""
+        return self.predicted_bytes / self.measured_bytes - 1
 
     @property
     def reserved_error(self) -> float | None:
         """The same of the reserved peak; None off CUDA."""
-        if self.foretold_reserved_bytes is None or self.measured_reserved_bytes is None:
+        if self.predicted_reserved_bytes is None or self.measured_reserved_bytes is None:
             return None
-        return self.foretold_reserved_bytes / self.measured_reserved_bytes - 1
+        return self.predicted_reserved_bytes / self.measured_reserved_bytes - 1
 
 
 # -- models ------------------------------------------------------------------------------------
@@ -233,12 +233,12 @@ def workload_of(make: Callable[[bool], tuple[nn.Module, dict[str, Any]]], device
 
 
 def examine(workload: Workload, say: Callable[[str], None]) -> list[Pair]:
-    """Foretell all plans, then measure those that apply; one that runs out of memory is left out, and said."""
+    """Predict all plans, then measure those that apply; one that runs out of memory is left out, and said."""
     predictions = predict_all(workload, plans=PLANS, progress=lambda line: None)
     pairs = []
-    for number, (flags, foretold) in enumerate(zip(PLANS, predictions, strict=True), 1):
-        say(f"{workload.name} {number} of {len(PLANS)}: {foretold.plan}")
-        if foretold.refused:
+    for number, (flags, predicted) in enumerate(zip(PLANS, predictions, strict=True), 1):
+        say(f"{workload.name} {number} of {len(PLANS)}: {predicted.plan}")
+        if predicted.refused:
             _require_refusal(workload, flags)
             continue
         if (measured := _measured(workload, flags)) is None:
@@ -247,12 +247,12 @@ def examine(workload: Workload, say: Callable[[str], None]) -> list[Pair]:
         pairs.append(
             Pair(
                 model=workload.name,
-                plan=foretold.plan,
-                foretold_bytes=foretold.peak_allocated_bytes,
+                plan=predicted.plan,
+                predicted_bytes=predicted.peak_allocated_bytes,
                 measured_bytes=measured.peak_allocated_bytes,
-                foretold_reserved_bytes=foretold.peak_reserved_bytes,
+                predicted_reserved_bytes=predicted.peak_reserved_bytes,
                 measured_reserved_bytes=measured.peak_reserved_bytes,
-                foretold_seconds=foretold.step_seconds,
+                predicted_seconds=predicted.step_seconds,
                 measured_seconds=min(measured.step_seconds),
             )
         )
@@ -339,8 +339,8 @@ class Summary:
 
 
 def tau_of(pairs: Sequence[Pair]) -> float:
-    """Kendall's tau of the foretold ranking of plans by time, against the measured one."""
-    return kendall_tau([pair.foretold_seconds for pair in pairs], [pair.measured_seconds for pair in pairs])
+    """Kendall's tau of the predicted ranking of plans by time, against the measured one."""
+    return kendall_tau([pair.predicted_seconds for pair in pairs], [pair.measured_seconds for pair in pairs])
 
 
 def by_model(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
@@ -364,7 +364,7 @@ def table(results: dict[str, Any]) -> str:
         taus = [tau_of(of_model)] if name in groups else [tau_of(each) for each in groups.values()]
         cells.append(f"{statistics.median(taus):.2f}" + ("" if name in groups else " (median)"))
         lines.append(cells)
-    words = f"{results['device']} · torch {results['versions']['torch']} · peaks foretold against measured"
+    words = f"{results['device']} · torch {results['versions']['torch']} · peaks predicted against measured"
     return "\n".join([words, "", *(f"| {' | '.join(cells)} |" for cells in lines)])
 
 

@@ -30,8 +30,8 @@ from memlab import Workload, fit
 from memlab.allocator import Settings
 from memlab.measuring.runs import training_step
 from memlab.plan import Plan
-from memlab.predicting.foreteller import Foreteller
-from memlab.predicting.plans import foretold_by
+from memlab.predicting.plan_predictor import PlanPredictor
+from memlab.predicting.plans import predicted_by
 from tests.bench import accuracy
 from tests.bench.__main__ import slug, versions
 from tests.bench.accuracy import PLANS, RESULTS, Summary
@@ -171,15 +171,15 @@ def workload_of(name: str) -> Workload:
 
 
 def rows_of(name: str, plans: Sequence[str]) -> Iterator[Row]:
-    """Foretell all plans in all modes, then run them; what is refused or does not fit is said and left out."""
-    foretold = {}
-    foreteller = Foreteller(workload_of(name))
+    """Predict all plans in all modes, then run them; what is refused or does not fit is said and left out."""
+    predicted = {}
+    predictor = PlanPredictor(workload_of(name))
     for mode, settings in MODES.items():
-        foreteller.target = replace(foreteller.target, settings=Settings.parse(settings))
+        predictor.target = replace(predictor.target, settings=Settings.parse(settings))
         for flags in plans:
-            foretold[mode, flags] = foretold_by(foreteller, Plan.parse(flags))
-    del foreteller
-    for (mode, flags), prediction in foretold.items():
+            predicted[mode, flags] = predicted_by(predictor, Plan.parse(flags))
+    del predictor
+    for (mode, flags), prediction in predicted.items():
         if prediction.refused or prediction.peak_reserved_bytes is None:
             _say(f"{name} {prediction.plan}: {prediction.refused}")
             continue

@@ -1,4 +1,4 @@
-"""Evidence for `find_plan`: every plan of a reduced lattice is measured, and what the search finds is held against it.
+"""Evidence for `find_plan`: every plan of a reduced plan_space is measured, and what the search finds is held against it.
 
 python -m tests.bench.find_plan            measure and write tests/bench/results/find_plan/<device>.json
 python -m tests.bench.find_plan --show     show what was measured last, on every device
@@ -71,7 +71,7 @@ def _workload(name: str, model: torch.nn.Module, device: torch.device, batch: di
 WORKLOADS: tuple[Callable[[torch.device], Workload], ...] = (gpt2, bert, vit)
 
 
-def reduced_lattice() -> list[Plan]:
+def reduced_plan_space() -> list[Plan]:
     """Two or three settings of each field: 36 plans."""
     words = product(
         ("", "--accumulate 2", "--accumulate 8"),
@@ -84,7 +84,7 @@ def reduced_lattice() -> list[Plan]:
 
 def examine(workload: Workload) -> dict[str, Any]:
     """Measure every plan, then search at each budget."""
-    plans = reduced_lattice()
+    plans = reduced_plan_space()
     predictions = predict_all(workload, plans=plans, progress=lambda line: None)
     applicable = [plan for plan, each in zip(plans, predictions, strict=True) if not each.refused]
     measured = {plan: measure(workload, plan, STEPS) for plan in applicable}
@@ -96,15 +96,15 @@ def examine(workload: Workload) -> dict[str, Any]:
         "workload": workload.describe(),
         "plans": len(plans),
         "kendall tau of predicted and measured times": kendall_tau(
-            [foretold.step_seconds for foretold, _ in pairs], [each.median_step_seconds for _, each in pairs]
+            [predicted.step_seconds for predicted, _ in pairs], [each.median_step_seconds for _, each in pairs]
         ),
         "worst under-prediction of the peak": max(
-            each.needed_bytes / foretold.needed_bytes - 1 for foretold, each in pairs
+            each.needed_bytes / predicted.needed_bytes - 1 for predicted, each in pairs
         ),
         "searches": [searched(workload, plans, predictions, measured, budget_bytes) for budget_bytes in budgets],
         "measured": [
-            [each.plan, each.needed_bytes, foretold.needed_bytes, each.median_step_seconds, foretold.step_seconds]
-            for foretold, each in pairs
+            [each.plan, each.needed_bytes, predicted.needed_bytes, each.median_step_seconds, predicted.step_seconds]
+            for predicted, each in pairs
         ],
     }
 

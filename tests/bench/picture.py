@@ -103,7 +103,7 @@ def _photograph(address: str, picture: Path) -> bool:
         for _ in _CELLS[:-1]:
             page.keyboard.press("Shift+Enter")
         panel = page.locator(".memlab-panel")
-        # the last setting whose effect is foretold
+        # the last setting whose effect is predicted
         row = panel.locator(".memlab-controls .widget-vbox").filter(has_text="Tiled layers")
         row.get_by_text(re.compile(r"speed|±|does not apply")).first.wait_for()
         page.keyboard.press("Shift+Enter")

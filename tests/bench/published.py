@@ -15,7 +15,7 @@ Two tables:
    torch's has two.
 2. Llama 3.2 3B on an A100 80GB, https://github.com/meta-pytorch/torchtune "Optimization flags": batches of
    2 × 4096 tokens in bf16. Memory is the peak of active bytes, which is compared with allocated bytes. Only rows
-   whose plan memlab has; all but the first were compiled, which memlab does not foretell: it is no like for like.
+   whose plan memlab has; all but the first were compiled, which memlab does not predict: it is no like for like.
    The model is transformers' one. Different in torchtune, and put back in "theirs": keys and values are repeated for
    every head before attention.
 

@@ -1,8 +1,8 @@
-"""How far predictions per rank are off: models × engines × ranks, each foretold and then run on processes of this machine.
+"""How far predictions per rank are off: models × engines × ranks, each predicted and then run on processes of this machine.
 
 python -m tests.bench.rank_accuracy            run, and write tests/bench/results/accuracy/ranks/cpu.json
 python -m tests.bench.rank_accuracy --show     show what was run last
-python -m tests.bench.rank_accuracy --foretell foretell anew, beside what was measured last: after a change of foresight alone
+python -m tests.bench.rank_accuracy --predict predict anew, beside what was measured last: after a change of prediction alone
 
 Ranks are counted by the CPU ledger, over gloo. A peak is the middle one of a rank's steps: what a thread of gloo still
 holds when the next tensor is made lifts some of them.
@@ -37,30 +37,30 @@ MODELS: tuple[Callable[[], Any], ...] = (gpt2, bert, perceptron, small)
 
 @dataclass(frozen=True)
 class Pair:
-    """One model under one engine, foretold and measured.
+    """One model under one engine, predicted and measured.
 
     Args:
         model: name of the model.
         scale: engine and plan.
         ranks: number of processes.
-        foretold_bytes: peak of a rank.
+        predicted_bytes: peak of a rank.
         measured_bytes: likewise.
-        foretold_sent_bytes: what a rank sends in a step.
+        predicted_sent_bytes: what a rank sends in a step.
         measured_sent_bytes: likewise.
     """
 
     model: str
     scale: str
     ranks: int
-    foretold_bytes: int
+    predicted_bytes: int
     measured_bytes: float
-    foretold_sent_bytes: int
+    predicted_sent_bytes: int
     measured_sent_bytes: float
 
     @property
     def error(self) -> float:
-        """How far the foretold peak is off, as a share of the measured one; negative when too low."""
-        return self.foretold_bytes / self.measured_bytes - 1
+        """How far the predicted peak is off, as a share of the measured one; negative when too low."""
+        return self.predicted_bytes / self.measured_bytes - 1
 
 
 def cases() -> Iterator[tuple[Callable[[], Any], str, int]]:
@@ -71,23 +71,23 @@ def cases() -> Iterator[tuple[Callable[[], Any], str, int]]:
 
 
 def examine(make: Callable[[], Any], flags: str, ranks: int) -> Pair:
-    """Foretell, then run."""
+    """Predict, then run."""
     workload = workload_of(make)
-    foretold = predict_ranks(workload, f"--scale {flags}", nproc=ranks)
+    predicted = predict_ranks(workload, f"--scale {flags}", nproc=ranks)
     measured = run(workload, f"--scale {flags}", ranks)
     return Pair(
-        workload.name, foretold.scale, ranks, foretold.peak_allocated_bytes, measured.peak_bytes, foretold.wire_bytes,
+        workload.name, predicted.scale, ranks, predicted.peak_allocated_bytes, measured.peak_bytes, predicted.wire_bytes,
         measured.sent_bytes,
     )  # fmt: skip
 
 
-def foretold_anew() -> Iterator[Pair]:
-    """Pairs of the last run, with what is foretold now."""
+def predicted_anew() -> Iterator[Pair]:
+    """Pairs of the last run, with what is predicted now."""
     for (make, flags, ranks), pair in zip(cases(), _last(), strict=True):
-        foretold = predict_ranks(workload_of(make), f"--scale {flags}", nproc=ranks)
-        if (foretold.scale, ranks) != (pair.scale, pair.ranks):
-            raise ValueError(f"{pair.scale} × {pair.ranks} was measured, not {foretold.scale} × {ranks}: run it anew")
-        yield replace(pair, foretold_bytes=foretold.peak_allocated_bytes, foretold_sent_bytes=foretold.wire_bytes)
+        predicted = predict_ranks(workload_of(make), f"--scale {flags}", nproc=ranks)
+        if (predicted.scale, ranks) != (pair.scale, pair.ranks):
+            raise ValueError(f"{pair.scale} × {pair.ranks} was measured, not {predicted.scale} × {ranks}: run it anew")
+        yield replace(pair, predicted_bytes=predicted.peak_allocated_bytes, predicted_sent_bytes=predicted.wire_bytes)
 
 
 def _last() -> list[Pair]:
@@ -119,17 +119,17 @@ def main() -> None:
     """Parse the command line, then run or show."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.rank_accuracy", description=__doc__)
     parser.add_argument("--show", action="store_true", help="show the results in the repository, run nothing")
-    parser.add_argument("--foretell", action="store_true", help="foretell anew, and keep what was measured")
+    parser.add_argument("--predict", action="store_true", help="predict anew, and keep what was measured")
     options = parser.parse_args()
     if options.show:
         print(table(_last()))
         return
-    found = foretold_anew() if options.foretell else (examine(*case) for case in cases())
+    found = predicted_anew() if options.predict else (examine(*case) for case in cases())
     pairs: list[Pair] = []
     for pair in found:
         pairs.append(pair)
         print(f"{pair.model} {pair.scale} × {pair.ranks}: {pair.error:+.2%}", flush=True)
-        if not options.foretell:
+        if not options.predict:
             save(pairs)
     save(pairs)
     print(f"\n{table(pairs)}")

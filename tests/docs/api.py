@@ -15,7 +15,7 @@ from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import MemlabError
 from memlab.inference_record import BatchAdvice, InferenceRecord
 from memlab.inferring.inference import Inference
-from memlab.rank_prediction import HowMany, RankForecast, RankPrediction
+from memlab.rank_prediction import HowMany, PredictedRanks, RankPrediction
 from memlab.records import Measurement, Prediction
 from memlab.run_record import RunRecord
 from memlab.rungs import Ladder
@@ -34,7 +34,7 @@ _MOST_CHARACTERS = 90
 # what functions return
 RESULTS = (
     *(Comparison, Measurement, Prediction, FoundPlan, Ladder, Session, RunRecord),
-    *(Inference, InferenceRecord, BatchAdvice, RankPrediction, RankForecast, HowMany),
+    *(Inference, InferenceRecord, BatchAdvice, RankPrediction, PredictedRanks, HowMany),
 )
 # the rest of a session is for memlab's own use
 _SHOWN = {Session: ("plan", "pending", "steps", "switch", "undo")}

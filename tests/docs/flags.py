@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memlab.jupyter.config import MemLab
-from memlab.jupyter.flags import CELL_FLAGS, FORESIGHT_FLAGS, WORDS, Flag
+from memlab.jupyter.flags import CELL_FLAGS, PREDICT_FLAGS, WORDS, Flag
 from memlab.plan import FIELDS, PlanField
 from memlab.techniques import TECHNIQUES
 from tests.docs.markdown import NOTE, anchor, code, table
@@ -26,7 +26,7 @@ _CELL = """## Flags of the cell
 _WORDS = """## Words of the line
 
 `%memfit` alone shows the plan in force and what it needs. The first word selects an action; flags of techniques without a word change the plan now."""
-_FORESIGHT = """## Flags of words
+_PREDICT = """## Flags of words
 
 These words change nothing on the live model, or put everything back. They accept flags of techniques, and also:"""
 _CONFIG = """## Defaults
@@ -42,7 +42,7 @@ def page() -> str:
         *(_HEAD.format(note=NOTE), _PLAN, contents, *techniques),
         *(_CELL, _flags(CELL_FLAGS)),
         *(_WORDS, table(("line", "what it does"), ((code(f"%memfit {word.usage}"), word.help) for word in WORDS))),
-        *(_FORESIGHT, *(f"### `%memfit {word}`\n\n{_flags(known)}" for word, known in FORESIGHT_FLAGS.items())),
+        *(_PREDICT, *(f"### `%memfit {word}`\n\n{_flags(known)}" for word, known in PREDICT_FLAGS.items())),
         *(_CONFIG, _config()),
     ]
     return "\n\n".join(parts) + "\n"

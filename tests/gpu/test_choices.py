@@ -60,10 +60,10 @@ def _disagreement(attention: Attention, gpu: Gpu) -> Iterator[str]:
     taken = torch._fused_sdp_choice(
         *attention.tensors, attention.mask, attention.dropout, attention.is_causal, enable_gqa=attention.grouped
     )
-    foretold = attention_backend(attention, gpu)
-    if foretold.value != taken:
+    predicted = attention_backend(attention, gpu)
+    if predicted.value != taken:
         shapes = [tuple(tensor.shape) for tensor in attention.tensors]
-        yield f"{shapes} {attention.query.dtype}: foretold {foretold.name}, torch takes {taken}"
+        yield f"{shapes} {attention.query.dtype}: predicted {predicted.name}, torch takes {taken}"
 
 
 # --- what operators take and give back ------------------------------------------------------------
@@ -141,7 +141,7 @@ def _an_attention(rng: random.Random) -> Made:
 
 
 @pytest.mark.parametrize("make", [_a_sum, _a_norm, _a_convolution, _an_attention], ids=lambda make: make.__name__)
-def test_operators_take_what_was_foretold(make: Callable[[random.Random], Made]) -> None:
+def test_operators_take_what_was_predicted(make: Callable[[random.Random], Made]) -> None:
     rng, gpu = random.Random(1), _own_gpu(torch.device("cuda", 0))
     others = []
     for _ in range(150):
@@ -150,12 +150,12 @@ def test_operators_take_what_was_foretold(make: Callable[[random.Random], Made])
         before = _requested("current")
         out = operator(*given)
         taken = _requested("peak") - max(before, _requested("current"))
-        foretold = sum(hidden_bytes(operator, given, {}, out, gpu))
+        predicted = sum(hidden_bytes(operator, given, {}, out, gpu))
         del out
-        if abs(taken - foretold) > max(4096, 0.01 * taken):
+        if abs(taken - predicted) > max(4096, 0.01 * taken):
             tensors = [(tuple(one.shape), one.stride(), one.dtype) for one in given if isinstance(one, torch.Tensor)]
             others.append(
-                f"{operator} {tensors} {given[1] if make is _a_sum else ''}: foretold {foretold}, took {taken}"
+                f"{operator} {tensors} {given[1] if make is _a_sum else ''}: predicted {predicted}, took {taken}"
             )
     assert not others, f"{len(others)} of 150: " + "; ".join(others[:4])
 

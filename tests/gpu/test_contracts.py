@@ -190,12 +190,12 @@ def test_replay_restores_the_random_state_of_the_gpu(load: Workload) -> None:
     assert distance(found, gradients(model)) < 1e-6
 
 
-def test_the_budget_chooses_as_foretold(load: Workload) -> None:
+def test_the_budget_chooses_as_predicted(load: Workload) -> None:
     """The choice is made of operations and bytes, which are the same on every device."""
     plan = "--checkpoint budget:6MiB"
-    measured, foretold = measure(load, plan, steps=1), predict(load, plan)
+    measured, predicted = measure(load, plan, steps=1), predict(load, plan)
     (choice,) = (note for note in measured.notes if "blocks recomputed" in note)
-    assert choice in foretold.notes
+    assert choice in predicted.notes
 
 
 @pytest.mark.memory

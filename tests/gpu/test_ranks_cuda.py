@@ -1,4 +1,4 @@
-"""What is foretold for a rank beside one on a GPU: every engine in a process of its own, NCCL."""
+"""What is predicted for a rank beside one on a GPU: every engine in a process of its own, NCCL."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ pytestmark = [needs(gpu=1), pytest.mark.memory]
         *(pytest.param(f"zero{stage}", marks=needs(extra="deepspeed")) for stage in (1, 2, 3)),
     ],
 )
-def test_a_rank_on_a_gpu_needs_what_was_foretold(flags: Any) -> None:
+def test_a_rank_on_a_gpu_needs_what_was_predicted(flags: Any) -> None:
     torch.manual_seed(0)
     model, batch = gpt2(1024)
     model = model.cuda().train()
     there = {name: value.cuda() for name, value in batch.items()}
     workload = Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch=there, name="gpt2")
     steps(workload, 1)
-    foretold = predict_ranks(workload, f"--scale {flags}", nproc=1)
+    predicted = predict_ranks(workload, f"--scale {flags}", nproc=1)
     launched = launch(lambda rank: steps(rank, 4), workload, f"--scale {flags}", nproc=1)
     assert launched.comparison is not None
     (measured,) = launched.comparison.measurements
-    assert foretold.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.05)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.05)

@@ -20,7 +20,7 @@ def bytes_per_token(heads: int, element_bytes: int = 4) -> int:
 
 @pytest.mark.parametrize(("make", "heads"), [(gpt2, 4), (llama, 2)])
 @pytest.mark.parametrize(("flags", "element_bytes"), [("", 4), ("--bf16", 2)])
-def test_caches_are_measured_and_foretold_to_the_byte(make, heads: int, flags: str, element_bytes: int) -> None:
+def test_caches_are_measured_and_predicted_to_the_byte(make, heads: int, flags: str, element_bytes: int) -> None:
     model = make()
     with inference(model, flags) as run:
         generate(model, new=10)

@@ -152,7 +152,7 @@ def test_a_frozen_model_needs_no_trainable_parameter() -> None:
     assert run.record.calls[0].rows == 2
 
 
-def test_what_the_graph_would_have_kept_is_foretold_exactly() -> None:
+def test_what_the_graph_would_have_kept_is_predicted_exactly() -> None:
     model = gpt2().eval()
 
     def live_bytes(*, with_graph: bool) -> int:

@@ -294,7 +294,7 @@ def test_the_shell_is_left_as_it_was(shell: Any, made: Cell) -> None:
 
 def test_a_plain_cell_neither_predicts_nor_draws(shell: Any, made: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "memlab.jupyter.foresight.foretell_rows", lambda *_: pytest.fail("nobody asked for a prediction")
+        "memlab.jupyter.prediction.predict_rows", lambda *_: pytest.fail("nobody asked for a prediction")
     )
     made("%config MemLab.predict = True")
     before = set(sys.modules)

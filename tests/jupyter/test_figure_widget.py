@@ -31,9 +31,9 @@ from memlab.units import GIB
 PARTS = {"parameters": GIB, "activations": 2 * GIB}
 TIMELINE = tuple(TimelinePoint(i / 10, Phase.FORWARD, PARTS) for i in range(4))
 MEASURED = Measurement("as written", "cpu", 3 * GIB, None, 0, PARTS, TIMELINE, (0.5, 0.6), 8, 0)
-FORETOLD = Prediction("--bf16", "cpu", 2 * GIB, None, 0, PARTS, (), 0.4, 8, 0, (GIB, 3 * GIB), (0.3, 0.5))
+PREDICTED = Prediction("--bf16", "cpu", 2 * GIB, None, 0, PARTS, (), 0.4, 8, 0, (GIB, 3 * GIB), (0.3, 0.5))
 EMPTY = Moment("gpt2", Activity.IDLE, 0, Plan(), None, ())
-RUN = replace(EMPTY, measurements=(MEASURED,), predictions=(FORETOLD,), budget_bytes=4 * GIB)
+RUN = replace(EMPTY, measurements=(MEASURED,), predictions=(PREDICTED,), budget_bytes=4 * GIB)
 
 
 def at_step(step: int, **more: Any) -> Moment:

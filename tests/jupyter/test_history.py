@@ -1,4 +1,4 @@
-"""Rows of a receipt, and what was foretold for them."""
+"""Rows of a receipt, and what was predicted for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _measured(tokens: int) -> Measurement:
     return Measurement("as written", "cpu", 100, None, 0, {}, (), (0.5,), 8, tokens)
 
 
-def _foretold(tokens: int) -> Prediction:
+def _predicted(tokens: int) -> Prediction:
     return Prediction("as written", "cpu", 100, None, 0, {}, (), 0.5, 8, tokens, (99, 101), (0.4, 0.6))
 
 
@@ -20,22 +20,22 @@ def _shown(history: History) -> Prediction | None:
     return history.require().prediction_of("as written")
 
 
-def test_what_was_foretold_stays_beside_a_row_that_is_measured_again() -> None:
+def test_what_was_predicted_stays_beside_a_row_that_is_measured_again() -> None:
     history = History()
     history.add("title", [_measured(512)], ())
-    history.foretell([_foretold(512)])
+    history.keep_predictions([_predicted(512)])
     history.add("title", [_measured(512)], ())
-    assert _shown(history) == _foretold(512)
+    assert _shown(history) == _predicted(512)
 
 
-def test_a_row_of_other_batches_does_not_keep_what_was_foretold_for_the_old_ones() -> None:
+def test_a_row_of_other_batches_does_not_keep_what_was_predicted_for_the_old_ones() -> None:
     history = History()
     history.add("title", [_measured(512)], ())
-    history.foretell([_foretold(512)])
+    history.keep_predictions([_predicted(512)])
     history.add("title", [_measured(264)], ())
     assert _shown(history) is None
-    history.foretell([_foretold(264)])
-    assert _shown(history) == _foretold(264)
+    history.keep_predictions([_predicted(264)])
+    assert _shown(history) == _predicted(264)
 
 
 def test_going_back_to_the_plan_as_written_is_said_and_stays_in_front() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from memlab.comparison import Comparison
 from memlab.jupyter import live
-from memlab.jupyter.flags import CELL_FLAGS, FORESIGHT_FLAGS, WORDS
+from memlab.jupyter.flags import CELL_FLAGS, PREDICT_FLAGS, WORDS
 from memlab.jupyter.help import cell_help, line_help
 from memlab.jupyter.live import NotebookLine, Progress, TerminalLine
 from memlab.live import views
@@ -215,7 +215,7 @@ def test_help_is_generated_from_the_flags(shell: Any, cell: Cell) -> None:
     assert all(field.help in cell_help() for field in FIELDS)
     assert all(flag.flag in cell_help() for flag in CELL_FLAGS)
     assert all(word.word in line_help() for word in WORDS)
-    assert all(flag.flag in line_help() for flags in FORESIGHT_FLAGS.values() for flag in flags)
+    assert all(flag.flag in line_help() for flags in PREDICT_FLAGS.values() for flag in flags)
     assert shell.find_cell_magic("memfit").__doc__ == cell_help()
     assert shell.find_line_magic("memfit").__doc__ == line_help()
 

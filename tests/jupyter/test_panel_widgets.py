@@ -131,7 +131,7 @@ def test_an_error_in_a_callback_is_shown(panel: Panel, control: Control, monkeyp
     assert "ZeroDivisionError: nothing to divide by" in panel._status.errors
 
 
-def test_effects_appear_once_they_are_foretold(panel: Panel, control: Control) -> None:
+def test_effects_appear_once_they_are_predicted(panel: Panel, control: Control) -> None:
     assert row(panel, "accumulation").effect.value == ""
     control.predict()
     control.stage.play_out()  # type: ignore[attr-defined]

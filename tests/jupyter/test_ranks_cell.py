@@ -53,10 +53,10 @@ def test_a_cell_in_two_processes_leaves_what_it_did(cell: Cell, shell: Any) -> N
     assert kept == pytest.approx(shell.user_ns["expected"], rel=1e-6)
     assert shell.user_ns["scheduler"].get_last_lr() == shell.user_ns["rate"]
     assert shell.user_ns["number"] == 5
-    foretold = shell.run_line_magic("memfit", "predict --scale fsdp2 --nproc 2")
-    one, two = foretold.predictions
-    assert foretold.measured(one) is None
-    assert foretold.measured(two) == pytest.approx(two.peak_allocated_bytes, rel=0.03)
+    predicted = shell.run_line_magic("memfit", "predict --scale fsdp2 --nproc 2")
+    one, two = predicted.predictions
+    assert predicted.measured(one) is None
+    assert predicted.measured(two) == pytest.approx(two.peak_allocated_bytes, rel=0.03)
 
 
 @pytest.mark.full

@@ -169,7 +169,7 @@ def test_a_plan_that_is_clicked_between_cells_does_not_end_the_next_one(control:
     assert session_of_control(control).plan == Plan()
 
 
-def test_what_is_foretold_not_to_apply_is_refused_at_once(control: Control, workload: Workload) -> None:
+def test_what_is_predicted_not_to_apply_is_refused_at_once(control: Control, workload: Workload) -> None:
     stage = control.stage = Later()
     control.predict()
     stage.idle()
@@ -207,7 +207,7 @@ def test_taking_a_wish_back_leaves_nothing_pending(control: Control, workload: W
     assert control.moment().changes == ()
 
 
-def test_wishes_add_up(control: Control, workload: Workload) -> None:
+def test_pending_changes_add_up(control: Control, workload: Workload) -> None:
     control.stage = Later()
     with Cell(control, workload) as cell:
         cell.train(1)
@@ -358,7 +358,7 @@ def test_a_run_whose_model_gives_no_loss_says_so(workload: Workload) -> None:
     session_of_control(control).undo()
 
 
-def test_foretelling_fills_in_what_settings_give(control: Control) -> None:
+def test_live_predictions_fills_in_what_settings_give(control: Control) -> None:
     stage = control.stage = Later()
     control.predict()
     stage.idle()

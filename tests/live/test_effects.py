@@ -15,7 +15,7 @@ from memlab.records import Fit, Prediction
 GIB = 2**30
 
 
-def foretold(plan: str, gib: float, seconds: float, refused: str = "") -> Prediction:
+def predicted(plan: str, gib: float, seconds: float, refused: str = "") -> Prediction:
     peak = round(gib * GIB)
     return Prediction(
         plan=Plan.parse(plan).label, device="cpu", peak_allocated_bytes=peak, peak_reserved_bytes=None, host_bytes=0,
@@ -50,7 +50,7 @@ def test_settings_that_exclude_each_other_are_left_out() -> None:
 @pytest.mark.parametrize("plan", ["", "--checkpoint"])
 def test_an_effect_is_the_same_whether_the_setting_is_on_or_off(plan: str) -> None:
     effect = effect_of(
-        moment(foretold("", 8, 1), foretold("--checkpoint", 5, 1.25), plan=plan), "checkpointing", "full"
+        moment(predicted("", 8, 1), predicted("--checkpoint", 5, 1.25), plan=plan), "checkpointing", "full"
     )
     assert effect is not None
     assert effect.text == "−3.00 GiB · −20 % speed"
@@ -58,8 +58,8 @@ def test_an_effect_is_the_same_whether_the_setting_is_on_or_off(plan: str) -> No
 
 def test_an_effect_is_beside_the_settings_in_force_or_pending() -> None:
     known = (
-        foretold("", 8, 1), foretold("--checkpoint", 5, 1.25), foretold("--accumulate 4", 4, 1),
-        foretold("--accumulate 4 --checkpoint", 3, 1.25),
+        predicted("", 8, 1), predicted("--checkpoint", 5, 1.25), predicted("--accumulate 4", 4, 1),
+        predicted("--accumulate 4 --checkpoint", 3, 1.25),
     )  # fmt: skip
     for state in (moment(*known, plan="--accumulate 4"), moment(*known, pending="--accumulate 4")):
         effect = effect_of(state, "checkpointing", "full")
@@ -68,21 +68,21 @@ def test_an_effect_is_beside_the_settings_in_force_or_pending() -> None:
         assert not effect.is_near
 
 
-def test_what_is_foretold_beside_other_settings_only_says_so() -> None:
-    state = moment(foretold("", 8, 1), foretold("--checkpoint", 5, 1.25), plan="--bf16")
+def test_what_is_predicted_beside_other_settings_only_says_so() -> None:
+    state = moment(predicted("", 8, 1), predicted("--checkpoint", 5, 1.25), plan="--bf16")
     effect = effect_of(replace(state, budget_bytes=GIB), "checkpointing", "full")
     assert effect is not None
     assert effect.text == "≈ −3.00 GiB · −20 % speed"
     assert effect.verdict is None
 
 
-def test_nothing_foretold_is_no_effect() -> None:
-    assert effect_of(moment(foretold("", 8, 1)), "checkpointing", "full") is None
+def test_nothing_predicted_is_no_effect() -> None:
+    assert effect_of(moment(predicted("", 8, 1)), "checkpointing", "full") is None
 
 
 def test_a_refusal_is_told_with_its_reason() -> None:
-    refused = foretold("--checkpoint", 0, math.nan, "checkpointing: no blocks")
-    effect = effect_of(moment(foretold("", 8, 1), refused), "checkpointing", "full")
+    refused = predicted("--checkpoint", 0, math.nan, "checkpointing: no blocks")
+    effect = effect_of(moment(predicted("", 8, 1), refused), "checkpointing", "full")
     assert effect is not None
     assert (effect.text, effect.refused) == ("does not apply", "checkpointing: no blocks")
 
@@ -94,7 +94,7 @@ def test_settings_that_exclude_each_other_are_told() -> None:
 
 
 def test_the_budget_decides_the_verdict() -> None:
-    state = replace(moment(foretold("", 8, 1), foretold("--checkpoint", 5, 1.25)), budget_bytes=4 * GIB)
+    state = replace(moment(predicted("", 8, 1), predicted("--checkpoint", 5, 1.25)), budget_bytes=4 * GIB)
     effect = effect_of(state, "checkpointing", "full")
     assert effect is not None
     assert effect.verdict is not None
@@ -102,9 +102,9 @@ def test_the_budget_decides_the_verdict() -> None:
     assert effect.text.endswith("over budget")
 
 
-def test_no_time_foretold_leaves_speed_out() -> None:
+def test_no_time_predicted_leaves_speed_out() -> None:
     effect = effect_of(
-        moment(foretold("", 8, math.nan), foretold("--checkpoint", 5, math.nan)), "checkpointing", "full"
+        moment(predicted("", 8, math.nan), predicted("--checkpoint", 5, math.nan)), "checkpointing", "full"
     )
     assert effect is not None
     assert effect.text == "−3.00 GiB"

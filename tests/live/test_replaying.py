@@ -38,7 +38,7 @@ def measured(plan: str, peak_gib: float = 4, speed: float = 8.0, **more: object)
     return replace(base, **more)  # type: ignore[arg-type]
 
 
-def foretold(plan: str, peak_gib: float = 3, seconds: float = 0.8, **more: object) -> Prediction:
+def predicted(plan: str, peak_gib: float = 3, seconds: float = 0.8, **more: object) -> Prediction:
     peak_bytes = int(peak_gib * GIB)
     base = Prediction(plan, "NVIDIA H200", peak_bytes, None, 0, {}, (), seconds, 8, 0, (peak_bytes, peak_bytes),
                       (seconds, seconds))  # fmt: skip
@@ -59,7 +59,7 @@ def recorded(**more: Any) -> RunRecord:
             measured("--checkpoint", 2, 9),
             measured("--bf16", 20, fits=False, step_seconds=()),
         ),
-        predictions=(foretold("--adam8bit"), foretold("--accumulate 8", seconds=math.nan)),
+        predictions=(predicted("--adam8bit"), predicted("--accumulate 8", seconds=math.nan)),
     )
     points = tuple(
         LivePoint(step, plan_at(step), 0.5, 16.0, 100 + step, {"activations": 100}) for step in range(1, LAST_STEP + 1)
@@ -69,7 +69,7 @@ def recorded(**more: Any) -> RunRecord:
         "points": points,
         "changes": tuple(Change(step, plan) for plan, step in COURSE),
         "versions": {"torch": "2.13.0", "python": "3.12.1"},
-        "predictions": (foretold("--accumulate 4"), foretold("--offload optimizer", refused="offload: no state yet")),
+        "predictions": (predicted("--accumulate 4"), predicted("--offload optimizer", refused="offload: no state yet")),
         "device": "NVIDIA H200",
         "capacity_bytes": 139 * GIB,
         "budget_bytes": 6 * GIB,
@@ -240,7 +240,7 @@ def test_a_setting_measured_apart_is_shown_with_the_whole_recording() -> None:
         ("precision", "fp99", "--precision fp99: allowed are keep, fp32, tf32, fp16, bf16, pure-bf16"),
     ],
 )  # fmt: skip
-def test_what_is_not_recorded_is_refused_with_what_was_foretold(field: str, text: str, reason: str) -> None:
+def test_what_is_not_recorded_is_refused_with_what_was_predicted(field: str, text: str, reason: str) -> None:
     replay = Replay(recorded())
     replay.ask_plan(Plan())
     replay.ask(field, text)
@@ -412,11 +412,11 @@ asks = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(asks, max_size=30))
-def test_whatever_is_asked_the_moment_is_one_of_the_recording(wishes: list[tuple[Any, ...]]) -> None:
+def test_whatever_is_asked_the_moment_is_one_of_the_recording(pending_changes: list[tuple[Any, ...]]) -> None:
     now = iter(range(10_000))
     record = recorded()
     replay = Replay(record, clock=lambda: next(now) / 3)
-    for name, *arguments in wishes:
+    for name, *arguments in pending_changes:
         before = replay.moment().plan
         if name == "run":
             replay.run(keep=False)

@@ -1,4 +1,4 @@
-"""Small models of many kinds, each as a workload ready to be measured and foretold."""
+"""Small models of many kinds, each as a workload ready to be measured and predicted."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from memlab import Workload, measure
 from memlab.errors import MemlabError, RefusalError, WorkloadError
-from memlab.lattice import lattice
 from memlab.plan import Plan
+from memlab.plan_space import plan_space
 from memlab.predicting import predict, predict_all
 from memlab.records import Category, Fit, Measurement, Prediction
 from tests.helpers.tiers import mostly_full
@@ -39,17 +39,17 @@ _FAILING = {("batch norm", "--precision pure-bf16")}
 
 @dataclass(frozen=True)
 class Pair:
-    """One plan, foretold and measured; a plan that is refused has no numbers."""
+    """One plan, predicted and measured; a plan that is refused has no numbers."""
 
     flags: str
-    foretold: Prediction
+    predicted: Prediction
     measured: Measurement | None
     refused: str
 
     @property
     def error(self) -> float:
         assert self.measured is not None
-        return self.foretold.peak_allocated_bytes / self.measured.peak_allocated_bytes - 1
+        return self.predicted.peak_allocated_bytes / self.measured.peak_allocated_bytes - 1
 
 
 @functools.cache
@@ -57,9 +57,9 @@ def pairs(name: str) -> tuple[Pair, ...]:
     """All plans of a family."""
     workload = family(name)
     plans = [flags for flags in PLANS if (name, flags) not in _FAILING]
-    foretold = predict_all(workload, plans=plans, progress=lambda line: None)
+    predicted = predict_all(workload, plans=plans, progress=lambda line: None)
     found = []
-    for flags, prediction in zip(plans, foretold, strict=True):
+    for flags, prediction in zip(plans, predicted, strict=True):
         try:
             found.append(Pair(flags, prediction, measure(workload, flags, steps=1), ""))
         except RefusalError as refusal:
@@ -92,16 +92,16 @@ def test_half_of_the_peaks_are_within_the_figure(name: str) -> None:
 @pytest.mark.parametrize("name", _NAMES)
 def test_refusals_are_those_of_a_measurement(name: str) -> None:
     for pair in pairs(name):
-        assert pair.foretold.refused == pair.refused
+        assert pair.predicted.refused == pair.refused
 
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_the_peak_is_made_of_the_same(name: str) -> None:
     for pair, measured in compared(name):
-        foretold = pair.foretold
-        assert sum(foretold.breakdown.values()) == foretold.peak_allocated_bytes
+        predicted = pair.predicted
+        assert sum(predicted.breakdown.values()) == predicted.peak_allocated_bytes
         share = FURTHER_OFF.get((name, pair.flags), (0.002, ""))[0]
-        mine, theirs = _sorted_out(foretold.breakdown, pair.flags), _sorted_out(measured.breakdown, pair.flags)
+        mine, theirs = _sorted_out(predicted.breakdown, pair.flags), _sorted_out(measured.breakdown, pair.flags)
         for category in {*mine, *theirs}:
             apart = abs(mine.get(category, 0) - theirs.get(category, 0))
             assert apart <= max(2 * share, 0.002) * measured.peak_allocated_bytes, (pair.flags, category)
@@ -125,27 +125,27 @@ def _sorted_out(breakdown: dict[str, int], flags: str) -> dict[str, int]:
 @pytest.mark.parametrize("name", _NAMES)
 def test_what_is_counted_beside_the_peak_agrees(name: str) -> None:
     for pair, measured in compared(name):
-        foretold = pair.foretold
+        predicted = pair.predicted
         # peaks of what is spilled at once, which may overlap by a small tensor between two micro-batches
         # and oneDNN's workspace of a recurrent layer, which does not grow evenly with the rows
         if (name, pair.flags) not in FURTHER_OFF and name != "lstm":
-            assert foretold.host_bytes == pytest.approx(measured.host_bytes, rel=0.003), pair.flags
-        assert foretold.samples_per_step == measured.samples_per_step, pair.flags
-        assert foretold.tokens_per_step == measured.tokens_per_step, pair.flags
-        assert foretold.peak_reserved_bytes is None
-        assert foretold.plan == measured.plan
-        assert foretold.device == measured.device
+            assert predicted.host_bytes == pytest.approx(measured.host_bytes, rel=0.003), pair.flags
+        assert predicted.samples_per_step == measured.samples_per_step, pair.flags
+        assert predicted.tokens_per_step == measured.tokens_per_step, pair.flags
+        assert predicted.peak_reserved_bytes is None
+        assert predicted.plan == measured.plan
+        assert predicted.device == measured.device
 
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_the_timeline_reaches_the_peak_and_ends_with_the_step(name: str) -> None:
     for pair, _ in compared(name):
-        points = pair.foretold.timeline
-        assert max(point.total_bytes for point in points) == pair.foretold.peak_allocated_bytes, pair.flags
+        points = pair.predicted.timeline
+        assert max(point.total_bytes for point in points) == pair.predicted.peak_allocated_bytes, pair.flags
         assert all(size_bytes >= 0 for point in points for size_bytes in point.live_bytes.values()), pair.flags
         seconds = [point.seconds for point in points]
         assert seconds == sorted(seconds)
-        assert 0 <= seconds[0] <= seconds[-1] <= pair.foretold.step_seconds * (1 + 1e-9)
+        assert 0 <= seconds[0] <= seconds[-1] <= pair.predicted.step_seconds * (1 + 1e-9)
 
 
 # -- one plan, many plans ----------------------------------------------------------------------
@@ -161,7 +161,7 @@ def small_gpt2() -> Workload:
     return family("gpt2")
 
 
-def test_a_plan_alone_is_foretold_as_among_others(small_gpt2: Workload) -> None:
+def test_a_plan_alone_is_predicted_as_among_others(small_gpt2: Workload) -> None:
     plans = ["", "--accumulate 4 --checkpoint", "--bf16 --adam8bit"]
     for flags, among_others in zip(plans, predict_all(small_gpt2, plans=plans), strict=True):
         assert predict(small_gpt2, flags) == among_others
@@ -176,9 +176,9 @@ def test_the_order_of_plans_changes_nothing(small_gpt2: Workload) -> None:
 
 
 @pytest.mark.full
-def test_without_plans_the_whole_lattice_is_foretold(tower: Workload) -> None:
+def test_without_plans_the_whole_plan_space_is_predicted(tower: Workload) -> None:
     predictions = predict_all(tower, progress=lambda line: None)
-    assert [each.plan for each in predictions] == [plan.label for plan in lattice(rows=10)]
+    assert [each.plan for each in predictions] == [plan.label for plan in plan_space(rows=10)]
     applicable = [each for each in predictions if not each.refused]
     assert applicable[0].plan == "as written"
     assert all(each.peak_allocated_bytes > 0 and each.step_seconds > 0 for each in applicable)
@@ -228,13 +228,13 @@ def _width(prediction: Prediction) -> float:
 
 
 def test_intervals_hold_what_is_measured(small_gpt2: Workload) -> None:
-    foretold, measured = predict(small_gpt2, "--checkpoint"), measure(small_gpt2, "--checkpoint", steps=1)
-    low, high = foretold.interval_bytes
+    predicted, measured = predict(small_gpt2, "--checkpoint"), measure(small_gpt2, "--checkpoint", steps=1)
+    low, high = predicted.interval_bytes
     assert low <= measured.peak_allocated_bytes <= high
-    assert foretold.verdict(2 * high).fit is Fit.YES
-    assert foretold.verdict(foretold.needed_bytes).fit is Fit.UNCERTAIN
-    assert foretold.verdict(low // 2).fit is Fit.NO
-    assert foretold.verdict(2 * high).spare_bytes == 2 * high - foretold.peak_allocated_bytes
+    assert predicted.verdict(2 * high).fit is Fit.YES
+    assert predicted.verdict(predicted.needed_bytes).fit is Fit.UNCERTAIN
+    assert predicted.verdict(low // 2).fit is Fit.NO
+    assert predicted.verdict(2 * high).spare_bytes == 2 * high - predicted.peak_allocated_bytes
 
 
 # -- what is asked for -------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_a_gpu_that_is_not_known_is_answered_with_the_nearest(tower: Workload) -
         predict(tower, device="T5")
 
 
-def test_a_gpu_is_foretold_without_one(small_gpt2: Workload) -> None:
+def test_a_gpu_is_predicted_without_one(small_gpt2: Workload) -> None:
     plain, split = predict_all(small_gpt2, "T4", plans=["", "--accumulate 4"])
     assert plain.device == "T4"
     assert plain.peak_reserved_bytes is not None
@@ -264,7 +264,7 @@ def test_a_gpu_is_foretold_without_one(small_gpt2: Workload) -> None:
     assert small_gpt2.device.type == "cpu"
 
 
-def test_a_loop_with_a_loss_of_its_own_is_foretold_with_a_note() -> None:
+def test_a_loop_with_a_loss_of_its_own_is_predicted_with_a_note() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
     workload = Workload(model, torch.optim.AdamW(model.parameters()), batch=torch.zeros(8, 16))
     prediction = predict(workload)

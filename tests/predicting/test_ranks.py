@@ -1,4 +1,4 @@
-"""What is foretold for ranks, beside what real ones need; and how many of which GPU."""
+"""What is predicted for ranks, beside what real ones need; and how many of which GPU."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def _case(make: Callable[..., Any], flags: str, nproc: int) -> Any:
         _case(perceptron, "zero3", 1),
     ],
 )
-def test_a_rank_needs_and_sends_what_was_foretold(make: Callable[..., Any], flags: str, nproc: int) -> None:
+def test_a_rank_needs_and_sends_what_was_predicted(make: Callable[..., Any], flags: str, nproc: int) -> None:
     workload = workload_of(make)
     before = Snapshot(workload)
-    foretold = predict_ranks(workload, f"--scale {flags}", nproc=nproc)
+    predicted = predict_ranks(workload, f"--scale {flags}", nproc=nproc)
     assert before.differences(Snapshot(workload)) == []
     measured = run(workload, f"--scale {flags}", nproc)
-    assert foretold.peak_allocated_bytes == pytest.approx(measured.peak_bytes, rel=_FIGURE)
-    assert foretold.wire_bytes == pytest.approx(measured.sent_bytes, rel=_WIRE, abs=2**12)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_bytes, rel=_FIGURE)
+    assert predicted.wire_bytes == pytest.approx(measured.sent_bytes, rel=_WIRE, abs=2**12)
 
 
 def test_each_stage_divides_one_thing_more() -> None:
     workload = workload_of(perceptron)
-    forecast = compare_ranks(workload, engines=["ddp", "zero1", "zero2", "zero3"], nprocs=[1, 8])
-    one, eight = forecast.predictions[:4], forecast.predictions[4:]
+    predicted_plans = compare_ranks(workload, engines=["ddp", "zero1", "zero2", "zero3"], nprocs=[1, 8])
+    one, eight = predicted_plans.predictions[:4], predicted_plans.predictions[4:]
     assert [each.scale for each in eight] == ["--scale ddp", "--scale zero1", "--scale zero2", "--scale zero3"]
     kept: Callable[[RankPrediction, str], float] = lambda each, kind: each.divided[kind]  # noqa: E731 - a short name
     share = [kept(b, "optimizer state") / kept(a, "optimizer state") for a, b in zip(one, eight, strict=True)]
@@ -68,8 +68,8 @@ def test_one_process_under_ddp_needs_its_buckets_on_top() -> None:
     workload = workload_of(perceptron)
     plain = predict(workload)
     buckets_bytes = sum(parameter.nbytes for parameter in workload.model.parameters())
-    foretold = predict_ranks(workload, "--scale ddp", nproc=1)
-    assert foretold.peak_allocated_bytes == pytest.approx(plain.peak_allocated_bytes + buckets_bytes, rel=0.001)
+    predicted = predict_ranks(workload, "--scale ddp", nproc=1)
+    assert predicted.peak_allocated_bytes == pytest.approx(plain.peak_allocated_bytes + buckets_bytes, rel=0.001)
 
 
 def test_offloaded_state_is_in_host_memory_beside_a_gpu() -> None:
@@ -90,8 +90,8 @@ def test_what_cannot_be_says_why() -> None:
         predict_ranks(workload, "--scale fsdp2", nproc=0)
     with pytest.raises(WorkloadError, match="a prediction needs a batch"):
         predict_ranks(Workload(workload.model, workload.optimizers), "--scale fsdp2")
-    forecast = compare_ranks(workload, "--offload optimizer", engines=["ddp", "fsdp2"], nprocs=[2])
-    assert [bool(each.refused) for each in forecast.predictions] == [True, False]
+    predicted_plans = compare_ranks(workload, "--offload optimizer", engines=["ddp", "fsdp2"], nprocs=[2])
+    assert [bool(each.refused) for each in predicted_plans.predictions] == [True, False]
 
 
 def _llama(layers: int) -> Workload:

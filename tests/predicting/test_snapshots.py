@@ -17,7 +17,7 @@ from memlab.errors import MemlabError, RefusalError, WorkloadError
 from memlab.measuring.runs import measure
 from memlab.plan import Plan
 from memlab.predicting import predict, save_snapshot, snapshots
-from memlab.predicting.foreteller import Foreteller
+from memlab.predicting.plan_predictor import PlanPredictor
 from memlab.predicting.reserved import Script, reserved_by
 from memlab.records import Category
 from memlab.session import fit, session_of
@@ -312,7 +312,7 @@ def test_plans_are_refused_as_predictions_are(speaker: Workload, save: Any) -> N
     with pytest.raises(RefusalError) as refused:
         save(speaker, flags)
     assert str(refused.value) == str(predicted.value)
-    assert Foreteller(speaker).refusal(Plan.parse(flags)) is not None
+    assert PlanPredictor(speaker).refusal(Plan.parse(flags)) is not None
 
 
 # -- the replay that reserved bytes come from

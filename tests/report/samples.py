@@ -110,7 +110,7 @@ def refused(plan: str, reason: str) -> Prediction:
     return Prediction(plan, "H100 SXM", 0, None, 0, {}, (), float("nan"), 0, 0, (0, 0), (0.0, 0.0), refused=reason)
 
 
-def lattice() -> list[Prediction]:
+def plan_space() -> list[Prediction]:
     """432 predictions that trade memory for speed, 132 of them refused for two reasons."""
     settings = product(
         (1, 2, 4, 8),
@@ -150,7 +150,7 @@ def _point(accumulate: int, checkpoint: str, precision: str, optimizer: str, off
 
 def found() -> FoundPlan:
     """A plan that was found in two trials, the first of which ran out of memory."""
-    predictions = tuple(lattice())
+    predictions = tuple(plan_space())
     tight, good = "--bf16 --chunk-loss", "--accumulate 2 --bf16 --chunk-loss"
     failed = replace(
         out_of_memory(Plan.parse(tight), DEVICE, 4 * GIB, "Tried to allocate 393.00 MiB"), device="NVIDIA H100"

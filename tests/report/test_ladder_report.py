@@ -22,10 +22,10 @@ REASON = "accumulation: GPT2 has BatchNorm (1); replace it by GroupNorm"
 
 def row(lever: str, what: str, measurement: Measurement | None, **more: object) -> Rung:
     plan = measurement.plan if measurement is not None else lever
-    foretold = (
+    predicted = (
         samples.prediction(plan, measurement.peak_allocated_bytes / GIB, 1.2) if measurement is not None else None
     )
-    return replace(Rung(lever, plan, what, measurement, foretold), **more)  # type: ignore[arg-type]
+    return replace(Rung(lever, plan, what, measurement, predicted), **more)  # type: ignore[arg-type]
 
 
 def climbed(budget_bytes: int | None = None) -> Ladder:

@@ -1,4 +1,4 @@
-"""Tables of foresight, as text and as HTML: predictions, and a found plan."""
+"""Tables of prediction, as text and as HTML: predictions, and a found plan."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ note on --accumulate 4: the loop's own loss is left out"""
 
 
 def test_hundreds_of_plans_say_how_to_see_the_rest() -> None:
-    printed = text.predictions_table(samples.lattice(), 4 * GIB, how_to_see_all="%memfit predict --all shows them")
+    printed = text.predictions_table(samples.plan_space(), 4 * GIB, how_to_see_all="%memfit predict --all shows them")
     assert "… and 285 more (235 fit, 50 do not fit); %memfit predict --all shows them" in printed
     assert len(printed.splitlines()) < 45
-    assert len(text.predictions_table(samples.lattice(), 4 * GIB, every=True).splitlines()) > 300
+    assert len(text.predictions_table(samples.plan_space(), 4 * GIB, every=True).splitlines()) > 300
 
 
 def test_on_cuda_every_line_stays_within_a_page() -> None:
     reserved = [
         replace(p, peak_reserved_bytes=int(p.peak_allocated_bytes * 1.06), interval_seconds=(p.step_seconds / 2, p.step_seconds * 2))
-        for p in samples.lattice() if not p.refused
+        for p in samples.plan_space() if not p.refused
     ]  # fmt: skip
     lines = text.predictions_table(reserved, 4 * GIB).splitlines()
     assert "peak reserved" in lines[1]
@@ -116,7 +116,7 @@ def test_html_escapes_and_stays_small() -> None:
     assert "<script" not in html.predictions_table(plans, GIB, title=evil) + html.found_table(
         replace(samples.found(), title=evil)
     )
-    assert len(html.predictions_table(samples.lattice(), 4 * GIB)) < 50_000
+    assert len(html.predictions_table(samples.plan_space(), 4 * GIB)) < 50_000
 
 
 def test_one_sentence() -> None:

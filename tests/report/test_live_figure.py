@@ -36,7 +36,7 @@ RUN = replace(
     ),
     changes=(Change(11, ACCUMULATED.plan), Change(21, BOTH.plan)),
     measurements=(AS_WRITTEN, ACCUMULATED, BOTH),
-    predictions=tuple(samples.lattice()[:60]),
+    predictions=tuple(samples.plan_space()[:60]),
     budget_bytes=8 * GIB,
 )
 
@@ -206,11 +206,11 @@ def test_long_plans_are_shortened_at_a_flag_and_whole_on_hover() -> None:
     assert bars(drawn)["customdata"][0].replace("<br>", " ").startswith(f"1 · {samples.LONG_PLAN}")
 
 
-def test_the_map_of_settings_foretold_and_tried() -> None:
+def test_the_map_of_settings_predicted_and_tried() -> None:
     drawn = drawing(RUN)
-    foretold = [each for each in drawn.traces if str(each.get("marker", {}).get("symbol")).endswith("-open")][:4]
+    predicted = [each for each in drawn.traces if str(each.get("marker", {}).get("symbol")).endswith("-open")][:4]
     known = [each for each in RUN.predictions if not each.refused]
-    assert sum(len(each["x"]) for each in foretold) == len(known)
+    assert sum(len(each["x"]) for each in predicted) == len(known)
     tried = trace(drawn, "tried")
     assert tried["x"] == pytest.approx([m.peak_allocated_bytes / GIB for m in RUN.measurements], abs=1e-3)
     assert tried["text"] == ["1", "2", "3"]
@@ -220,13 +220,13 @@ def test_the_map_of_settings_foretold_and_tried() -> None:
 
 
 def test_at_most_two_hundred_predictions_are_drawn() -> None:
-    drawn = drawing(replace(RUN, predictions=tuple(samples.lattice())))
+    drawn = drawing(replace(RUN, predictions=tuple(samples.plan_space())))
     maps = [each for each in drawn.traces if each["xaxis"] == "x4" and each["mode"] == "markers"]
     assert 150 < sum(len(each["x"]) for each in maps) <= 201
 
 
 def test_a_chart_made_before_gives_the_same_drawing() -> None:
-    earlier = live_figure.foretold(
+    earlier = live_figure.predicted(
         replace(RUN, measurements=tuple(replace(m, step_seconds=(9.0,)) for m in RUN.measurements))
     )
     assert drawing(RUN, known=earlier) == drawing(RUN)

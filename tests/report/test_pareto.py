@@ -14,7 +14,7 @@ from memlab.report.pareto import LOOKS, MEASURED, MOST_POINTS
 from memlab.report.ranking import pareto_front
 from memlab.units import GIB
 
-LATTICE = samples.lattice()
+LATTICE = samples.plan_space()
 
 
 def share_of(colour: str, png: bytes, near: int = 24) -> float:
@@ -57,14 +57,14 @@ def test_colours_read_on_light_and_dark(look: pareto.Look) -> None:
         assert (high + 0.05) / (low + 0.05) > 3
 
 
-def test_trials_are_connected_with_what_foretold_them() -> None:
+def test_trials_are_connected_with_what_predicted_them() -> None:
     chart = pareto.found_chart(samples.found())
     failed, proven = chart.trials
     assert (failed.ran_out, failed.is_found, proven.ran_out, proven.is_found) == (True, False, False, True)
-    assert proven.foretold is not None
-    assert proven.foretold.plan == proven.plan
-    assert failed.foretold is not None
-    assert failed.place == (failed.foretold.memory_bytes, failed.foretold.per_second)
+    assert proven.predicted is not None
+    assert proven.predicted.plan == proven.plan
+    assert failed.predicted is not None
+    assert failed.place == (failed.predicted.memory_bytes, failed.predicted.per_second)
     assert chart.budget_bytes == 4 * GIB
     assert proven.plan in chart.labelled
 
@@ -97,7 +97,7 @@ def test_the_picture() -> None:
     assert share_of("#B3261E", pareto_image.png(pareto.chart(LATTICE[:30])), near=8) == 0
 
 
-def test_nothing_foretold_is_still_a_picture() -> None:
+def test_nothing_predicted_is_still_a_picture() -> None:
     pytest.importorskip("matplotlib")
     timeless = [replace(p, step_seconds=float("nan")) for p in LATTICE[:3]]
     for plans in ([], timeless, [samples.refused("--fp16", "no")]):
@@ -134,10 +134,10 @@ def test_labels_and_hovers_cannot_inject_markup() -> None:
     assert "<b>" not in drawn.to_json().replace("\\u003c", "<")
 
 
-def test_one_figure_draws_measured_and_foretold_steps() -> None:
+def test_one_figure_draws_measured_and_predicted_steps() -> None:
     pytest.importorskip("plotly")
-    foretold = replace(samples.prediction("--accumulate 2", 5, 1), timeline=samples.timeline(3.0, 2))
-    drawn = figure.timeline(foretold, 6 * GIB)
+    predicted = replace(samples.prediction("--accumulate 2", 5, 1), timeline=samples.timeline(3.0, 2))
+    drawn = figure.timeline(predicted, 6 * GIB)
     assert [trace.name for trace in drawn.data][-1] == "predicted"
     assert drawn.data[-1].line.dash == "dash"
     assert drawn.data[0].fillcolor.startswith("rgba(")
@@ -150,16 +150,16 @@ def test_one_figure_draws_measured_and_foretold_steps() -> None:
 def test_the_static_step_of_a_prediction_is_paler() -> None:
     pytest.importorskip("matplotlib")
     points = samples.timeline(3.0, 2)
-    foretold = timeline_image.png(replace(samples.prediction("--accumulate 2", 5, 1), timeline=points))
+    predicted = timeline_image.png(replace(samples.prediction("--accumulate 2", 5, 1), timeline=points))
     measured = timeline_image.png(samples.measurement("--accumulate 2", 3.0, 1, 2))
     assert share_of("#CC79A7", measured, near=4) > 0.05
-    assert share_of("#CC79A7", foretold, near=4) < 0.001
+    assert share_of("#CC79A7", predicted, near=4) < 0.001
 
 
 def test_predicted_peaks_are_marked_in_the_receipts_pictures() -> None:
     pytest.importorskip("plotly")
-    foretold = samples.prediction("as written", 12.0, 1.3)
-    marked = figure.comparison(replace(samples.comparison(), predictions=(foretold,)))
+    predicted = samples.prediction("as written", 12.0, 1.3)
+    marked = figure.comparison(replace(samples.comparison(), predictions=(predicted,)))
     marks = next(trace for trace in marked.data if trace.name == "predicted")
     assert list(marks.x) == [12.0]
     assert marked.layout.xaxis.range[1] == pytest.approx(12.0 * 1.35)

@@ -13,7 +13,7 @@ from memlab.records import Fit, Prediction
 from memlab.report.ranking import best_of_each_verdict, counts, pareto_front, rank, refusals, shown, verdict_words
 from memlab.units import GIB
 
-LATTICE = samples.lattice()
+LATTICE = samples.plan_space()
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60))

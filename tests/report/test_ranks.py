@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
-from memlab.rank_prediction import Fewest, HowMany, RankForecast, RankPrediction
+from memlab.rank_prediction import Fewest, HowMany, PredictedRanks, RankPrediction
 from memlab.records import Fit
 from memlab.report import html, ranks, text
 from tests.helpers.needs import needs
@@ -26,11 +26,11 @@ ZERO3 = RankPrediction(
 )
 OFFLOADED = replace(ZERO3, scale="--scale zero3 --offload optimizer", host_bytes=4 * GIB)
 REFUSED = replace(ZERO3, scale="--scale ddp --offload optimizer", refused="ddp keeps optimizer state on the device")
-FORECAST = RankForecast("gpt2", (ZERO3, OFFLOADED, REFUSED), {("--scale zero3", 2): 6 * GIB + 2**20})
+PREDICTED = PredictedRanks("gpt2", (ZERO3, OFFLOADED, REFUSED), {("--scale zero3", 2): 6 * GIB + 2**20})
 
 
 def test_a_table_has_what_each_rank_keeps_and_sends() -> None:
-    printed = text.listing(ranks.listing_of(FORECAST))
+    printed = text.listing(ranks.listing_of(PREDICTED))
     head, row = printed.splitlines()[1], printed.splitlines()[3]
     assert head.split("   ")[0] == "plan"
     assert row.split() == (
@@ -54,11 +54,11 @@ def test_a_table_has_what_each_rank_keeps_and_sends() -> None:
     )
     assert "4.00 GiB" in printed.splitlines()[4]
     assert "left out: ddp keeps optimizer state on the device" in printed
-    assert "outputs &lt;large&gt;" in html.listing(ranks.listing_of(FORECAST))
+    assert "outputs &lt;large&gt;" in html.listing(ranks.listing_of(PREDICTED))
 
 
 def test_columns_without_a_value_are_left_out() -> None:
-    titles = [column.title for column in ranks.listing_of(RankForecast("gpt2", (ZERO3,))).columns]
+    titles = [column.title for column in ranks.listing_of(PredictedRanks("gpt2", (ZERO3,))).columns]
     assert "on host" not in titles
     assert "measured" not in titles
 
@@ -93,18 +93,18 @@ def test_how_many_has_a_line_for_each_gpu() -> None:
 def test_a_picture_says_what_it_shows() -> None:
     from PIL import Image
 
-    drawn = ranks.png(FORECAST)
+    drawn = ranks.png(PREDICTED)
     assert drawn is not None
     picture = Image.open(io.BytesIO(drawn))
     assert picture.text["Title"] == "gpt2"  # type: ignore[attr-defined] # of PNG pictures
     assert "--scale zero3 on 2: 6.00 GiB a rank" in picture.text["Description"]  # type: ignore[attr-defined]
-    assert ranks.png(RankForecast("gpt2", (REFUSED,))) is None
-    assert ranks.sentence(RankForecast("gpt2", (REFUSED,))) == "gpt2: no engine applies"
+    assert ranks.png(PredictedRanks("gpt2", (REFUSED,))) is None
+    assert ranks.sentence(PredictedRanks("gpt2", (REFUSED,))) == "gpt2: no engine applies"
 
 
 def test_print_shows_the_tables() -> None:
-    assert str(FORECAST) == text.listing(ranks.listing_of(FORECAST))
-    assert FORECAST._repr_html_() == html.listing(ranks.listing_of(FORECAST))
+    assert str(PREDICTED) == text.listing(ranks.listing_of(PREDICTED))
+    assert PREDICTED._repr_html_() == html.listing(ranks.listing_of(PREDICTED))
     alone = str(ZERO3).splitlines()
     assert alone[0] == "a rank of 2 · T4"
     assert "6.00 GiB" in alone[3]

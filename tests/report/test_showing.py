@@ -30,8 +30,8 @@ def test_every_record_is_printed_as_its_report() -> None:
 
 
 def test_a_refused_prediction_is_printed_with_its_reason() -> None:
-    foretold = samples.prediction("--checkpoint", 4.0, 100.0)
-    assert str(foretold) == text.breakdown(foretold)
+    predicted = samples.prediction("--checkpoint", 4.0, 100.0)
+    assert str(predicted) == text.breakdown(predicted)
     assert str(samples.refused("--fp16", "precision: no")) == "--fp16: precision: no"
 
 

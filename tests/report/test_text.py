@@ -119,16 +119,16 @@ def test_one_sentence_names_the_lowest() -> None:
     )
 
 
-def test_what_was_foretold_stands_beside_what_was_measured() -> None:
-    foretold = (samples.prediction("as written", 10.8, 1.3), samples.prediction("--accumulate 4", 5.01, 1.2))
-    lines = text.table(replace(samples.comparison(), predictions=foretold)).splitlines()
+def test_what_was_predicted_stands_beside_what_was_measured() -> None:
+    predicted = (samples.prediction("as written", 10.8, 1.3), samples.prediction("--accumulate 4", 5.01, 1.2))
+    lines = text.table(replace(samples.comparison(), predictions=predicted)).splitlines()
     assert lines[1].split()[:4] == ["plan", "peak", "allocated", "predicted"]
     assert lines[3].split()[:6] == ["as", "written", "10.89", "GiB", "10.80", "GiB"]
     row = next(line for line in lines if line.startswith("--accumulate 4 --checkpoint"))
     assert row.split()[3:7] == ["3.35", "GiB", "–", "−69"]
 
 
-def test_a_breakdown_that_is_foretold_says_so() -> None:
+def test_a_breakdown_that_is_predicted_says_so() -> None:
     printed = text.breakdown(replace(samples.prediction("--fp16", 3.0, 1.0), peak_reserved_bytes=4 * GIB))
     assert printed.splitlines()[0] == "--fp16 · H100 SXM · predicted"
     assert printed.splitlines()[-2:] == ["peak allocated     3.00 GiB", "peak reserved      4.00 GiB"]

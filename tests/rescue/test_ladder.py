@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memlab.errors import PlanError
-from memlab.lattice import lattice
 from memlab.plan import FIELDS, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan_space import plan_space
 from memlab.records import Prediction
 from memlab.rescue.ladder import Place, Rung, contains, next_plans, pinned
 
@@ -25,7 +25,7 @@ def flags(plan: str, place: Place = Place.FORWARD, rows: int = 4, **options: Any
     return [rung.plan.label for rung in next_plans(Plan.parse(plan), place, rows=rows, **options)]
 
 
-def foretold(
+def predicted(
     plan: str, gib: float, seconds: float = math.nan, *, doubt: float = 0.0, refused: str = ""
 ) -> tuple[Plan, Prediction]:
     size_bytes = round(gib * 2**30)
@@ -139,7 +139,7 @@ def test_gradient_release_stays_where_it_is() -> None:
     assert all("--release-grads" in rung for rung in rungs)
     assert len(rungs) == len(flags(""))
     assert not any("--fp16" in rung for rung in flags("--release-grads", half=Precision.FP16))
-    predictions = dict([foretold("--release-grads", 1), foretold("--release-grads --checkpoint", 1)])
+    predictions = dict([predicted("--release-grads", 1), predicted("--release-grads --checkpoint", 1)])
     assert not any("--release-grads" in rung for rung in flags("", predictions=predictions))
 
 
@@ -248,12 +248,12 @@ def test_nothing_above_the_top() -> None:
 def test_predicted_plans_come_first_by_their_speed() -> None:
     predictions = dict(
         [
-            foretold("", 9, 1.0),
-            foretold("--checkpoint", 4, 1.3),
-            foretold("--accumulate 2", 6, 1.1),
-            foretold("--accumulate 4", 5, 1.2),
-            foretold("--bf16", 6, 0.6),
-            foretold("--adam8bit", 7, 1.0),
+            predicted("", 9, 1.0),
+            predicted("--checkpoint", 4, 1.3),
+            predicted("--accumulate 2", 6, 1.1),
+            predicted("--accumulate 4", 5, 1.2),
+            predicted("--bf16", 6, 0.6),
+            predicted("--adam8bit", 7, 1.0),
         ]
     )
     rungs = list(next_plans(Plan(), Place.FORWARD, rows=4, keep=["offload", "loss", "tiling"], predictions=predictions))
@@ -275,9 +275,9 @@ def test_predicted_plans_come_first_by_their_speed() -> None:
 def test_what_surely_does_not_fit_is_skipped() -> None:
     predictions = dict(
         [
-            foretold("--accumulate 2", 6, 1.1, doubt=0.1),
-            foretold("--accumulate 4", 4.2, 1.2, doubt=0.1),
-            foretold("--checkpoint", 3, 1.3),
+            predicted("--accumulate 2", 6, 1.1, doubt=0.1),
+            predicted("--accumulate 4", 4.2, 1.2, doubt=0.1),
+            predicted("--checkpoint", 3, 1.3),
         ]
     )
     only = {"offload", "loss", "optimizer", "precision", "tiling"}
@@ -288,7 +288,7 @@ def test_what_surely_does_not_fit_is_skipped() -> None:
 
 
 def test_sizes_without_times_leave_the_usual_order() -> None:
-    predictions = dict([foretold("--checkpoint", 1), foretold("--accumulate 2", 6), foretold("--accumulate 4", 3)])
+    predictions = dict([predicted("--checkpoint", 1), predicted("--accumulate 2", 6), predicted("--accumulate 4", 3)])
     only = {"offload", "loss", "optimizer", "precision", "tiling"}
 
     rungs = flags("", keep=only, predictions=predictions, budget_bytes=4 * 2**30)
@@ -297,7 +297,7 @@ def test_sizes_without_times_leave_the_usual_order() -> None:
 
 
 def test_what_is_predicted_to_be_refused_is_left_out() -> None:
-    predictions = dict([foretold("--chunk-loss", 0, refused="loss: no large head"), foretold("--checkpoint", 1, 1.3)])
+    predictions = dict([predicted("--chunk-loss", 0, refused="loss: no large head"), predicted("--checkpoint", 1, 1.3)])
 
     rungs = flags("", predictions=predictions)
 
@@ -307,7 +307,7 @@ def test_what_is_predicted_to_be_refused_is_left_out() -> None:
 
 def test_predictions_of_other_ways_to_train_are_not_rungs() -> None:
     predictions = dict(
-        foretold(plan, 1, 1.0)
+        predicted(plan, 1, 1.0)
         for plan in ("--optim sgd", "--optim adafactor", "--precision pure-bf16", "--fp16", "--accumulate 16")
     )
 
@@ -315,13 +315,13 @@ def test_predictions_of_other_ways_to_train_are_not_rungs() -> None:
 
 
 def test_predictions_that_take_something_off_are_not_rungs() -> None:
-    predictions = dict([foretold("--checkpoint", 1, 1.3), foretold("--accumulate 8", 1, 1.3)])
+    predictions = dict([predicted("--checkpoint", 1, 1.3), predicted("--accumulate 8", 1, 1.3)])
 
     assert flags("--accumulate 4 --chunk-loss", rows=4, predictions=predictions) == flags("--accumulate 4 --chunk-loss")
 
 
 def test_in_the_update_predictions_of_passes_do_not_count() -> None:
-    predictions = dict([foretold("--checkpoint", 1, 1.3), foretold("--adam8bit", 1, 1.0)])
+    predictions = dict([predicted("--checkpoint", 1, 1.3), predicted("--adam8bit", 1, 1.0)])
 
     assert flags("", Place.STEP, predictions=predictions) == [
         "--offload optimizer",
@@ -396,9 +396,9 @@ def questions(draw: st.DrawFn) -> tuple[Plan, Place, dict[str, Any]]:
     }
     if draw(st.booleans()):
         seconds = st.sampled_from([0.5, 1.0, 1.1, 1.3, math.nan])
-        known = draw(st.sets(st.sampled_from(lattice(wide=True)), max_size=30))
+        known = draw(st.sets(st.sampled_from(plan_space(wide=True)), max_size=30))
         options["predictions"] = dict(
-            foretold(str(plan), draw(st.integers(1, 8)), draw(seconds), doubt=0.1) for plan in sorted(known, key=str)
+            predicted(str(plan), draw(st.integers(1, 8)), draw(seconds), doubt=0.1) for plan in sorted(known, key=str)
         )
         options["budget_bytes"] = draw(st.sampled_from([None, 2 * 2**30, 4 * 2**30]))
     return draw(plans), draw(st.sampled_from(Place)), options

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from memlab.measuring.cpu import CpuDevice
+from memlab.out_of_memory import requested_bytes
 from memlab.plan import Plan
 from memlab.records import Prediction
 from memlab.rescue.ladder import Place
 from memlab.rescue.nothing_fits import Attempt, Room, nothing_fits
-from memlab.shortage import requested_bytes
 
 GIB = 2**30
 LEDGER = (
@@ -146,25 +146,25 @@ def test_errors_without_numbers() -> None:
     assert sentence(1, only_asked, capacity_bytes=GIB) == "The last of them asked for 4.00 GiB"
 
 
-def foretold(gib: float, refused: str = "") -> Prediction:
+def predicted(gib: float, refused: str = "") -> Prediction:
     size_bytes = round(gib * GIB)
     return Prediction("", "", size_bytes, None, 0, {}, (), 1, 1, 0, (size_bytes, size_bytes), (1, 1), refused=refused)
 
 
 def test_a_prediction_that_says_more() -> None:
     gpu = "use a GPU with the memory of a GTX 1080 (8.00 GiB)"
-    assert sentence(1, attempt(), predictions={Plan(): foretold(6)}) == (
+    assert sentence(1, attempt(), predictions={Plan(): predicted(6)}) == (
         "The last of them asked for 1.00 GiB where 512.0 MiB of 4.00 GiB was free; it is predicted to need 6.00 GiB, 2.00 GiB "
         f"more than there is: {gpu}"
     )
     nothing = attempt(error="CUDA error: out of memory")
-    assert sentence(1, nothing, predictions={Plan(): foretold(6)}, capacity_bytes=4 * GIB) == (
+    assert sentence(1, nothing, predictions={Plan(): predicted(6)}, capacity_bytes=4 * GIB) == (
         "How much was missing is not known, as the error names no size; it is predicted to need 6.00 GiB, 2.00 GiB more than "
         f"there is: {gpu}"
     )
 
 
-@pytest.mark.parametrize("prediction", [foretold(3), foretold(4.25), foretold(9, refused="no")])
+@pytest.mark.parametrize("prediction", [predicted(3), predicted(4.25), predicted(9, refused="no")])
 def test_a_prediction_that_says_less_than_the_error(prediction: Prediction) -> None:
     assert "so it needs at least 4.50 GiB" in sentence(1, attempt(), predictions={Plan(): prediction})
 

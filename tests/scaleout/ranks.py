@@ -1,4 +1,4 @@
-"""Runs on ranks whose memory and collectives are counted, beside what is foretold for them."""
+"""Runs on ranks whose memory and collectives are counted, beside what is predicted for them."""
 
 from __future__ import annotations
 

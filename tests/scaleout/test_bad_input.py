@@ -17,7 +17,7 @@ import pytest
 
 from memlab import Workload, launch
 from memlab.errors import MissingExtraError, ScaleError
-from memlab.scaleout import async_io, homecoming, launching, shipping, tensors
+from memlab.scaleout import async_io, launching, restoring, serialization, tensors
 from memlab.scaleout.worker import Home
 from memlab.snapshot import Snapshot, random_states
 from tests.helpers.needs import needs
@@ -105,7 +105,7 @@ def come_home(folder: Path) -> tuple[Workload, Home]:
     groups = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in there.optimizers]
     assert there.scheduler is not None
     home = Home(None, groups, [{}], there.scheduler.state_dict(), random_states(there.device))
-    return there, shipping.unpack(shipping.pack({"home": home}, {}), shipping.Apart.placeholder)["home"]
+    return there, serialization.unpack(serialization.pack({"home": home}, {}), serialization.Apart.placeholder)["home"]
 
 
 def test_an_interrupt_before_the_first_write_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -116,22 +116,22 @@ def test_an_interrupt_before_the_first_write_changes_nothing(monkeypatch: pytest
     def interrupted(*_args: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(homecoming.tensors, "fill", interrupted)
+    monkeypatch.setattr(restoring.tensors, "fill", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        homecoming.bring_home(tmp_path, home, workload)
+        restoring.restore_results(tmp_path, home, workload)
     assert before.differences(Snapshot(workload)) == []
 
 
 def test_an_interrupt_between_writes_waits_for_the_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     there, home = come_home(tmp_path)
     workload = gpt2()
-    write = homecoming._write_model
+    write = restoring._write_model
 
     def pressed(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         write(*args)
 
-    monkeypatch.setattr(homecoming, "_write_model", pressed)
+    monkeypatch.setattr(restoring, "_write_model", pressed)
     with pytest.raises(KeyboardInterrupt):
-        homecoming.bring_home(tmp_path, home, workload)
+        restoring.restore_results(tmp_path, home, workload)
     assert Snapshot(there).differences(Snapshot(workload)) == []

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from memlab.comparison import FoundPlan
-from memlab.lattice import lattice
 from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision
+from memlab.plan_space import plan_space
 from memlab.records import Measurement, Prediction, out_of_memory
 from memlab.search.deciding import Search
 from memlab.search.trials import best_of_trials
 
-PLANS = lattice(rows=16)
+PLANS = plan_space(rows=16)
 SETTINGS = (
     "accumulation",
     "checkpointing",

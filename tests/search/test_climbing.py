@@ -93,7 +93,7 @@ def test_rows_stand_on_the_levers_that_were_kept(load: Workload) -> None:
 
 
 @pytest.mark.full
-def test_what_gave_nothing_is_tried_again_when_it_is_foretold_to_help(load: Workload) -> None:
+def test_what_gave_nothing_is_tried_again_when_it_is_predicted_to_help(load: Workload) -> None:
     climbed = ladder(
         load, ["--chunk-loss", "--accumulate 4", "--release-grads", "--offload optimizer"], steps=1, progress=quiet
     )
@@ -178,7 +178,7 @@ def test_ctrl_c_ends_it_with_the_rows_so_far(plain: Workload, at_call: int) -> N
 
     plain.loss_fn = counted
     before = Snapshot(plain)
-    climbed = _without_foresight(lambda: ladder(plain, ["--bf16", "--offload optimizer", "--adam8bit"], steps=1))
+    climbed = _without_predictions(lambda: ladder(plain, ["--bf16", "--offload optimizer", "--adam8bit"], steps=1))
     assert before.differences(Snapshot(plain)) == []
     assert sessions() == ()
     assert 1 <= len(climbed.rungs) < 4
@@ -195,7 +195,7 @@ def test_ctrl_c_before_the_first_row_is_raised(plain: Workload) -> None:
     plain.loss_fn = at_once
     before = Snapshot(plain)
     with pytest.raises(KeyboardInterrupt):
-        _without_foresight(lambda: ladder(plain, ["--bf16"], steps=1))
+        _without_predictions(lambda: ladder(plain, ["--bf16"], steps=1))
     assert before.differences(Snapshot(plain)) == []
 
 
@@ -225,7 +225,7 @@ SAID = {
 }
 
 
-def made_up(foreteller: object, plan: Plan, measured: object) -> Prediction:
+def made_up(predictor: object, plan: Plan, measured: object) -> Prediction:
     """A prediction that follows `SAID`."""
     said = [SAID[f"--offload {what}"] for what, _ in plan.offload]
     said += [SAID[flag] for flag in ("--adam8bit", "--bf16") if flag in str(plan)]
@@ -238,7 +238,7 @@ def made_up(foreteller: object, plan: Plan, measured: object) -> Prediction:
 def test_by_gain_free_levers_come_first_then_most_bytes_for_a_second(
     plain: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(climbing, "foretold_by", made_up)
+    monkeypatch.setattr(climbing, "predicted_by", made_up)
     climbed = ladder(plain, list(SAID), order="gain", steps=1, progress=quiet)
     assert [rung.lever for rung in climbed.rungs[1:5]] == [
         "--adam8bit", "--offload activations", "--offload optimizer", "--bf16"
@@ -254,7 +254,7 @@ def test_by_gain_with_real_predictions(load: Workload) -> None:
 
 
 class Deciding(torch.nn.Module):
-    """What it computes depends on values, so that nothing can be foretold."""
+    """What it computes depends on values, so that nothing can be predicted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,12 +312,12 @@ def test_what_is_missing_is_said(load: Workload) -> None:
         ladder(load, ["--bf16"])
 
 
-def _without_foresight(climb: Callable[[], Ladder]) -> Ladder:
+def _without_predictions(climb: Callable[[], Ladder]) -> Ladder:
     """Calls of the loss are then those of real steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(climbing, "foretold_by", _nothing_foretold)
+        patch.setattr(climbing, "predicted_by", _nothing_predicted)
         return climb()
 
 
-def _nothing_foretold(*_: object) -> None:
+def _nothing_predicted(*_: object) -> None:
     raise WorkloadError("not now")

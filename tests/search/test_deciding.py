@@ -87,15 +87,15 @@ def test_how_often_the_best_is_found_when_settings_are_mispredicted(
     assert found >= least_share
 
 
-def test_transfers_that_are_slower_than_foretold_are_not_taken_on_trust() -> None:
+def test_transfers_that_are_slower_than_predicted_are_not_taken_on_trust() -> None:
     spilled, half = Plan.parse("--offload activations"), Plan.parse("--adam8bit")
     machine = Machine(0)
     machine.adam8bit, machine.update, machine.move_activations = 1.0, 0.2, 2.0
-    foretold = [
+    predicted = [
         replace(machine.prediction(plan), step_seconds=seconds, interval_seconds=(seconds / 2, seconds * 2))
         for plan, seconds in ((spilled, 1.0), (half, 1.5))
     ]
-    known = Search("synthetic", machine.budget(1), [spilled, half], foretold)
+    known = Search("synthetic", machine.budget(1), [spilled, half], predicted)
     found = best_of_trials(known, lambda plan: machine.run(plan, machine.budget(1)), 3, lambda line: None)
     assert machine.ran == [spilled, half]
     assert found.plan == half
@@ -111,7 +111,7 @@ def test_one_trial_is_enough_where_nothing_is_close() -> None:
 
 def test_a_plan_that_ran_out_of_memory_corrects_the_others() -> None:
     machine = Machine(5)
-    machine.memory_errors["overall"] = 0.8  # all peaks are higher than foretold, beyond any interval
+    machine.memory_errors["overall"] = 0.8  # all peaks are higher than predicted, beyond any interval
     budget_bytes = machine.budget(0.6)
     known = Search("synthetic", budget_bytes, PLANS, machine.predictions())
     first = known.next_plan(3)

@@ -26,7 +26,7 @@ FEW = [Plan.parse(flags) for flags in ("", "--chunk-loss", "--checkpoint", "--ac
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Workload:
-    monkeypatch.setattr(finding, "lattice", lambda *args, **more: tuple(FEW))
+    monkeypatch.setattr(finding, "plan_space", lambda *args, **more: tuple(FEW))
     load = workload(gpt2(), **ragged_batch())
     load.scheduler = torch.optim.lr_scheduler.LambdaLR(load.optimizers[0], lambda step: 0.9**step)
     return load
@@ -62,7 +62,7 @@ def test_what_does_not_fit_really_runs_out_of_memory(load: Workload, monkeypatch
         return [replace(p, interval_bytes=(1, p.peak_allocated_bytes)) for p in shrunk] + honest[1:]
 
     monkeypatch.setattr(finding, "predict_all", hopeful)
-    monkeypatch.setattr(finding, "lattice", lambda *args, **more: (FEW[0], FEW[-1]))
+    monkeypatch.setattr(finding, "plan_space", lambda *args, **more: (FEW[0], FEW[-1]))
     honest[1:] = [replace(honest[-1], step_seconds=2.0)]
     before = Snapshot(load)
     found = find_plan(load, f"{int(whole * 0.8)}B", steps=1, progress=lambda line: None)
@@ -77,9 +77,9 @@ def test_choosing_runs_nothing(load: Workload, monkeypatch: pytest.MonkeyPatch) 
     predictions = predict_all(load, plans=FEW)
     whole, smallest = (choose([p.interval_bytes[1] for p in predictions]) for choose in (max, min))
     assert choose_plan(load, whole)[0] == Plan()
-    chosen, foretold = choose_plan(load, smallest)
+    chosen, predicted = choose_plan(load, smallest)
     assert chosen.label == min(predictions, key=lambda p: p.interval_bytes[1]).plan
-    assert [p.plan for p in foretold] == [plan.label for plan in FEW]
+    assert [p.plan for p in predicted] == [plan.label for plan in FEW]
     with pytest.raises(BudgetError, match=r"^nothing fits into 1.0 KiB for GPT2LMHeadModel "):
         choose_plan(load, 1024)
 
@@ -120,7 +120,7 @@ def test_a_gpu_is_offered_the_16_bits_it_has(
     load: Workload, monkeypatch: pytest.MonkeyPatch, device: str | Gpu | None, half: str
 ) -> None:
     asked: list[Precision] = []
-    monkeypatch.setattr(finding, "lattice", lambda *args, half, **more: asked.append(half) or FEW[:1])
+    monkeypatch.setattr(finding, "plan_space", lambda *args, half, **more: asked.append(half) or FEW[:1])
     choose_plan(load, 2**40, device=device)
     assert asked == [half]
 

@@ -204,9 +204,9 @@ def test_encoder_and_decoder_share_a_budget() -> None:
 def test_predictions_are_exact_on_the_ledger(flags: str) -> None:
     load = workload(gpt2(layers=4), **ragged_batch())
     plan = f"--checkpoint budget:1MiB {flags}"
-    foretold, found = predict(load, plan), measure(load, plan, steps=1)
-    assert abs(foretold.peak_allocated_bytes / found.peak_allocated_bytes - 1) < 0.001
-    assert [note for note in found.notes if "blocks" in note] == [note for note in foretold.notes if "blocks" in note]
+    predicted, found = predict(load, plan), measure(load, plan, steps=1)
+    assert abs(predicted.peak_allocated_bytes / found.peak_allocated_bytes - 1) < 0.001
+    assert [note for note in found.notes if "blocks" in note] == [note for note in predicted.notes if "blocks" in note]
 
 
 def test_a_budget_for_micro_batches_may_be_too_small_for_the_batch() -> None:
@@ -214,8 +214,8 @@ def test_a_budget_for_micro_batches_may_be_too_small_for_the_batch() -> None:
     with pytest.raises(RefusalError, match="recomputed they still keep their inputs"):
         predict(load, "--checkpoint budget:200KiB")
     plan = "--checkpoint budget:200KiB --accumulate 4"
-    foretold, found = predict(load, plan), measure(load, plan, steps=1)
-    assert abs(foretold.peak_allocated_bytes / found.peak_allocated_bytes - 1) < 0.001
+    predicted, found = predict(load, plan), measure(load, plan, steps=1)
+    assert abs(predicted.peak_allocated_bytes / found.peak_allocated_bytes - 1) < 0.001
 
 
 @pytest.mark.parametrize("flags", ["", "--accumulate 2 "])

@@ -397,9 +397,9 @@ def test_a_rescue_finds_it() -> None:
 def test_predictions_agree_with_the_ledger(flags: str) -> None:
     load = workload(deep(layers=4, width=128), **batch())
     training_step(load)
-    measured, foretold = measure(load, flags, steps=2), predict(load, flags)
-    assert abs(foretold.peak_allocated_bytes / measured.peak_allocated_bytes - 1) < 0.005
-    assert abs(foretold.host_bytes / measured.host_bytes - 1) < 0.005
+    measured, predicted = measure(load, flags, steps=2), predict(load, flags)
+    assert abs(predicted.peak_allocated_bytes / measured.peak_allocated_bytes - 1) < 0.005
+    assert abs(predicted.host_bytes / measured.host_bytes - 1) < 0.005
 
 
 def test_nothing_is_left_behind() -> None:

@@ -225,8 +225,8 @@ def wide(blocks: int = 2) -> Workload:
 @pytest.mark.parametrize("flags", ["--tile 4", "--tile 4 --checkpoint", "--bf16 --tile 4", "--tile 2 --accumulate 2"])
 def test_predictions_are_exact_on_the_ledger(flags: str) -> None:
     load = wide()
-    foretold, found = predict(load, flags), measure(load, flags, steps=1)
-    assert abs(foretold.peak_allocated_bytes / found.peak_allocated_bytes - 1) < 0.002
+    predicted, found = predict(load, flags), measure(load, flags, steps=1)
+    assert abs(predicted.peak_allocated_bytes / found.peak_allocated_bytes - 1) < 0.002
 
 
 def test_the_wide_result_never_exists_whole() -> None:

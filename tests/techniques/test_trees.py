@@ -78,15 +78,15 @@ def test_models_for_images_train_as_without_it(name: str, setting: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "most"), [("resnet", 0.9), ("unet", 0.7), ("vae", 0.8), ("sequential", 0.7)])
-def test_models_for_images_keep_less_and_are_foretold(name: str, most: float) -> None:
+def test_models_for_images_keep_less_and_are_predicted(name: str, most: float) -> None:
     load = vision_workload(name)
-    plain, found, foretold = (
+    plain, found, predicted = (
         measure(load, "", steps=1),
         measure(load, "--checkpoint", steps=1),
         predict(load, "--checkpoint"),
     )
     assert found.breakdown[Category.ACTIVATIONS] < most * plain.breakdown[Category.ACTIVATIONS]
-    assert foretold.peak_allocated_bytes == found.peak_allocated_bytes
+    assert predicted.peak_allocated_bytes == found.peak_allocated_bytes
 
 
 def test_a_budget_for_parts_of_a_model_holds() -> None:

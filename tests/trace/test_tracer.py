@@ -1,4 +1,4 @@
-"""Fake steps and their parts: against the ledger on the live model, and where a step cannot be foretold."""
+"""Fake steps and their parts: against the ledger on the live model, and where a step cannot be predicted."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class _Square(torch.autograd.Function):
 
 
 def test_functions_with_their_own_backward() -> None:
-    foretold, measured = peaks(computing(lambda layer, inputs: _Square.apply(layer(inputs))))
-    assert foretold == measured
+    predicted, measured = peaks(computing(lambda layer, inputs: _Square.apply(layer(inputs))))
+    assert predicted == measured
 
 
 def test_batches_with_words_and_nested_structures() -> None:
@@ -140,8 +140,8 @@ def test_batches_with_words_and_nested_structures() -> None:
     batch = {"inputs": {"x": values}, "names": ["first", "b", "c", "d"], "more": (values, None, 3)}
     workload = Workload(model, torch.optim.AdamW(model.parameters()), batch=batch)
     for flags in ("", "--accumulate 2"):
-        foretold, measured = peaks(workload, flags)
-        assert foretold == pytest.approx(measured, rel=0.002)
+        predicted, measured = peaks(workload, flags)
+        assert predicted == pytest.approx(measured, rel=0.002)
 
 
 def test_decisions_from_integers_are_the_real_ones() -> None:
@@ -173,8 +173,8 @@ def test_a_model_in_bf16_as_written() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1)).bfloat16()
     batch = ((torch.randn(4, 8).bfloat16(),), torch.randn(4, 1).bfloat16())
     workload = Workload(model, torch.optim.AdamW(model.parameters()), batch=batch, loss_fn=F.l1_loss)
-    foretold, measured = peaks(workload)
-    assert foretold == measured
+    predicted, measured = peaks(workload)
+    assert predicted == measured
 
 
 def test_several_optimizers() -> None:
@@ -184,8 +184,8 @@ def test_several_optimizers() -> None:
         torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9),
     ]
     batch = ((torch.randn(4, 8),), torch.randn(4, 1))
-    foretold, measured = peaks(Workload(model, optimizers, batch=batch, loss_fn=F.l1_loss))
-    assert foretold == measured
+    predicted, measured = peaks(Workload(model, optimizers, batch=batch, loss_fn=F.l1_loss))
+    assert predicted == measured
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_optimizers_of_torch(name: str) -> None:
     model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.ReLU(), nn.Linear(64, 1, bias=False))
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
     batch = ((torch.randn(4, 8),), torch.randn(4, 1))
-    foretold, measured = peaks(Workload(model, optimizer, batch=batch, loss_fn=F.l1_loss))
-    assert foretold == measured
+    predicted, measured = peaks(Workload(model, optimizer, batch=batch, loss_fn=F.l1_loss))
+    assert predicted == measured
 
 
 @pytest.mark.parametrize("setting", ["foreach", "fused", "amsgrad", "maximize"])
@@ -210,11 +210,11 @@ def test_settings_of_adam(setting: str) -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), **{setting: True})
     batch = ((torch.randn(4, 8),), torch.randn(4, 1))
-    foretold, measured = peaks(Workload(model, optimizer, batch=batch, loss_fn=F.l1_loss))
-    assert foretold == measured
+    predicted, measured = peaks(Workload(model, optimizer, batch=batch, loss_fn=F.l1_loss))
+    assert predicted == measured
 
 
-# -- what cannot be foretold -------------------------------------------------------------------
+# -- what cannot be predicted -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ def test_a_loop_may_look_at_its_loss() -> None:
 
     batch = ((torch.randn(4, 8),), torch.randn(4, 8))
     workload = Workload(model, torch.optim.AdamW(model.parameters()), batch=batch, loss_fn=looking)
-    foretold, measured = peaks(workload)
-    assert foretold == pytest.approx(measured, rel=0.005)
+    predicted, measured = peaks(workload)
+    assert predicted == pytest.approx(measured, rel=0.005)
 
 
 @pytest.mark.parametrize("has_gradients", [False, True])
@@ -304,8 +304,8 @@ def test_a_loss_that_is_a_module_may_have_parameters() -> None:
     model, criterion = nn.Linear(8, 8), Weighted()
     optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()])
     workload = Workload(model, optimizer, batch=((torch.randn(64, 8),), torch.randn(64, 8)), loss_fn=criterion)
-    foretold, measured = peaks(workload)
-    assert foretold == pytest.approx(measured, rel=0.01)
+    predicted, measured = peaks(workload)
+    assert predicted == pytest.approx(measured, rel=0.01)
     assert criterion.weight.grad is None
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from memlab import Workload, fit
-from memlab.rescue.own_code import OwnCode, _Held
+from memlab.rescue.loop_code import LoopCode, _Held
 from memlab.session import Session
 from tests.loops.cases import Tower, pairs
 from tests.rescue.faults import Faults
@@ -67,9 +67,9 @@ def test_it_watches_from_the_model_call_to_the_step(session: Session, model: nn.
     assert stack() == []
     inputs, targets = batch()
     loss = F.cross_entropy(model(inputs), targets)
-    assert stack() == ["OwnCode"]
+    assert stack() == ["LoopCode"]
     loss.backward()
-    assert stack() == ["OwnCode"]
+    assert stack() == ["LoopCode"]
     optimizer.step()
     assert stack() == []
 
@@ -85,7 +85,7 @@ def test_evaluation_does_not_begin_it(session: Session, model: nn.Module) -> Non
 def test_it_ends_with_the_session(model: nn.Module, optimizer: Optimizer) -> None:
     with fit(Workload(model, optimizer), rescue=True):
         model(batch()[0])
-        assert stack() == ["OwnCode"]
+        assert stack() == ["LoopCode"]
     assert stack() == []
 
 
@@ -107,10 +107,10 @@ def test_one_for_two_sessions_each(model: nn.Module, optimizer: Optimizer) -> No
     with fit(Workload(model, optimizer), rescue=True), fit(Workload(other, other_optimizer), rescue=True):
         for _ in range(2):
             loss = F.cross_entropy(model(inputs) + other(inputs), targets)
-            assert stack() == ["OwnCode", "OwnCode"]
+            assert stack() == ["LoopCode", "LoopCode"]
             loss.backward()
             optimizer.step()
-            assert stack() == ["OwnCode"]
+            assert stack() == ["LoopCode"]
             other_optimizer.step()
             assert stack() == []
 
@@ -246,21 +246,21 @@ def owner() -> Freeing:
 
 
 @pytest.fixture
-def own_code(owner: Freeing) -> Iterator[OwnCode]:
-    watching = OwnCode(owner)
+def loop_code(owner: Freeing) -> Iterator[LoopCode]:
+    watching = LoopCode(owner)
     watching.begin()
     yield watching
     watching.end()
 
 
-def test_a_function_that_ran_out_is_called_again(own_code: OwnCode, owner: Freeing) -> None:
+def test_a_function_that_ran_out_is_called_again(loop_code: LoopCode, owner: Freeing) -> None:
     with Faults([1, 2]):
         found = torch.full((3,), 2.0) * 3
     assert found.tolist() == [6.0, 6.0, 6.0]
     assert owner.attempts == [1, 2]
 
 
-def test_another_error_is_not_retried(own_code: OwnCode, owner: Freeing) -> None:
+def test_another_error_is_not_retried(loop_code: LoopCode, owner: Freeing) -> None:
     with pytest.raises(RuntimeError, match="must match"):
         _ = torch.ones(2) + torch.ones(3)
     assert owner.attempts == []
@@ -276,7 +276,7 @@ class _FailingAfterWriting(Faults):
         return out
 
 
-def test_functions_that_write_into_lists_are_not_called_again(own_code: OwnCode, owner: Freeing) -> None:
+def test_functions_that_write_into_lists_are_not_called_again(loop_code: LoopCode, owner: Freeing) -> None:
     tensors = [torch.ones(3), torch.ones(3)]
     with pytest.raises(torch.OutOfMemoryError), _FailingAfterWriting():
         torch._foreach_mul_(tensors, 2.0)
@@ -285,7 +285,7 @@ def test_functions_that_write_into_lists_are_not_called_again(own_code: OwnCode,
 
 
 @pytest.mark.parametrize("write", ["clamp", "norm"])
-def test_helpers_that_write_gradients_write_them_once(write: str, own_code: OwnCode, owner: Freeing) -> None:
+def test_helpers_that_write_gradients_write_them_once(write: str, loop_code: LoopCode, owner: Freeing) -> None:
     """Functions such as `clip_grad_norm_` are Python around several of torch's: each is retried by itself."""
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
 
@@ -307,7 +307,7 @@ def test_helpers_that_write_gradients_write_them_once(write: str, own_code: OwnC
     assert len(owner.attempts) == max(0, count.count - 3)
 
 
-def test_random_numbers_are_drawn_once(own_code: OwnCode, owner: Freeing) -> None:
+def test_random_numbers_are_drawn_once(loop_code: LoopCode, owner: Freeing) -> None:
     inputs = torch.ones(64, requires_grad=True)
     torch.manual_seed(3)
     with Faults() as count:
@@ -321,7 +321,7 @@ def test_random_numbers_are_drawn_once(own_code: OwnCode, owner: Freeing) -> Non
     assert len(owner.attempts) == count.count
 
 
-def test_what_is_saved_is_let_go_of_with_the_graph(own_code: OwnCode, owner: Freeing) -> None:
+def test_what_is_saved_is_let_go_of_with_the_graph(loop_code: LoopCode, owner: Freeing) -> None:
     leaf = torch.randn(100, requires_grad=True)
     hidden = leaf * 2
     squared = hidden * hidden
@@ -333,7 +333,7 @@ def test_what_is_saved_is_let_go_of_with_the_graph(own_code: OwnCode, owner: Fre
     assert not any(isinstance(kept, _Held) for kept in gc.get_objects())
 
 
-def test_saved_tensors_are_freed_by_backward(own_code: OwnCode, owner: Freeing) -> None:
+def test_saved_tensors_are_freed_by_backward(loop_code: LoopCode, owner: Freeing) -> None:
     leaf = torch.randn(100, requires_grad=True)
     loss = (leaf.exp() * 2).log().sum()
     loss.backward()
@@ -343,7 +343,7 @@ def test_saved_tensors_are_freed_by_backward(own_code: OwnCode, owner: Freeing) 
         loss.backward()
 
 
-def test_a_tensor_changed_in_place_is_found(own_code: OwnCode) -> None:
+def test_a_tensor_changed_in_place_is_found(loop_code: LoopCode) -> None:
     leaf = torch.randn(100, requires_grad=True)
     hidden = leaf.exp()
     loss = (hidden * hidden).sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab.live.wishes import Wishes
+from memlab.live.pending_changes import PendingChanges
 from memlab.moment import Asked
 from memlab.plan import FIELDS, Plan
 
@@ -17,38 +17,38 @@ HAPPENINGS = st.lists(st.one_of(ASKS, st.just("boundary"), st.just("refusal")), 
 @settings(deadline=None)
 @given(HAPPENINGS)
 def test_whatever_happens_the_state_is_one_of_four_and_true(happenings: list[object]) -> None:
-    wishes, step = Wishes(), 0
+    pending_changes, step = PendingChanges(), 0
     for happening in happenings:
         if isinstance(happening, tuple):
-            wishes.ask(*happening)
-        elif wishes.target is not None:
+            pending_changes.ask(*happening)
+        elif pending_changes.target is not None:
             step += 1
             if happening == "boundary":
-                wishes.came_true(wishes.target, step)
+                pending_changes.came_true(pending_changes.target, step)
             else:
-                wishes.came_to_nothing(wishes.target, "it cannot be")
-        wanted = wishes.target or wishes.plan
-        for spec, toggle in zip(FIELDS, wishes.toggles, strict=True):
-            assert spec.parse(toggle.value) == getattr(wishes.plan, spec.name)
+                pending_changes.came_to_nothing(pending_changes.target, "it cannot be")
+        wanted = pending_changes.target or pending_changes.plan
+        for spec, toggle in zip(FIELDS, pending_changes.toggles, strict=True):
+            assert spec.parse(toggle.value) == getattr(pending_changes.plan, spec.name)
             if toggle.asked is Asked.PENDING:
                 assert spec.parse(toggle.wanted) == getattr(wanted, spec.name)
                 assert toggle.wanted != toggle.value
             elif toggle.asked is not Asked.REFUSED:
                 assert toggle.wanted == toggle.value
-                assert getattr(wanted, spec.name) == getattr(wishes.plan, spec.name)
+                assert getattr(wanted, spec.name) == getattr(pending_changes.plan, spec.name)
             assert (toggle.step is not None) == (toggle.asked is Asked.APPLIED)
             assert bool(toggle.reason) == (toggle.asked is Asked.REFUSED)
 
 
 def test_a_plan_that_comes_unasked_is_told_as_well() -> None:
-    wishes = Wishes()
-    wishes.came_true(Plan.parse("--accumulate 2"), 7)
-    assert wishes.toggle("accumulation").text == "applied at step 7"
+    pending_changes = PendingChanges()
+    pending_changes.came_true(Plan.parse("--accumulate 2"), 7)
+    assert pending_changes.toggle("accumulation").text == "applied at step 7"
 
 
 def test_what_was_asked_for_meanwhile_still_waits() -> None:
-    wishes = Wishes()
-    wishes.ask("checkpointing", "full")
-    wishes.came_true(Plan.parse("--accumulate 2"), 7)
-    assert wishes.toggle("checkpointing").asked is Asked.PENDING
-    assert wishes.target == Plan.parse("--checkpoint")
+    pending_changes = PendingChanges()
+    pending_changes.ask("checkpointing", "full")
+    pending_changes.came_true(Plan.parse("--accumulate 2"), 7)
+    assert pending_changes.toggle("checkpointing").asked is Asked.PENDING
+    assert pending_changes.target == Plan.parse("--checkpoint")

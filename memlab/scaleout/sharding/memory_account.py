@@ -1,4 +1,4 @@
-"""`Book`: live bytes of a rank by what they are for, and the highest point."""
+"""`MemoryAccount`: live bytes of a rank by what they are for, and the highest point."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Part(StrEnum):
     WORKSPACES = "workspaces"
 
 
-class Book:
+class MemoryAccount:
     """Keeps account of a rank.
 
     Args:
@@ -31,10 +31,10 @@ class Book:
         at_peak: bytes by part there.
 
     Example:
-        >>> book = Book(has_host=False)
-        >>> book.add(Part.GATHERED, 100)
-        >>> book.add(Part.GATHERED, -60)
-        >>> book.peak_bytes, book.live[Part.GATHERED]
+        >>> account = MemoryAccount(has_host=False)
+        >>> account.add(Part.GATHERED, 100)
+        >>> account.add(Part.GATHERED, -60)
+        >>> account.peak_bytes, account.live[Part.GATHERED]
         (100, 40)
     """
 

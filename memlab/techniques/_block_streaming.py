@@ -213,7 +213,7 @@ class _Saved:
             return copy.to(self._dtype).as_strided(*self._geometry)
 
 
-class Residence:
+class BlockStreaming:
     """Streams the parameters of blocks.
 
     Args:
@@ -228,7 +228,7 @@ class Residence:
     Example:
         >>> from memlab.plan import Tier
         >>> block, residence = nn.Linear(2, 2), None
-        >>> residence = Residence([block], Link(block.weight.device))
+        >>> residence = BlockStreaming([block], Link(block.weight.device))
         >>> residence.send_away(block.weight, Spill(Tier.DISK))
         >>> resting = block.weight.data_ptr()
         >>> with residence.in_use(block):
@@ -417,8 +417,8 @@ class Residence:
 class _BlockHook:
     """A hook on a block."""
 
-    def __init__(self, residence: Residence, block: nn.Module) -> None:
-        self._residence = residence
+    def __init__(self, residence: BlockStreaming, block: nn.Module) -> None:
+        self._block_streaming = residence
         self._block = block
 
 
@@ -427,11 +427,11 @@ class _Begins(_BlockHook):
 
     def __call__(self, *_: Any) -> None:
         with uninterrupted():
-            self._residence.begin(self._block)
+            self._block_streaming.begin(self._block)
 
     def in_use(self) -> AbstractContextManager[None]:
         """See `memlab.techniques._modules.Use`."""
-        return self._residence.in_use_again(self._block)
+        return self._block_streaming.in_use_again(self._block)
 
 
 class _Ends(_BlockHook):
@@ -439,7 +439,7 @@ class _Ends(_BlockHook):
 
     def __call__(self, *_: Any) -> None:
         with uninterrupted():
-            self._residence.end(self._block)
+            self._block_streaming.end(self._block)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The lattice of plans: complete, in order, without conflicts."""
+"""The plan space of plans: complete, in order, without conflicts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memlab.lattice import EXACT_FIELDS, half_format, lattice
 from memlab.plan import FIELDS, Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision
+from memlab.plan_space import EXACT_FIELDS, half_format, plan_space
 
 FLAGS = ["", "--accumulate 3", "--checkpoint every:2", "--precision tf32", "--optim adafactor", "--optim sgd",
          "--optim paged-adam8bit", "--offload optimizer:disk", "--chunk-loss",
@@ -22,7 +22,7 @@ def on_the_model(plan: Plan) -> tuple[object, ...]:
 
 
 def test_every_combination_is_there_once() -> None:
-    plans = lattice(wide=True)
+    plans = plan_space(wide=True)
     assert len(plans) == len(set(plans)) == 5 * 3 * 3 * 2 * 4 * 2
     assert (
         Plan.parse("--accumulate 16 --checkpoint --bf16 --adam8bit --offload optimizer,activations --chunk-loss")
@@ -31,7 +31,7 @@ def test_every_combination_is_there_once() -> None:
 
 
 def test_few_traces_serve_the_usual_plans() -> None:
-    plans = lattice()
+    plans = plan_space()
     ways = {on_the_model(plan) for plan in plans}
     assert len(ways) == 10
     # all of them with every accumulation and everything that works on the optimizer
@@ -50,66 +50,66 @@ def test_few_traces_serve_the_usual_plans() -> None:
 @pytest.mark.parametrize("flags", FLAGS)
 def test_the_usual_plans_are_some_of_all(flags: str) -> None:
     fixed = Plan.parse(flags)
-    assert len({on_the_model(plan) for plan in lattice(fixed)}) <= 10
-    assert set(lattice(fixed)) <= set(lattice(fixed, wide=True))
+    assert len({on_the_model(plan) for plan in plan_space(fixed)}) <= 10
+    assert set(plan_space(fixed)) <= set(plan_space(fixed, wide=True))
 
 
 def test_what_is_fixed_does_not_count_as_unusual() -> None:
-    ways = {on_the_model(plan)[:2] for plan in lattice(Plan.parse("--chunk-loss"))}
+    ways = {on_the_model(plan)[:2] for plan in plan_space(Plan.parse("--chunk-loss"))}
     assert len(ways) == 6
-    assert any(plan.tier_of(Offloaded.ACTIVATIONS) for plan in lattice(Plan.parse("--checkpoint --bf16")))
+    assert any(plan.tier_of(Offloaded.ACTIVATIONS) for plan in plan_space(Plan.parse("--checkpoint --bf16")))
 
 
 def test_gradient_release_is_for_those_who_ask() -> None:
-    assert not any(plan.gradients is Gradients.RELEASE for plan in lattice(wide=True))
-    fixed = lattice(Plan.parse("--release-grads"))
-    assert len(fixed) == len(lattice())
+    assert not any(plan.gradients is Gradients.RELEASE for plan in plan_space(wide=True))
+    fixed = plan_space(Plan.parse("--release-grads"))
+    assert len(fixed) == len(plan_space())
     assert all(plan.gradients is Gradients.RELEASE for plan in fixed)
 
 
 @pytest.mark.parametrize("flags", FLAGS)
 def test_what_is_fixed_comes_first_and_stays(flags: str) -> None:
     fixed = Plan.parse(flags)
-    plans = lattice(fixed)
+    plans = plan_space(fixed)
     assert plans[0] == fixed
     assert all(getattr(plan, name) == getattr(fixed, name) for plan in plans for name in fixed.changes())
     assert all(len(a.changes()) <= len(b.changes()) for a, b in pairwise(plans))
 
 
 def test_the_order_is_the_same_every_time() -> None:
-    assert lattice() == lattice()
-    assert [plan.label for plan in lattice()[:3]] == ["as written", "--chunk-loss", "--offload optimizer"]
+    assert plan_space() == plan_space()
+    assert [plan.label for plan in plan_space()[:3]] == ["as written", "--chunk-loss", "--offload optimizer"]
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"), [(None, {1, 2, 4, 8, 16}), (1, {1}), (3, {1, 2}), (8, {1, 2, 4, 8}), (100, {1, 2, 4, 8, 16})]
 )
 def test_a_batch_is_split_into_its_rows_at_most(rows: int | None, expected: set[int]) -> None:
-    assert {plan.accumulation for plan in lattice(rows=rows)} == expected
+    assert {plan.accumulation for plan in plan_space(rows=rows)} == expected
 
 
 @pytest.mark.parametrize("flags", ["--optim paged-adam8bit", "--optim sgd"])
 def test_what_excludes_each_other_is_left_out(flags: str) -> None:
-    plans = lattice(Plan.parse(flags))
+    plans = plan_space(Plan.parse(flags))
     assert not any(plan.tier_of(Offloaded.OPTIMIZER) for plan in plans)
     assert any(plan.tier_of(Offloaded.ACTIVATIONS) for plan in plans)
 
 
 def test_lossless_varies_exact_settings_only() -> None:
-    plans = lattice(lossless=True)
+    plans = plan_space(lossless=True)
     assert {plan.precision for plan in plans} == {Precision.KEEP}
     assert {plan.optimizer for plan in plans} == {OptimizerChoice.KEEP}
     assert {plan.loss for plan in plans} == set(Loss)
     assert len(plans) == 5 * 6 * 2
-    assert len(lattice(lossless=True, wide=True)) == 5 * 3 * 4 * 2
-    with_8bit = lattice(Plan.parse("--adam8bit"), lossless=True)
+    assert len(plan_space(lossless=True, wide=True)) == 5 * 3 * 4 * 2
+    with_8bit = plan_space(Plan.parse("--adam8bit"), lossless=True)
     assert {(plan.precision, plan.optimizer) for plan in with_8bit} == {(Precision.KEEP, OptimizerChoice.ADAM8BIT)}
 
 
 def test_fp16_takes_the_place_of_bf16() -> None:
-    plans = lattice(half=Precision.FP16)
+    plans = plan_space(half=Precision.FP16)
     assert {plan.precision for plan in plans} == {Precision.KEEP, Precision.FP16}
-    assert len(plans) == len(lattice())
+    assert len(plans) == len(plan_space())
 
 
 @pytest.mark.parametrize(("capability", "half"), [(None, "bf16"), ((6, 1), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"),
@@ -124,6 +124,6 @@ def test_fields_named_exact_exist() -> None:
 
 @given(st.sampled_from(FLAGS), st.none() | st.integers(1, 40), st.booleans(), st.booleans())
 def test_it_is_a_set_of_plans_whatever_is_asked(flags: str, rows: int | None, lossless: bool, wide: bool) -> None:
-    plans = lattice(Plan.parse(flags), rows=rows, lossless=lossless, wide=wide)
+    plans = plan_space(Plan.parse(flags), rows=rows, lossless=lossless, wide=wide)
     assert len(plans) == len({plan.label for plan in plans})
-    assert set(plans) <= set(lattice(Plan.parse(flags), wide=wide))
+    assert set(plans) <= set(plan_space(Plan.parse(flags), wide=wide))

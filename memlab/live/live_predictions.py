@@ -1,4 +1,4 @@
-"""`Foretelling`: what is predicted for the settings of a live run, a plan at a time, for a batch of one size."""
+"""`LivePredictions`: what is predicted for the settings of a live run, a plan at a time, for a batch of one size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memlab.units import format_bytes
 from memlab.workload import Workload
 
 
-class Foretelling:
+class LivePredictions:
     """Predictions of one model's settings, by plan.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memlab.scaleout.shipping import Apart, pack, unpack
+from memlab.scaleout.serialization import Apart, pack, unpack
 
 
 def test_tensors_that_travel_apart_leave_their_keys_and_stay_shared() -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's divisions: optimizer state (1), gradients as well (2), parameters as well (3).
+"""DeepSpeed's shardings: optimizer state (1), gradients as well (2), parameters as well (3).
 
 Stages 1 and 2:
 
@@ -26,9 +26,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from memlab.scaleout.dividing.book import Book, Part
-from memlab.scaleout.dividing.division import Division, Flats
-from memlab.scaleout.dividing.shape import ModelShape
+from memlab.scaleout.sharding.memory_account import MemoryAccount, Part
+from memlab.scaleout.sharding.shape import ModelShape
+from memlab.scaleout.sharding.sharding import Flats, Sharding
 from memlab.scaleout.zero_sizes import ZeroSizes
 
 # what a rank's part of a flat tensor is a multiple of, in elements
@@ -38,7 +38,7 @@ _FP32_BYTES = 4
 _NORM_FACTOR = 2
 
 
-class Zero12(Division):
+class Zero12(Sharding):
     """Stages 1 and 2."""
 
     copies_outputs = (False, True)
@@ -62,45 +62,45 @@ class Zero12(Division):
     def stepped(self) -> Flats:
         return tuple(self._part(group) for group in self.model.groups)
 
-    def stands(self, book: Book) -> None:
+    def stands(self, account: MemoryAccount) -> None:
         stepped = {number for group in self.model.groups for number in group}
         others = [number for number in range(len(self.model.parameters)) if number not in stepped]
-        book.add(Part.PARAMETERS, self.model.size_bytes(others) + self.model.buffer_bytes + self._flat_bytes)
-        book.add(Part.OPTIMIZER_STATE, self._part_elements * _FP32_BYTES, host=self.offloads)
+        account.add(Part.PARAMETERS, self.model.size_bytes(others) + self.model.buffer_bytes + self._flat_bytes)
+        account.add(Part.OPTIMIZER_STATE, self._part_elements * _FP32_BYTES, host=self.offloads)
         if self.offloads:
             largest_bytes = self._largest_bytes
-            book.add(Part.PARAMETERS, self._part_bytes, host=True)
+            account.add(Part.PARAMETERS, self._part_bytes, host=True)
             # those DeepSpeed makes, and those that the state is made with (`memlab.scaleout.engines.zero`)
-            book.add(Part.GRADIENTS, 2 * self._part_elements * _FP32_BYTES, host=True)
-            book.add(Part.GRADIENTS, self._owned_bytes if self._stage == 2 else 0, host=True)
-            book.add(Part.BUFFERS, largest_bytes, host=True)
-            book.add(Part.BUFFERS, largest_bytes)
+            account.add(Part.GRADIENTS, 2 * self._part_elements * _FP32_BYTES, host=True)
+            account.add(Part.GRADIENTS, self._owned_bytes if self._stage == 2 else 0, host=True)
+            account.add(Part.BUFFERS, largest_bytes, host=True)
+            account.add(Part.BUFFERS, largest_bytes)
 
-    def settled(self, book: Book, parameter: int) -> None:
-        self._need_bucket(book)
+    def settled(self, account: MemoryAccount, parameter: int) -> None:
+        self._need_bucket(account)
         if self._stage == 2:
-            self._into_bucket(book, parameter)
+            self._into_bucket(account, parameter)
 
-    def backward_over(self, book: Book) -> None:
+    def backward_over(self, account: MemoryAccount) -> None:
         for parameter in [number for group in self.model.groups for number in group]:
-            if parameter in book.gradients:
-                self._into_bucket(book, parameter)
-        self._reduce(book)
-        book.add(Part.BUFFERS, -self._bucket_bytes)
+            if parameter in account.gradients:
+                self._into_bucket(account, parameter)
+        self._reduce(account)
+        account.add(Part.BUFFERS, -self._bucket_bytes)
         self._bucket_bytes = 0
 
-    def update_begins(self, book: Book) -> None:
+    def update_begins(self, account: MemoryAccount) -> None:
         if self.offloads:
             if self._stage == 2:
-                book.touch(Part.BUFFERS, (1 + _NORM_FACTOR) * self._largest_bytes)
+                account.touch(Part.BUFFERS, (1 + _NORM_FACTOR) * self._largest_bytes)
             return
-        book.add(Part.GRADIENTS, self._part_elements * _FP32_BYTES)
-        book.add(Part.GRADIENTS, -self._own_bytes)
+        account.add(Part.GRADIENTS, self._part_elements * _FP32_BYTES)
+        account.add(Part.GRADIENTS, -self._own_bytes)
 
-    def update_over(self, book: Book) -> None:
-        super().update_over(book)
+    def update_over(self, account: MemoryAccount) -> None:
+        super().update_over(account)
         if not self.offloads:
-            book.add(Part.GRADIENTS, -self._part_elements * _FP32_BYTES)
+            account.add(Part.GRADIENTS, -self._part_elements * _FP32_BYTES)
         self._own_bytes = 0
         self.wire.all_gathered(self._flat_bytes)
 
@@ -136,45 +136,45 @@ class Zero12(Division):
     def _flat_bytes(self) -> int:
         return self.ranks * self._part_bytes
 
-    def _need_bucket(self, book: Book) -> None:
+    def _need_bucket(self, account: MemoryAccount) -> None:
         if not self._bucket_bytes:
             self._bucket_bytes = self._bucket_elements * self._itemsize
-            book.add(Part.BUFFERS, self._bucket_bytes)
+            account.add(Part.BUFFERS, self._bucket_bytes)
 
     @property
     def _itemsize(self) -> int:
         return max((self.model.parameters[number].itemsize for number in self.model.trained), default=_FP32_BYTES)
 
-    def _into_bucket(self, book: Book, parameter: int) -> None:
+    def _into_bucket(self, account: MemoryAccount, parameter: int) -> None:
         shape = self.model.parameters[parameter]
         if self._in_bucket + shape.elements > self._bucket_elements:
-            self._reduce(book)
+            self._reduce(account)
         self._in_bucket += shape.elements
         self._bucketed_bytes += shape.size_bytes
         self._bucket_has_owned |= parameter in self._owned
         if shape.elements <= self._bucket_elements:
-            book.drop_gradient(parameter)
+            account.drop_gradient(parameter)
         else:
-            self._reduce(book, alone=parameter)
+            self._reduce(account, alone=parameter)
 
-    def _reduce(self, book: Book, alone: int | None = None) -> None:
+    def _reduce(self, account: MemoryAccount, alone: int | None = None) -> None:
         if not self._in_bucket:
             return
         if alone is None:
-            book.touch(Part.BUFFERS, self._bucketed_bytes)
+            account.touch(Part.BUFFERS, self._bucketed_bytes)
         if self.offloads and self._stage == 1:
-            book.touch(Part.BUFFERS, _NORM_FACTOR * self._largest_bytes)
+            account.touch(Part.BUFFERS, _NORM_FACTOR * self._largest_bytes)
         self.wire.all_reduced(self._bucketed_bytes)
         self._in_bucket = self._bucketed_bytes = 0
         if self._bucket_has_owned and not self._own_bytes and not self.offloads:
             self._own_bytes = self._owned_bytes
-            book.add(Part.GRADIENTS, self._own_bytes)
+            account.add(Part.GRADIENTS, self._own_bytes)
         self._bucket_has_owned = False
         if alone is not None:
-            book.drop_gradient(alone)
+            account.drop_gradient(alone)
 
 
-class Zero3(Division):
+class Zero3(Sharding):
     """Stage 3."""
 
     copies_outputs = (False, True)
@@ -201,50 +201,50 @@ class Zero3(Division):
     def stepped(self) -> Flats:
         return tuple(self._parts(group) for group in self.model.groups)
 
-    def stands(self, book: Book) -> None:
+    def stands(self, account: MemoryAccount) -> None:
         everything = tuple(range(len(self.model.parameters)))
-        book.add(Part.PARAMETERS, sum(self.model.parameters[n].part_bytes(self.ranks) for n in everything))
-        book.add(Part.PARAMETERS, self.model.buffer_bytes)
-        book.add(Part.GATHERED, self.model.size_bytes(self._kept))
+        account.add(Part.PARAMETERS, sum(self.model.parameters[n].part_bytes(self.ranks) for n in everything))
+        account.add(Part.PARAMETERS, self.model.buffer_bytes)
+        account.add(Part.GATHERED, self.model.size_bytes(self._kept))
         stepped = sum(self._parts(group) for group in self.model.groups)
-        book.add(Part.OPTIMIZER_STATE, stepped * _FP32_BYTES, host=self.offloads)
-        book.add(Part.GRADIENTS, stepped * _FP32_BYTES, host=self.offloads)
+        account.add(Part.OPTIMIZER_STATE, stepped * _FP32_BYTES, host=self.offloads)
+        account.add(Part.GRADIENTS, stepped * _FP32_BYTES, host=self.offloads)
         if self.offloads:
             # gradients the optimizer is handed, beside the buffer they are gathered in
-            book.add(Part.GRADIENTS, stepped * _FP32_BYTES, host=True)
-        book.add(Part.BUFFERS, self._bucket_elements * self._itemsize)
+            account.add(Part.GRADIENTS, stepped * _FP32_BYTES, host=True)
+        account.add(Part.BUFFERS, self._bucket_elements * self._itemsize)
 
-    def forward_begins(self, book: Book, module: int) -> None:
-        self._fetch(book, module)
+    def forward_begins(self, account: MemoryAccount, module: int) -> None:
+        self._fetch(account, module)
 
-    def forward_ends(self, book: Book, module: int) -> None:
-        self._release(book, module)
+    def forward_ends(self, account: MemoryAccount, module: int) -> None:
+        self._release(account, module)
 
-    def backward_begins(self, book: Book, module: int) -> None:
-        self._fetch(book, module)
+    def backward_begins(self, account: MemoryAccount, module: int) -> None:
+        self._fetch(account, module)
 
-    def backward_ends(self, book: Book, module: int) -> None:
-        self._release(book, module)
+    def backward_ends(self, account: MemoryAccount, module: int) -> None:
+        self._release(account, module)
 
-    def settled(self, book: Book, parameter: int) -> None:
+    def settled(self, account: MemoryAccount, parameter: int) -> None:
         shape = self.model.parameters[parameter]
         if self._in_bucket and self._in_bucket + shape.elements > self._bucket_elements:
-            self._reduce(book)
+            self._reduce(account)
         self._in_bucket += shape.elements
         self._in_bucket_bytes += shape.size_bytes
         if shape.elements <= self._bucket_elements:
-            book.drop_gradient(parameter)
+            account.drop_gradient(parameter)
         else:
-            self._reduce(book)
-            book.drop_gradient(parameter)
+            self._reduce(account)
+            account.drop_gradient(parameter)
 
-    def backward_over(self, book: Book) -> None:
-        self._reduce(book)
+    def backward_over(self, account: MemoryAccount) -> None:
+        self._reduce(account)
         for flat in {id(flat): flat for flat in self._flat.values()}.values():
-            book.add(Part.BUFFERS, -flat.size_bytes)
+            account.add(Part.BUFFERS, -flat.size_bytes)
         self._flat.clear()
         for number in self._available - self._kept:
-            book.add(Part.GATHERED, -self.model.parameters[number].size_bytes)
+            account.add(Part.GATHERED, -self.model.parameters[number].size_bytes)
         self._available = set(self._kept)
         self._order, self._recorded = self._recorded, []
         self._queue = deque(
@@ -254,18 +254,18 @@ class Zero3(Division):
         self._using.clear()
         self._step = 0
 
-    def update_begins(self, book: Book) -> None:
+    def update_begins(self, account: MemoryAccount) -> None:
         kept_bytes = self.model.size_bytes(self._kept)
-        book.add(Part.GATHERED, -kept_bytes)
+        account.add(Part.GATHERED, -kept_bytes)
         if not self.offloads:
-            book.add(Part.GRADIENTS, self._largest_group_bytes)
+            account.add(Part.GRADIENTS, self._largest_group_bytes)
 
-    def update_over(self, book: Book) -> None:
-        super().update_over(book)
+    def update_over(self, account: MemoryAccount) -> None:
+        super().update_over(account)
         if not self.offloads:
-            book.add(Part.GRADIENTS, -self._largest_group_bytes)
+            account.add(Part.GRADIENTS, -self._largest_group_bytes)
         kept_bytes = self.model.size_bytes(self._kept)
-        book.add(Part.GATHERED, kept_bytes)
+        account.add(Part.GATHERED, kept_bytes)
         self.wire.all_gathered(kept_bytes if self.ranks > 1 else 0)
 
     # -- steps of it ---------------------------------------------------------------------------
@@ -286,21 +286,23 @@ class Zero3(Division):
         parts = (self.model.parameters[number].part_bytes(self.ranks) for number in self.model.trained)
         return _NORM_FACTOR * max(parts, default=0) if self.offloads and self.ranks > 1 else 0
 
-    def _reduce(self, book: Book) -> None:
-        book.touch(Part.BUFFERS, self._in_bucket_bytes + self._norm_bytes)
+    def _reduce(self, account: MemoryAccount) -> None:
+        account.touch(Part.BUFFERS, self._in_bucket_bytes + self._norm_bytes)
         self.wire.reduce_scattered(self._in_bucket_bytes)
         self._in_bucket = self._in_bucket_bytes = 0
 
-    def _fetch(self, book: Book, module: int) -> None:
+    def _fetch(self, account: MemoryAccount, module: int) -> None:
         wanted = self.model.modules[module]
-        self._gather(book, [number for number in wanted if number not in self._available and number not in self._flat])
+        self._gather(
+            account, [number for number in wanted if number not in self._available and number not in self._flat]
+        )
         for number in wanted:
             self._using.setdefault(number, set()).add(module)
-            self._take_out(book, number)
+            self._take_out(account, number)
         self._recorded.append(module)
         if self._order:
             self._pass_over(wanted)
-            self._prefetch(book)
+            self._prefetch(account)
         self._step += 1
 
     def _pass_over(self, wanted: tuple[int, ...]) -> None:
@@ -311,7 +313,7 @@ class Zero3(Division):
             self._fetched_for[number] = step
             missing.discard(number)
 
-    def _prefetch(self, book: Book) -> None:
+    def _prefetch(self, account: MemoryAccount) -> None:
         gathered = self.model.elements([*(self._available - self._kept), *self._flat])
         most = min(self._sizes.max_live - gathered, self._sizes.prefetch)
         chosen: list[int] = []
@@ -322,19 +324,19 @@ class Zero3(Division):
             if number not in self._available and number not in self._flat and number not in chosen:
                 chosen.append(number)
                 elements += self.model.parameters[number].elements
-        self._gather(book, chosen)
+        self._gather(account, chosen)
 
-    def _gather(self, book: Book, numbers: list[int]) -> None:
+    def _gather(self, account: MemoryAccount, numbers: list[int]) -> None:
         if not numbers:
             return
         size_bytes = sum(self.ranks * self.model.parameters[number].part_bytes(self.ranks) for number in numbers)
         self.wire.all_gathered(size_bytes if self.ranks > 1 else 0)
         flat = _Flat(size_bytes, set(numbers), is_taken_over=len(numbers) == 1)
-        book.add(Part.BUFFERS, size_bytes)
+        account.add(Part.BUFFERS, size_bytes)
         for number in numbers:
             self._flat[number] = flat
 
-    def _take_out(self, book: Book, number: int) -> None:
+    def _take_out(self, account: MemoryAccount, number: int) -> None:
         """Finish the copies in flight: all of a flat tensor is copied when the first of it is needed."""
         flat = self._flat.pop(number, None)
         if flat is None:
@@ -343,21 +345,21 @@ class Zero3(Division):
             flat.has_arrived = True
             arrived_bytes = self.model.size_bytes(flat.numbers)
             if flat.is_taken_over:
-                book.add(Part.BUFFERS, -flat.size_bytes)
-            book.add(Part.GATHERED, arrived_bytes)
+                account.add(Part.BUFFERS, -flat.size_bytes)
+            account.add(Part.GATHERED, arrived_bytes)
             self._available |= flat.numbers
         flat.waiting.discard(number)
         if not flat.waiting and not flat.is_taken_over:
-            book.add(Part.BUFFERS, -flat.size_bytes)
+            account.add(Part.BUFFERS, -flat.size_bytes)
 
-    def _release(self, book: Book, module: int) -> None:
+    def _release(self, account: MemoryAccount, module: int) -> None:
         for number in self.model.modules[module]:
             using = self._using.get(number, set())
             using.discard(module)
             if number in self._kept or using or number not in self._available or self._is_used_soon(number):
                 continue
             self._available.discard(number)
-            book.add(Part.GATHERED, -self.model.parameters[number].size_bytes)
+            account.add(Part.GATHERED, -self.model.parameters[number].size_bytes)
 
     def _is_used_soon(self, number: int) -> bool:
         if not self._order:

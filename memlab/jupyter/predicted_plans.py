@@ -1,4 +1,4 @@
-"""`Forecast`: what `%memfit predict` returns: predictions that a notebook shows as a table and a picture."""
+"""`PredictedPlans`: what `%memfit predict` returns: predictions that a notebook shows as a table and a picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAST_OF_CLOUD = 3
 
 
 @dataclass(frozen=True)
-class Forecast:
+class PredictedPlans:
     """Predictions, as a sequence, and how to show them.
 
     Args:
@@ -87,5 +87,5 @@ class Forecast:
         return known[-1] if known and len(self.predictions) < _LEAST_OF_CLOUD else None
 
 
-showing.text_of.register(Forecast, lambda forecast: forecast.text)
-showing.html_of.register(Forecast, lambda forecast: forecast.html)
+showing.text_of.register(PredictedPlans, lambda predicted_plans: predicted_plans.text)
+showing.html_of.register(PredictedPlans, lambda predicted_plans: predicted_plans.html)

@@ -16,7 +16,7 @@ import torch
 
 from memlab.errors import MemlabError
 from memlab.measuring.cpu import CpuDevice
-from memlab.shortage import is_out_of_memory, release, requested_bytes
+from memlab.out_of_memory import is_out_of_memory, release, requested_bytes
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.25 GiB is "
@@ -91,7 +91,7 @@ def caught(call: Callable[[], object]) -> BaseException:
     raise AssertionError("it was to raise")
 
 
-def test_shortages_that_really_happen() -> None:
+def test_out_of_memorys_that_really_happen() -> None:
     def of_the_ledger() -> None:
         with CpuDevice(2**20).ledger():
             torch.empty(2**21, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""`lattice`: the plans that a prediction of everything and a search consider.
+"""`plan_space`: the plans that a prediction of everything and a search consider.
 
 Of the settings in it, these are *exact*: the gradient is that of the loop as written, up to the order of
 sums (accumulation, checkpointing, offload, chunked loss, tiled layers). The others *change numerics* within a documented
@@ -52,7 +52,7 @@ _FIRST_WITH_BF16 = (8, 0)
 EXACT_FIELDS = frozenset({"accumulation", "checkpointing", "offload", "loss", "gradients", "tiling"})
 
 
-def lattice(
+def plan_space(
     fixed: Plan = Plan(),  # noqa: B008 - frozen
     *,
     rows: int | None = None,
@@ -76,9 +76,9 @@ def lattice(
         The plans: `fixed` first, then by the number of settings that differ from it.
 
     Example:
-        >>> len(lattice()), len(lattice(lossless=True)), len(lattice(wide=True))
+        >>> len(plan_space()), len(plan_space(lossless=True)), len(plan_space(wide=True))
         (200, 60, 720)
-        >>> [plan.label for plan in lattice(Plan.parse("--adam8bit --offload optimizer"), rows=1, lossless=True)][:3]
+        >>> [plan.label for plan in plan_space(Plan.parse("--adam8bit --offload optimizer"), rows=1, lossless=True)][:3]
         ['--adam8bit --offload optimizer', '--adam8bit --offload optimizer --chunk-loss', \
 '--checkpoint selective --adam8bit --offload optimizer']
     """

@@ -1,4 +1,4 @@
-"""`Foreteller`: puts the step of any plan together from parts that are traced once.
+"""`PlanPredictor`: puts the step of any plan together from parts that are traced once.
 
 1. A *pass*, forward and backward, for each combination of settings that work on the model (checkpointing,
    precision, activations off the device, chunked loss), at two numbers of rows, from which any other follows.
@@ -98,7 +98,7 @@ class Parts:
         return sum(segment.seconds for segment in self.segments)
 
 
-class Foreteller:
+class PlanPredictor:
     """Traces one workload for one target, and puts plans together.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Wishes`: which settings were asked for, and what has become of each."""
+"""`PendingChanges`: which settings were asked for, and what has become of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from memlab.moment import Asked, Toggle
 from memlab.plan import FIELDS, Plan, PlanField
 
 
-class Wishes:
+class PendingChanges:
     """The plan in force, the plan that is wanted, and the state of every setting between the two.
 
     Attributes:
@@ -15,11 +15,11 @@ class Wishes:
         target: asked for and not yet in force, or None.
 
     Example:
-        >>> wishes = Wishes()
-        >>> wishes.ask("accumulation", "4").label, wishes.toggle("accumulation").text
+        >>> pending_changes = PendingChanges()
+        >>> pending_changes.ask("accumulation", "4").label, pending_changes.toggle("accumulation").text
         ('--accumulate 4', 'pending')
-        >>> wishes.came_true(wishes.target, step=12)
-        >>> wishes.toggle("accumulation").text
+        >>> pending_changes.came_true(pending_changes.target, step=12)
+        >>> pending_changes.toggle("accumulation").text
         'applied at step 12'
     """
 

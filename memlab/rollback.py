@@ -32,7 +32,7 @@ from memlab.techniques.spill import Spill, resolve_tier
 _LEAVES = (torch.Tensor, nn.Module, torch.optim.Optimizer, Plan, Spill, Enum)
 
 
-class Memento:
+class Rollback:
     """Everything a plan change may alter, as it is now.
 
     Args:
@@ -42,7 +42,7 @@ class Memento:
 
     Example:
         >>> model = nn.Linear(2, 2)
-        >>> before = Memento(model)
+        >>> before = Rollback(model)
         >>> model.weight.data = model.weight.data.bfloat16()
         >>> model.forward = print
         >>> before.restore()

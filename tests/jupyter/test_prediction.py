@@ -1,6 +1,6 @@
 """`%memfit predict`, `find`, `snapshot`, `%%memfit --budget`, and the column of predictions in receipts.
 
-What is foretold is made up here: the predictor and the search have tests of their own.
+What is predicted is made up here: the predictor and the search have tests of their own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from memlab.comparison import Comparison, FoundPlan
 from memlab.devices import gpu
 from memlab.errors import BudgetError, PlanError, TraceError
-from memlab.jupyter import foresight
-from memlab.jupyter.flags import FORESIGHT_FLAGS
-from memlab.jupyter.forecast import Forecast
-from memlab.jupyter.parser import foresight_options
+from memlab.jupyter import prediction
+from memlab.jupyter.flags import PREDICT_FLAGS
+from memlab.jupyter.parser import predict_options
+from memlab.jupyter.predicted_plans import PredictedPlans
 from memlab.jupyter.watch import without_graph
-from memlab.lattice import lattice
 from memlab.live.control import control_of
 from memlab.plan import Plan, Precision
+from memlab.plan_space import plan_space
 from memlab.records import Measurement, Prediction
 from memlab.run_record import RunRecord
 from memlab.session import session_of, sessions
@@ -38,7 +38,7 @@ KIB = 2**10
 PLANS = ("", "--accumulate 2", "--accumulate 4", "--bf16", "--accumulate 4 --bf16", "--checkpoint")
 
 
-def foretold(plan: Plan, device: str | None = None) -> Prediction:
+def predicted(plan: Plan, device: str | None = None) -> Prediction:
     """The more is saved, the less is needed and the slower it is."""
     if plan.checkpointing != "off":
         return Prediction(plan.label, device or "CPU ledger", 0, None, 0, {}, (), float("nan"), 0, 0, (0, 0), (0, 0),
@@ -76,7 +76,7 @@ class Oracle:
         self.asked += [plan.label for plan in wanted]
         if progress is not None:
             progress(f"1 of {len(wanted)}: {wanted[0].label}")
-        return [foretold(plan, name) for plan in wanted]
+        return [predicted(plan, name) for plan in wanted]
 
     def choose_plan(
         self, workload: Workload, budget_bytes: int, *, device: object = None, fixed: Plan = Plan(),  # noqa: B008
@@ -134,10 +134,10 @@ def telling(made: Cell, oracle: Oracle) -> Iterator[Cell]:
 def test_all_plans_of_the_model_in_the_notebook(shell: Any, made: Cell, oracle: Oracle) -> None:
     ran = made("p = %memfit predict --batch inputs")
     assert ran.error is None, ran.err
-    forecast = shell.user_ns["p"]
-    assert isinstance(forecast, Forecast)
-    assert [each.plan for each in forecast] == [Plan.parse(text).label for text in PLANS]
-    assert forecast[0] is forecast.predictions[0]
+    predicted_plans = shell.user_ns["p"]
+    assert isinstance(predicted_plans, PredictedPlans)
+    assert [each.plan for each in predicted_plans] == [Plan.parse(text).label for text in PLANS]
+    assert predicted_plans[0] is predicted_plans.predictions[0]
     assert oracle.workloads[0].batch is shell.user_ns["inputs"]
     assert sessions() == ()
     shown = made("%memfit predict --batch inputs --budget 40KiB").out
@@ -161,8 +161,10 @@ def test_the_batch_of_the_last_cell_is_taken(shell: Any, made: Cell, oracle: Ora
 def test_ranks_of_several_processes(shell: Any, made: Cell) -> None:
     ran = made("p = %memfit predict --scale zero3 --nproc 3 --batch inputs")
     assert ran.error is None, ran.err
-    forecast = shell.user_ns["p"]
-    assert [(each.scale, each.ranks) for each in forecast.predictions] == [("--scale zero3", n) for n in (1, 2, 3)]
+    predicted_plans = shell.user_ns["p"]
+    assert [(each.scale, each.ranks) for each in predicted_plans.predictions] == [
+        ("--scale zero3", n) for n in (1, 2, 3)
+    ]
     assert sessions() == ()
     shown = made("p").out
     assert "Sequential 1.73k · AdamW · cpu · CPU ledger" in shown
@@ -179,9 +181,9 @@ def test_ranks_of_several_processes(shell: Any, made: Cell) -> None:
         ("--scale fsdp2 --nproc 0", "--nproc 0: expected a whole number of processes"),
     ],
 )
-def test_ranks_that_cannot_be_foretold(line: str, said: str) -> None:
+def test_ranks_that_cannot_be_predicted(line: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        foresight_options("predict", shlex.split(line))
+        predict_options("predict", shlex.split(line))
 
 
 def test_one_plan_stands_beside_the_one_as_written(shell: Any, made: Cell, oracle: Oracle) -> None:
@@ -206,7 +208,7 @@ def test_a_loop_with_its_own_loss(shell: Any, made: Cell, oracle: Oracle) -> Non
     assert workload.batch == (shell.user_ns["inputs"], shell.user_ns["target"])
 
 
-def test_a_forecast_has_three_static_formats(shell: Any, made: Cell, oracle: Oracle) -> None:
+def test_a_predicted_plans_has_three_static_formats(shell: Any, made: Cell, oracle: Oracle) -> None:
     made("p = %memfit predict --batch inputs --budget 40KiB\nq = %memfit predict --batch inputs --accumulate 2")
     made("f = %memfit find --batch inputs --budget 32KiB")
     shell.display_formatter.active_types = shell.display_formatter.format_types
@@ -311,15 +313,15 @@ def test_a_plan_cannot_be_chosen_for_a_model_that_cannot_be_traced(made: Cell, o
 
 
 def test_exact_plans_are_predicted_where_asked(made: Cell, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    always = foretold(Plan())
+    always = predicted(Plan())
 
-    def foretold_anyway(plan: Plan, device: str | None = None) -> Prediction:
+    def predicted_anyway(plan: Plan, device: str | None = None) -> Prediction:
         return replace(always, plan=plan.label)
 
-    monkeypatch.setattr(sys.modules[__name__], "foretold", foretold_anyway)
+    monkeypatch.setattr(sys.modules[__name__], "predicted", predicted_anyway)
     for flags, expected in {
-        "--lossless": lattice(rows=12, lossless=True),
-        "--lossless --device T4": lattice(rows=12, lossless=True, half=Precision.FP16),
+        "--lossless": plan_space(rows=12, lossless=True),
+        "--lossless --device T4": plan_space(rows=12, lossless=True, half=Precision.FP16),
     }.items():
         oracle.asked.clear()
         assert made(f"p = %memfit predict --batch inputs {flags}").error is None
@@ -443,7 +445,7 @@ def test_predictions_that_take_long_are_left_out(
     telling: Cell, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 1000, 6))
-    monkeypatch.setattr(foresight, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(prediction, "monotonic", lambda: float(next(clock)))
     ran = telling(f"%%memfit\n{TRAIN}")
     assert "receipts show no more predictions, which took 6 s; use %memfit predict" in ran.out
     assert "no more" not in telling(f"%%memfit\n{TRAIN}").out
@@ -455,7 +457,7 @@ def test_an_interrupted_cell_is_not_kept_waiting(telling: Cell, oracle: Oracle) 
     assert oracle.asked == []
 
 
-def test_compared_plans_are_foretold_too(shell: Any, cell: Cell, oracle: Oracle) -> None:
+def test_compared_plans_are_predicted_too(shell: Any, cell: Cell, oracle: Oracle) -> None:
     from tests.jupyter.test_line import MAKE_WITH_LOSS, TRAIN_WITH_LOSS
 
     cell(f"%config MemLab.predict = True\n{MAKE_WITH_LOSS}")
@@ -464,7 +466,7 @@ def test_compared_plans_are_foretold_too(shell: Any, cell: Cell, oracle: Oracle)
     assert [row.prediction.plan for row in shell.user_ns["c"].rows] == ["as written", "--accumulate 2"]
 
 
-def test_a_saved_run_holds_what_was_foretold(telling: Cell, oracle: Oracle, tmp_path: Path) -> None:
+def test_a_saved_run_holds_what_was_predicted(telling: Cell, oracle: Oracle, tmp_path: Path) -> None:
     telling(f"%%memfit\n{TRAIN}\n")
     telling("p = %memfit predict")
     telling(f"%memfit record {tmp_path}/run.json")
@@ -501,10 +503,10 @@ def test_every_flag_is_read() -> None:
         "1GiB",
         "--fp16",
     ]
-    options = foresight_options("predict", words)
+    options = predict_options("predict", words)
     assert (options.lossless, options.every, options.models, options.optimizer) == (True, True, ("m",), "o")
     assert (options.batch, options.budget, str(options.plan)) == (("x", "y"), "1GiB", "--fp16")
-    assert {flag.name for flags in FORESIGHT_FLAGS.values() for flag in flags} == {
+    assert {flag.name for flags in PREDICT_FLAGS.values() for flag in flags} == {
         "budget", "device", "all", "plans", "lossless", "batch", "loss_fn", "model", "optimizer", "predicted",
         "order", "steps", "levers", "nproc",
     }  # fmt: skip

@@ -1,18 +1,18 @@
-"""`Division`: what an engine adds to the step of a rank, and takes from it; `Ddp`, under which nothing is divided."""
+"""`Sharding`: what an engine adds to the step of a rank, and takes from it; `Ddp`, under which nothing is divided."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from memlab.scaleout.dividing.book import Book, Part
-from memlab.scaleout.dividing.shape import ModelShape
-from memlab.scaleout.dividing.wire import Wire
+from memlab.scaleout.sharding.memory_account import MemoryAccount, Part
+from memlab.scaleout.sharding.shape import ModelShape
+from memlab.scaleout.sharding.wire import Wire
 
 # elements of the flat tensor that the optimizer steps in place of each group's parameters
 Flats = tuple[int, ...]
 
 
-class Division(ABC):
+class Sharding(ABC):
     """The rules of an engine on one rank; moments are told in the order in which a step has them.
 
     Args:
@@ -41,37 +41,37 @@ class Division(ABC):
         """Return what the optimizer steps on this rank: flat tensors, or this share of every parameter."""
 
     @abstractmethod
-    def stands(self, book: Book) -> None:
+    def stands(self, account: MemoryAccount) -> None:
         """Add what exists throughout, except optimizer state."""
 
-    def forward_begins(self, book: Book, module: int) -> None:  # noqa: B027 - most engines do nothing here
+    def forward_begins(self, account: MemoryAccount, module: int) -> None:  # noqa: B027 - most engines do nothing here
         """A module is about to run."""
 
-    def forward_ends(self, book: Book, module: int) -> None:  # noqa: B027
+    def forward_ends(self, account: MemoryAccount, module: int) -> None:  # noqa: B027
         """A module has run."""
 
-    def backward_begins(self, book: Book, module: int) -> None:  # noqa: B027
+    def backward_begins(self, account: MemoryAccount, module: int) -> None:  # noqa: B027
         """A gradient of a module's output is there."""
 
-    def backward_ends(self, book: Book, module: int) -> None:  # noqa: B027
+    def backward_ends(self, account: MemoryAccount, module: int) -> None:  # noqa: B027
         """Gradients of a module's inputs are there."""
 
-    def settled(self, book: Book, parameter: int) -> None:  # noqa: B027
-        """A parameter's gradient is complete; it is among the book's gradients."""
+    def settled(self, account: MemoryAccount, parameter: int) -> None:  # noqa: B027
+        """A parameter's gradient is complete; it is among the account's gradients."""
 
-    def backward_over(self, book: Book) -> None:  # noqa: B027
+    def backward_over(self, account: MemoryAccount) -> None:  # noqa: B027
         """The backward pass is over."""
 
-    def update_begins(self, book: Book) -> None:  # noqa: B027
+    def update_begins(self, account: MemoryAccount) -> None:  # noqa: B027
         """The optimizers are about to step."""
 
-    def update_over(self, book: Book) -> None:
+    def update_over(self, account: MemoryAccount) -> None:
         """They have stepped, and the loop drops the gradients."""
-        for parameter in [*book.gradients]:
-            book.drop_gradient(parameter)
+        for parameter in [*account.gradients]:
+            account.drop_gradient(parameter)
 
 
-class Ddp(Division):
+class Ddp(Sharding):
     """Every rank has everything, and a copy of the gradients in the buckets they are reduced in.
 
     Buckets are made beforehand (`gradient_as_bucket_view` is off) and kept, and since unused parameters are looked for,
@@ -84,9 +84,9 @@ class Ddp(Division):
     def stepped(self) -> float:
         return 1.0
 
-    def stands(self, book: Book) -> None:
-        book.add(Part.PARAMETERS, self.model.size_bytes() + self.model.buffer_bytes)
-        book.add(Part.BUFFERS, self.model.size_bytes(self.model.trained))
+    def stands(self, account: MemoryAccount) -> None:
+        account.add(Part.PARAMETERS, self.model.size_bytes() + self.model.buffer_bytes)
+        account.add(Part.BUFFERS, self.model.size_bytes(self.model.trained))
 
-    def backward_over(self, book: Book) -> None:
+    def backward_over(self, account: MemoryAccount) -> None:
         self.wire.all_reduced(self.model.size_bytes(self.model.trained))

@@ -17,15 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
-from memlab.jupyter.forecast import Forecast
 from memlab.jupyter.history import History
-from memlab.jupyter.parser import CellOptions, ForesightOptions
+from memlab.jupyter.parser import CellOptions, PredictOptions
+from memlab.jupyter.predicted_plans import PredictedPlans
 from memlab.measuring.batches import shapes_of, tokens_of
 from memlab.measuring.device import Device
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import Workloads, compare
 from memlab.plan import Plan
-from memlab.rank_prediction import RankForecast
+from memlab.rank_prediction import PredictedRanks
 from memlab.records import Measurement, Prediction
 from memlab.report.ranking import verdict_words
 from memlab.rungs import Ladder
@@ -53,7 +53,7 @@ _CHOOSE = "choose the plan yourself instead, as in %%memfit --accumulate 4"
 
 def workloads_of(
     command: str,
-    options: ForesightOptions,
+    options: PredictOptions,
     namespace: Mapping[str, Any],
     together: Sequence[Session],
     history_of: Callable[[nn.Module], History],
@@ -111,7 +111,7 @@ def _with_batch(
     return Workload(live.model, live.optimizers, batch, loss_fn, live.scheduler, live.name)
 
 
-def _require_no_batch(options: ForesightOptions, found: Sequence[Workload]) -> None:
+def _require_no_batch(options: PredictOptions, found: Sequence[Workload]) -> None:
     flag = "--batch" if options.batch else "--loss-fn" if options.loss_fn else ""
     if flag:
         names = ", ".join(each.name for each in found)
@@ -148,22 +148,22 @@ def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
 # -- %memfit predict, find, ladder, snapshot ---------------------------------------------------------------
 
 
-def rank_forecast(workload: Workload, options: ForesightOptions, scale: Scale, history: History) -> RankForecast:
+def predicted_ranks(workload: Workload, options: PredictOptions, scale: Scale, history: History) -> PredictedRanks:
     """Predict a rank of 1, 2, 4 … processes under an engine, beside those that were measured."""
     from memlab.predicting import compare_ranks
 
     if options.words:
         raise PlanError(f"%memfit predict {options.words[0]}: unknown; see %memfit help")
     powers = [2**power for power in range(options.nproc.bit_length()) if 2**power < options.nproc]
-    foretold = compare_ranks(
+    predicted = compare_ranks(
         workload, scale.plan, engines=[scale.engine], nprocs=[*powers, options.nproc], device=options.device
     )
-    return foretold if options.device else replace(foretold, measured_bytes=history.rank_peaks)
+    return predicted if options.device else replace(predicted, measured_bytes=history.rank_peaks)
 
 
-def forecast(
-    workloads: Sequence[Workload], options: ForesightOptions, budget: str, history: History, say: Say
-) -> Forecast:
+def predicted_plans(
+    workloads: Sequence[Workload], options: PredictOptions, budget: str, history: History, say: Say
+) -> PredictedPlans:
     """Predict all plans, or those that were asked for beside the plan as written."""
     if options.words:
         raise PlanError(f"%memfit predict {options.words[0]}: unknown; see %memfit help")
@@ -173,10 +173,10 @@ def forecast(
     asked = [options.plan] if options.plan is not None else list(options.plans)
     predictions = _predicted(workloads, asked, options, history, say)
     if options.device is None and not asked:
-        history.lattice = tuple(predictions)
+        history.plan_space = tuple(predictions)
     measured = history.comparison.measurements if history.comparison is not None and options.device is None else ()
     labels = {each.plan for each in predictions}
-    return Forecast(
+    return PredictedPlans(
         title=f"memfit · {_without_device(workloads)} · predicted for {predictions[0].device if predictions else options.device}",
         predictions=tuple(predictions),
         budget_bytes=parse_bytes(budget) if budget else None,
@@ -186,7 +186,7 @@ def forecast(
 
 
 def _predicted(
-    workloads: Sequence[Workload], asked: list[Plan], options: ForesightOptions, history: History, say: Say
+    workloads: Sequence[Workload], asked: list[Plan], options: PredictOptions, history: History, say: Say
 ) -> list[Prediction]:
     from memlab.predicting import predict_all
     from memlab.search.finding import considered
@@ -230,9 +230,7 @@ def _is_of_such_batches(measured: Measurement, workload: Workload) -> bool:
     return not tokens or measured.tokens_per_step % tokens == 0
 
 
-def found(
-    workloads: Sequence[Workload], options: ForesightOptions, budget: str, history: History, say: Say
-) -> FoundPlan:
+def found(workloads: Sequence[Workload], options: PredictOptions, budget: str, history: History, say: Say) -> FoundPlan:
     """Search the fastest plan that fits, running trial steps that leave nothing behind."""
     from memlab.search import find_plan
 
@@ -247,11 +245,11 @@ def found(
         )
     except TraceError as error:
         raise _with_advice(error, _COMPARE) from None
-    history.lattice = answer.predictions
+    history.plan_space = answer.predictions
     return answer
 
 
-def climbed(workload: Workload, options: ForesightOptions, budget: str, device: Device, say: Say) -> Ladder:
+def climbed(workload: Workload, options: PredictOptions, budget: str, device: Device, say: Say) -> Ladder:
     """Add lever after lever, running steps that leave nothing behind."""
     from memlab.search import ladder
 
@@ -285,7 +283,7 @@ def _with_advice(error: TraceError, advice: str) -> TraceError:
     return TraceError(f"{error}; {advice}", error.operator)
 
 
-def snapshot(workload: Workload, options: ForesightOptions, plan: Plan, say: Say) -> Path:
+def snapshot(workload: Workload, options: PredictOptions, plan: Plan, say: Say) -> Path:
     """Save a memory snapshot of one step."""
     from memlab.predicting import save_snapshot
 
@@ -336,9 +334,9 @@ def choice(
             except TraceError as error:
                 raise _with_advice(error, _CHOOSE) from None
             history.chosen[key] = plan
-            history.lattice = tuple(predictions)
+            history.plan_space = tuple(predictions)
         plan = history.chosen[key]
-        history.foretell(each for each in history.lattice if each.plan == plan.label)
+        history.keep_predictions(each for each in history.plan_space if each.plan == plan.label)
         return plan
 
     return choose
@@ -347,10 +345,10 @@ def choice(
 def budget_line(history: History, plan: Plan, budget_bytes: int) -> str:
     """Return what was chosen for a budget, what was predicted for it, and what it came to."""
     words = f"budget {format_bytes(budget_bytes)}: {plan.label}"
-    considered = len(history.lattice)
+    considered = len(history.plan_space)
     if considered > 1:
         words += f", chosen of {considered} plans"
-    prediction, measured = history.foretold.get(plan.label), history.measured(plan.label)
+    prediction, measured = history.predicted.get(plan.label), history.measured(plan.label)
     if prediction is not None:
         words += f", predicted {format_bytes(prediction.needed_bytes)} ({verdict_words(prediction, budget_bytes)})"
     if measured is not None and measured.fits:
@@ -368,37 +366,37 @@ def _against(measured: Measurement, budget_bytes: int) -> str:
 # -- the column "predicted" of a receipt -----------------------------------------------------------
 
 
-def foretell_rows(history: History, workload: Workload, plans: Iterable[Plan], say: Say) -> None:
+def predict_rows(history: History, workload: Workload, plans: Iterable[Plan], say: Say) -> None:
     """Predict the measured plans, for the receipt; what goes wrong becomes one line below it, once per model."""
-    if not history.is_foretelling:
+    if not history.is_predicting:
         return
-    measured = {plan: history.measured(plan.label) for plan in plans if plan.label not in history.foretold}
+    measured = {plan: history.measured(plan.label) for plan in plans if plan.label not in history.predicted}
     missing = [plan for plan, row in measured.items() if row is not None and _is_of_such_batches(row, workload)]
     predictions, problem = _cheaply(workload, missing, say)
-    history.foretell(predictions)
+    history.keep_predictions(predictions)
     if problem:
-        history.is_foretelling = False
+        history.is_predicting = False
         history.say(problem)
 
 
-def foretell_ranks(history: History, live: Workload, scale: Scale, ranks: Comparison, say: Say) -> tuple[str, ...]:
+def predicted_for_ranks(history: History, live: Workload, scale: Scale, ranks: Comparison, say: Say) -> tuple[str, ...]:
     """Return what is predicted for a rank of a run that the history knows, in a line; none where no batch of its size is known."""
     nproc = len(ranks.measurements)
     workload = Workload(live.model, live.optimizers, history.batch, name=live.name)
     whole = replace(ranks.measurements[0], tokens_per_step=sum(each.tokens_per_step for each in ranks.measurements))
-    if history.batch is None or not history.is_foretelling or not _is_of_such_batches(whole, workload):
+    if history.batch is None or not history.is_predicting or not _is_of_such_batches(whole, workload):
         return ()
     say(f"predicting {scale}")
     try:
         from memlab.predicting import predict_ranks
 
-        foretold_bytes = predict_ranks(workload, scale, nproc=nproc).peak_allocated_bytes
+        predicted_bytes = predict_ranks(workload, scale, nproc=nproc).peak_allocated_bytes
     except MemlabError as error:
         return (f"no prediction: {error}",)
     except KeyboardInterrupt:
         return (_INTERRUPTED,)
-    off = format_change(foretold_bytes / history.rank_peaks[str(scale), nproc])
-    return (f"predicted for a rank: {format_bytes(foretold_bytes)}, {off} of the highest peak measured",)
+    off = format_change(predicted_bytes / history.rank_peaks[str(scale), nproc])
+    return (f"predicted for a rank: {format_bytes(predicted_bytes)}, {off} of the highest peak measured",)
 
 
 def with_predictions(comparison: Comparison, workload: Workload, say: Say) -> Comparison:

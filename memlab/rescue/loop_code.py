@@ -3,7 +3,7 @@
 Numbered rules of the mechanism:
 
 1. From the end of a guarded call to the optimizer step, every function of torch that the loop calls passes
-   through `OwnCode`. One that runs out of memory is called again after room was made, unless it has changed one
+   through `LoopCode`. One that runs out of memory is called again after room was made, unless it has changed one
    of its arguments already. A kernel allocates before it writes, so one that writes into a single tensor is called
    again as well; functions that write into lists of them are not.
 2. A backward pass of the loop begins with the *loop's own part*, from the loss to the model's outputs. It keeps its
@@ -105,7 +105,7 @@ class _Saved:
         self.held.clear()
 
 
-class OwnCode(LoopMode):
+class LoopCode(LoopMode):
     """Watches the functions of torch that the loop calls itself.
 
     Args:

@@ -1,4 +1,4 @@
-"""FSDP2's division: everything in shards, a block gathered while it is used.
+"""FSDP2's sharding: everything in shards, a block gathered while it is used.
 
 1. A gather has a buffer of its own, and the gathered parameters are copied out of it. In the forward pass the buffer
    stays until the next block has been copied out, so that gathers overlap with work.
@@ -11,12 +11,12 @@
 
 from __future__ import annotations
 
-from memlab.scaleout.dividing.book import Book, Part
-from memlab.scaleout.dividing.division import Division
-from memlab.scaleout.dividing.shape import ROOT, ModelShape
+from memlab.scaleout.sharding.memory_account import MemoryAccount, Part
+from memlab.scaleout.sharding.shape import ROOT, ModelShape
+from memlab.scaleout.sharding.sharding import Sharding
 
 
-class Fsdp2(Division):
+class Fsdp2(Sharding):
     """`fully_shard` on every block and on the whole."""
 
     def __init__(self, model: ModelShape, ranks: int, *, offloads: bool = False) -> None:
@@ -33,61 +33,61 @@ class Fsdp2(Division):
     def stepped(self) -> float:
         return self._shard_bytes(self.model.trained) / max(1, self.model.size_bytes(self.model.trained))
 
-    def stands(self, book: Book) -> None:
-        book.add(Part.PARAMETERS, self._shard_bytes(range(len(self.model.parameters))), host=self.offloads)
-        book.add(Part.PARAMETERS, self.model.buffer_bytes)
+    def stands(self, account: MemoryAccount) -> None:
+        account.add(Part.PARAMETERS, self._shard_bytes(range(len(self.model.parameters))), host=self.offloads)
+        account.add(Part.PARAMETERS, self.model.buffer_bytes)
 
-    def forward_begins(self, book: Book, module: int) -> None:
+    def forward_begins(self, account: MemoryAccount, module: int) -> None:
         if module not in self._units or module in self._gathered:
             return
-        self._gather(book, module)
-        self._copy_out(book, module)
+        self._gather(account, module)
+        self._copy_out(account, module)
         for earlier in [each for each in self._buffers if each != module]:
-            self._free_buffer(book, earlier)
+            self._free_buffer(account, earlier)
 
-    def forward_ends(self, book: Book, module: int) -> None:
+    def forward_ends(self, account: MemoryAccount, module: int) -> None:
         if module not in self._units or self._in_backward:
             return
         self._order.append(module)
         if module == ROOT:
             for each in [*self._buffers]:
-                self._free_buffer(book, each)
+                self._free_buffer(account, each)
         else:
-            self._reshard(book, module)
+            self._reshard(account, module)
 
-    def backward_begins(self, book: Book, module: int) -> None:
+    def backward_begins(self, account: MemoryAccount, module: int) -> None:
         if module not in self._units:
             return
         self._in_backward = True
         if module not in self._gathered:
-            self._gather(book, module)
-            self._copy_out(book, module)
-            self._free_buffer(book, module)
+            self._gather(account, module)
+            self._copy_out(account, module)
+            self._free_buffer(account, module)
         if module in self._order and (place := self._order.index(module)) > 0:
             following = self._order[place - 1]
             if following not in self._gathered:
-                self._gather(book, following)
+                self._gather(account, following)
 
-    def backward_ends(self, book: Book, module: int) -> None:
+    def backward_ends(self, account: MemoryAccount, module: int) -> None:
         if module in self._units and module != ROOT:
-            self._reduce(book, module)
+            self._reduce(account, module)
 
-    def backward_over(self, book: Book) -> None:
+    def backward_over(self, account: MemoryAccount) -> None:
         for unit in [*self._units][1:]:
             if unit not in self._reduced:
-                self._reduce(book, unit)
-        self._reduce(book, ROOT)
+                self._reduce(account, unit)
+        self._reduce(account, ROOT)
         for each in [*self._buffers]:
-            self._free_buffer(book, each)
-        book.add(Part.BUFFERS, -self._reducing_bytes)
+            self._free_buffer(account, each)
+        account.add(Part.BUFFERS, -self._reducing_bytes)
         self._reducing_bytes, self._in_backward = 0, False
         self._order.clear()
         self._reduced.clear()
 
-    def update_over(self, book: Book) -> None:
-        trained = [number for number in self.model.trained if number not in book.gradients]
-        super().update_over(book)
-        book.add(Part.GRADIENTS, -self._shard_bytes(trained), host=self.offloads)
+    def update_over(self, account: MemoryAccount) -> None:
+        trained = [number for number in self.model.trained if number not in account.gradients]
+        super().update_over(account)
+        account.add(Part.GRADIENTS, -self._shard_bytes(trained), host=self.offloads)
 
     # -- steps of it ---------------------------------------------------------------------------
 
@@ -97,37 +97,37 @@ class Fsdp2(Division):
     def _unit_bytes(self, unit: int) -> int:
         return self.ranks * self._shard_bytes(self._units[unit])
 
-    def _gather(self, book: Book, unit: int) -> None:
+    def _gather(self, account: MemoryAccount, unit: int) -> None:
         if unit in self._buffers or unit in self._gathered:
             return
         size_bytes = self._unit_bytes(unit) if self.ranks > 1 else 0
-        if self.offloads and book.has_host:
-            book.touch(Part.GATHERED, self._shard_bytes(self._units[unit]))
+        if self.offloads and account.has_host:
+            account.touch(Part.GATHERED, self._shard_bytes(self._units[unit]))
         self._buffers[unit] = size_bytes
-        book.add(Part.BUFFERS, size_bytes)
+        account.add(Part.BUFFERS, size_bytes)
         self.wire.all_gathered(size_bytes)
 
-    def _copy_out(self, book: Book, unit: int) -> None:
-        book.add(Part.GATHERED, self._unit_bytes(unit))
+    def _copy_out(self, account: MemoryAccount, unit: int) -> None:
+        account.add(Part.GATHERED, self._unit_bytes(unit))
         self._gathered.add(unit)
 
-    def _free_buffer(self, book: Book, unit: int) -> None:
-        book.add(Part.BUFFERS, -self._buffers.pop(unit, 0))
+    def _free_buffer(self, account: MemoryAccount, unit: int) -> None:
+        account.add(Part.BUFFERS, -self._buffers.pop(unit, 0))
 
-    def _reshard(self, book: Book, unit: int) -> None:
+    def _reshard(self, account: MemoryAccount, unit: int) -> None:
         if unit in self._gathered:
             self._gathered.discard(unit)
-            book.add(Part.GATHERED, -self._unit_bytes(unit))
+            account.add(Part.GATHERED, -self._unit_bytes(unit))
 
-    def _reduce(self, book: Book, unit: int) -> None:
-        self._reshard(book, unit)
+    def _reduce(self, account: MemoryAccount, unit: int) -> None:
+        self._reshard(account, unit)
         self._reduced.add(unit)
-        book.add(Part.BUFFERS, -self._reducing_bytes)
-        numbers = [number for number in self._units[unit] if number in book.gradients]
+        account.add(Part.BUFFERS, -self._reducing_bytes)
+        numbers = [number for number in self._units[unit] if number in account.gradients]
         shard_bytes = self._shard_bytes(numbers)
         self._reducing_bytes = self.ranks * shard_bytes
-        book.add(Part.BUFFERS, self._reducing_bytes)
+        account.add(Part.BUFFERS, self._reducing_bytes)
         for number in numbers:
-            book.drop_gradient(number)
-        book.add(Part.GRADIENTS, shard_bytes, host=self.offloads)
+            account.drop_gradient(number)
+        account.add(Part.GRADIENTS, shard_bytes, host=self.offloads)
         self.wire.reduce_scattered(self._reducing_bytes if self.ranks > 1 else 0)

@@ -16,7 +16,7 @@ from memlab.workload import Workload
 Optimizer = torch.optim.Optimizer
 
 
-def bring_home(folder: Path, home: Home, workload: Workload) -> None:
+def restore_results(folder: Path, home: Home, workload: Workload) -> None:
     """Write what came home into the live objects, which stay the same objects.
 
     Args:

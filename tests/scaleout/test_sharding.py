@@ -1,17 +1,17 @@
-"""Rules of division by themselves; `tests/predicting/test_ranks.py` holds them to real ranks."""
+"""Rules of sharding by themselves; `tests/predicting/test_ranks.py` holds them to real ranks."""
 
 from __future__ import annotations
 
 import pytest
 
 from memlab.errors import PlanError, ScaleError
-from memlab.scaleout.dividing import model_states
-from memlab.scaleout.dividing.book import Book, Part
-from memlab.scaleout.dividing.division import Ddp, Division
-from memlab.scaleout.dividing.fsdp2 import Fsdp2
-from memlab.scaleout.dividing.shape import ROOT, ModelShape, ParameterShape
-from memlab.scaleout.dividing.wire import Wire
-from memlab.scaleout.dividing.zero import Zero3, Zero12
+from memlab.scaleout.sharding import model_states
+from memlab.scaleout.sharding.fsdp2 import Fsdp2
+from memlab.scaleout.sharding.memory_account import MemoryAccount, Part
+from memlab.scaleout.sharding.shape import ROOT, ModelShape, ParameterShape
+from memlab.scaleout.sharding.sharding import Ddp, Sharding
+from memlab.scaleout.sharding.wire import Wire
+from memlab.scaleout.sharding.zero import Zero3, Zero12
 from memlab.scaleout.zero_sizes import ZeroSizes
 
 KIB = 2**10
@@ -31,83 +31,83 @@ MODEL = ModelShape(
 )
 
 
-def a_step(division: Division, book: Book) -> None:
+def a_step(sharding: Sharding, account: MemoryAccount) -> None:
     """Forward through head, first and second block, and back; gradients of 4 bytes an element come as they do."""
 
     def born(number: int) -> None:
         size_bytes = MODEL.parameters[number].size_bytes
-        book.add(Part.GRADIENTS, size_bytes)
-        book.gradients[number] = (100 + number, size_bytes)
-        division.settled(book, number)
+        account.add(Part.GRADIENTS, size_bytes)
+        account.gradients[number] = (100 + number, size_bytes)
+        sharding.settled(account, number)
 
-    division.forward_begins(book, ROOT)
+    sharding.forward_begins(account, ROOT)
     for module in (1, 2, 3):
-        division.forward_begins(book, module)
-        division.forward_ends(book, module)
-    division.forward_ends(book, ROOT)
-    division.backward_begins(book, ROOT)
+        sharding.forward_begins(account, module)
+        sharding.forward_ends(account, module)
+    sharding.forward_ends(account, ROOT)
+    sharding.backward_begins(account, ROOT)
     for module, number in ((3, 2), (2, 1), (1, 0)):
-        division.backward_begins(book, module)
+        sharding.backward_begins(account, module)
         born(number)
-        division.backward_ends(book, module)
-    division.backward_over(book)
-    division.update_begins(book)
-    division.update_over(book)
+        sharding.backward_ends(account, module)
+    sharding.backward_over(account)
+    sharding.update_begins(account)
+    sharding.update_over(account)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
 def test_a_step_leaves_what_it_found(engine: str, ranks: int) -> None:
-    division: Division = {
+    sharding: Sharding = {
         "ddp": lambda: Ddp(MODEL, ranks),
         "fsdp2": lambda: Fsdp2(MODEL, ranks),
         "zero1": lambda: Zero12(MODEL, ranks, stage=1),
         "zero2": lambda: Zero12(MODEL, ranks, stage=2),
         "zero3": lambda: Zero3(MODEL, ranks, sizes=ZeroSizes(persistence_threshold=500, prefetch=1000)),
     }[engine]()
-    book = Book(has_host=False)
-    division.stands(book)
-    standing = dict(book.live)
+    account = MemoryAccount(has_host=False)
+    sharding.stands(account)
+    standing = dict(account.live)
     for _ in range(2):
-        a_step(division, book)
-        assert book.live == standing
-        assert not book.gradients
+        a_step(sharding, account)
+        assert account.live == standing
+        assert not account.gradients
 
 
 def test_fsdp2_gathers_one_block_at_a_time_and_the_next_beforehand() -> None:
-    book, division = Book(has_host=False), Fsdp2(MODEL, 2)
-    division.stands(book)
-    assert book.live[Part.PARAMETERS] == 2200 * 4 / 2
-    division.forward_begins(book, ROOT)
-    division.forward_begins(book, 2)
-    assert book.live[Part.GATHERED] == (200 + 1000) * 4
-    division.forward_ends(book, 2)
-    assert book.live[Part.GATHERED] == 200 * 4
-    division.forward_begins(book, 3)
-    division.forward_ends(book, 3)
-    division.forward_ends(book, ROOT)
-    assert book.live[Part.BUFFERS] == 0
-    division.backward_begins(book, ROOT)
-    assert book.live[Part.BUFFERS] == 1000 * 4
+    account, sharding = MemoryAccount(has_host=False), Fsdp2(MODEL, 2)
+    sharding.stands(account)
+    assert account.live[Part.PARAMETERS] == 2200 * 4 / 2
+    sharding.forward_begins(account, ROOT)
+    sharding.forward_begins(account, 2)
+    assert account.live[Part.GATHERED] == (200 + 1000) * 4
+    sharding.forward_ends(account, 2)
+    assert account.live[Part.GATHERED] == 200 * 4
+    sharding.forward_begins(account, 3)
+    sharding.forward_ends(account, 3)
+    sharding.forward_ends(account, ROOT)
+    assert account.live[Part.BUFFERS] == 0
+    sharding.backward_begins(account, ROOT)
+    assert account.live[Part.BUFFERS] == 1000 * 4
 
 
 def test_a_full_bucket_is_reduced_at_once() -> None:
-    book, division = Book(has_host=False), Zero12(MODEL, 2, stage=2, sizes=ZeroSizes(bucket=1200))
-    division.stands(book)
-    a_step(division, book)
+    account, sharding = MemoryAccount(has_host=False), Zero12(MODEL, 2, stage=2, sizes=ZeroSizes(bucket=1200))
+    sharding.stands(account)
+    a_step(sharding, account)
     # two blocks do not fit into it together, so two are reduced
-    assert division.wire.reduced_bytes == 2200 * 4
+    assert sharding.wire.reduced_bytes == 2200 * 4
     # parameters, half of them again, the bucket, what is in it again while it is reduced, and the gradient that did not fit;
     # the first rank keeps none of that bucket's
-    assert book.peak_bytes == 2200 * 4 + 2200 * 2 + 1200 * 4 + 1000 * 4 + 1000 * 4
+    assert account.peak_bytes == 2200 * 4 + 2200 * 2 + 1200 * 4 + 1000 * 4 + 1000 * 4
 
 
 def test_frozen_parameters_have_no_gradient_and_no_part_in_the_update() -> None:
     model = ModelShape((parameter(100), parameter(100, trained=False)), ((0, 1),), (), (), buffer_bytes=40)
-    book = Book(has_host=False)
-    Zero12(model, 1, stage=1).stands(book)
-    assert book.live[Part.PARAMETERS] == 840
-    assert book.live[Part.OPTIMIZER_STATE] == 400
+    account = MemoryAccount(has_host=False)
+    Zero12(model, 1, stage=1).stands(account)
+    assert account.live[Part.PARAMETERS] == 840
+    assert account.live[Part.OPTIMIZER_STATE] == 400
 
 
 def test_parameters_in_rows_are_filled_up() -> None:
