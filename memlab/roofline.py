@@ -213,7 +213,7 @@ def seconds_of(work: Work, rates: Rates) -> float:
 
 
 class Bill:
-    """The work of many operators, in columns, so that a whole plan space of plans can be priced quickly.
+    """The work of many operators, in columns, so that a whole plan space can be priced quickly.
 
     Args:
         flops: one number for each operator, as in `Work`.

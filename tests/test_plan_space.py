@@ -1,4 +1,4 @@
-"""The plan space of plans: complete, in order, without conflicts."""
+"""The plan space: complete, in order, without conflicts."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _THICK = 0.7
 
 
 def listing_of(predicted_plans: PredictedRanks) -> Listing:
-    """Reduce a predicted_plans to the table that people read.
+    """Reduce predictions for ranks to the table that people read.
 
     Args:
         predicted_plans: predictions of ranks, in order.

@@ -152,7 +152,7 @@ def considered(
     *,
     lossless: bool = False,
 ) -> tuple[Plan, ...]:
-    """The plan space of plans for a batch and a device.
+    """The plans to consider for a batch and a device.
 
     Args:
         workload: its batch says how often it can be split.
