@@ -73,7 +73,7 @@ class Joined:
         weights: one per micro-batch for a scalar, else None.
         shape: shape of one part; along `dim` only the sum counts.
         sizes: size of each part along `dim`.
-        parts: detached parts until they are joined, empty when the output is computed on demand.
+        parts: detached parts, empty when the output is computed on demand.
     """
 
     dim: int | None
@@ -318,8 +318,6 @@ class MicroRun:
         joined = [self._joined[position] for position in self._eager]
         values = [one.value() for one in joined]
         self._check_settled()
-        for one in joined:
-            one.parts.clear()
         return values, [value for value, one in zip(values, joined, strict=True) if not one.differentiable]
 
     def _check_settled(self) -> None:
