@@ -232,7 +232,11 @@ def _numbered_as_outer_cell(shell: Shell) -> Iterator[None]:
 @contextmanager
 def _held_back(shell: Shell, source: Source, outcome: Outcome) -> Iterator[None]:
     """Keep the lines of the traceback that ends the inner cell; others are shown as always."""
-    show = shell._showtraceback
+    show, format_and_show = shell._showtraceback, shell.showtraceback
+
+    def with_lines(*args: Any, **kwargs: Any) -> None:
+        _number_lines(sys.exc_info()[1])
+        format_and_show(*args, **kwargs)
 
     def held_back(kind: Any, error: BaseException, lines: list[str]) -> None:
         if any(error is one for one in _errors_of(shell.displayhook.exec_result, source)):
@@ -244,11 +248,11 @@ def _held_back(shell: Shell, source: Source, outcome: Outcome) -> Iterator[None]
         else:
             show(kind, error, lines)
 
-    shell._showtraceback = held_back
+    shell._showtraceback, shell.showtraceback = held_back, with_lines
     try:
         yield
     finally:
-        del shell._showtraceback
+        del shell._showtraceback, shell.showtraceback
 
 
 def _errors_of(result: Any, source: Source) -> list[BaseException | None]:
@@ -279,6 +283,23 @@ def _leave_memlab_out(error: BaseException | None) -> bool:
             error.__traceback__ = kept[0]
             found = True
     return found
+
+
+def _number_lines(error: BaseException | None) -> None:
+    """Give every entry of a traceback a line: a Ctrl-C between two lines has none, and IPython cannot show that."""
+    if error is None:
+        return
+    following = None
+    for entry in reversed([*_entries(error.__traceback__)]):
+        if entry.tb_lineno is None:
+            frame = entry.tb_frame
+            lines = [n for start, _, n in frame.f_code.co_lines() if n is not None and start <= entry.tb_lasti]
+            line = lines[-1] if lines else frame.f_code.co_firstlineno
+            following = TracebackType(following, frame, entry.tb_lasti, line)
+        else:
+            entry.tb_next = following
+            following = entry
+    error.__traceback__ = following
 
 
 def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:

@@ -314,3 +314,23 @@ def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell) -> None:
         "forward directly, or it within compiled code or a transform of torch.func); call the model itself; nothing was "
         "measured\n"
     )
+
+
+def test_an_interrupt_between_two_lines_is_shown_where_it_came(shell: Any, made: Cell) -> None:
+    """Python gives cleanup instructions no line, and IPython fails on a traceback entry without one."""
+    ran = made(
+        """%%memfit
+import sys, types
+def between():
+    try:
+        with open("/dev/null"):
+            return sys._getframe()
+    finally:
+        pass
+frame = between()
+nowhere = next(start for start, _, line in frame.f_code.co_lines() if line is None)
+raise KeyboardInterrupt().with_traceback(types.TracebackType(None, frame, nowhere, -1))
+"""
+    )
+    assert isinstance(ran.error, KeyboardInterrupt)
+    assert "Unexpected exception formatting exception" not in ran.out + ran.err
