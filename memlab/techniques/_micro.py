@@ -73,7 +73,7 @@ class Joined:
         weights: one per micro-batch for a scalar, else None.
         shape: shape of one part; along `dim` only the sum counts.
         sizes: size of each part along `dim`.
-        parts: detached parts, empty when the output is computed on demand.
+        parts: detached parts until a backward pass is over, empty when the output is computed on demand.
     """
 
     dim: int | None
@@ -480,6 +480,8 @@ class MicroRun:
             self._replay(wanted)
         inputs = [self._input_gradient(position) for position in self._inputs]
         self._input_gradients, self._kept, self.is_done = [], None, self._fused
+        for joined in self._joined.values():
+            joined.parts.clear()
         return (*inputs, *self._aliases.take_gradients())
 
     def _scale_gathered(self, loss_gradient: torch.Tensor | None) -> None:
