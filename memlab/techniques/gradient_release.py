@@ -497,25 +497,28 @@ def _what_is_done() -> tuple[str, str]:
 _hearing: weakref.WeakSet[GradientRelease] = weakref.WeakSet()
 
 
+_instead_of: list[Any] = []  # what ours stands in for, while it does: torch's own, or what a library has put there
+
+
 def _hear_of_groups(technique: GradientRelease, undo: ExitStack) -> None:
     """Tell a technique of parameters that optimizers get, until undone."""
     _hearing.add(technique)
     undo.callback(_hear_no_more, technique)
-    Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign, assignment]
+    if not _instead_of:
+        _instead_of.append(Optimizer.add_param_group)
+        Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign, assignment]
 
 
 def _hear_no_more(technique: GradientRelease) -> None:
     _hearing.discard(technique)
-    if not _hearing:
-        Optimizer.add_param_group = _torchs_own  # type: ignore[method-assign]
+    # below what somebody has put over it since, it stays and passes on
+    if not _hearing and Optimizer.add_param_group is _add_param_group:
+        Optimizer.add_param_group = _instead_of.pop()  # type: ignore[method-assign]
 
 
-_torchs_own = Optimizer.add_param_group
-
-
-@functools.wraps(_torchs_own)
+@functools.wraps(Optimizer.add_param_group)
 def _add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
-    _torchs_own(optimizer, param_group)
+    _instead_of[-1](optimizer, param_group)
     for each in [*_hearing]:
         each.group_added(optimizer)
 

@@ -371,6 +371,38 @@ def test_a_model_that_is_dropped_is_freed() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_what_a_library_has_put_in_place_of_add_param_group_stays(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    seen: list[str] = []
+    torchs = Optimizer.add_param_group
+
+    def patch() -> None:
+        below = Optimizer.add_param_group
+
+        def librarys(optimizer: Optimizer, group: dict) -> None:
+            seen.append("library")
+            below(optimizer, group)
+
+        monkeypatch.setattr(Optimizer, "add_param_group", librarys)
+
+    if when == "before":
+        patch()
+    model = mlp()
+    for _ in range(2):
+        with fit(Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-3)), "--release-grads"):
+            if when == "meanwhile" and not seen:
+                patch()
+            seen.clear()
+            torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+            assert seen == ["library"]
+    seen.clear()
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    assert seen == ["library"]
+    monkeypatch.undo()
+    if when == "before":
+        assert Optimizer.add_param_group is torchs
+
+
 def _end_watches() -> None:
     for mode in _get_current_function_mode_stack():
         mode.end()
