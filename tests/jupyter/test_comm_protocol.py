@@ -230,8 +230,8 @@ def test_an_error_of_work_is_shown_where_the_panel_is(kernel: LiveKernel, maker:
 
 BACKGROUND = """
 %%memfit --background --quiet
-print("begun")
 notes.clear()
+print("begun")
 for _ in range(3000):
     {step}
     time.sleep(0.005)
@@ -257,7 +257,7 @@ def test_a_background_cell_leaves_the_main_shell_to_clicks(kernel: LiveKernel, c
 
 
 def test_a_failed_background_cell_shows_its_error_and_fails_who_waits(kernel: LiveKernel, maker: str) -> None:
-    cell = kernel.run("%%memfit --background\ndef broken():\n    return {}['gone']\nbroken()")
+    cell = kernel.send("%%memfit --background\ndef broken():\n    return {}['gone']\nbroken()")
     waiting = kernel.send("%memfit wait")
     kernel.until_over(waiting)
     assert kernel.errors(cell) == ["KeyError"]
