@@ -16,19 +16,25 @@ The same from a script:
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from memlab.building import build
 from memlab.errors import MemlabError, PlanError, RefusalError
 from memlab.exporting import export
-from memlab.inferring.inference import inference
 from memlab.measuring.runs import compare, measure
 from memlab.plan import Plan
-from memlab.predicting import compare_ranks, how_many, predict, predict_all, predict_ranks
+from memlab.predicting import predict, predict_all
+from memlab.runtime.workload import Workload
 from memlab.search import find_plan, ladder
 from memlab.session import fit
 from memlab.techniques.scale import LiveEngine, Scaling
-from memlab.workload import Workload
+
+if TYPE_CHECKING:
+    from memlab.building import build
+    from memlab.inferring.inference import inference
+    from memlab.jupyter.panels import panel
+    from memlab.scaleout.launching import launch
+    from memlab.scaleout.predicting import compare_ranks, how_many, predict_ranks
 
 __version__ = "0.1.0"
 
@@ -56,18 +62,26 @@ __all__ = [
 ]
 
 
-def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Any:
-    """The panel on a live model, see `memlab.jupyter.panels.panel`."""
-    from memlab.jupyter.panels import panel as made
+# parts that nothing of the core imports: what each gives, imported when it is first asked for
+_GUESTS = {
+    "build": "memlab.building",
+    "compare_ranks": "memlab.scaleout.predicting",
+    "how_many": "memlab.scaleout.predicting",
+    "inference": "memlab.inferring.inference",
+    "launch": "memlab.scaleout.launching",
+    "panel": "memlab.jupyter.panels",
+    "predict_ranks": "memlab.scaleout.predicting",
+}
 
-    return made(workload, budget=budget, capacity=capacity)
+
+def __getattr__(name: str) -> Any:
+    if name not in _GUESTS:
+        raise AttributeError(f"module 'memlab' has no attribute {name!r}")
+    return getattr(importlib.import_module(_GUESTS[name]), name)
 
 
-def launch(train: Any, workload: Workload, plan: str, **options: Any) -> Any:
-    """Train in many processes and bring the results back, see `memlab.scaleout.launching.launch`."""
-    from memlab.scaleout.launching import launch as launched
-
-    return launched(train, workload, plan, **options)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_GUESTS})
 
 
 def _live_engine(plan: Plan, workload: Workload) -> LiveEngine:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.layers import apply_layer, canonical_state_dict, pack_loaded, remove_layer
 from memlab.plan import Plan
-from memlab.stepping import run_step, take_over
+from memlab.runtime.optimizer_step import run_step, take_over
+from memlab.runtime.state_layers import apply_layer, canonical_state_dict, pack_loaded, remove_layer
 from memlab.techniques.base import State, Technique
 from memlab.techniques.offload_optimizer import OffloadOptimizer
 from memlab.techniques.optimizer import OptimizerConversion

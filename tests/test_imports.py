@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,236 +13,30 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "memlab"
 
-# what each part may import of memlab, from the core outwards
-STANDARD_LIBRARY_ONLY = {
+# each part may import what stands before it
+CORE = (
     "errors",
     "units",
     "extras",
     "plan",
     "records",
-    "rank_prediction",
-    "comparison",
-    "rungs",
-    "shown",
-    "run_record",
-    "moment",
-    "inference_record",
-    "devices",
+    "hardware",
     "allocator",
-    "roofline",
-    "plan_space",
-}
-ALLOWED: dict[str, set[str]] = {
-    "errors": set(),
-    "units": {"errors"},
-    "extras": {"errors"},
-    "plan": {"errors", "units"},
-    "shown": set(),
-    "records": {"errors", "plan", "shown"},
-    "rank_prediction": {"records", "shown"},
-    "comparison": {"errors", "plan", "records", "shown", "units"},
-    "rungs": {"comparison", "errors", "plan_space", "plan", "records", "shown", "units"},
-    "inference_record": {"records"},
-    "run_record": {"comparison", "errors", "moment", "records"},
-    "out_of_memory": {"units"},
-    "dispatch": set(),
-    "loop_mode": set(),
-    "devices": {"errors", "units"},
-    "allocator": {"errors", "units"},
-    "building": {"errors", "extras", "units"},
-    "workload": {"errors"},
-    "layers": set(),
-    "moment": {"plan", "records"},
-    "live": {
-        "comparison",
-        "errors",
-        "measuring",
-        "moment",
-        "observer",
-        "plan",
-        "predicting",
-        "records",
-        "rescue",
-        "run_record",
-        "search",
-        "session",
-        "out_of_memory",
-        "snapshot",
-        "units",
-        "workload",
-    },
-    "stepping": {"layers", "uninterrupted"},
-    "workshop": {"errors", "extras", "measuring", "plan", "records", "report", "units"},
-    "techniques": {
-        "dispatch",
-        "errors",
-        "extras",
-        "layers",
-        "loop_mode",
-        "plan",
-        "seams",
-        "out_of_memory",
-        "stepping",
-        "uninterrupted",
-        "units",
-        "workload",
-    },
-    "seams": {"uninterrupted"},
-    "observer": {"errors", "plan", "workload"},
-    "uninterrupted": set(),
-    "rollback": {"layers", "plan", "techniques"},
-    "in_force": {
-        "errors",
-        "layers",
-        "rollback",
-        "plan",
-        "seams",
-        "out_of_memory",
-        "techniques",
-        "uninterrupted",
-        "workload",
-    },
-    "scaleout": {
-        "comparison",
-        "errors",
-        "extras",
-        "in_force",
-        "measuring",
-        "plan",
-        "records",
-        "report",
-        "run_record",
-        "seams",
-        "session",
-        "out_of_memory",
-        "snapshot",
-        "stepping",
-        "techniques",
-        "uninterrupted",
-        "units",
-        "workload",
-    },
-    "rescue": {
-        "allocator",
-        "devices",
-        "dispatch",
-        "errors",
-        "loop_mode",
-        "observer",
-        "plan",
-        "records",
-        "out_of_memory",
-        "stepping",
-        "techniques",
-        "uninterrupted",
-        "units",
-    },
-    "session": {
-        "errors",
-        "in_force",
-        "layers",
-        "observer",
-        "plan",
-        "rescue",
-        "seams",
-        "stepping",
-        "techniques",
-        "uninterrupted",
-        "workload",
-    },
-    "snapshot": {"plan", "techniques", "workload"},
-    "measuring": {
-        "comparison",
-        "dispatch",
-        "errors",
-        "extras",
-        "observer",
-        "plan",
-        "records",
-        "roofline",
-        "session",
-        "snapshot",
-        "techniques",
-        "uninterrupted",
-        "units",
-        "workload",
-    },
-    "inferring": {
-        "errors",
-        "inference_record",
-        "measuring",
-        "plan",
-        "records",
-        "seams",
-        "session",
-        "out_of_memory",
-        "techniques",
-        "trace",
-        "uninterrupted",
-        "units",
-        "workload",
-    },
-    "exporting": {"errors", "plan", "scaleout", "units"},
-    "roofline": {"devices"},
-    "plan_space": {"errors", "plan"},
-    "trace": {
-        "devices",
-        "dispatch",
-        "errors",
-        "measuring",
-        "observer",
-        "plan",
-        "records",
-        "roofline",
-        "session",
-        "techniques",
-        "units",
-        "workload",
-    },
-    "predicting": {
-        "allocator",
-        "devices",
-        "errors",
-        "plan_space",
-        "measuring",
-        "observer",
-        "plan",
-        "rank_prediction",
-        "records",
-        "roofline",
-        "scaleout",
-        "techniques",
-        "trace",
-        "units",
-        "workload",
-    },
-    "search": {
-        "comparison",
-        "devices",
-        "errors",
-        "plan_space",
-        "measuring",
-        "plan",
-        "predicting",
-        "records",
-        "rungs",
-        "techniques",
-        "units",
-        "workload",
-    },
-    "report": {
-        "comparison",
-        "errors",
-        "extras",
-        "inference_record",
-        "moment",
-        "plan",
-        "rank_prediction",
-        "records",
-        "rungs",
-        "units",
-    },
-}
+    "runtime",
+    "techniques",
+    "rescue",
+    "session",
+    "measuring",
+    "trace",
+    "predicting",
+    "search",
+    "report",
+    "live",
+)
+# these serve one subject each, and nothing of the core imports them
+GUESTS = ("building", "inferring", "scaleout", "workshop")
+FRONT = ("exporting", "jupyter")  # these may import everything
+STANDARD_LIBRARY_ONLY = {"errors", "units", "extras", "plan", "records", "hardware", "allocator"}
 
 
 def part_of(path: Path) -> str:
@@ -270,10 +66,16 @@ def imports_of(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_one_way(path: Path) -> None:
     part = part_of(path)
-    if part in ("__init__", "jupyter"):
+    if part in ("__init__", *FRONT):
         return
+    allowed = CORE[: CORE.index(part)] if part in CORE else CORE
     of_memlab = {name.split(".")[1] for name in imports_of(path) if name.startswith("memlab.")}
-    assert of_memlab - {part} <= ALLOWED[part]
+    assert of_memlab - {part} <= set(allowed)
+
+
+def test_every_part_has_its_place() -> None:
+    parts = {part_of(path) for path in ROOT.rglob("*.py")} - {"__init__"}
+    assert parts == {*CORE, *GUESTS, *FRONT}
 
 
 @pytest.mark.parametrize("part", sorted(STANDARD_LIBRARY_ONLY))
@@ -281,6 +83,25 @@ def test_the_core_needs_only_the_standard_library(part: str) -> None:
     files = [ROOT / f"{part}.py"] if (ROOT / f"{part}.py").exists() else (ROOT / part).rglob("*.py")
     packages = {name.split(".")[0] for file in files for name in imports_of(file)} - {"memlab"}
     assert packages <= set(sys.stdlib_module_names)
+
+
+# tests of the core that end within seconds, and between them run a session, a prediction and a cell
+OF_THE_CORE = ("tests/session/test_trial.py", "tests/search/test_finding.py", "tests/jupyter/test_which_model.py")
+
+
+def test_the_core_stands_without_its_guests(tmp_path: Path) -> None:
+    bare = shutil.ignore_patterns("__pycache__", *GUESTS)
+    shutil.copytree(ROOT, tmp_path / "memlab", ignore=bare)
+    shutil.copytree(ROOT.parent / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT.parent / "pyproject.toml", tmp_path)
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *OF_THE_CORE],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
 
 
 CHECK = """

@@ -22,7 +22,7 @@ from memlab.exporting._ranks import to_ranks
 from memlab.exporting._torch import to_torch
 from memlab.exporting._trainer import to_trainer
 from memlab.plan import Plan, ScaleOut
-from memlab.scaleout.scale import ENGINES, Scale
+from memlab.plan.scale import ENGINES, Scale
 
 _ZERO = tuple(engine for engine in ENGINES if engine.startswith("zero"))
 _PLANS: dict[str, Callable[[Plan], str]] = {

@@ -11,7 +11,7 @@ from memlab.exporting._parts import (
     zero_stage,
 )
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
-from memlab.scaleout.scale import Scale
+from memlab.plan.scale import Scale
 
 _MIXED_PRECISION = {Precision.FP16: "fp16", Precision.BF16: "bf16"}
 

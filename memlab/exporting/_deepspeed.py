@@ -7,7 +7,7 @@ from typing import Any
 
 from memlab.exporting._parts import one_line_optimizer, torchrun, zero_stage
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
-from memlab.scaleout.scale import Scale
+from memlab.plan.scale import Scale
 
 
 def to_deepspeed(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:

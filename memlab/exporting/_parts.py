@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
-from memlab.scaleout.scale import Scale
+from memlab.plan.scale import Scale
 
 
 def header(plan: Plan | Scale) -> str:

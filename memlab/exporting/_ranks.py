@@ -6,7 +6,7 @@ from memlab.errors import PlanError
 from memlab.exporting._parts import header, indent, optimizer_helper, torchrun
 from memlab.exporting._torch import COUNT_TARGETS, SPLIT, checkpoint_helper, checkpoint_imports
 from memlab.plan import Offloaded, Plan, Precision
-from memlab.scaleout.scale import Scale
+from memlab.plan.scale import Scale
 
 
 def to_ranks(scale: Scale, nproc: int) -> str:

@@ -11,7 +11,7 @@ from memlab.exporting._parts import (
     torchrun,
 )
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
-from memlab.scaleout.scale import Scale
+from memlab.plan.scale import Scale
 
 _TRAINER_OPTIMIZERS = {
     OptimizerChoice.ADAMW: "adamw_torch",

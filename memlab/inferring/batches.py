@@ -11,11 +11,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from memlab.errors import BudgetError, WorkloadError
-from memlab.inference_record import BatchAdvice, InferenceRecord, advice_from
 from memlab.measuring.batches import samples_of
 from memlab.measuring.ledger import tensors_in
+from memlab.records.inference import BatchAdvice, InferenceRecord, advice_from
+from memlab.runtime.workload import Batch
 from memlab.units import format_bytes
-from memlab.workload import Batch
 
 _MOST_RUNS = 5
 

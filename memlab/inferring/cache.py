@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.inference_record import CacheUse
+from memlab.records.inference import CacheUse
 from memlab.techniques.spill import is_spilled
 
 NAMES = ("past_key_values", "past_key_value", "cache_params", "mems")

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from memlab.inference_record import CacheUse, CallKind, CallRecord, InferenceRecord
 from memlab.inferring import cache
 from memlab.inferring.cache import CacheShape
 from memlab.measuring.batches import samples_of
@@ -28,7 +27,8 @@ from memlab.measuring.holdings import inputs_of
 from memlab.measuring.ledger import Holding, tensors_in
 from memlab.measuring.observation import Observation
 from memlab.records import Category, Phase
-from memlab.workload import Batch
+from memlab.records.inference import CacheUse, CallKind, CallRecord, InferenceRecord
+from memlab.runtime.workload import Batch
 
 _MOST_CALLS = 10_000
 

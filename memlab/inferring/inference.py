@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from memlab.errors import PlanError, RefusalError, SessionError, TraceError, WorkloadError
-from memlab.inference_record import BatchAdvice, CallKind, InferenceRecord
 from memlab.inferring.batches import Call, elements_of, proven
 from memlab.inferring.cache import caches_in, shape_of
 from memlab.inferring.calls import CallMeter
@@ -33,15 +32,16 @@ from memlab.inferring.weights import HalfWeights
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.holdings import gradients_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding
-from memlab.out_of_memory import is_out_of_memory, release
 from memlab.plan import FIELDS, Plan, Precision
 from memlab.records import Category
-from memlab.seams import ForwardSeam, is_compiled, on_first_step, stand_in
+from memlab.records.inference import BatchAdvice, CallKind, InferenceRecord
+from memlab.runtime.hooks import ForwardSeam, is_compiled, on_first_step, stand_in
+from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.out_of_memory import is_out_of_memory, release
+from memlab.runtime.workload import Batch, Workload, steps_some_of, unwrap_model
 from memlab.session import session_of
 from memlab.trace.tracer import Tracer
-from memlab.uninterrupted import uninterrupted
 from memlab.units import parse_bytes
-from memlab.workload import Batch, Workload, steps_some_of, unwrap_model
 
 _NO_GRADIENT = ("does not require grad", "does not have a grad_fn")
 _TRAINS = "train it without --inference (from Python: outside of memlab.inference)"

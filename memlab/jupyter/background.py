@@ -42,9 +42,9 @@ from memlab.jupyter.cells import Outcome, Shell, Source
 from memlab.jupyter.program import Program, ThreadState
 from memlab.jupyter.watch import CellWatch
 from memlab.live.control import Cancelled, Control
-from memlab.observer import Observer
+from memlab.runtime.observer import Observer
+from memlab.runtime.workload import Workload
 from memlab.session import session_of
-from memlab.workload import Workload
 
 _LOOK_SECONDS = 0.2
 _LAST_SECONDS = 1.0

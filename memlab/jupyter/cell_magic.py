@@ -14,7 +14,6 @@ from memlab.jupyter.display import is_rich, show
 from memlab.jupyter.freeing import calls_for_freeing, free, sentence
 from memlab.jupyter.help import cell_help
 from memlab.jupyter.history import History
-from memlab.jupyter.inference_cell import InferenceCell
 from memlab.jupyter.live import Line, Progress, Saying
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.panels import bring_up_to_date
@@ -22,12 +21,12 @@ from memlab.jupyter.parser import CellOptions, cell_options
 from memlab.jupyter.state import out_of_memory_advice, own_frames
 from memlab.jupyter.watch import CellWatch
 from memlab.live.control import Cancelled
-from memlab.out_of_memory import is_out_of_memory, release
 from memlab.plan import Plan
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
+from memlab.runtime.out_of_memory import is_out_of_memory, release
+from memlab.runtime.workload import Batch, SeveralModelsError, Workload, is_trained_by, name_of, stale_optimizers
 from memlab.session import Session
-from memlab.workload import Batch, SeveralModelsError, Workload, is_trained_by, name_of, stale_optimizers
 
 _NO_MODEL = (
     "no model found: no variable of this notebook is a trainable torch.nn.Module, and the cell made no training "
@@ -68,6 +67,8 @@ class CellMagic:
         if broken is not None:
             cells.raise_shown(self._notebook.shell, broken)
         if options.inference:
+            from memlab.jupyter.inference_cell import InferenceCell
+
             InferenceCell(self._notebook).run(options, source)
         elif options.scale is not None:
             from memlab.jupyter.ranks_cell import RanksCell  # torch's checkpoints are slow to import

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.devices import gpus
 from memlab.exporting import TARGETS
+from memlab.hardware.gpus import gpus
 from memlab.jupyter.flags import CELL_FLAGS, LAST_FLAG, PREDICT_FLAGS, WORDS, Flag
 from memlab.plan import FIELDS, Offloaded, PlanField, Tier, plan_flags
-from memlab.scaleout.scale import ENGINES
+from memlab.plan.scale import ENGINES
 from memlab.units import GIB
 
 _LINE = re.compile(r"^\s*(%{0,2}memfit)\s(.*)$", re.DOTALL)

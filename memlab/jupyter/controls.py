@@ -9,8 +9,8 @@ from typing import Any
 from memlab.extras import require
 from memlab.live.effects import default_text, effect_of
 from memlab.live.source import Can, Source
-from memlab.moment import Activity, Asked, Moment
 from memlab.plan import FIELDS, PlanField
+from memlab.records.live_state import Activity, Asked, Moment
 from memlab.report.segments import scale
 
 Widget = Any

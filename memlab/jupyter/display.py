@@ -14,11 +14,12 @@ from typing import Any
 
 from IPython.display import display, update_display
 
-from memlab.comparison import Comparison, FoundPlan
 from memlab.extras import available
 from memlab.jupyter.config import MemLab
 from memlab.jupyter.predicted_plans import PredictedPlans
-from memlab.rank_prediction import HowMany, PredictedRanks
+from memlab.records.ablation import Ladder
+from memlab.records.comparison import Comparison, FoundPlan
+from memlab.records.ranks import HowMany, PredictedRanks
 from memlab.report import (
     figure,
     image,
@@ -32,7 +33,6 @@ from memlab.report import (
     showing,
     text,
 )
-from memlab.rungs import Ladder
 
 
 def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memlab.extras import require
-from memlab.moment import Activity, Moment
 from memlab.plan import Plan
+from memlab.records.live_state import Activity, Moment
 from memlab.report.figure import NEUTRAL_INK
 from memlab.report.live_figure import Drawing, drawing, predicted
 from memlab.report.pareto import Chart

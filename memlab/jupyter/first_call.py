@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memlab.stepping import is_separable, standin
-from memlab.workload import is_made, unwrap_optimizer
+from memlab.runtime.optimizer_step import is_separable, standin
+from memlab.runtime.workload import is_made, unwrap_optimizer
 
 
 class FirstCall:

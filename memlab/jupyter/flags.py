@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memlab.scaleout.scale import ENGINES
+from memlab.plan.scale import ENGINES
 
 
 @dataclass(frozen=True)

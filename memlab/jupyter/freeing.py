@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from memlab.jupyter.notebook import Notebook
-from memlab.out_of_memory import is_out_of_memory, release
+from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.units import format_bytes
 
 _CELL_MAGIC = "memlab.jupyter.cell_magic"

@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
-from memlab.comparison import Comparison, timed_anew
 from memlab.errors import MemlabError
-from memlab.moment import Moment
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction, StepRecord
-from memlab.run_record import RunRecord
-from memlab.workload import Batch
+from memlab.records.comparison import Comparison, timed_anew
+from memlab.records.live_state import Moment
+from memlab.records.run_record import RunRecord
+from memlab.runtime.workload import Batch
 
 _VERSIONS_OF = ("torch", "transformers", "bitsandbytes")
 

@@ -11,7 +11,6 @@ from IPython.core.error import UsageError
 from torch import nn
 
 from memlab.errors import BudgetError, WorkloadError
-from memlab.inference_record import CallKind, InferenceRecord
 from memlab.inferring.inference import Inference, explained, inference, inference_of
 from memlab.jupyter import cells
 from memlab.jupyter.display import show
@@ -20,10 +19,11 @@ from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions, one_model
 from memlab.measuring.device import device_for
-from memlab.out_of_memory import is_out_of_memory
+from memlab.records.inference import CallKind, InferenceRecord
 from memlab.report.inference import batch_line, graph_line, lines
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.workload import describe_model, find_model, optimizers_of
 from memlab.units import format_bytes
-from memlab.workload import describe_model, find_model, optimizers_of
 
 _NO_MODEL = "no model found: the cell named no torch.nn.Module with parameters, and called none"
 _NO_CALL = (

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import PlanError, TraceError, WorkloadError
 from memlab.exporting import export, parsed
 from memlab.jupyter import prediction
@@ -22,12 +21,13 @@ from memlab.jupyter.state import state_text
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import compare
 from memlab.plan import Plan
-from memlab.rank_prediction import PredictedRanks
-from memlab.run_record import RunRecord
-from memlab.rungs import Ladder
+from memlab.records.ablation import Ladder
+from memlab.records.comparison import Comparison, FoundPlan
+from memlab.records.ranks import PredictedRanks
+from memlab.records.run_record import RunRecord
+from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions, switch_together
 from memlab.units import parse_bytes
-from memlab.workload import Workload
 
 Shown = Comparison | PredictedPlans | PredictedRanks | FoundPlan | Ladder
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from memlab.jupyter.display import replace_shown, show
-from memlab.moment import Activity, Moment
+from memlab.records.live_state import Activity, Moment
 from memlab.report.live_svg import compact, compact_text
 
 _LEAST_SECONDS_BETWEEN = 0.25

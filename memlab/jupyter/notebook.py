@@ -11,7 +11,6 @@ from IPython.core.error import UsageError
 from torch import nn
 
 from memlab.errors import MemlabError, WorkloadError
-from memlab.inference_record import CallKind
 from memlab.jupyter import prediction
 from memlab.jupyter.background import Background
 from memlab.jupyter.config import MemLab
@@ -21,9 +20,10 @@ from memlab.jupyter.live import Line, NotebookLine, Saying, TerminalLine
 from memlab.jupyter.panels import panels
 from memlab.jupyter.parser import PredictOptions
 from memlab.live.control import Control, control_of
-from memlab.moment import Moment
+from memlab.records.inference import CallKind
+from memlab.records.live_state import Moment
+from memlab.runtime.workload import Workload
 from memlab.session import Session, session_of, sessions
-from memlab.workload import Workload
 
 
 class Notebook:

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from html import escape
 from typing import Any
 
-from memlab.comparison import Comparison
 from memlab.errors import PlanError
 from memlab.exporting import TARGETS, export
 from memlab.extras import require
@@ -25,8 +24,9 @@ from memlab.jupyter.figure_widget import LiveFigure
 from memlab.jupyter.status import status_class
 from memlab.live.effects import default_text, effect_of
 from memlab.live.source import Source
-from memlab.moment import Activity, Asked, Moment
 from memlab.plan import FIELDS, Plan
+from memlab.records.comparison import Comparison
+from memlab.records.live_state import Activity, Asked, Moment
 from memlab.report import html
 from memlab.units import format_bytes
 

@@ -13,9 +13,9 @@ from memlab.jupyter.main_thread import MainThread
 from memlab.live.control import Control, control_of
 from memlab.live.replaying import Replay
 from memlab.live.source import Source
-from memlab.run_record import RunRecord
+from memlab.records.run_record import RunRecord
+from memlab.runtime.workload import Workload
 from memlab.units import parse_bytes
-from memlab.workload import Workload
 
 if TYPE_CHECKING:
     from memlab.jupyter.panel import Panel

@@ -8,11 +8,10 @@ import shlex
 from dataclasses import dataclass
 
 from memlab.errors import PlanError
-from memlab.inferring.inference import precision_of
 from memlab.jupyter.flags import CELL_FLAGS, LAST_FLAG, PREDICT_FLAGS, WORDS, Flag
 from memlab.plan import Plan, ScaleOut, unknown_flag
+from memlab.plan.scale import ENGINES, Scale
 from memlab.rescue.ladder import pinned
-from memlab.scaleout.scale import ENGINES, Scale
 from memlab.units import parse_bytes
 
 
@@ -300,6 +299,8 @@ def processes(number: str) -> int:
 
 
 def _check_inference(plan: Plan, given: dict[str, str]) -> None:
+    from memlab.inferring.inference import precision_of
+
     precision_of(plan)
     for flag in CELL_FLAGS:
         if flag.name in given and flag.name in _ONLY_FOR_TRAINING:

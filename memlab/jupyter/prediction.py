@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
 from memlab.jupyter.history import History
 from memlab.jupyter.parser import CellOptions, PredictOptions
@@ -25,14 +24,15 @@ from memlab.measuring.device import Device
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import Workloads, compare
 from memlab.plan import Plan
-from memlab.rank_prediction import PredictedRanks
+from memlab.plan.scale import Scale
 from memlab.records import Measurement, Prediction
+from memlab.records.ablation import Ladder
+from memlab.records.comparison import Comparison, FoundPlan
+from memlab.records.ranks import PredictedRanks
 from memlab.report.ranking import verdict_words
-from memlab.rungs import Ladder
-from memlab.scaleout.scale import Scale
+from memlab.runtime.workload import Batch, Workload, describe_all
 from memlab.session import Session
 from memlab.units import format_bytes, format_change, parse_bytes
-from memlab.workload import Batch, Workload, describe_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -150,7 +150,7 @@ def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
 
 def predicted_ranks(workload: Workload, options: PredictOptions, scale: Scale, history: History) -> PredictedRanks:
     """Predict a rank of 1, 2, 4 … processes under an engine, beside those that were measured."""
-    from memlab.predicting import compare_ranks
+    from memlab.scaleout.predicting import compare_ranks
 
     if options.words:
         raise PlanError(f"%memfit predict {options.words[0]}: unknown; see %memfit help")
@@ -388,7 +388,7 @@ def predicted_for_ranks(history: History, live: Workload, scale: Scale, ranks: C
         return ()
     say(f"predicting {scale}")
     try:
-        from memlab.predicting import predict_ranks
+        from memlab.scaleout.predicting import predict_ranks
 
         predicted_bytes = predict_ranks(workload, scale, nproc=nproc).peak_allocated_bytes
     except MemlabError as error:

@@ -7,7 +7,6 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from memlab.comparison import Comparison
 from memlab.errors import ScaleError, WorkloadError
 from memlab.jupyter import cells, prediction
 from memlab.jupyter.display import show
@@ -15,10 +14,11 @@ from memlab.jupyter.live import Saying
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions, one_model
 from memlab.plan import Plan
+from memlab.plan.scale import Scale
+from memlab.records.comparison import Comparison
+from memlab.runtime.workload import Workload
 from memlab.scaleout.cell_code import Brought, CellCode
 from memlab.scaleout.launching import Launched, launch
-from memlab.scaleout.scale import Scale
-from memlab.workload import Workload
 
 _ONE = "one process"
 _NO_MODEL = (

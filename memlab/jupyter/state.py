@@ -17,9 +17,9 @@ from memlab.plan import Plan
 from memlab.rescue.guard import rows_of
 from memlab.rescue.ladder import Place, next_plans
 from memlab.rescue.rescuer import NothingFitsError
+from memlab.runtime.workload import Batch, Workload, unwrap_model
 from memlab.session import Session, check
 from memlab.units import format_bytes
-from memlab.workload import Batch, Workload, unwrap_model
 
 _MOST_LOG_ENTRIES = 8
 

@@ -33,14 +33,22 @@ from memlab.measuring.device import Device, device_for
 from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import row_of_failure
 from memlab.measuring.steps import Meter
-from memlab.observer import Observer
-from memlab.out_of_memory import is_out_of_memory
 from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.rescue.rescuer import Rescuer
 from memlab.rescue.thrash import ThrashWatch
+from memlab.runtime.observer import Observer
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.workload import (
+    Batch,
+    Workload,
+    describe_all,
+    live_optimizers,
+    optimizers_of,
+    steps_some_of,
+    unwrap_model,
+)
 from memlab.session import Session, fit, require_compatible, session_of, train_together
-from memlab.workload import Batch, Workload, describe_all, live_optimizers, optimizers_of, steps_some_of, unwrap_model
 
 # a loop that accumulates by hand calls its model several times before the first step; after so many, no other is expected
 _MOST_CALLS_OF_A_STEP = 64

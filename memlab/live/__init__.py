@@ -1,4 +1,4 @@
-"""A live run as people steer it: what is asked of it, and what has become of that. What a view draws is a `memlab.moment.Moment`.
+"""A live run as people steer it: what is asked of it, and what has become of that. What a view draws is a `memlab.records.live_state.Moment`.
 
 - `source`: what a view can see and ask, of a live run as of a recorded one
 - `control`: the live run, of `pending_changes` (which settings were asked for), `feed` (what was measured), `predicting` (what is

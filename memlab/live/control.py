@@ -36,15 +36,15 @@ from memlab.measuring.batches import samples_of
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import call_of
 from memlab.measuring.steps import Meter
-from memlab.moment import Activity, Asked, Moment
-from memlab.observer import Observer
-from memlab.out_of_memory import is_out_of_memory
 from memlab.plan import FIELDS, Plan
 from memlab.records import Measurement, Prediction
+from memlab.records.live_state import Activity, Asked, Moment
 from memlab.rescue.rescuer import Rescuer
+from memlab.runtime.observer import Observer
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, session_of
 from memlab.units import format_bytes, format_seconds
-from memlab.workload import Workload
 
 _MOST_EVENTS = 20
 _LOOK_SECONDS = 0.1

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from memlab.errors import PlanError
-from memlab.moment import Moment
 from memlab.plan import FIELDS, Plan, PlanField
 from memlab.records import Fit, Prediction, Verdict
+from memlab.records.live_state import Moment
 from memlab.units import format_change, format_difference
 
 

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from memlab.comparison import baseline_first, timed_anew
 from memlab.live.thinning import Track
 from memlab.measuring.steps import Meter
-from memlab.moment import Change, LivePoint
 from memlab.plan import Plan
 from memlab.records import Measurement, StepRecord
+from memlab.records.comparison import baseline_first, timed_anew
+from memlab.records.live_state import Change, LivePoint
 
 _MOST_CHANGES = 100
 _MOST_SETTINGS = 40

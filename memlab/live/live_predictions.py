@@ -13,9 +13,9 @@ from memlab.measuring.batches import shapes_of
 from memlab.plan import Plan
 from memlab.predicting import predict_each
 from memlab.records import Fit, Measurement, Prediction
+from memlab.runtime.workload import Workload
 from memlab.search.finding import considered
 from memlab.units import format_bytes
-from memlab.workload import Workload
 
 
 class LivePredictions:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from memlab.errors import PlanError
-from memlab.moment import Asked, Toggle
 from memlab.plan import FIELDS, Plan, PlanField
+from memlab.records.live_state import Asked, Toggle
 
 
 class PendingChanges:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from memlab.live.thinning import Track
-from memlab.moment import Change, LivePoint
 from memlab.records import Measurement, StepRecord, ratio
-from memlab.run_record import RunRecord
+from memlab.records.live_state import Change, LivePoint
+from memlab.records.run_record import RunRecord
 
 _LONGEST_SECONDS = 20.0
 # shorter recordings are slowed down: eyes must be able to follow

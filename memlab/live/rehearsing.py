@@ -6,9 +6,9 @@ from collections.abc import Generator
 
 from memlab.measuring.runs import require_complete, training_step
 from memlab.plan import Plan
+from memlab.runtime.workload import Workload
 from memlab.session import Session
-from memlab.snapshot import Snapshot
-from memlab.workload import Workload
+from memlab.session.snapshot import Snapshot
 
 
 def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[float]:

@@ -22,10 +22,10 @@ from memlab.errors import PlanError
 from memlab.live.recording import Stretch, changes_of, points_of, stretches_of, times_of
 from memlab.live.source import Can
 from memlab.live.views import Drawn, Views
-from memlab.moment import Activity, Asked, Change, Moment, Toggle
 from memlab.plan import FIELDS, Plan
 from memlab.records import Prediction
-from memlab.run_record import RunRecord
+from memlab.records.live_state import Activity, Asked, Change, Moment, Toggle
+from memlab.records.run_record import RunRecord
 from memlab.units import format_bytes
 
 _MOST_EVENTS = 20
@@ -40,7 +40,7 @@ class Replay:
         clock: tells the time, in seconds.
 
     Example:
-        >>> from memlab.comparison import Comparison
+        >>> from memlab.records.comparison import Comparison
         >>> from memlab.records import Measurement, StepRecord
         >>> m = Measurement("as written", "NVIDIA H200", 2**30, None, 0, {}, (), (0.5,), 8, 0)
         >>> record = RunRecord(Comparison("gpt2", (m,)), (StepRecord(1, "as written", 0.5, 8, 0, 2**30),))

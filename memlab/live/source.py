@@ -6,8 +6,8 @@ from collections.abc import Callable
 from enum import Flag, auto
 from typing import Protocol
 
-from memlab.moment import Moment
 from memlab.plan import Plan
+from memlab.records.live_state import Moment
 
 
 class Can(Flag):

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memlab.moment import LivePoint
+from memlab.records.live_state import LivePoint
 
 _MOST = 300
 _NEWEST = 50

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from inspect import ismethod
 from time import monotonic
 
-from memlab.moment import Moment
+from memlab.records.live_state import Moment
 
 _MOST_ERRORS = 5
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memlab.measuring.ledger import tensors_in
-from memlab.workload import Batch
+from memlab.runtime.workload import Batch
 
 
 def samples_of(batch: Batch) -> int:

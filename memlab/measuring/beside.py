@@ -8,9 +8,9 @@ import torch
 
 from memlab.measuring.device import Device
 from memlab.measuring.steps import Meter
-from memlab.observer import Observer
+from memlab.runtime.observer import Observer
+from memlab.runtime.workload import Batch
 from memlab.session import Session
-from memlab.workload import Batch
 
 
 def meter_of(sessions: Sequence[Session], device: Device) -> Meter:

@@ -8,7 +8,7 @@ import torch
 
 from memlab.measuring.ledger import Holding, tensors_in
 from memlab.records import Category
-from memlab.workload import Batch
+from memlab.runtime.workload import Batch
 
 
 def parameters_of(model: torch.nn.Module) -> Iterator[Holding]:

@@ -17,8 +17,8 @@ from torch.nn.utils import skip_init
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.extras import available, require
+from memlab.hardware.roofline import Kind, Rates
 from memlab.plan import Tier
-from memlab.roofline import Kind, Rates
 from memlab.techniques.spill import Spill
 from memlab.units import MIB
 

@@ -33,7 +33,6 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
-from memlab.dispatch import WatchingMode, defers
 from memlab.measuring.effects import EFFECTS, Effect, effect_of
 from memlab.measuring.observation import (
     BACKWARD,
@@ -46,6 +45,7 @@ from memlab.measuring.observation import (
     RawEvent,
 )
 from memlab.records import Category, Phase
+from memlab.runtime.dispatch import WatchingMode, defers
 from memlab.techniques.spill import is_spilled
 from memlab.units import format_bytes
 

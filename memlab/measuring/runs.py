@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memlab.comparison import Comparison
 from memlab.errors import WorkloadError
 from memlab.measuring.beside import Beside, Calls, meter_of
 from memlab.measuring.device import Device, device_for
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
+from memlab.records.comparison import Comparison
+from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.workload import Batch, Workload, describe_all
 from memlab.session import Session, fit, session_of
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from memlab.techniques.gradient_release import loop_is_known
-from memlab.uninterrupted import uninterrupted
-from memlab.workload import Batch, Workload, describe_all
 
 # steps that are observed in detail and so not timed; see `Meter`
 _OBSERVED_STEPS = 2

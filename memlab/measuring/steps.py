@@ -33,10 +33,10 @@ from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, st
 from memlab.measuring.ledger import Holding, tensors_in
 from memlab.measuring.observation import Observation
 from memlab.measuring.waiting import Waiting
-from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.records import LOOP, Category, Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
-from memlab.workload import Batch
+from memlab.runtime.observer import Observer
+from memlab.runtime.workload import Batch
 
 _WARMUP_STEPS = 1
 _OBSERVED_IN_A_ROW = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from memlab.hardware.roofline import Bill, Rates
 from memlab.plan import Plan
 from memlab.predicting.segments import (
     ACTIVATIONS,
@@ -18,7 +19,6 @@ from memlab.predicting.segments import (
     laid_beside,
     levels,
 )
-from memlab.roofline import Bill, Rates
 from memlab.techniques._micro import LAZY_FROM_BYTES
 from memlab.trace.tracer import Trace, Tracer
 

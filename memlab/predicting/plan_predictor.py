@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from memlab.devices import Gpu
 from memlab.errors import RefusalError, WorkloadError
+from memlab.hardware.gpus import Gpu
 from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, Precision
 from memlab.predicting.passes import Passes, without_budget
 from memlab.predicting.segments import (
@@ -32,11 +32,11 @@ from memlab.predicting.segments import (
 )
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category
+from memlab.runtime.workload import Workload
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques._split import row_ranges
 from memlab.trace.tracer import Trace, Tracer
 from memlab.units import MIB, format_bytes
-from memlab.workload import Workload
 
 # of what lives anyway: outputs larger than this are worth a word
 _NOTEWORTHY_SHARE = 0.05

@@ -6,18 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from memlab.devices import Gpu
 from memlab.errors import RefusalError, TraceError
+from memlab.hardware.gpus import Gpu
 from memlab.measuring.runs import Workloads, say_when_long
 from memlab.plan import Plan
-from memlab.plan_space import half_format, plan_space
+from memlab.plan.space import half_format, plan_space
 from memlab.predicting.plan_predictor import Parts, PlanPredictor
 from memlab.predicting.reserved import Reserved, reserved_by, script_of
 from memlab.predicting.segments import by_name
 from memlab.predicting.targets import Target, interval_seconds
 from memlab.predicting.together import of_all
 from memlab.records import Measurement, Prediction, TimelinePoint, thin
-from memlab.workload import Workload
+from memlab.runtime.workload import Workload
 
 
 def predict(
@@ -65,7 +65,7 @@ def predict_all(
     Args:
         workload: as for `predict`; several that train together have each plan together.
         device: as for `predict`.
-        plans: by default the whole plan space (`memlab.plan_space`).
+        plans: by default the whole plan space (`memlab.plan.space`).
         measured: as for `predict`.
         progress: called with a line now and then; by default lines go to standard error once the work takes
             longer than two seconds.

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memlab.hardware.roofline import Bill, Rates, Work
 from memlab.measuring.observation import PHASES, RawEvent
 from memlab.records import Category, Phase, TimelinePoint
-from memlab.roofline import Bill, Rates, Work
 from memlab.trace.recorder import Hidden
 from memlab.trace.tracer import Trace
 

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memlab.allocator import Allocator, Event, Frame, Settings, memory_viz
-from memlab.devices import Gpu
 from memlab.errors import MemlabError
+from memlab.hardware.gpus import Gpu
 from memlab.measuring.device import device_for
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding, Ledger
 from memlab.measuring.observation import PHASES, Observation
 from memlab.measuring.runs import call_of, rehearsal, training_step
-from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.predicting.plan_predictor import Parts, PlanPredictor
 from memlab.predicting.reserved import Events, play_steps, script_of
 from memlab.predicting.segments import Segment
 from memlab.records import Category, Phase
-from memlab.workload import Batch, Workload
+from memlab.runtime.observer import Observer
+from memlab.runtime.workload import Batch, Workload
 
 if TYPE_CHECKING:  # only named here: a rehearsal makes it
     from memlab.session import Session

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from memlab.allocator import Settings
-from memlab.devices import Gpu, gpu, gpus
 from memlab.errors import PlanError
+from memlab.hardware.gpus import Gpu, gpu, gpus
+from memlab.hardware.roofline import Rates, rates_of
 from memlab.measuring.device import device_for
 from memlab.measuring.host_rates import host_rates
-from memlab.roofline import Rates, rates_of
+from memlab.runtime.workload import Workload
 from memlab.trace.tracer import Choices
-from memlab.workload import Workload
 
 # half widths of the intervals, as shares. On the CPU ledger: measured over models and plans in tests/predicting
 # (memory) and by `python -m tests.bench` (time). For GPUs: assumptions until tests/gpu has measured them

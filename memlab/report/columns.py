@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from memlab.comparison import Comparison, Row, has_left_interval
 from memlab.records import Measurement
+from memlab.records.comparison import Comparison, Row, has_left_interval
 from memlab.units import format_bytes, format_change
 
 NOTHING = "–"

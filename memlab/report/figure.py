@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from memlab.comparison import Comparison
 from memlab.extras import require
 from memlab.records import Phase, Prediction, TimelinePoint
+from memlab.records.comparison import Comparison
 from memlab.report.columns import flag_lines, rate, speed, then_change
 from memlab.report.segments import (
     Profile,

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from memlab.comparison import Comparison, FoundPlan, Row
 from memlab.records import Measurement, Prediction
+from memlab.records.ablation import Ladder, Step
+from memlab.records.comparison import Comparison, FoundPlan, Row
 from memlab.report import ladder as rungs
 from memlab.report.columns import MEMORY, NOTE, PLAN, Column, cells, columns
 from memlab.report.listing import Listing, found_listing, models_listing, predictions_listing
 from memlab.report.segments import categories_of, segments, swatch
-from memlab.rungs import Ladder, Step
 from memlab.units import format_bytes
 
 _FLAG = re.compile(r"--[a-z][^ ]*( [^- ][^ ]*(?= --|$))?")
@@ -106,7 +106,7 @@ def ladder_table(ladder: Ladder) -> str:
         A `<div>` as that of `table`. Rungs that were left out are set back; the first that fits is marked.
 
     Example:
-        >>> from memlab.rungs import Rung
+        >>> from memlab.records.ablation import Rung
         >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
         >>> "the loop as it is" in ladder_table(Ladder("gpt2 <124M>", (Rung("", "as written", "the loop as it is", m),)))
         True

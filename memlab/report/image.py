@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from memlab.comparison import Comparison, Row
+from memlab.records.comparison import Comparison, Row
 from memlab.report.canvas import FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
 from memlab.report.columns import flag_lines, rate, then_change
 from memlab.report.segments import (

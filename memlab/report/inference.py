@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memlab.comparison import Comparison
-from memlab.inference_record import BatchAdvice, CacheUse, CallKind, InferenceRecord
+from memlab.records.comparison import Comparison
+from memlab.records.inference import BatchAdvice, CacheUse, CallKind, InferenceRecord
 from memlab.report.columns import rate
 from memlab.units import format_bytes
 
@@ -24,7 +24,7 @@ def lines(record: InferenceRecord) -> tuple[str, ...]:
     """Return what a table has no columns for: the calls, the cache, notes.
 
     Example:
-        >>> from memlab.inference_record import CallRecord
+        >>> from memlab.records.inference import CallRecord
         >>> call = CallRecord(CallKind.GENERATE, 4, 16, 80, 20, 2.0, 0.5, 1000, None, 600, observed=True)
         >>> for line in lines(InferenceRecord("keep", "cpu", (call,), cache=CacheUse(8000, 4, 35, 8000, "2 × …"))):
         ...     print(line)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 from memlab.records import Measurement
+from memlab.records.ablation import Ladder, Step
 from memlab.report.columns import NOTHING, Column, bytes_or_nothing, change, peak, rate, speed
-from memlab.rungs import Ladder, Step
 from memlab.units import format_bytes
 
 MEMORY, THROUGHPUT = "memory", "throughput"
@@ -69,7 +69,7 @@ def sentence(ladder: Ladder) -> str:
 
     Example:
         >>> from memlab.records import Measurement
-        >>> from memlab.rungs import Rung
+        >>> from memlab.records.ablation import Rung
         >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
         >>> sentence(Ladder("gpt2", (Rung("", "as written", "the loop as it is", m),)))
         'as written: 1.00 GiB at 16.0 samples/s'

@@ -10,11 +10,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from memlab.records.ablation import Ladder, Rung, Step
 from memlab.report.canvas import BUDGET, FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
 from memlab.report.columns import NOTHING, change, flag_lines, rate
 from memlab.report.ladder import heading, sentence, unit
 from memlab.report.segments import categories_of, scale, segments, swatch
-from memlab.rungs import Ladder, Rung, Step
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:

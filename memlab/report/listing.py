@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from memlab.comparison import Comparison, FoundPlan
 from memlab.records import Measurement, Prediction
+from memlab.records.comparison import Comparison, FoundPlan
 from memlab.report.columns import NOTHING, PLAN, Column, bytes_or_nothing, change, peak, rate, speed
 from memlab.report.ranking import Ranking, Refusal, counts, rank, refusals, shown, speed_of, verdict_words
 from memlab.report.segments import ordered, segments

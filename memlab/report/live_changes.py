@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from memlab.moment import Change, Moment
+from memlab.records.live_state import Change, Moment
 from memlab.report.columns import flags
 
 # a picture in the narrowest window, in pixels, and how much of it a character of a label takes

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from memlab.comparison import speed_ratio
 from memlab.extras import require
-from memlab.moment import LivePoint, Moment
 from memlab.records import Fit, Measurement, TimelinePoint
+from memlab.records.comparison import speed_ratio
+from memlab.records.live_state import LivePoint, Moment
 from memlab.report.columns import NOTHING, flag_lines, speed, then_change
 from memlab.report.figure import BUDGET, NEUTRAL_INK, axis, bare_layout, pale, pattern, phase_names, phase_shapes
 from memlab.report.live_changes import change_labels, change_lines, change_names, share_below
@@ -76,7 +76,7 @@ def figure(moment: Moment, ink: str = NEUTRAL_INK) -> Figure:
         MissingExtraError: plotly is not installed.
 
     Example:
-        >>> from memlab.moment import Activity
+        >>> from memlab.records.live_state import Activity
         >>> from memlab.plan import Plan
         >>> moment = Moment("gpt2", Activity.IDLE, 0, Plan(), None, (), budget_bytes=8 * 2**30)
         >>> figure(moment).layout.yaxis.title.text

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from memlab.moment import Change, LivePoint, Moment
 from memlab.records import Category
+from memlab.records.live_state import Change, LivePoint, Moment
 from memlab.report.columns import rate
 from memlab.report.segments import REST, categories_of, scale, swatch
 from memlab.units import format_bytes, format_seconds
@@ -57,7 +57,7 @@ def compact(moment: Moment) -> str:
         A `<div>` with a status line and, once a step has ended, a picture; at most 20 KiB, whatever the run.
 
     Example:
-        >>> from memlab.moment import Activity
+        >>> from memlab.records.live_state import Activity
         >>> from memlab.plan import Plan
         >>> point = LivePoint(1, "as written", 0.5, 16.0, 2**30, {"parameters": 2**29})
         >>> html = compact(Moment("gpt2", Activity.TRAINING, 1, Plan(), None, (), (point,)))
@@ -72,7 +72,7 @@ def compact_text(moment: Moment) -> str:
     """Return how a run is going in one line.
 
     Example:
-        >>> from memlab.moment import Activity
+        >>> from memlab.records.live_state import Activity
         >>> from memlab.plan import Plan
         >>> point = LivePoint(1, "as written", 0.5, 16.0, 2**30, {})
         >>> compact_text(Moment("gpt2", Activity.TRAINING, 1, Plan(), None, (), (point,), budget_bytes=2**31))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memlab.comparison import FoundPlan
 from memlab.records import Fit, Measurement, Prediction
+from memlab.records.comparison import FoundPlan
 from memlab.report.columns import speed
 from memlab.report.listing import FRONT_MARK, found_sentence, interval_speed, predictions_sentence
 from memlab.report.ranking import pareto_front, speed_of, verdict_words

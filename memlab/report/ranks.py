@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from memlab.rank_prediction import Fewest, HowMany, PredictedRanks, RankPrediction
+from memlab.records.ranks import Fewest, HowMany, PredictedRanks, RankPrediction
 from memlab.report.canvas import FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
 from memlab.report.columns import NOTHING, Column
 from memlab.report.listing import Listing

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import Any
 
-from memlab.comparison import Comparison, FoundPlan
-from memlab.rank_prediction import HowMany, PredictedRanks, RankPrediction
 from memlab.records import Measurement, Prediction
+from memlab.records.ablation import Ladder
+from memlab.records.comparison import Comparison, FoundPlan
+from memlab.records.ranks import HowMany, PredictedRanks, RankPrediction
 from memlab.report import html, ranks, text
-from memlab.rungs import Ladder
 
 
 @singledispatch

@@ -7,13 +7,13 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from memlab.comparison import Comparison, FoundPlan, Row
 from memlab.records import Measurement, Prediction
+from memlab.records.ablation import Ladder, Step
+from memlab.records.comparison import Comparison, FoundPlan, Row
 from memlab.report import ladder as rungs
 from memlab.report.columns import NOTE, PLAN, Column, cells, columns, flag_lines
 from memlab.report.listing import Listing, found_listing, models_listing, predictions_listing
 from memlab.report.segments import Profile, heading, segments
-from memlab.rungs import Ladder, Step
 from memlab.units import format_bytes, format_change
 
 _MOST_CHARACTERS = 148
@@ -103,7 +103,7 @@ def ladder_table(ladder: Ladder) -> str:
 
     Example:
         >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
-        >>> from memlab.rungs import Rung
+        >>> from memlab.records.ablation import Rung
         >>> print(ladder_table(Ladder("gpt2", (Rung("", "as written", "the loop as it is", m),))))
         gpt2 · batch 8
         technique    peak allocated   vs before   vs first    samples/s   vs before   vs first

@@ -13,7 +13,7 @@ Numbered rules of the mechanism:
 3. Where the loop's own part goes on after the model's has begun, because it sends gradients to parameters past the
    model (a penalty on weights) or stands between two model calls, everything is kept until the end, and gradients
    that were there before are set aside until then.
-4. Where the mode stands among those of the loop's: `memlab.loop_mode`.
+4. Where the mode stands among those of the loop's: `memlab.runtime.loop_mode`.
 5. Where anything has been compiled by ``torch.compile`` the mode stays away, as Dynamo would trace into it.
 
 Known limitations: in such a process nothing of the loop's own code is called again. `torch.autograd.grad`, a backward
@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_iter
 
-from memlab.loop_mode import LoopMode
+from memlab.runtime.loop_mode import LoopMode
 from memlab.techniques._lazy import LazyTensor
 
 _SAVED = "memlab.saved"  # in the metadata of nodes

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from memlab.devices import gpu_for
+from memlab.hardware.gpus import gpu_for
 from memlab.plan import FIELDS, Plan
 from memlab.records import Prediction
 from memlab.rescue.ladder import Place, next_plans

@@ -10,7 +10,7 @@ What it does, by the place where memory ran out:
    A plan that updates inside the backward pass (gradient release) leaves nothing to run again from: there the graph is
    the loop's, and only its forward is rescued (rule 1).
 4. *In the optimizer's update*: the bucket that failed is as it was, buckets before it are done; the next plan comes
-   into force and the others follow (`stepping.run_step`).
+   into force and the others follow (`optimizer_step.run_step`).
 5. *Where several models train*: those that are not in trouble follow with their next step. Where that of the model in
    trouble has no further plan, they come to it at once.
 
@@ -32,9 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
-from memlab import stepping
 from memlab.errors import MemlabError, RefusalError
-from memlab.out_of_memory import is_out_of_memory, release, requested_bytes
 from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
 from memlab.rescue.evidence import Evidence
@@ -43,6 +41,8 @@ from memlab.rescue.ladder import Place, Rung, next_plans
 from memlab.rescue.loop_code import LoopCode
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.update import BrokenUpdateError, Update
+from memlab.runtime import optimizer_step
+from memlab.runtime.out_of_memory import is_out_of_memory, release, requested_bytes
 from memlab.techniques._aliases import Aliases
 
 if TYPE_CHECKING:
@@ -203,8 +203,8 @@ class Rescuer:
             BrokenUpdateError: memory that was free is gone, in the middle of an update of which there is no copy.
         """
         self.leave_own_code()  # that of a closure, which has run by now
-        if self._live_session.shares(optimizer) or not stepping.is_separable(optimizer):
-            return stepping.run_step(optimizer, self._live_session.techniques)
+        if self._live_session.shares(optimizer) or not optimizer_step.is_separable(optimizer):
+            return optimizer_step.run_step(optimizer, self._live_session.techniques)
         update = Update(optimizer, self._free_for_update)
         return self._until_it_fits(
             lambda: update.run(self._live_session.techniques),
@@ -261,7 +261,7 @@ class Rescuer:
             return False
         if self._live_session.shares(optimizer):
             return False
-        is_served = stepping.is_separable(optimizer)
+        is_served = optimizer_step.is_separable(optimizer)
         self._is_in_step = not is_served
         name = type(optimizer).__name__
         if not is_served and name not in self._not_served:

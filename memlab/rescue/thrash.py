@@ -22,8 +22,8 @@ import torch
 
 from memlab.allocator import Settings
 from memlab.errors import PlanError
-from memlab.observer import Observer
 from memlab.plan import Plan
+from memlab.runtime.observer import Observer
 from memlab.units import format_bytes
 
 # share of what the allocator holds at the peak; below it, rounding and caching explain what is idle

@@ -28,14 +28,14 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
-from memlab import stepping
-from memlab.dispatch import WatchingMode, defers
 from memlab.errors import MemlabError
-from memlab.out_of_memory import is_out_of_memory, release
 from memlab.plan import Tier
+from memlab.runtime import optimizer_step
+from memlab.runtime.dispatch import WatchingMode, defers
+from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.techniques.base import Technique
 from memlab.techniques.spill import Spill, resolve_tier
-from memlab.uninterrupted import uninterrupted
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -295,7 +295,7 @@ class Update:
     """One update of an optimizer's parameters, in whatever way memory allows.
 
     Args:
-        optimizer: the user's; its update treats parameters one by one (`stepping.is_separable`).
+        optimizer: the user's; its update treats parameters one by one (`optimizer_step.is_separable`).
         free: called with an out-of-memory error; frees what nobody needs, and leaves the optimizer alone.
         free_bytes: tells how much of a device is free.
 
@@ -340,7 +340,7 @@ class Update:
             BrokenUpdateError: what was under way is neither as before nor done.
         """
         if any(t.changes_state or t.parameters_visit or t.stepper(self._optimizer) for t in techniques):
-            return stepping.run_step(self._optimizer, techniques, backup=self._copy_for, done=self._done)
+            return optimizer_step.run_step(self._optimizer, techniques, backup=self._copy_for, done=self._done)
         shortage: BaseException | None = None
         try:
             with uninterrupted(), self._retrying:
@@ -358,20 +358,22 @@ class Update:
     def _run_natively(self, techniques: Sequence[Technique]) -> bool:
         waiting = [p for p in _with_gradient(self._optimizer) if not self._done or p not in self._done]
         if self._has_room(waiting):
-            return stepping.run_step(self._optimizer, techniques, sys.maxsize, backup=self._expose, done=self._done)
-        return stepping.run_step(self._optimizer, techniques, backup=self._copy_unless_room, done=self._done)
+            return optimizer_step.run_step(
+                self._optimizer, techniques, sys.maxsize, backup=self._expose, done=self._done
+            )
+        return optimizer_step.run_step(self._optimizer, techniques, backup=self._copy_unless_room, done=self._done)
 
     def _expose(self, _bucket: Sequence[Parameter]) -> None:
         self._is_exposed, self._retrying.has_written = True, False
 
-    def _copy_unless_room(self, bucket: Sequence[Parameter]) -> stepping.Copy | None:
+    def _copy_unless_room(self, bucket: Sequence[Parameter]) -> optimizer_step.Copy | None:
         if self._has_room(bucket):
             self._expose(bucket)
             return None
         self._is_exposed = False
         return self._copy_for(bucket)
 
-    def _copy_for(self, bucket: Sequence[Parameter]) -> stepping.Copy:
+    def _copy_for(self, bucket: Sequence[Parameter]) -> optimizer_step.Copy:
         """Return what copies the tensors of a bucket: on the device if there is room beside the update, else off it."""
         copied_bytes = sum(_size_bytes(p) for p in bucket) * (1 + _STATE_COPIES)
         return _on_device if self._has_room(bucket, copied_bytes, unknown=True) else _off_device

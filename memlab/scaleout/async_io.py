@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from memlab.errors import ScaleError
-from memlab.uninterrupted import uninterrupted
+from memlab.runtime.interrupts import uninterrupted
 
 INSTALL = "apt-get install g++ libaio-dev (or CXX, CFLAGS and LDFLAGS that say where they are)"
 _BUILD = "from memlab.scaleout.async_io import _build; _build()"

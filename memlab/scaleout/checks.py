@@ -7,11 +7,11 @@ import torch
 from memlab.errors import ScaleError
 from memlab.extras import require_installed
 from memlab.plan import Plan
+from memlab.plan.scale import Scale
+from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io
 from memlab.scaleout.engines import tp
-from memlab.scaleout.scale import Scale
 from memlab.session import session_of
-from memlab.workload import Workload
 
 
 def check(workload: Workload, nproc: int) -> None:

@@ -27,15 +27,15 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.in_force import InForce
 from memlab.measuring.ledger import tensors_in
 from memlab.plan import Plan, ScaleOut
+from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.workload import Workload
 from memlab.scaleout import one_rank
 from memlab.scaleout.replica import Replica, refuse_hooks
 from memlab.scaleout.resizes import Resized, tell_resizes
+from memlab.session.in_force import InForce
 from memlab.techniques.scale import LiveEngine
-from memlab.uninterrupted import uninterrupted
-from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 

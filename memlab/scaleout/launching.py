@@ -18,20 +18,20 @@ from typing import Any
 
 import torch
 
-from memlab.comparison import Comparison
 from memlab.errors import ScaleError
+from memlab.plan.scale import Scale
 from memlab.records import StepRecord
-from memlab.run_record import RunRecord
+from memlab.records.comparison import Comparison
+from memlab.records.run_record import RunRecord
+from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, serialization, tensors
 from memlab.scaleout.checks import check, check_engine
 from memlab.scaleout.failures import Told, failure, hung
 from memlab.scaleout.messages import DONE, ENDED, FAILED, SAID, STARTED, STEP, Listener
 from memlab.scaleout.restoring import restore_results
-from memlab.scaleout.scale import Scale
 from memlab.scaleout.worker import DISK, HOME, OUT, PACKED, VALUE, Home, RankJob
-from memlab.snapshot import random_states
+from memlab.session.snapshot import random_states
 from memlab.units import format_bytes
-from memlab.workload import Workload
 
 _LISTEN_SECONDS = 0.1
 _TERM_SECONDS = 5.0

@@ -29,14 +29,14 @@ from torch import nn
 
 from memlab.errors import RefusalError, ScaleError
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.optimizer_step import second_of
+from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, one_rank
 from memlab.scaleout.engines.zero import SHARD_EACH, _deepspeed
 from memlab.scaleout.gathered import Gathered
 from memlab.scaleout.in_kernel import InKernel, on_gradient
 from memlab.scaleout.resizes import Resized
 from memlab.scaleout.zero_sizes import ZeroSizes
-from memlab.stepping import second_of
-from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 State = dict[str, Any]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError, ScaleError
-from memlab.seams import CALL, own_attributes
+from memlab.runtime.hooks import CALL, own_attributes
 
 _MOST_ENTRIES = 10_000  # longer containers are data
 _CONTAINERS = (list, tuple, dict, set)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
 from memlab.scaleout.worker import Home
-from memlab.snapshot import restore_random_states
-from memlab.uninterrupted import uninterrupted
-from memlab.workload import Workload
+from memlab.session.snapshot import restore_random_states
 
 Optimizer = torch.optim.Optimizer
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from memlab.errors import ScaleError
-from memlab.workload import Workload
+from memlab.runtime.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 

@@ -16,15 +16,17 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from memlab import stepping
-from memlab.comparison import Comparison
-from memlab.in_force import InForce
 from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter
-from memlab.out_of_memory import is_out_of_memory
 from memlab.plan import Plan
+from memlab.plan.scale import Scale
 from memlab.records import Measurement
-from memlab.run_record import RunRecord
+from memlab.records.comparison import Comparison
+from memlab.records.run_record import RunRecord
+from memlab.runtime import optimizer_step
+from memlab.runtime.hooks import ForwardSeam, chained, install_step_seam, loss_of
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.workload import Batch, Workload
 from memlab.scaleout import serialization, tensors
 from memlab.scaleout.clipping import Clipping
 from memlab.scaleout.engines import engine_for
@@ -32,11 +34,9 @@ from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, Sender
 from memlab.scaleout.resizes import tell_resizes
 from memlab.scaleout.rows import Rows
-from memlab.scaleout.scale import Scale
-from memlab.seams import ForwardSeam, chained, install_step_seam, loss_of
-from memlab.snapshot import random_states, restore_random_states
+from memlab.session.in_force import InForce
+from memlab.session.snapshot import random_states, restore_random_states
 from memlab.techniques.base import ModelCall
-from memlab.workload import Batch, Workload
 
 PACKED, OUT, HOME, VALUE, DISK = "packed.pkl", "out", "home", "value.pkl", "offloaded"
 Optimizer = torch.optim.Optimizer
@@ -112,13 +112,13 @@ class Watched:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._meter.step_begins(optimizer)
         if self._engine.owns_steps and not self._engine.is_stepping:
-            return stepping.take_over(self._engine.step)(optimizer, args, kwargs)
+            return optimizer_step.take_over(self._engine.step)(optimizer, args, kwargs)
         if any(technique.stepper(optimizer) is not None for technique in self._techniques.techniques):
-            return stepping.take_over(self._converted_step)(optimizer, args, kwargs)
+            return optimizer_step.take_over(self._converted_step)(optimizer, args, kwargs)
         return None
 
     def _converted_step(self, optimizer: Optimizer) -> None:
-        stepping.run_step(optimizer, self._techniques.techniques)
+        optimizer_step.run_step(optimizer, self._techniques.techniques)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._engine.is_stepping:

@@ -1,6 +1,6 @@
 """`ladder`: levers added one after another to the live model, each measured, everything put back.
 
-Rules of the climb, beside those of the record (`memlab.rungs`):
+Rules of the climb, beside those of the record (`memlab.records.ablation`):
 
 1. *Documented order*: levers that leave the gradient as it is come first, the cheapest in time first; then those that
    change numerics. So one can stop at the first rung that fits, having paid as little as possible in both.
@@ -23,15 +23,15 @@ from memlab.errors import MemlabError, MissingExtraError, PlanError, RefusalErro
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import require_complete, say_when_long
 from memlab.plan import Plan, Precision
-from memlab.plan_space import EXACT_FIELDS, half_format
+from memlab.plan.space import EXACT_FIELDS, half_format
 from memlab.predicting.plan_predictor import PlanPredictor
 from memlab.predicting.plans import predicted_by
 from memlab.records import Measurement, Prediction
-from memlab.rungs import NO_GAIN, Ladder, Rung, added, helps, lever_words
+from memlab.records.ablation import NO_GAIN, Ladder, Rung, added, helps, lever_words
+from memlab.runtime.workload import Workload
 from memlab.search.finding import compute_capability_of, rows_of
 from memlab.search.trials import Run, Say, run_trial
 from memlab.units import format_bytes, parse_bytes
-from memlab.workload import Workload
 
 Order = Literal["documented", "gain"]
 # by usual cost in time, exact ones first; half precision gains time on a GPU and changes more than 8-bit moments do.

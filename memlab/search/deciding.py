@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memlab.comparison import FoundPlan
-from memlab.devices import gpu_for
 from memlab.errors import BudgetError, MissingExtraError, RefusalError, WorkloadError
+from memlab.hardware.gpus import gpu_for
 from memlab.plan import FIELDS, Plan
 from memlab.records import Measurement, Prediction
+from memlab.records.comparison import FoundPlan
 from memlab.search.corrections import Corrections, settings_of
 from memlab.units import format_bytes, format_seconds
 

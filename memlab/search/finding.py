@@ -19,20 +19,20 @@ from __future__ import annotations
 
 import torch
 
-from memlab.comparison import FoundPlan
-from memlab.devices import Gpu, gpu
 from memlab.errors import PlanError, WorkloadError
+from memlab.hardware.gpus import Gpu, gpu
 from memlab.measuring.batches import samples_of
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import Workloads, each_of, say_when_long
 from memlab.plan import Plan
-from memlab.plan_space import half_format, plan_space
+from memlab.plan.space import half_format, plan_space
 from memlab.predicting import predict_all
 from memlab.records import Prediction
+from memlab.records.comparison import FoundPlan
+from memlab.runtime.workload import Batch, Workload, describe_all
 from memlab.search.deciding import Search
 from memlab.search.trials import Say, best_of_trials, run_trial
 from memlab.units import parse_bytes
-from memlab.workload import Batch, Workload, describe_all
 
 
 def find_plan(
@@ -57,7 +57,7 @@ def find_plan(
             a plan that does not fit really runs out of memory.
         steps: steps to time in each trial.
         trials: plans that fit to run at most; as many again, and one more, may run out of memory.
-        lossless: consider exact techniques only, see `memlab.plan_space`.
+        lossless: consider exact techniques only, see `memlab.plan.space`.
         fixed: a plan, or its flags: settings to keep in every plan considered.
         progress: called with a line before each prediction and each trial; by default lines go to standard error
             once the work takes longer than two seconds.

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from memlab.comparison import FoundPlan
 from memlab.errors import MissingExtraError, RefusalError
 from memlab.measuring.device import Device
 from memlab.measuring.runs import Workloads, each_of, measure, row_of_failure
 from memlab.plan import Plan
 from memlab.records import Measurement
+from memlab.records.comparison import FoundPlan
 from memlab.search.deciding import Search
 
 # a measurement whose steps differ by more than this (half range over median) is taken once more

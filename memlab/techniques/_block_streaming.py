@@ -32,10 +32,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from memlab.seams import keep_out_of_copies
+from memlab.runtime.hooks import keep_out_of_copies
+from memlab.runtime.interrupts import uninterrupted
 from memlab.techniques._homes import rests
 from memlab.techniques.spill import Spill
-from memlab.uninterrupted import uninterrupted
 
 _Slot = tuple[nn.Module, str]
 _Hook = Callable[[Any], Any]

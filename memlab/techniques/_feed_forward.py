@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.out_of_memory import is_out_of_memory
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.techniques._autocast import without_autocast
 
 # methods that hold the feed-forward part of a block that has no module for it: BERT and its kin, and torch's own

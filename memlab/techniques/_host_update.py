@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.layers import SMALL_ELEMENTS
-from memlab.stepping import plain_stepper, restored_on_failure
+from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.optimizer_step import plain_stepper, restored_on_failure
+from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques._transfers import Lanes, Ticket, lanes_of
 from memlab.techniques.spill import Spill
-from memlab.uninterrupted import uninterrupted
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from memlab.errors import MemlabError, RefusalError
-from memlab.out_of_memory import is_out_of_memory, release
+from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.techniques._aliases import Aliases
 from memlab.techniques._autocast import AutocastState, without_autocast
 from memlab.techniques._lazy import real

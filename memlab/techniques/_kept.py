@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from memlab.dispatch import WatchingMode
+from memlab.runtime.dispatch import WatchingMode
 from memlab.techniques._aliases import RandomState
 
 # Arithmetic that a device does in the time in which it moves a byte: tens on CPUs and on GPUs in fp32, a few hundred

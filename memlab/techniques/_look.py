@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memlab.dispatch import written_by
-from memlab.out_of_memory import is_out_of_memory
+from memlab.runtime.dispatch import written_by
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.techniques._kept import cost_of, storages
 from memlab.techniques._rerun import Part, Run, WriteWatch
 from memlab.techniques._segments import Node

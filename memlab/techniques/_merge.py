@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.out_of_memory import is_out_of_memory
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.techniques._lazy import real
 from memlab.techniques._surroundings import Effect
 from memlab.techniques._tree import holds_tensors

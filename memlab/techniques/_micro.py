@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError, SessionError
+from memlab.runtime.interrupts import uninterrupted
 from memlab.techniques._aliases import Aliases
 from memlab.techniques._autocast import AutocastState, without_autocast
 from memlab.techniques._judge import Verdict, start_of
@@ -23,7 +24,6 @@ from memlab.techniques._randomness import Randomness, is_generator
 from memlab.techniques._split import Call, Layout, Outputs
 from memlab.techniques._surroundings import KEEP_WHOLE, Effect, Snapshot
 from memlab.techniques._tree import Structure, flatten
-from memlab.uninterrupted import uninterrupted
 from memlab.units import MIB
 
 _FIELD = "accumulation"

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from memlab.dispatch import WatchingMode
+from memlab.runtime.dispatch import WatchingMode
 
 LOW_DTYPES = frozenset(
     {

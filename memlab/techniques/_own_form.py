@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.seams import stand_in
-from memlab.uninterrupted import interruptible, uninterrupted
+from memlab.runtime.hooks import stand_in
+from memlab.runtime.interrupts import interruptible, uninterrupted
 
 _NAMES = ("__reduce_ex__", "__deepcopy__")
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import MemlabError, RefusalError
-from memlab.out_of_memory import is_out_of_memory
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.techniques._autocast import without_autocast
 from memlab.techniques._merge import found_merge, joining_dim
 from memlab.techniques._noise import Noise, StrangeDrawError

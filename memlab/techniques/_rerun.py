@@ -21,12 +21,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from memlab.dispatch import WatchingMode, defers, written_by
+from memlab.runtime.dispatch import WatchingMode, defers, written_by
+from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.techniques._observers import Observers
 from memlab.techniques._recomputation import Recomputation
 from memlab.techniques._selective import Products
 from memlab.techniques._state import KeptTensor, Repetition, State, Written
-from memlab.uninterrupted import interruptible, uninterrupted
 
 _running = threading.local()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memlab.dispatch import WatchingMode, written_by
+from memlab.runtime.dispatch import WatchingMode, written_by
 from memlab.techniques._kept import storages
 
 _aten = torch.ops.aten

@@ -45,9 +45,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, RefusalError
-from memlab.out_of_memory import is_out_of_memory
 from memlab.plan import BatchNorm, Plan, Precision
-from memlab.seams import is_compiled
+from memlab.runtime.hooks import is_compiled
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.workload import Workload
 from memlab.techniques._compiled import uncompiled
 from memlab.techniques._judge import Judge, Verdict
 from memlab.techniques._merge import UnsettledError
@@ -61,7 +62,6 @@ from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.norms import BATCH_NORM
 from memlab.techniques.precision import as_bf16
-from memlab.workload import Workload
 
 _FULL = (Precision.KEEP, Precision.FP32)
 

@@ -6,7 +6,7 @@ overrides only the moments it needs. Rules, in the order in which they matter:
 1. `check` refuses before anything is touched; it never changes the workload.
 2. `attach_model` and `attach_optimizer` change live objects and register each undo with `callback` of
    the `ExitStack` they are given, before or right after the change. They change nothing but what
-   `memlab.rollback` remembers: a change of plans that fails half-way is taken back from there.
+   `memlab.session.rollback` remembers: a change of plans that fails half-way is taken back from there.
 3. `forward` wraps every (micro-)forward of training; `evaluate` wraps forwards in eval mode or
    without gradients.
 4. Optimizer state is *canonical* in the form the user's own optimizer keeps. A technique with
@@ -33,7 +33,7 @@ from memlab.plan import Plan
 from memlab.techniques.description import Description
 
 if TYPE_CHECKING:
-    from memlab.workload import Workload
+    from memlab.runtime.workload import Workload
 
 ModelCall = Callable[..., Any]
 State = dict[str, Any]

@@ -27,7 +27,8 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
-from memlab.seams import is_compiled, stand_in
+from memlab.runtime.hooks import is_compiled, stand_in
+from memlab.runtime.workload import Workload
 from memlab.techniques._budget import Budget
 from memlab.techniques._compiled import CompiledParts
 from memlab.techniques._kept import Kept, kept_by
@@ -44,7 +45,6 @@ from memlab.techniques._segments import (
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
 from memlab.units import format_bytes
-from memlab.workload import Workload
 
 # of a model's layers: where fewer lie in repeated blocks, other parts are recomputed instead
 _LEAST_IN_BLOCKS = 0.5

@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from memlab.errors import RefusalError, SessionError
-from memlab.seams import stand_in
+from memlab.runtime.hooks import stand_in
+from memlab.runtime.workload import Workload
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques.base import Technique
 from memlab.techniques.description import Description
 from memlab.units import MIB
-from memlab.workload import Workload
 
 _SMALLEST_VOCABULARY = 2048
 # logits of one tile take about this much, in fp32; of a small batch less, so that a tile is small beside the whole

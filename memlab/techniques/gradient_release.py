@@ -51,14 +51,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab import stepping
 from memlab.errors import RefusalError, SessionError
-from memlab.loop_mode import LoopMode
 from memlab.plan import Plan
+from memlab.runtime import optimizer_step
+from memlab.runtime.interrupts import Listener, listen, uninterrupted
+from memlab.runtime.loop_mode import LoopMode
+from memlab.runtime.workload import Workload
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
-from memlab.uninterrupted import Listener, listen, uninterrupted
-from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 Settings = list[dict[str, Any]]
@@ -92,7 +92,7 @@ class _Step:
 
     def add(self, parameter: nn.Parameter) -> None:
         self.waiting.append(parameter)
-        self.waiting_bytes += stepping.size_of(parameter)
+        self.waiting_bytes += optimizer_step.size_of(parameter)
 
     def take(self) -> list[nn.Parameter]:
         parameters, self.waiting, self.waiting_bytes = self.waiting, [], 0
@@ -180,7 +180,7 @@ class GradientRelease(Technique):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
-        if not stepping.is_separable(optimizer):
+        if not optimizer_step.is_separable(optimizer):
             raise RefusalError(
                 self.field,
                 f"{name} is not known to update each parameter independently of all others",
@@ -339,7 +339,7 @@ class GradientRelease(Technique):
         if optimizer in self._seen and not (self._has_zeroed or self._is_known):
             self._refuse("the loop never drops its gradients, so that they add up over its steps", _LEAVE_OUT)
             return None
-        step = self._steps[optimizer] = _Step(_settings_of(optimizer), stepping.share_of(optimizer))
+        step = self._steps[optimizer] = _Step(_settings_of(optimizer), optimizer_step.share_of(optimizer))
         return step
 
     def _release(self, optimizer: Optimizer, step: _Step) -> None:
@@ -348,7 +348,7 @@ class GradientRelease(Technique):
         try:
             with self._watch.paused():
                 self.gradients_complete()
-                stepping.update(optimizer, parameters, self.in_force())
+                optimizer_step.update(optimizer, parameters, self.in_force())
         except BaseException:
             self._is_broken = True
             raise

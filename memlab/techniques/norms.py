@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.seams import stand_in
+from memlab.runtime.hooks import stand_in
+from memlab.runtime.workload import Workload
 from memlab.techniques.base import Technique
 from memlab.techniques.description import Description
-from memlab.workload import Workload
 
 BATCH_NORM: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
 

@@ -27,11 +27,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.workload import Workload
 from memlab.techniques._transfers import Lanes, Leaving, Ticket, lanes_of, settle
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.spill import Spill, resolve_tier
-from memlab.workload import Workload
 
 _SMALLEST_BYTES = 1024
 _TENSORS_AHEAD = 2  # of the size of the largest, in each lane

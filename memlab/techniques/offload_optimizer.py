@@ -25,8 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
-from memlab.layers import SMALL_ELEMENTS
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.runtime.workload import Workload
 from memlab.techniques import _link
 from memlab.techniques._homes import home_of
 from memlab.techniques._host_update import HostUpdate, is_served, laid_out_like
@@ -34,7 +35,6 @@ from memlab.techniques._transfers import Leaving, Ticket, lanes_for, lanes_of, s
 from memlab.techniques.base import State, Stepper, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.spill import Spill, is_spilled, resolve_tier
-from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter

@@ -31,16 +31,16 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab import stepping
 from memlab.errors import RefusalError
-from memlab.layers import SMALL_ELEMENTS
 from memlab.plan import Offloaded, Plan, Precision, Tier
+from memlab.runtime import optimizer_step
+from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.runtime.workload import Workload
 from memlab.techniques._block_streaming import PLAIN, BlockStreaming, Link, Resting, is_dense, room_for, storage_of
 from memlab.techniques._modules import repeated_blocks
 from memlab.techniques.base import ModelCall, State, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.spill import Spill, is_spilled, resolve_tier
-from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 Parameter = nn.Parameter
@@ -148,7 +148,7 @@ class OffloadParams(Technique):
         undo.callback(self._leave_broken_pass)
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
-        if not stepping.is_separable(optimizer):
+        if not optimizer_step.is_separable(optimizer):
             self.notes.append(
                 f"{type(optimizer).__name__} is not known to update each parameter independently: all of them visit the "
                 "device together for its step"

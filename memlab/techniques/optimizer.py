@@ -24,9 +24,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.extras import require
-from memlab.layers import SMALL_ELEMENTS
 from memlab.plan import OptimizerChoice, Plan, Tier
-from memlab.stepping import unhooked_step
+from memlab.runtime.optimizer_step import unhooked_step
+from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.runtime.workload import Workload
 from memlab.techniques.base import State, Stepper, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.spill import Spill, resolve_tier
@@ -37,7 +38,6 @@ from memlab.techniques.state_formats import (
     StateFormat,
     TorchAdamFormat,
 )
-from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter

@@ -30,9 +30,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, RefusalError
-from memlab.layers import at_home
-from memlab.out_of_memory import is_out_of_memory
 from memlab.plan import Plan, Precision
+from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.state_layers import at_home
+from memlab.runtime.workload import Workload
 from memlab.techniques._autocast import without_autocast
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._own_form import OwnForm
@@ -42,8 +44,6 @@ from memlab.techniques._tree import flatten
 from memlab.techniques.base import ModelCall, State, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.moments import join_master, round_stochastically, split_master
-from memlab.uninterrupted import uninterrupted
-from memlab.workload import Workload
 
 FIRST_SCALE = 2.0**16
 _GROWTH_STEPS = 2000

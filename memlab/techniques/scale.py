@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan, ScaleOut
+from memlab.runtime.workload import Workload
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
-from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 

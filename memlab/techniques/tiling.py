@@ -28,7 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.errors import RefusalError
 from memlab.plan import Loss, Plan, Precision
-from memlab.seams import stand_in
+from memlab.runtime.hooks import stand_in
+from memlab.runtime.workload import Workload
 from memlab.techniques._autocast import without_cached_casts
 from memlab.techniques._feed_forward import FeedForward, Linear, feed_forwards, linears_of, treats_rows_alike
 from memlab.techniques._modules import repeated_blocks
@@ -39,7 +40,6 @@ from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.chunked_loss import large_heads
 from memlab.techniques.description import Description
 from memlab.units import MIB, format_bytes
-from memlab.workload import Workload
 
 LARGE_BYTES = 1 * MIB
 # autocast is then off, or casts no weight

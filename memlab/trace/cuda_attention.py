@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 
-from memlab.devices import Gpu
+from memlab.hardware.gpus import Gpu
 from memlab.trace.cuda_kernels import Registration
 from memlab.trace.cuda_thread import current_gpu
 
@@ -87,7 +87,7 @@ def attention_backend(attention: Attention, gpu: Gpu) -> SDPBackend:
         RuntimeError: no backend that is switched on can, as on CUDA.
 
     Example:
-        >>> from memlab.devices import gpu
+        >>> from memlab.hardware.gpus import gpu
         >>> rows = torch.empty(1, 4, 16, 64, dtype=torch.bfloat16, device="meta")
         >>> attention_backend(Attention(rows, rows, rows), gpu("A100 80GB")).name
         'FLASH_ATTENTION'

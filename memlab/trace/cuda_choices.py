@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from memlab.devices import Gpu
+from memlab.hardware.gpus import Gpu
 from memlab.trace import cuda_attention, cuda_autocast, cuda_literals, cuda_operators, cuda_optimizers
 from memlab.trace.cuda_kernels import register
 from memlab.trace.cuda_thread import SharedExchange, tracing_for
@@ -42,7 +42,7 @@ def cuda_choices(gpu: Gpu) -> Iterator[None]:
     Known limitations: see `not_modelled`.
 
     Example:
-        >>> from memlab.devices import gpu
+        >>> from memlab.hardware.gpus import gpu
         >>> with cuda_choices(gpu("A100 80GB")):
         ...     pass  # one training step on the fake twin
     """

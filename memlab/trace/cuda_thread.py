@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from memlab.devices import Gpu
 from memlab.errors import MemlabError
+from memlab.hardware.gpus import Gpu
 
 _thread = threading.local()
 _MISSING = object()

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from memlab.devices import Gpu
+from memlab.hardware.gpus import Gpu
 from memlab.units import MIB
 
 _aten = torch.ops.aten
@@ -67,7 +67,7 @@ def hidden_bytes(
         gpu: what it runs on.
 
     Example:
-        >>> from memlab.devices import gpu
+        >>> from memlab.hardware.gpus import gpu
         >>> scores = torch.empty(2, 4, 8, 8, device="meta")
         >>> hidden_bytes(torch.ops.aten._safe_softmax.default, (scores, -1), {}, scores, gpu("A100 80GB"))
         (512, 64)
@@ -343,7 +343,7 @@ def workspaces(gpu: Gpu) -> Sizes:
     `CUBLAS_WORKSPACE_CONFIG`, `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and `CUBLASLT_WORKSPACE_SIZE` are honoured.
 
     Example:
-        >>> from memlab.devices import gpu
+        >>> from memlab.hardware.gpus import gpu
         >>> workspaces(gpu("A100 80GB"))
         (8519680, 8519680)
     """
@@ -388,7 +388,7 @@ def context_bytes(gpu: Gpu) -> int | None:
     numbers depend on driver, CUDA version and loading mode, and may be off by a factor of two.
 
     Example:
-        >>> from memlab.devices import gpu
+        >>> from memlab.hardware.gpus import gpu
         >>> context_bytes(gpu("H200")) is None
         True
     """

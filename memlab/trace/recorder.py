@@ -26,11 +26,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from memlab.dispatch import defers
 from memlab.errors import TraceError
+from memlab.hardware.roofline import Work
 from memlab.measuring.effects import effect_of
 from memlab.measuring.ledger import Ledger, tensors_in
-from memlab.roofline import Work
+from memlab.runtime.dispatch import defers
 from memlab.trace.fast_fakes import FastFakes, Recipe
 from memlab.units import MIB
 

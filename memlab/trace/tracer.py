@@ -19,15 +19,16 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, TraceError, WorkloadError
+from memlab.hardware.roofline import Bill
 from memlab.measuring.batches import samples_of, tokens_of
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding, tensors_in
 from memlab.measuring.observation import Observation
 from memlab.measuring.runs import call_of, loss_in, output_of
-from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.records import Category, Phase
-from memlab.roofline import Bill
+from memlab.runtime.observer import Observer
+from memlab.runtime.workload import Batch, Workload
 from memlab.session import Session, fit
 from memlab.techniques._lazy import LazyTensor
 from memlab.techniques._modules import accepts_use_cache, without_cache
@@ -39,7 +40,6 @@ from memlab.trace.marks import Mark, marking
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
 from memlab.trace.twin import Twin, live_tensors
 from memlab.trace.work import work_of
-from memlab.workload import Batch, Workload
 
 # optimizer state appears in the first step: the second one is like all that follow
 _STEPS = 2

@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from memlab.errors import TraceError
+from memlab.runtime.workload import Workload
 from memlab.session import session_of
-from memlab.workload import Workload
 
 _CPU = torch.device("cpu")
 _MODULE_HOOKS = (

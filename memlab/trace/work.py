@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from memlab.roofline import Kind, Work
+from memlab.hardware.roofline import Kind, Work
 from memlab.techniques.spill import is_spilled
 
 _Args = tuple[Any, ...]

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from memlab.comparison import Comparison
+from memlab.records.comparison import Comparison
+from memlab.records.run_record import RunRecord
 from memlab.report import text
-from memlab.run_record import RunRecord
 from tests.bench import figures
 from tests.bench.building import building
 from tests.bench.figures import Figure

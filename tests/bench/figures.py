@@ -10,11 +10,11 @@ import torch
 
 import memlab
 from memlab import Workload
-from memlab.comparison import Comparison
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import training_step
 from memlab.measuring.steps import Meter
 from memlab.records import Category
+from memlab.records.comparison import Comparison
 from memlab.session import Session, fit, session_of
 from memlab.units import format_bytes
 from tests.bench.timing import paired

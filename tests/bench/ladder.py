@@ -9,8 +9,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memlab import Workload, ladder
+from memlab.records.ablation import Ladder
 from memlab.report import ladder_image
-from memlab.rungs import Ladder
 from tests.bench.readme import MEASURED, with_section
 
 PICTURE = MEASURED.parent / "ladder.png"

@@ -11,14 +11,14 @@ from typing import Any
 
 import memlab
 from memlab import errors
-from memlab.comparison import Comparison, FoundPlan
 from memlab.errors import MemlabError
-from memlab.inference_record import BatchAdvice, InferenceRecord
 from memlab.inferring.inference import Inference
-from memlab.rank_prediction import HowMany, PredictedRanks, RankPrediction
 from memlab.records import Measurement, Prediction
-from memlab.run_record import RunRecord
-from memlab.rungs import Ladder
+from memlab.records.ablation import Ladder
+from memlab.records.comparison import Comparison, FoundPlan
+from memlab.records.inference import BatchAdvice, InferenceRecord
+from memlab.records.ranks import HowMany, PredictedRanks, RankPrediction
+from memlab.records.run_record import RunRecord
 from memlab.session import Session
 from tests.docs.markdown import NOTE, anchor, documented
 

@@ -68,7 +68,7 @@ def test_every_public_name_is_explained_with_its_arguments() -> None:
     assert "- `hang_seconds`: how long all ranks may be silent before the run is given up." in page
     for result in api.RESULTS:
         assert f"### {api.title_of(result)}" in page
-    assert "[`Ladder`](#memlabrungsladder)" in page
+    assert "[`Ladder`](#memlabrecordsablationladder)" in page
     assert "#### `Session.switch`" in page
     assert "#### `Session.hand_over`" not in page
     assert " object at 0x" not in page
@@ -78,7 +78,7 @@ def test_every_public_name_is_explained_with_its_arguments() -> None:
 def test_every_public_member_says_what_it_is() -> None:
     silent = [
         f"{public.__name__}.{member}"
-        for public in (*api.RESULTS, *map(vars(memlab).get, memlab.__all__))
+        for public in (*api.RESULTS, *(getattr(memlab, name) for name in memlab.__all__))
         for member, found in vars(public).items()
         if not member.startswith("_") and (isinstance(found, property) or callable(found)) and not found.__doc__
     ]

@@ -1,4 +1,4 @@
-"""The GPUs that can be emulated: what CUDA says of each. Names and capabilities are those of `memlab.devices` (tested)."""
+"""The GPUs that can be emulated: what CUDA says of each. Names and capabilities are those of `memlab.hardware.gpus` (tested)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Emulated:
     bus_bits: int
 
 
-# by the names of memlab.devices. Sizes per multiprocessor: CUDA programming guide, table "Technical Specifications per
+# by the names of memlab.hardware.gpus. Sizes per multiprocessor: CUDA programming guide, table "Technical Specifications per
 # Compute Capability"; total memory: what torch has printed on such cards
 GPUS: dict[str, Emulated] = {
     "T4": Emulated("Tesla T4", (7, 5), 15_828_320_256, 40, 1024, 16, 65_536, 65_536, 4 * MIB, 256),

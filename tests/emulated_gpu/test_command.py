@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memlab.devices import gpu
+from memlab.hardware.gpus import gpu
 from memlab.units import GIB, MIB
 from tests.emulated_gpu import __main__ as command
 from tests.emulated_gpu import build

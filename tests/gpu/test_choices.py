@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.devices import Gpu
+from memlab.hardware.gpus import Gpu
 from memlab.predicting.targets import _own_gpu
 from memlab.trace.cuda_attention import Attention, attention_backend
 from memlab.trace.hidden_memory import hidden_bytes

@@ -11,7 +11,7 @@ from memlab import Workload, compare, fit, measure, predict
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import training_step
 from memlab.records import Category
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

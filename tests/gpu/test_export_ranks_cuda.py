@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from memlab.exporting import export
+from tests.exporting.test_ranks import PREPARED_LOOP, RATE, losses_in, namespace_of, plain, run
 from tests.helpers.needs import needs
-from tests.test_export_ranks import PREPARED_LOOP, RATE, losses_in, namespace_of, plain, run
 
 pytestmark = [needs(gpu=2), pytest.mark.timeout(600)]
 # GPUs round in other places than the CPU, which the plain loop runs on
@@ -28,7 +28,7 @@ import json
 import torch
 from accelerate import Accelerator
 from memlab.exporting import export
-from tests.test_export_ranks import RATE, namespace_of
+from tests.exporting.test_ranks import RATE, namespace_of
 
 {PREPARED_LOOP}
 if accelerator.is_main_process:

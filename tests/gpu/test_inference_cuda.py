@@ -9,9 +9,9 @@ import torch
 
 from memlab.inferring.inference import inference
 from memlab.records import Category
-from memlab.snapshot import Snapshot
+from memlab.runtime.workload import Workload
+from memlab.session.snapshot import Snapshot
 from memlab.units import MIB
-from memlab.workload import Workload
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 transformers = pytest.importorskip("transformers", reason="the models are those of Transformers")

@@ -8,7 +8,7 @@ import torch
 from memlab import Workload, ladder
 from memlab.measuring.device import device_for
 from memlab.report import text
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from memlab.units import MIB
 from tests.techniques.models import gpt2, ragged_batch
 

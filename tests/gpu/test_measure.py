@@ -7,8 +7,8 @@ from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Category
+from memlab.runtime.workload import Batch
 from memlab.units import GIB, MIB
-from memlab.workload import Batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

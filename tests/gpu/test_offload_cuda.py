@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from memlab import Workload, fit, measure
 from memlab.measuring.runs import training_step
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from memlab.techniques import _link
 from memlab.techniques._link import Link
 from memlab.techniques.offload_activations import OffloadActivations

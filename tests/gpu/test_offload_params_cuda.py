@@ -11,7 +11,7 @@ import torch
 
 from memlab import RefusalError, Workload, fit, measure
 from memlab.measuring.runs import training_step
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

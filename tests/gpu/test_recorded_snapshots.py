@@ -13,8 +13,8 @@ from torch.cuda import _memory_viz
 from memlab.errors import MemlabError
 from memlab.measuring.runs import measure
 from memlab.predicting import save_snapshot
-from memlab.snapshot import Snapshot
-from memlab.workload import Workload
+from memlab.runtime.workload import Workload
+from memlab.session.snapshot import Snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -1,6 +1,6 @@
 """Everything structural that a session must give back: what hangs on modules, parameters, optimizers and torch itself.
 
-Values of tensors are not looked at (`memlab.snapshot.Snapshot` compares those); identities are.
+Values of tensors are not looked at (`memlab.session.snapshot.Snapshot` compares those); identities are.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import memlab
 from memlab import Workload, fit
-from memlab.loop_mode import LoopMode
-from memlab.uninterrupted import Listener
+from memlab.runtime.interrupts import Listener
+from memlab.runtime.loop_mode import LoopMode
 from tests.helpers.ctrl_c import interrupt
 from tests.helpers.fingerprint import differing, fingerprint
 

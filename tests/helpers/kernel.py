@@ -33,8 +33,8 @@ def frames_of_memlab(text: str) -> list[str]:
     """Files of the package that a traceback names, wherever the package lies.
 
     Example:
-        >>> frames_of_memlab("File ~/memlab/.venv/lib/IPython/core.py:3, in run"), frames_of_memlab("~/memlab/memlab/seams.py:3")
-        ([], ['memlab/seams.py'])
+        >>> frames_of_memlab("File ~/memlab/.venv/lib/IPython/core.py:3, in run"), frames_of_memlab("~/memlab/memlab/runtime/hooks.py:3")
+        ([], ['memlab/runtime/hooks.py'])
     """
     return re.findall(
         r"\bmemlab/(?:\w+/)*\w+\.py", re.sub(r"\x1b\[[\d;]*m", "", text).replace("memlab/memlab/", "memlab/")

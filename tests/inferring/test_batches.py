@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from memlab.errors import BudgetError, SessionError, WorkloadError
-from memlab.inference_record import CallKind, CallRecord, InferenceRecord, advice_from
 from memlab.inferring.batches import Call, proven
 from memlab.inferring.inference import inference
 from memlab.measuring.cpu import CpuDevice
+from memlab.records.inference import CallKind, CallRecord, InferenceRecord, advice_from
+from memlab.runtime.workload import Batch
 from memlab.units import KIB, MIB
-from memlab.workload import Batch
 from tests.inferring.small_models import PROMPT, generate, gpt2, llama, plain
 
 

@@ -16,7 +16,7 @@ from memlab.errors import PlanError, RefusalError, SessionError, WorkloadError
 from memlab.inferring.inference import explained, inference, inference_of, precision_of
 from memlab.measuring.cpu import CpuDevice
 from memlab.plan import Plan
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.inferring.small_models import PROMPT, bert, generate, gpt2, llama, plain, t5
 

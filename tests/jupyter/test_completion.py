@@ -11,8 +11,8 @@ pytest.importorskip("IPython", reason="the magics need IPython")
 
 from IPython.core.completer import provisionalcompleter
 
-from memlab.devices import gpus
 from memlab.exporting import TARGETS
+from memlab.hardware.gpus import gpus
 from memlab.jupyter.completion import completions
 from memlab.jupyter.flags import CELL_FLAGS, WORDS
 from memlab.plan import FIELDS, plan_flags

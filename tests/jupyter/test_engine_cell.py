@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memlab.snapshot import Snapshot
-from memlab.workload import Workload
+from memlab.runtime.workload import Workload
+from memlab.session.snapshot import Snapshot
 from tests.helpers.needs import needs
 from tests.jupyter.conftest import MAKE, TRAIN, Cell
 

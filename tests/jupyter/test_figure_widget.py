@@ -22,9 +22,9 @@ from ipywidgets.widgets import widget as widgets
 
 from memlab.errors import MissingExtraError
 from memlab.jupyter.figure_widget import LiveFigure
-from memlab.moment import Activity, Change, LivePoint, Moment
 from memlab.plan import Plan
 from memlab.records import Measurement, Phase, Prediction, TimelinePoint
+from memlab.records.live_state import Activity, Change, LivePoint, Moment
 from memlab.report.live_figure import drawing
 from memlab.units import GIB
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from memlab.inferring.inference import inference_of
+from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
-from memlab.snapshot import Snapshot
-from memlab.workload import Workload
+from memlab.session.snapshot import Snapshot
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.jupyter.conftest import STEP, Cell
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from memlab import Workload
-from memlab.rungs import Ladder
+from memlab.records.ablation import Ladder
 from memlab.session import session_of, sessions
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from tests.helpers.ctrl_c import pythons_own_handler  # noqa: F401 - a fixture
 from tests.jupyter.conftest import MAKE, Cell
 from tests.jupyter.test_refusals import one_line

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.comparison import Comparison
 from memlab.jupyter import live
 from memlab.jupyter.flags import CELL_FLAGS, PREDICT_FLAGS, WORDS
 from memlab.jupyter.help import cell_help, line_help
 from memlab.jupyter.live import NotebookLine, Progress, TerminalLine
 from memlab.live import views
 from memlab.live.views import Views
-from memlab.moment import Activity, LivePoint, Moment
 from memlab.plan import FIELDS, Plan, plan_flags
+from memlab.records.comparison import Comparison
+from memlab.records.live_state import Activity, LivePoint, Moment
+from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
-from memlab.snapshot import Snapshot
-from memlab.workload import Workload
+from memlab.session.snapshot import Snapshot
 from tests.jupyter.conftest import TRAIN, Cell
 from tests.jupyter.test_refusals import one_line
 

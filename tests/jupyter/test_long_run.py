@@ -20,8 +20,8 @@ from memlab.live.control import Control  # noqa: E402
 from memlab.live.pace import Pace  # noqa: E402
 from memlab.plan import Plan  # noqa: E402
 from memlab.records import Measurement, Phase, StepRecord, TimelinePoint  # noqa: E402
+from memlab.runtime.workload import Workload  # noqa: E402
 from memlab.session import fit  # noqa: E402
-from memlab.workload import Workload  # noqa: E402
 
 HOURS = 2
 STEP_SECONDS = 1.5

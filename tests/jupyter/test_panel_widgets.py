@@ -17,8 +17,8 @@ from torch.nn.functional import mse_loss
 from memlab.jupyter.panel import Panel, as_text
 from memlab.live.control import Control
 from memlab.plan import FIELDS, Plan
+from memlab.runtime.workload import Workload
 from memlab.session import Session
-from memlab.workload import Workload
 from tests.helpers.stages import Later, Playing
 
 for package in ("ipywidgets", "plotly", "anywidget"):

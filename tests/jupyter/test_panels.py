@@ -19,8 +19,8 @@ from memlab.jupyter.panel import Panel  # noqa: E402
 from memlab.jupyter.panels import Panels  # noqa: E402
 from memlab.live.control import Control, control_of  # noqa: E402
 from memlab.plan import Plan  # noqa: E402
+from memlab.runtime.workload import Workload  # noqa: E402
 from memlab.session import session_of  # noqa: E402
-from memlab.workload import Workload  # noqa: E402
 from tests.helpers.stages import Playing  # noqa: E402
 from tests.jupyter.conftest import STEP, TRAIN, Cell  # noqa: E402
 from tests.jupyter.test_refusals import one_line  # noqa: E402

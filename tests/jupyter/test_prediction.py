@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.comparison import Comparison, FoundPlan
-from memlab.devices import gpu
 from memlab.errors import BudgetError, PlanError, TraceError
+from memlab.hardware.gpus import gpu
 from memlab.jupyter import prediction
 from memlab.jupyter.flags import PREDICT_FLAGS
 from memlab.jupyter.parser import predict_options
@@ -26,11 +25,12 @@ from memlab.jupyter.predicted_plans import PredictedPlans
 from memlab.jupyter.watch import without_graph
 from memlab.live.control import control_of
 from memlab.plan import Plan, Precision
-from memlab.plan_space import plan_space
+from memlab.plan.space import plan_space
 from memlab.records import Measurement, Prediction
-from memlab.run_record import RunRecord
+from memlab.records.comparison import Comparison, FoundPlan
+from memlab.records.run_record import RunRecord
+from memlab.runtime.workload import Batch, Workload
 from memlab.session import session_of, sessions
-from memlab.workload import Batch, Workload
 from tests.jupyter.conftest import STEP, TRAIN, Cell
 from tests.jupyter.test_refusals import one_line
 

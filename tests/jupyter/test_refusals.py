@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from memlab.live.control import control_of
+from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
-from memlab.snapshot import Snapshot
-from memlab.workload import Workload
+from memlab.session.snapshot import Snapshot
 from tests.jupyter.conftest import STEP, TRAIN, Cell
 
 FLAGS = (

@@ -19,11 +19,11 @@ from memlab.live.source import Can
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import measure
 from memlab.measuring.steps import Meter
-from memlab.moment import Activity, Asked, Moment
 from memlab.plan import Plan
+from memlab.records.live_state import Activity, Asked, Moment
+from memlab.runtime.workload import Workload
 from memlab.session import Session, fit
-from memlab.snapshot import Snapshot
-from memlab.workload import Workload
+from memlab.session.snapshot import Snapshot
 from tests.helpers.stages import Later
 
 

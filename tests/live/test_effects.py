@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from memlab.live.effects import default_text, effect_of, settings_beside
-from memlab.moment import Activity, Moment
 from memlab.plan import FIELDS, Plan
 from memlab.records import Fit, Prediction
+from memlab.records.live_state import Activity, Moment
 
 GIB = 2**30
 

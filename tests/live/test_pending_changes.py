@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memlab.live.pending_changes import PendingChanges
-from memlab.moment import Asked
 from memlab.plan import FIELDS, Plan
+from memlab.records.live_state import Asked
 
 ASKS = st.one_of(*(st.tuples(st.just(spec.name), st.sampled_from(spec.choices)) for spec in FIELDS))
 # what happens next: a wish, the boundary of a step, or a refusal of what waits

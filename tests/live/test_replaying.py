@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab.comparison import Comparison
 from memlab.live.replaying import Replay
 from memlab.live.source import Can, Source
-from memlab.moment import Activity, Asked, Change, LivePoint, Moment
 from memlab.plan import FIELDS, Plan
 from memlab.records import Measurement, Prediction, Rescue, StepRecord
-from memlab.run_record import RunRecord
+from memlab.records.comparison import Comparison
+from memlab.records.live_state import Activity, Asked, Change, LivePoint, Moment
+from memlab.records.run_record import RunRecord
 
 GIB = 2**30
 # labels, and first steps under them; the last one is of a memlab that knows more

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memlab.live import thinning
 from memlab.live.thinning import Track
-from memlab.moment import LivePoint
+from memlab.records.live_state import LivePoint
 
 
 def point(step: int, plan: str = "as written", peak_bytes: int | None = 100, seconds: float = 0.1) -> LivePoint:

@@ -12,7 +12,7 @@ from torch import nn
 
 from memlab import Workload, fit
 from memlab.session import Session
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.loops.cases import CASES, Case
 

@@ -13,8 +13,8 @@ from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Category, Phase, TimelinePoint
+from memlab.runtime.workload import Batch
 from memlab.units import GIB
-from memlab.workload import Batch
 
 
 class FakeEvent:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memlab.hardware.roofline import Bill, Kind, Rates, Work
 from memlab.measuring import host_rates as module
 from memlab.measuring.cpu import CpuDevice
 from memlab.measuring.host_rates import host_rates
-from memlab.roofline import Bill, Kind, Rates, Work
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from memlab.measuring.device import device_for
 from memlab.measuring.runs import training_step
 from memlab.records import Category
 from memlab.report import text
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from tests.techniques.models import Regressor, gpt2, ragged_batch, regression_batch, workload
 
 PLANS = ["--accumulate 4", "--checkpoint", "--adam8bit", "--precision pure-bf16", "--offload optimizer,activations"]

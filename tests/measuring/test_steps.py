@@ -16,7 +16,7 @@ from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter, steps_between_observations
 from memlab.plan import Plan
 from memlab.records import Category, Phase
-from memlab.workload import Batch
+from memlab.runtime.workload import Batch
 
 CPU = torch.device("cpu")
 

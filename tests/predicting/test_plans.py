@@ -14,7 +14,7 @@ from torch import nn
 from memlab import Workload, measure
 from memlab.errors import MemlabError, RefusalError, WorkloadError
 from memlab.plan import Plan
-from memlab.plan_space import plan_space
+from memlab.plan.space import plan_space
 from memlab.predicting import predict, predict_all
 from memlab.records import Category, Fit, Measurement, Prediction
 from tests.helpers.tiers import mostly_full

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from memlab import Workload
+from memlab.hardware.roofline import Bill, Rates
 from memlab.plan import Plan
 from memlab.predicting.passes import Passes
 from memlab.predicting.segments import (
@@ -24,7 +25,6 @@ from memlab.predicting.segments import (
 )
 from memlab.predicting.targets import target_for
 from memlab.records import Category, Phase
-from memlab.roofline import Bill, Rates
 from memlab.trace.tracer import Tracer
 from tests.predicting.families import family
 

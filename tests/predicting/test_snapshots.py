@@ -20,9 +20,9 @@ from memlab.predicting import predict, save_snapshot, snapshots
 from memlab.predicting.plan_predictor import PlanPredictor
 from memlab.predicting.reserved import Script, reserved_by
 from memlab.records import Category
+from memlab.runtime.workload import Workload
 from memlab.session import fit, session_of
-from memlab.snapshot import Snapshot
-from memlab.workload import Workload
+from memlab.session.snapshot import Snapshot
 
 VOCABULARY, ROWS, LENGTH, WIDTH = 257, 8, 32, 64
 PLANS = ("", "--accumulate 4", "--accumulate 2 --checkpoint", "--bf16", "--adam8bit", "--precision pure-bf16",

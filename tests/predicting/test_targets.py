@@ -15,8 +15,8 @@ from torch import nn
 from memlab import Workload, predict
 from memlab.allocator import Settings
 from memlab.allocator.settings import VARIABLES
-from memlab.devices import gpu, gpus
 from memlab.errors import MemlabError, WorkloadError
+from memlab.hardware.gpus import gpu, gpus
 from memlab.predicting.targets import interval_seconds, target_for
 from memlab.units import GIB
 from tests.predicting.families import family

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from memlab.comparison import Comparison, FoundPlan
 from memlab.plan import Plan
 from memlab.records import Measurement, Phase, Prediction, TimelinePoint, out_of_memory
+from memlab.records.comparison import Comparison, FoundPlan
 from memlab.units import GIB
 
 TITLE = "memfit · model gpt2 124M · AdamW · batch 8 × 512 · CPU ledger (capacity 16 GiB) · 12 steps"

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import samples
 
-from memlab.comparison import Comparison
 from memlab.errors import MissingExtraError
 from memlab.records import Measurement
+from memlab.records.comparison import Comparison
 from memlab.report import figure
 from memlab.report.segments import segments, swatch
 from memlab.units import GIB

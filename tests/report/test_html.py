@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import samples
 
-from memlab.comparison import Comparison
+from memlab.records.comparison import Comparison
 from memlab.report import html
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memlab.inference_record import BatchAdvice, CacheUse, CallKind, CallRecord, InferenceRecord
 from memlab.records import Category
+from memlab.records.inference import BatchAdvice, CacheUse, CallKind, CallRecord, InferenceRecord
 from memlab.report import html, inference, text
 from memlab.report.segments import CATEGORIES
 

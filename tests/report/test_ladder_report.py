@@ -13,8 +13,8 @@ import samples
 
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
+from memlab.records.ablation import Ladder, Rung
 from memlab.report import figure, html, ladder, ladder_image, text
-from memlab.rungs import Ladder, Rung
 from memlab.units import GIB
 
 REASON = "accumulation: GPT2 has BatchNorm (1); replace it by GroupNorm"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import samples
 from test_html import _Reader
 
-from memlab.comparison import FoundPlan
+from memlab.records.comparison import FoundPlan
 from memlab.report import html, text
 from memlab.report.listing import found_listing, interval_speed, predictions_sentence
 from memlab.units import GIB

@@ -10,9 +10,9 @@ import pytest
 import samples
 
 from memlab.errors import MissingExtraError
-from memlab.moment import Activity, Change, LivePoint, Moment
 from memlab.plan import Plan
 from memlab.records import Category, out_of_memory
+from memlab.records.live_state import Activity, Change, LivePoint, Moment
 from memlab.report import live_changes, live_figure
 from memlab.report.columns import speed
 from memlab.report.figure import BUDGET

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memlab.live.thinning import Track
-from memlab.moment import Activity, Change, LivePoint, Moment
 from memlab.plan import Plan
 from memlab.records import Category, Rescue
+from memlab.records.live_state import Activity, Change, LivePoint, Moment
 from memlab.report.live_svg import compact, compact_text
 from memlab.report.segments import REST, swatch
 from memlab.units import GIB

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
-from memlab.rank_prediction import Fewest, HowMany, PredictedRanks, RankPrediction
 from memlab.records import Fit
+from memlab.records.ranks import Fewest, HowMany, PredictedRanks, RankPrediction
 from memlab.report import html, ranks, text
 from tests.helpers.needs import needs
 

@@ -7,9 +7,9 @@ import doctest
 import pytest
 import samples
 
-from memlab import shown
+from memlab.records import shown
+from memlab.records.ablation import Ladder, Rung
 from memlab.report import html, showing, text
-from memlab.rungs import Ladder, Rung
 
 
 def test_examples_in_the_docstrings() -> None:

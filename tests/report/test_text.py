@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import samples
 
-from memlab.comparison import Comparison
 from memlab.records import Measurement
+from memlab.records.comparison import Comparison
 from memlab.report import (
     columns,
     figure,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from memlab.errors import PlanError
 from memlab.plan import FIELDS, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
-from memlab.plan_space import plan_space
+from memlab.plan.space import plan_space
 from memlab.records import Prediction
 from memlab.rescue.ladder import Place, Rung, contains, next_plans, pinned
 

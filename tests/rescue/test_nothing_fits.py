@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from memlab.measuring.cpu import CpuDevice
-from memlab.out_of_memory import requested_bytes
 from memlab.plan import Plan
 from memlab.records import Prediction
 from memlab.rescue.ladder import Place
 from memlab.rescue.nothing_fits import Attempt, Room, nothing_fits
+from memlab.runtime.out_of_memory import requested_bytes
 
 GIB = 2**30
 LEDGER = (

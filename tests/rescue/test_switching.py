@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from memlab import Workload, fit
 from memlab.session import Session
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.helpers.switch_faults import NoMemory, happening
 from tests.loops.cases import CASES
@@ -131,7 +131,7 @@ def run(name: str, sequence: list[Move]) -> tuple[list[float], Session]:
     losses: list[float] = []
     with pythons_own_handler(), pytest.MonkeyPatch.context() as patched:
         # a collection after each injected shortage would take most of the time
-        patched.setattr("memlab.in_force.gc", SimpleNamespace(collect=lambda: None))
+        patched.setattr("memlab.session.in_force.gc", SimpleNamespace(collect=lambda: None))
         session = fit(workload)
         try:
             for step in range(STEPS_BETWEEN * len(sequence)):

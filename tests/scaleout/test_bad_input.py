@@ -19,7 +19,7 @@ from memlab import Workload, launch
 from memlab.errors import MissingExtraError, ScaleError
 from memlab.scaleout import async_io, launching, restoring, serialization, tensors
 from memlab.scaleout.worker import Home
-from memlab.snapshot import Snapshot, random_states
+from memlab.session.snapshot import Snapshot, random_states
 from tests.helpers.needs import needs
 from tests.scaleout.runs import gpt2, texts, trained
 

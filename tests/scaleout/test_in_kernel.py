@@ -21,7 +21,7 @@ from memlab import Workload, fit, measure
 from memlab.errors import RefusalError, ScaleError
 from memlab.scaleout import live_fsdp2
 from memlab.session import Session
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from tests.helpers.needs import needs
 from tests.scaleout.live_runs import Tower, bert, go, loss_of, tower
 from tests.scaleout.runs import gpt2

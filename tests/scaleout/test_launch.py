@@ -18,7 +18,7 @@ from torch import nn
 
 from memlab import Plan, Workload, fit, launch
 from memlab.errors import ScaleError
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from tests.scaleout.handing import engines, handed_over
 from tests.scaleout.runs import gpt2, texts, trained, trained_by_own_criterion
 

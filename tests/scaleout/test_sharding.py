@@ -1,4 +1,4 @@
-"""Rules of sharding by themselves; `tests/predicting/test_ranks.py` holds them to real ranks."""
+"""Rules of sharding by themselves; `tests/scaleout/predicting/test_ranks.py` holds them to real ranks."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from memlab.comparison import FoundPlan
 from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision
-from memlab.plan_space import plan_space
+from memlab.plan.space import plan_space
 from memlab.records import Measurement, Prediction, out_of_memory
+from memlab.records.comparison import FoundPlan
 from memlab.search.deciding import Search
 from memlab.search.trials import best_of_trials
 

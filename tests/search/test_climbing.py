@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from memlab import Workload, ladder, snapshot
+from memlab import Workload, ladder
 from memlab.errors import PlanError, TraceError, WorkloadError
 from memlab.measuring.device import device_for
 from memlab.plan import Plan
 from memlab.records import Prediction
-from memlab.rungs import Ladder
+from memlab.records.ablation import Ladder
 from memlab.search import climbing
 from memlab.search.climbing import LEVERS, default_levers
-from memlab.session import fit, sessions
-from memlab.snapshot import Snapshot
+from memlab.session import fit, sessions, snapshot
+from memlab.session.snapshot import Snapshot
 from memlab.units import MIB
 from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
 from tests.techniques.models import gpt2, ragged_batch, workload

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab.devices import gpu_for
 from memlab.errors import BudgetError, MissingExtraError, RefusalError, WorkloadError
+from memlab.hardware.gpus import gpu_for
 from memlab.plan import OptimizerChoice, Plan, Precision
 from memlab.records import Measurement
 from memlab.search.deciding import Search

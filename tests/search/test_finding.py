@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memlab.devices import Gpu, gpu
 from memlab.errors import BudgetError, PlanError, TraceError, WorkloadError
+from memlab.hardware.gpus import Gpu, gpu
 from memlab.plan import Plan, Precision
 from memlab.predicting import predict_all
 from memlab.records import Prediction
+from memlab.runtime.workload import Workload
 from memlab.search import choose_plan, find_plan, finding, trials
 from memlab.session import fit
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from memlab.units import MIB
-from memlab.workload import Workload
 from tests.techniques.models import gpt2, ragged_batch, workload
 
 FEW = [Plan.parse(flags) for flags in ("", "--chunk-loss", "--checkpoint", "--accumulate 2", "--accumulate 4 --checkpoint",

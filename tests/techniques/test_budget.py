@@ -12,7 +12,7 @@ from torch import nn
 
 from memlab import RefusalError, Workload, fit, measure, predict
 from memlab.measuring.ledger import Ledger
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from memlab.units import KIB, MIB
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 

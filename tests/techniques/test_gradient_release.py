@@ -18,10 +18,10 @@ from memlab import Workload, fit, measure, predict
 from memlab.errors import PlanError, RefusalError, SessionError
 from memlab.measuring.cpu import CpuDevice
 from memlab.measuring.steps import Meter
-from memlab.observer import Observer
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
-from memlab.snapshot import Snapshot
+from memlab.runtime.observer import Observer
+from memlab.session.snapshot import Snapshot
 from memlab.techniques.gradient_release import GradientRelease
 from tests.driving import FailingAt, loss_of, mlp, tiny_gpt2
 from tests.helpers.needs import needs

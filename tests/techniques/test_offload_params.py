@@ -18,8 +18,8 @@ from memlab.measuring.cpu import CpuDevice
 from memlab.measuring.runs import training_step
 from memlab.plan import Precision
 from memlab.records import Category
-from memlab.seams import stand_in
-from memlab.snapshot import Snapshot
+from memlab.runtime.hooks import stand_in
+from memlab.session.snapshot import Snapshot
 from memlab.techniques._modules import repeated_blocks
 from memlab.techniques.spill import is_spilled
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload

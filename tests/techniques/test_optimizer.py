@@ -17,7 +17,7 @@ import transformers
 from memlab import extras
 from memlab.errors import MissingExtraError, RefusalError
 from memlab.plan import Plan
-from memlab.stepping import run_step
+from memlab.runtime.optimizer_step import run_step
 from memlab.techniques.optimizer import OptimizerConversion
 from tests.driving import (
     applied,

@@ -16,7 +16,7 @@ from torch import nn
 from memlab import RefusalError, Workload, fit
 from memlab.measuring.runs import training_step
 from memlab.session import Session, check
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from memlab.techniques.precision import FIRST_SCALE, PrecisionChoice
 from tests.techniques.models import Regressor, distance, gpt2, gradients, ragged_batch, regression_batch, workload
 

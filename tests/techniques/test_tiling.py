@@ -13,7 +13,7 @@ from torch import nn
 
 from memlab import RefusalError, Workload, fit, measure, predict
 from memlab.errors import SessionError
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from memlab.techniques import tiling
 from memlab.techniques._feed_forward import feed_forwards
 from memlab.techniques._tiled_linear import TiledLinear

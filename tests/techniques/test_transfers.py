@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memlab.plan import Plan
+from memlab.runtime.workload import Workload
 from memlab.techniques import _host_update, offload_activations, offload_optimizer
 from memlab.techniques._transfers import Lanes, Leaving
 from memlab.techniques.base import Technique
 from memlab.techniques.offload_activations import OffloadActivations
 from memlab.techniques.offload_optimizer import OffloadOptimizer
 from memlab.techniques.spill import is_spilled
-from memlab.workload import Workload
 from tests.driving import (
     FailingAt,
     FailingToAllocateAt,

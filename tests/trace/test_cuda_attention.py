@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memlab.devices import gpu
+from memlab.hardware.gpus import gpu
 from memlab.trace.cuda_attention import Attention, attention_backend
 from memlab.trace.cuda_choices import cuda_choices
 from tests.trace.cuda_twins import Operators, fake

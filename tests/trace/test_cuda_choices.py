@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from memlab import Plan, Workload
-from memlab.devices import gpu
 from memlab.errors import MemlabError
+from memlab.hardware.gpus import gpu
 from memlab.trace.cuda_choices import cuda_choices, not_modelled
 from memlab.trace.cuda_thread import current_gpu
 from memlab.trace.tracer import Choices, Tracer

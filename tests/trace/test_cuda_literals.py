@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memlab.devices import gpu
+from memlab.hardware.gpus import gpu
 from memlab.trace.cuda_choices import cuda_choices
 from tests.trace.cuda_twins import FAKE, Operators, fake, twin_of
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memlab.devices import gpu
+from memlab.hardware.gpus import gpu
 from memlab.trace.cuda_choices import cuda_choices
 from tests.trace.cuda_twins import FAKE, Operators, fake, twin_of
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import optimizer as of_torch
 from torch.utils import _foreach_utils
 
-from memlab.devices import gpu
+from memlab.hardware.gpus import gpu
 from memlab.trace.cuda_choices import cuda_choices
 from tests.trace.cuda_twins import FAKE, Operators, fake, twin_of
 

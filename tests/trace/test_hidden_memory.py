@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.devices import Gpu, gpu
+from memlab.hardware.gpus import Gpu, gpu
 from memlab.trace import hidden_memory
 from memlab.trace.cuda_choices import cuda_choices
 from memlab.trace.hidden_memory import context_bytes, hidden_bytes, workspaces

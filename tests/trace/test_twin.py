@@ -21,7 +21,7 @@ from memlab import Workload, fit, measure
 from memlab.errors import TraceError
 from memlab.plan import Plan
 from memlab.predicting import predict
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from memlab.trace.tracer import Tracer
 from memlab.trace.twin import Twin, is_fake
 from tests.helpers.fingerprint import differing, fingerprint

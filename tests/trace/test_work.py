@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from memlab import fit
+from memlab.hardware.roofline import Kind, Work
 from memlab.measuring.runs import training_step
 from memlab.plan import Plan, Tier
-from memlab.roofline import Kind, Work
 from memlab.techniques.spill import Spill
 from memlab.trace.work import work_of
 from tests.helpers.needs import needs

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from memlab.plan.scale import Scale
+from memlab.runtime.workload import Workload
 from memlab.scaleout.engines.base import Engine
-from memlab.scaleout.scale import Scale
-from memlab.workload import Workload
 
 
 def engine_for(scale: Scale) -> Callable[[Workload, Path, torch.device], Engine]:

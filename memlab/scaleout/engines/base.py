@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.micro import EngineRun, SetAside, Share
 from memlab.techniques._micro import Learnt, MicroRun
 from memlab.techniques.base import ModelCall
-from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from memlab.errors import RefusalError
+from memlab.runtime.optimizer_step import is_separable, plain_stepper
 from memlab.scaleout.engines.fsdp2 import Fsdp2
-from memlab.stepping import is_separable, plain_stepper
 
 # how torch cuts a layer, by what plans call it
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {

@@ -33,12 +33,12 @@ from torch import nn
 from memlab.errors import ScaleError
 from memlab.extras import require
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, tensors
 from memlab.scaleout.engines.base import Engine, exchange_parameters, materialize
 from memlab.scaleout.engines.micro import SetAside, ShardedLearnt, ShardedRun, Share
 from memlab.scaleout.zero_sizes import ZeroSizes
 from memlab.techniques.base import ModelCall
-from memlab.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 _STEP = "step"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memlab import Workload, launch
-from memlab.snapshot import Snapshot
+from memlab.session.snapshot import Snapshot
 from tests.helpers.needs import needs
 from tests.scaleout.handing import handed_over
 from tests.scaleout.runs import regressed

@@ -1,0 +1,1 @@
+"""Hardware: the catalogue of GPUs (`gpus`) and how long operators take on one (`roofline`), without torch."""

@@ -1,0 +1,40 @@
+"""Plans: what is applied to a training loop, as values without torch.
+
+`plan` holds the frozen value and its conflicts, `fields` the settings and the table of flags, `space` the plans worth trying.
+"""
+
+from __future__ import annotations
+
+from memlab.plan.fields import (
+    FIELDS,
+    BatchNorm,
+    Gradients,
+    Loss,
+    Offloaded,
+    OptimizerChoice,
+    PlanField,
+    Precision,
+    ScaleOut,
+    Tier,
+    plan_flags,
+    unknown_flag,
+)
+from memlab.plan.plan import (
+    Plan,
+)
+
+__all__ = [
+    "FIELDS",
+    "BatchNorm",
+    "Gradients",
+    "Loss",
+    "Offloaded",
+    "OptimizerChoice",
+    "Plan",
+    "PlanField",
+    "Precision",
+    "ScaleOut",
+    "Tier",
+    "plan_flags",
+    "unknown_flag",
+]

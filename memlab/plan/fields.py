@@ -1,0 +1,325 @@
+"""Settings of a plan, and `FIELDS`: the table from which people's ways to set them are generated.
+
+Everything people type or click comes from `FIELDS`: the flags of the magics, their help, the controls of a panel and
+the text a plan prints as.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from memlab.errors import PlanError
+from memlab.units import exact_size, parse_bytes
+
+
+class BatchNorm(StrEnum):
+    """Over which rows BatchNorm takes its statistics when a batch is split."""
+
+    KEEP = "keep"
+    MICRO = "micro"
+
+
+class Precision(StrEnum):
+    """Number format of the forward and backward pass."""
+
+    KEEP = "keep"
+    FP32 = "fp32"
+    TF32 = "tf32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    PURE_BF16 = "pure-bf16"
+
+
+class OptimizerChoice(StrEnum):
+    """Optimizers that can update the parameters, with the moments converted."""
+
+    KEEP = "keep"
+    ADAMW = "adamw"
+    ADAM8BIT = "adam8bit"
+    PAGED_ADAM8BIT = "paged-adam8bit"
+    ADAFACTOR = "adafactor"
+    SGD = "sgd"
+
+
+class Loss(StrEnum):
+    """Ways to compute the cross-entropy over a large vocabulary."""
+
+    KEEP = "keep"
+    CHUNKED = "chunked"
+
+
+class Gradients(StrEnum):
+    """Lifetimes of gradients."""
+
+    KEEP = "keep"
+    RELEASE = "release"
+
+
+class Offloaded(StrEnum):
+    """Kinds of tensors that can leave the device between uses."""
+
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    PARAMS = "params"
+
+
+class Tier(StrEnum):
+    """Places for offloaded bytes. AUTO is host memory on a GPU and a file on the CPU device."""
+
+    AUTO = "auto"
+    HOST = "host"
+    DISK = "disk"
+
+
+class ScaleOut(StrEnum):
+    """The engine that trains the model, where it is not the loop's own way."""
+
+    NONE = "none"
+    FSDP2 = "fsdp2"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+
+
+# what others call a tier
+_TIER_NAMES = {"nvme": "disk", "cpu": "host"}
+Offload = tuple[tuple[Offloaded, Tier], ...]
+_E = TypeVar("_E", bound=StrEnum)
+_OF_MANY_PROCESSES = ("ddp", "tp")
+
+
+@dataclass(frozen=True)
+class PlanField:
+    """One field of a plan as people see it.
+
+    Args:
+        name: attribute of `Plan`.
+        flag: the magic flag that sets it.
+        metavar: how its values read in help.
+        help: one sentence for help, panel and docs.
+        parse: text of the flag's value to the field's value.
+        show: the field's value to the flags that set it; empty for the default.
+        bare: value when the flag is given without one, or None when a value is needed.
+        shorthands: flags without a value, and the value each stands for.
+        choices: values offered where one picks instead of typing; the first one is the default.
+        offer: of the choices, the one a panel offers first.
+        title: what it is called where people pick.
+        names: what choices are called there, where their text does not say it.
+        is_predicted: whether what its settings would give can be predicted.
+    """
+
+    name: str
+    flag: str
+    metavar: str
+    help: str
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str]
+    bare: str | None = None
+    shorthands: Mapping[str, str] = field(default_factory=dict)
+    choices: tuple[str, ...] = ()
+    offer: str = ""
+    title: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    is_predicted: bool = True
+
+    def text(self, value: Any) -> str:
+        """Text of a value, as `parse` reads it; where it is one of the choices, the choice.
+
+        Example:
+            >>> spec = next(each for each in FIELDS if each.name == "offload")
+            >>> spec.text(spec.parse("activations,optimizer")), spec.text(spec.parse("optimizer:disk"))
+            ('optimizer,activations', 'optimizer:disk')
+        """
+        same = (choice for choice in self.choices if self.parse(choice) == value)
+        return next(same, self.show(value).removeprefix(self.flag).strip())
+
+
+def _parse_micro_batches(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise PlanError(
+            f"--accumulate {text}: expected a whole number of micro-batches, 1 or more, as in '--accumulate 4'"
+        )
+    return int(text)
+
+
+def _parse_tiles(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise PlanError(f"--tile {text}: expected a whole number of tiles, 1 or more, as in '--tile 4'")
+    return int(text)
+
+
+def _parse_checkpointing(text: str) -> str:
+    if text in ("off", "full", "selective"):
+        return text
+    every, _, blocks = text.partition(":")
+    if every == "every" and blocks.isdecimal() and int(blocks) >= 1:
+        return f"every:{int(blocks)}"
+    if every == "budget" and blocks:
+        return f"budget:{exact_size(parse_bytes(blocks))}"
+    raise PlanError(
+        f"--checkpoint {text}: allowed are off, full, selective, every:N with N ≥ 1, as in '--checkpoint every:2', "
+        "and budget:SIZE, as in '--checkpoint budget:2GiB'"
+    )
+
+
+def _choice(flag: str, enum: type[_E]) -> Callable[[str], _E]:
+    def parse(text: str) -> _E:
+        try:
+            return enum(text)
+        except ValueError:
+            raise PlanError(f"{flag} {text}: allowed are {', '.join(enum)}{did_you_mean(text, [*enum])}") from None
+
+    return parse
+
+
+def _parse_offload(text: str) -> Offload:
+    if text in ("", "none"):
+        return ()
+    tiers: dict[Offloaded, Tier] = {}
+    for item in text.split(","):
+        what, _, where = item.strip().partition(":")
+        target = _choice("--offload", Offloaded)(what)
+        if target in tiers:
+            raise PlanError(
+                f"--offload {text}: {target} is named twice; name each once, as in 'optimizer:disk,activations'"
+            )
+        tiers[target] = _choice(f"--offload {what}:", Tier)(_TIER_NAMES.get(where, where)) if where else Tier.AUTO
+    return tuple(sorted(tiers.items()))
+
+
+def _parse_scale(text: str) -> ScaleOut:
+    if text in _OF_MANY_PROCESSES:
+        raise PlanError(
+            f"--scale {text} is of several processes: give it to a cell, as in '%%memfit --nproc 2 --scale {text}'"
+        )
+    return _choice("--scale", ScaleOut)(text)
+
+
+def _show_offload(offload: Offload) -> str:
+    items = (what if where is Tier.AUTO else f"{what}:{where}" for what, where in offload)
+    return f"--offload {','.join(items)}" if offload else ""
+
+
+def _show_precision(precision: Precision) -> str:
+    if precision in (Precision.FP16, Precision.BF16):
+        return f"--{precision}"
+    return "" if precision is Precision.KEEP else f"--precision {precision}"
+
+
+def _show_optimizer(optimizer: OptimizerChoice) -> str:
+    if optimizer is OptimizerChoice.ADAM8BIT:
+        return "--adam8bit"
+    return "" if optimizer is OptimizerChoice.KEEP else f"--optim {optimizer}"
+
+
+def _show_checkpointing(checkpointing: str) -> str:
+    return {"off": "", "full": "--checkpoint"}.get(checkpointing, f"--checkpoint {checkpointing}")
+
+
+FIELDS: tuple[PlanField, ...] = (
+    PlanField(
+        "accumulation", "--accumulate", "N",
+        "split each batch into N micro-batches; the gradient is that of the whole batch",
+        _parse_micro_batches, lambda n: f"--accumulate {n}" if n > 1 else "",
+        choices=("1", "2", "4", "8", "16"), offer="4", title="Gradient accumulation",
+        names={"2": "2 micro-batches", "4": "4 micro-batches", "8": "8 micro-batches", "16": "16 micro-batches"},
+    ),
+    PlanField(
+        "batchnorm", "--batchnorm", "keep|micro",
+        "with --accumulate, let BatchNorm take its statistics from each micro-batch, as in accumulation written by hand",
+        _choice("--batchnorm", BatchNorm), lambda norm: "" if norm is BatchNorm.KEEP else f"--batchnorm {norm}",
+        choices=tuple(BatchNorm), offer="micro", title="BatchNorm", names={"micro": "per micro-batch"}, is_predicted=False,
+    ),
+    PlanField(
+        "checkpointing", "--checkpoint", "[off|full|every:N|selective|budget:SIZE]",
+        "recompute activations in the backward pass: of every block, of one block in N, all but matrix products and attention, "
+        "or of as few blocks as possible so that what blocks keep between forward and backward fits into SIZE, as in budget:2GiB",
+        _parse_checkpointing, _show_checkpointing, bare="full",
+        choices=("off", "full", "every:2", "selective"), offer="full", title="Checkpointing",
+        names={"full": "every block", "every:2": "every second block", "selective": "selective"},
+    ),
+    PlanField(
+        "precision", "--precision", "|".join(Precision),
+        "number format of forward and backward; fp16 comes with dynamic loss scaling, pure-bf16 also stores parameters and moments in bf16",
+        _choice("--precision", Precision), _show_precision,
+        shorthands={"--fp16": "fp16", "--bf16": "bf16"}, choices=tuple(Precision), offer="bf16", title="Precision",
+        names={"pure-bf16": "pure bf16"},
+    ),
+    PlanField(
+        "optimizer", "--optim", "|".join(OptimizerChoice),
+        "convert the live optimizer with its moments; --adam8bit needs 2.03 instead of 8 bytes per parameter",
+        _choice("--optim", OptimizerChoice), _show_optimizer,
+        shorthands={"--adam8bit": "adam8bit"}, choices=tuple(OptimizerChoice), offer="adam8bit", title="Optimizer",
+        names={
+            "adam8bit": "8-bit Adam", "paged-adam8bit": "paged 8-bit Adam", "adamw": "AdamW", "adafactor": "Adafactor",
+            "sgd": "SGD",
+        },
+    ),
+    PlanField(
+        "offload", "--offload", "WHAT[:host|:disk][,WHAT…]",
+        "move optimizer state, activations or the parameters of blocks off the device between uses (WHAT: optimizer, activations, params)",
+        _parse_offload, _show_offload,
+        choices=(
+            "none", "optimizer", "activations", "optimizer,activations", "params", "params,optimizer",
+            "params,optimizer,activations",
+        ),
+        offer="optimizer", title="Offload",
+        names={
+            "optimizer": "optimizer state", "optimizer,activations": "optimizer state, activations",
+            "params": "parameters", "params,optimizer": "parameters, optimizer state",
+            "params,optimizer,activations": "all three",
+        },
+    ),
+    PlanField(
+        "loss", "--loss", "keep|chunked",
+        "compute the cross-entropy over a large vocabulary in tiles, without the full logits",
+        _choice("--loss", Loss), lambda loss: "--chunk-loss" if loss is Loss.CHUNKED else "",
+        shorthands={"--chunk-loss": "chunked"}, choices=tuple(Loss), offer="chunked", title="Chunked loss",
+    ),
+    PlanField(
+        "gradients", "--gradients", "keep|release",
+        "update each parameter inside the backward pass, as soon as its gradient is complete, and free the gradient",
+        _choice("--gradients", Gradients),
+        lambda gradients: "--release-grads" if gradients is Gradients.RELEASE else "",
+        shorthands={"--release-grads": "release"}, choices=tuple(Gradients), offer="release",
+        title="Gradient release", names={"release": "as soon as used"},
+    ),
+    PlanField(
+        "tiling", "--tile", "N",
+        "compute large linear layers in N tiles: feed-forward parts over rows, each tile run again in the backward pass; "
+        "others over output features, under autocast",
+        _parse_tiles, lambda n: f"--tile {n}" if n > 1 else "",
+        choices=("1", "2", "4", "8", "16"), offer="4", title="Tiled layers",
+        names={"2": "2 tiles", "4": "4 tiles", "8": "8 tiles", "16": "16 tiles"},
+    ),
+    PlanField(
+        "scale", "--scale", "|".join(ScaleOut),
+        "train under PyTorch's FSDP2 or DeepSpeed's ZeRO, in this process; with --nproc in several",
+        _parse_scale, lambda scale: "" if scale is ScaleOut.NONE else f"--scale {scale}",
+        choices=tuple(ScaleOut), offer="fsdp2", title="Engine",
+        names={"fsdp2": "FSDP2", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}, is_predicted=False,
+    ),
+)  # fmt: skip
+BY_NAME = {spec.name: spec for spec in FIELDS}
+BY_FLAG = {flag: spec for spec in FIELDS for flag in (spec.flag, *spec.shorthands)}
+
+
+def did_you_mean(given: str, allowed: list[str]) -> str:
+    """Return the end of an error that names the closest allowed word; empty where none is close."""
+    close = difflib.get_close_matches(given, allowed, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def plan_flags() -> tuple[str, ...]:
+    """Every flag a plan understands, long forms and shorthands."""
+    return tuple(BY_FLAG)
+
+
+def unknown_flag(word: str, also: tuple[str, ...] = ()) -> PlanError:
+    """The error for a word that is no flag, naming the nearest flag."""
+    allowed = [*plan_flags(), *also]
+    return PlanError(f"unknown flag {word}{did_you_mean(word, allowed)}; flags are {', '.join(allowed)}")

@@ -1,0 +1,279 @@
+"""`Plan`: which memory-saving techniques, with which parameters.
+
+A plan is a frozen value. A new technique adds one field to `Plan` and one row to `fields.FIELDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from memlab.errors import PlanError
+from memlab.plan.fields import (
+    BY_FLAG,
+    BY_NAME,
+    FIELDS,
+    BatchNorm,
+    Gradients,
+    Loss,
+    Offload,
+    Offloaded,
+    OptimizerChoice,
+    PlanField,
+    Precision,
+    ScaleOut,
+    Tier,
+    unknown_flag,
+)
+from memlab.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Techniques to apply, with their parameters. The defaults change nothing.
+
+    Args:
+        accumulation: micro-batches per batch, 1 or more.
+        batchnorm: a `BatchNorm`, or its text.
+        checkpointing: "off", "full", "every:N", "selective" or "budget:SIZE" (see `budget_bytes`).
+        precision: a `Precision`, or its text.
+        optimizer: an `OptimizerChoice`, or its text.
+        offload: pairs of what and where, or the text of the flag ("optimizer:disk,activations").
+        loss: a `Loss`, or its text.
+        gradients: a `Gradients`, or its text.
+        tiling: tiles in which large linear layers are computed, 1 or more.
+        scale: a `ScaleOut`, or its text.
+
+    Raises:
+        PlanError: a value that is not allowed, or parts that exclude each other.
+
+    Example:
+        >>> plan = Plan.parse("--accumulate 4 --fp16")
+        >>> str(plan), plan.precision
+        ('--accumulate 4 --fp16', <Precision.FP16: 'fp16'>)
+        >>> Plan() == Plan.parse("")
+        True
+    """
+
+    accumulation: int = 1
+    batchnorm: BatchNorm = BatchNorm.KEEP
+    checkpointing: str = "off"
+    precision: Precision = Precision.KEEP
+    optimizer: OptimizerChoice = OptimizerChoice.KEEP
+    offload: Offload = ()
+    loss: Loss = Loss.KEEP
+    gradients: Gradients = Gradients.KEEP
+    tiling: int = 1
+    scale: ScaleOut = ScaleOut.NONE
+
+    def __post_init__(self) -> None:
+        for spec in FIELDS:
+            value = getattr(self, spec.name)
+            if spec.name == "offload" and not isinstance(value, str):
+                value = ",".join(f"{what}:{where}" for what, where in value)
+            object.__setattr__(self, spec.name, spec.parse(str(value)))
+        for conflict in _CONFLICTS:
+            conflict(self)
+
+    def __str__(self) -> str:
+        return " ".join(flag for spec in FIELDS if (flag := spec.show(getattr(self, spec.name))))
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Return what the repeated blocks may keep of each (micro-)batch between forward and backward; None without such a budget.
+
+        Example:
+            >>> Plan.parse("--checkpoint budget:1.5KiB").budget_bytes
+            1536
+        """
+        kind, _, size = self.checkpointing.partition(":")
+        return parse_bytes(size) if kind == "budget" else None
+
+    @property
+    def label(self) -> str:
+        """The flags, or "as written" when the plan changes nothing."""
+        return str(self) or "as written"
+
+    def tier_of(self, what: Offloaded) -> Tier | None:
+        """Return where something is offloaded to, or None when it stays."""
+        return dict(self.offload).get(what)
+
+    def changes(self) -> tuple[str, ...]:
+        """Names of the fields that differ from the defaults."""
+        default = Plan()
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name))
+
+    def with_setting(self, name: str, text: str) -> Plan:
+        """The same plan with one field set from its text, as a panel does it.
+
+        Example:
+            >>> str(Plan().with_setting("checkpointing", "every:2"))
+            '--checkpoint every:2'
+        """
+        if name not in BY_NAME:
+            raise PlanError(f"no field {name!r} in a plan; there are {', '.join(BY_NAME)}")
+        return replace(self, **{name: BY_NAME[name].parse(text)})
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read a plan from magic flags.
+
+        Args:
+            text: flags as on a `%%memfit` line; empty for the plan that changes nothing.
+
+        Raises:
+            PlanError: an unknown flag (with the nearest known one), a missing or unknown value, a field
+                set twice, or techniques that exclude each other.
+        """
+        if not isinstance(text, str):
+            raise PlanError(f"plan: expected a memlab.Plan or its flags as text, got {type(text).__name__}")
+        plan, rest = cls.parse_known(shlex.split(text))
+        if rest:
+            raise unknown_flag(rest[0])
+        return plan
+
+    @classmethod
+    def of_label(cls, label: str) -> Plan:
+        """The plan that prints as a label.
+
+        Raises:
+            PlanError: as for `parse`.
+
+        Example:
+            >>> Plan.of_label("as written") == Plan(), Plan.of_label("--bf16").label
+            (True, '--bf16')
+        """
+        return cls() if label == cls().label else cls.parse(label)
+
+    @classmethod
+    def parse_known(cls, words: list[str]) -> tuple[Plan, list[str]]:
+        """Read the plan's flags out of a list of words and return the words that are not its own."""
+        settings: dict[str, Any] = {}
+        given: dict[str, str] = {}
+        rest: list[str] = []
+        waiting = list(words)
+        while waiting:
+            word = waiting.pop(0)
+            flag, has_value, value = word.partition("=")
+            spec = BY_FLAG.get(flag)
+            if spec is None:
+                rest.append(word)
+                continue
+            if flag in spec.shorthands:
+                if has_value:
+                    raise PlanError(f"{flag} takes no value; it stands for '{spec.flag} {spec.shorthands[flag]}'")
+                value = spec.shorthands[flag]
+            elif not has_value:
+                value = _take_value(spec, waiting)
+            if spec.name in given:
+                raise PlanError(f"{given[spec.name]} and {flag} both set the {spec.name}; give one of them")
+            given[spec.name] = flag
+            settings[spec.name] = spec.parse(value)
+        return cls(**settings), rest
+
+    def to_json(self) -> str:
+        """The plan as a JSON object of its fields."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: not a JSON object, or a field this version does not know.
+        """
+        try:
+            loaded = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"plan is not JSON: {error}") from None
+        if not isinstance(loaded, dict) or (unknown := set(loaded) - set(BY_NAME)):
+            raise PlanError(
+                f"plan {text[:80]!r}: expected a JSON object with some of {', '.join(BY_NAME)}"
+                + (f"; got {sorted(unknown)}" if isinstance(loaded, dict) else "")
+            )
+        return cls(**loaded)
+
+
+def _take_value(spec: PlanField, waiting: list[str]) -> str:
+    if waiting and not waiting[0].startswith("--"):
+        return waiting.pop(0)
+    if spec.bare is None:
+        raise PlanError(f"{spec.flag} needs a value: {spec.flag} {spec.metavar}")
+    return spec.bare
+
+
+def _paged_state_is_offloaded_already(plan: Plan) -> None:
+    if plan.optimizer is OptimizerChoice.PAGED_ADAM8BIT and plan.tier_of(Offloaded.OPTIMIZER):
+        raise PlanError(
+            "--optim paged-adam8bit and --offload optimizer exclude each other: paged moments move to the host by themselves; drop one of the two"
+        )
+
+
+def _sgd_has_no_state(plan: Plan) -> None:
+    if plan.optimizer is OptimizerChoice.SGD and plan.tier_of(Offloaded.OPTIMIZER):
+        raise PlanError(
+            "--optim sgd and --offload optimizer exclude each other: SGD without momentum keeps no state to offload; drop one of the two"
+        )
+
+
+def _overflow_shows_at_the_end(plan: Plan) -> None:
+    if plan.gradients is Gradients.RELEASE and plan.precision is Precision.FP16:
+        raise PlanError(
+            "--release-grads and --fp16 exclude each other: fp16 updates only when no gradient overflowed, and the last one is known at the end of the backward pass; use --bf16 with --release-grads"
+        )
+
+
+def _nothing_is_kept_where_all_leaves(plan: Plan) -> None:
+    if plan.budget_bytes is not None and plan.tier_of(Offloaded.ACTIVATIONS):
+        raise PlanError(
+            "--checkpoint budget and --offload activations exclude each other: offloaded activations use nothing of the budget; drop one of the two"
+        )
+
+
+def _an_engine_has_its_own_ways(plan: Plan) -> None:
+    if plan.scale is ScaleOut.NONE:
+        return
+    beside = [name for name in plan.changes() if name not in _BESIDE_AN_ENGINE]
+    if beside:
+        flag = BY_NAME[beside[0]].show(getattr(plan, beside[0]))
+        raise PlanError(
+            f"--scale {plan.scale} and {flag} exclude each other: the engine has the model; drop one of the two"
+        )
+    if plan.precision in (Precision.FP16, Precision.PURE_BF16):
+        raise PlanError(
+            f"--scale {plan.scale} and --precision {plan.precision} exclude each other: it needs scaled losses or converted "
+            "moments; use --bf16"
+        )
+
+
+def _an_engine_offloads_what_it_can(plan: Plan) -> None:
+    for what, tier in plan.offload if plan.scale is not ScaleOut.NONE else ():
+        flag = f"--scale {plan.scale} and --offload {what}{'' if tier is Tier.AUTO else f':{tier}'} exclude each other"
+        if what is Offloaded.ACTIVATIONS:
+            raise PlanError(f"{flag}: the engine runs the model; use --checkpoint")
+        if plan.scale is ScaleOut.ZERO1:
+            raise PlanError(f"{flag}: ZeRO 1 keeps all on the device; use --scale zero2")
+        if plan.scale is ScaleOut.ZERO2 and what is Offloaded.PARAMS:
+            raise PlanError(f"{flag}: ZeRO 2 keeps parameters on the device; use --scale zero3")
+        if tier is Tier.DISK and (plan.scale is not ScaleOut.ZERO3 or what is Offloaded.PARAMS):
+            raise PlanError(
+                f"{flag}: of the engines only ZeRO 3 offloads to files, and optimizer state only; drop ':disk'"
+            )
+        if plan.scale is ScaleOut.ZERO3 and plan.tier_of(Offloaded.OPTIMIZER) is None:
+            raise PlanError(
+                f"{flag}: ZeRO 3 offloads parameters only with the optimizer's state; use --offload optimizer,params"
+            )
+
+
+_BESIDE_AN_ENGINE = frozenset({"scale", "checkpointing", "precision", "offload"})
+_CONFLICTS: tuple[Callable[[Plan], None], ...] = (
+    _paged_state_is_offloaded_already,
+    _sgd_has_no_state,
+    _overflow_shows_at_the_end,
+    _nothing_is_kept_where_all_leaves,
+    _an_engine_has_its_own_ways,
+    _an_engine_offloads_what_it_can,
+)

@@ -1,0 +1,48 @@
+"""Records: what was measured, predicted or done, as plain values without torch or display code.
+
+Stages hand records to each other; `memlab.report` draws them. `measurement` and `prediction` are exported here; tables of several
+(`comparison`, `ablation`, `ranks`), live states (`live_state`), whole runs (`run_record`) and calls that only run
+forward (`inference`) have their own modules.
+"""
+
+from __future__ import annotations
+
+from memlab.records.measurement import (
+    LOOP,
+    AllocEvent,
+    Category,
+    Measurement,
+    Phase,
+    Rescue,
+    StepRecord,
+    TimelinePoint,
+    measurement_of_steps,
+    out_of_memory,
+    ratio,
+    thin,
+    timeline_of,
+)
+from memlab.records.prediction import (
+    Fit,
+    Prediction,
+    Verdict,
+)
+
+__all__ = [
+    "LOOP",
+    "AllocEvent",
+    "Category",
+    "Fit",
+    "Measurement",
+    "Phase",
+    "Prediction",
+    "Rescue",
+    "StepRecord",
+    "TimelinePoint",
+    "Verdict",
+    "measurement_of_steps",
+    "out_of_memory",
+    "ratio",
+    "thin",
+    "timeline_of",
+]

@@ -1,0 +1,100 @@
+"""Predictions of a plan's memory and speed: records without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from memlab.records.measurement import Phase, TimelinePoint, phase_of_peak_in, ratio
+from memlab.records.shown import Shown
+
+
+class Fit(StrEnum):
+    """Answers to whether a prediction fits into a budget."""
+
+    YES = "fits"
+    NO = "does not fit"
+    UNCERTAIN = "uncertain"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict on a prediction: whether it fits, and by how much.
+
+    Args:
+        fit: the answer; uncertain when the budget lies within the interval of the prediction.
+        spare_bytes: budget less the predicted peak; negative when too much is needed.
+    """
+
+    fit: Fit
+    spare_bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction(Shown):
+    """Memory and speed of one plan, predicted; of the same shape as a `Measurement`.
+
+    Args:
+        plan: flags of the plan, or "as written".
+        device: name of the device it is predicted for.
+        peak_allocated_bytes: highest live bytes of a step.
+        peak_reserved_bytes: highest bytes the caching allocator reserves, None where there is none (CPU).
+        host_bytes: bytes memlab would keep in host memory or files for this plan.
+        breakdown: live bytes by category at the peak.
+        timeline: live bytes by category over one step, thinned; its seconds are predicted ones.
+        step_seconds: predicted time of a step; NaN where no rate of the device is known.
+        samples_per_step: rows of a step's batch.
+        tokens_per_step: tokens of a step's batch, 0 when inputs are no token ids.
+        interval_bytes: lowest and highest plausible peak, of what is compared with a budget.
+        interval_seconds: shortest and longest plausible step.
+        notes: what the prediction omits or assumes, in words.
+        refused: why the plan does not apply here; empty when it does. A refused plan has no numbers.
+    """
+
+    plan: str
+    device: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    host_bytes: int
+    breakdown: Mapping[str, int]
+    timeline: tuple[TimelinePoint, ...]
+    step_seconds: float
+    samples_per_step: float
+    tokens_per_step: float
+    interval_bytes: tuple[int, int]
+    interval_seconds: tuple[float, float]
+    notes: tuple[str, ...] = ()
+    refused: str = ""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return what a budget must hold: the reserved peak where there is one, else the allocated peak."""
+        return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples per second; NaN when no time is predicted."""
+        return ratio(self.samples_per_step, self.step_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second; 0 when the inputs are no token ids."""
+        return ratio(self.tokens_per_step, self.step_seconds)
+
+    @property
+    def phase_of_peak(self) -> Phase | None:
+        """Return what would run at the peak; None without a timeline."""
+        return phase_of_peak_in(self.timeline)
+
+    def verdict(self, budget_bytes: int) -> Verdict:
+        """Return whether the plan fits into a budget.
+
+        Args:
+            budget_bytes: size of the device, or what may be used of it.
+        """
+        low, high = self.interval_bytes
+        spare_bytes = budget_bytes - self.needed_bytes
+        if self.refused or budget_bytes < low:
+            return Verdict(Fit.NO, spare_bytes)
+        return Verdict(Fit.YES if budget_bytes >= high else Fit.UNCERTAIN, spare_bytes)

@@ -1,0 +1,6 @@
+"""The training loop as it runs: where memlab meets it, and what protects it meanwhile.
+
+`workload` is the model with its optimizers and batch, `hooks` the two places where techniques act (the model call and the
+optimizer step), `optimizer_step` an update in buckets, `state_layers` the forms of optimizer state, `out_of_memory` the errors,
+`interrupts` Ctrl-C, `dispatch` and `loop_mode` torch's modes, `observer` who watches.
+"""

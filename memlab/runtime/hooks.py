@@ -1,0 +1,365 @@
+"""The two seams between a training loop and memlab: the model call and the optimizer step.
+
+How each is taken over, and given back:
+
+1. *Model call.* `ForwardSeam` stands in the model's ``_compiled_call_impl``, where torch keeps what ``model.compile()``
+   makes. ``model(...)`` looks there first, and torch leaves it out of every pickle and deep copy: what is saved or
+   copied is what it would be without memlab. ``model.forward`` and its signature stay as they are. Hooks of the model
+   run around the seam, once per call, as they run around ``forward``.
+2. A call that something else looks through is left alone: one that is traced (``torch.jit``), one inside a compiled
+   function, and a model's call of itself.
+3. Methods that torch has no such place for (``generate``, the forward of a block) get a `stand_in`: an attribute of the
+   instance, and an ``__getstate__`` beside it that leaves both out of pickles and copies. So does ``forward`` where a
+   class has a ``__call__`` of its own, which may pass torch's by.
+4. *Optimizer step.* A step pre-hook, torch's own registration, does the update; it then hands the
+   original ``step`` a stand-in of the optimizer that has no parameters. So it works below LR
+   schedulers, ``GradScaler``, Accelerate and Fabric, which all keep their own references to
+   ``optimizer.step``; an instance attribute would be bypassed by some of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab.runtime.interrupts import Caller
+
+ForwardHandler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+CALL = "_compiled_call_impl"
+_STATE = "__getstate__"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+class ForwardSeam:
+    """Stands in for a model's call while a session is attached.
+
+    Args:
+        model: the model whose call is taken over; held weakly.
+        handler: called with the original forward, its positional and its keyword arguments.
+
+    Attributes:
+        further_in: what stood in its place before, compiled code or another seam; None for torch's own call.
+    """
+
+    def __init__(self, model: nn.Module, handler: ForwardHandler) -> None:
+        self._model = weakref.ref(model)
+        self._handler: ForwardHandler | None = handler
+        self.further_in: Callable[..., Any] | None = None
+        # calls that the handler is at, by thread; a Ctrl-C may end one before it has taken itself out of here
+        self._calls: dict[int, Caller] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self._model()
+        if torch.compiler.is_compiling():
+            return model._call_impl(*args, **kwargs)
+        call = self.further_in or model._call_impl
+        if not self._takes_over():
+            return call(*args, **kwargs)
+        if self.further_in is not None:
+            return self.handle(call, args, kwargs)
+        if not _has_hooks(model):
+            return self.handle(model.forward, args, kwargs)
+        # torch looks `forward` up before the first hook, and calls what it found between the hooks
+        with ExitStack() as undo:
+            found = _BetweenHooks(self, model.forward, undo.close)
+            stand_in(model, "forward", found, undo)
+            return call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # for classes whose own `__getstate__` does not leave the seam out: nothing
+        return type(None), ()
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> None:
+        return None
+
+    @property
+    def users(self) -> Any:
+        """Return what ``model.compile()`` has put there, or None."""
+        return self.further_in.users if isinstance(self.further_in, ForwardSeam) else self.further_in
+
+    def _takes_over(self) -> bool:
+        call = self._calls.get(threading.get_ident())
+        is_free = self._handler is not None and (call is None or call.is_over(sys._getframe(1)))
+        return is_free and torch._C._get_tracing_state() is None
+
+    def handle(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Have the handler run one call; what the model calls of itself meanwhile is not taken over."""
+        if not self._takes_over():
+            return original(*args, **kwargs)
+        assert self._handler is not None
+        thread = threading.get_ident()
+        self._calls[thread] = Caller(sys._getframe())
+        try:
+            return self._handler(original, args, kwargs)
+        finally:
+            self._calls.pop(thread, None)
+
+    def install(self, undo: ExitStack) -> None:
+        """Put the seam in place; `undo` takes it out again."""
+        model = self._model()
+        assert model is not None
+        instance = model.__dict__
+        self.further_in = instance.get(CALL)
+        undo.callback(self._remove, instance)
+        instance[CALL] = self
+        if _has_own_call(type(model)):
+            original = model.forward
+            handled = functools.wraps(original)(lambda *args, **kwargs: self.handle(original, args, kwargs))
+            stand_in(model, "forward", handled, undo)
+
+    def _remove(self, instance: dict[str, Any]) -> None:
+        # one that was put over it since goes on calling it, as if it were not there
+        self._handler = None
+        if instance.get(CALL) is self:
+            if self.further_in is None:
+                del instance[CALL]
+            else:
+                instance[CALL] = self.further_in
+
+
+class _BetweenHooks:
+    """The function that torch calls as ``forward`` between the hooks of a model."""
+
+    def __init__(self, seam: ForwardSeam, original: Callable[..., Any], found: Callable[[], None]) -> None:
+        self._seam = seam
+        self._original = original
+        self._found = found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._found()
+        return self._seam.handle(self._original, args, kwargs)
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    return bool(
+        model._forward_hooks
+        or model._forward_pre_hooks
+        or model._backward_hooks
+        or model._backward_pre_hooks
+        or nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
+
+
+def _has_own_call(kind: type) -> bool:
+    """Return whether a class of the user's says itself what calling it does."""
+    definer = next(base for base in kind.__mro__ if "__call__" in vars(base))
+    return not definer.__module__.startswith("torch.")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether calls of a model run code that ``torch.compile`` has made, which looks into modules no more.
+
+    Example:
+        >>> is_compiled(nn.Linear(2, 2)), is_compiled(torch.compile(nn.Linear(2, 2)))
+        (False, True)
+    """
+    return any(type(part).__name__ == "OptimizedModule" or own_attributes(part).get(CALL) for part in model.modules())
+
+
+def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo: ExitStack) -> None:
+    """Give one module another method of a name, which its copies and pickles do not have, until undone.
+
+    Example:
+        >>> import copy
+        >>> module = nn.Linear(2, 2)
+        >>> with ExitStack() as undo:
+        ...     stand_in(module, "forward", abs, undo)
+        ...     "forward" in vars(module), "forward" in vars(copy.deepcopy(module))
+        (True, False)
+        >>> vars(module).keys() == vars(nn.Linear(2, 2)).keys()
+        True
+    """
+    instance = module.__dict__
+    standing = _StandIn(replacement, instance.get(name))
+
+    def restore() -> None:
+        above = instance.get(name)
+        if above is standing:
+            if standing.before is None:
+                del instance[name]
+            else:
+                instance[name] = standing.before
+            return
+        # one that was put over it since, as where two models share the module, calls what was there before
+        while isinstance(above, _StandIn) and above.before is not standing:
+            above = above.before
+        if isinstance(above, _StandIn):
+            above.before = standing.before
+            standing.step_aside(weakref.ref(module), name)
+
+    keep_out_of_copies(module, undo)
+    undo.callback(restore)
+    instance[name] = standing
+
+
+def keep_out_of_copies(module: nn.Module, undo: ExitStack) -> None:
+    """Leave stand-ins and hooks of memlab's on a module out of its copies and pickles, until undone.
+
+    Call it before they are put there, so that it is undone after them.
+    """
+    instance = module.__dict__
+
+    def restore() -> None:
+        is_needed = any(isinstance(value, _StandIn) for value in instance.values()) or any(
+            _is_ours(hook) for key in _HOOKS for hook in instance[key].values()
+        )
+        if not is_needed:
+            instance.pop(_STATE, None)
+
+    undo.callback(restore)
+    instance[_STATE] = functools.partial(_state_without_stand_ins, weakref.ref(module))
+
+
+def _is_ours(hook: Any) -> bool:
+    return type(hook).__module__.partition(".")[0] == "memlab"
+
+
+class _StandIn:
+    """A method of one module instance.
+
+    Args:
+        replacement: what is called.
+        before: the attribute of the instance that it stands in for; None where there was none.
+    """
+
+    def __init__(self, replacement: Callable[..., Any], before: Any) -> None:
+        # first: it takes over the attributes of what it wraps, which may be another of these
+        functools.update_wrapper(self, replacement)
+        self._replacement = replacement
+        self.before = before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replacement(*args, **kwargs)
+
+    def step_aside(self, module: weakref.ref[nn.Module], name: str) -> None:
+        """Call what was there before, from now on."""
+        self._replacement = self.before or (
+            lambda *args, **kwargs: getattr(type(module()), name)(module(), *args, **kwargs)
+        )
+
+    @property
+    def users(self) -> Any:
+        """The user's own attribute, or None."""
+        return self.before.users if isinstance(self.before, _StandIn) else self.before
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module instance that memlab has not put there.
+
+    Example:
+        >>> module = nn.Linear(2, 2)
+        >>> with ExitStack() as undo:
+        ...     stand_in(module, "forward", abs, undo)
+        ...     own_attributes(module).keys() == vars(nn.Linear(2, 2)).keys()
+        True
+    """
+    return _cleaned(vars(module))
+
+
+def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    own = {}
+    for key, value in attributes.items():
+        is_state = isinstance(value, functools.partial) and value.func is _state_without_stand_ins
+        users = None if is_state else value.users if isinstance(value, (ForwardSeam, _StandIn)) else value
+        if users is value or users is not None:
+            own[key] = users
+    for key in _HOOKS:
+        if key in own:
+            own[key] = type(own[key])((number, hook) for number, hook in own[key].items() if not _is_ours(hook))
+    return own
+
+
+def _state_without_stand_ins(module: weakref.ref[nn.Module]) -> Any:
+    """The state of a module for a pickle or a copy, as it would be without memlab."""
+    alive: Any = module()
+    kind: Any = type(alive)
+    state = kind.__getstate__(alive)
+    return _cleaned(state) if isinstance(state, dict) else state
+
+
+def chained(wrappers: Sequence[ForwardHandler], innermost: Callable[..., Any]) -> Callable[..., Any]:
+    """A model call within others.
+
+    Args:
+        wrappers: each called with the call it surrounds, its positional and its keyword arguments; the last one is
+            the outermost.
+        innermost: what they surround.
+
+    Example:
+        >>> doubled = chained([lambda call, args, kwargs: 2 * call(*args, **kwargs)], abs)
+        >>> doubled(-3)
+        6
+    """
+    call = innermost
+    for wrapper in wrappers:
+        call = functools.partial(_surrounded, wrapper, call)
+    return call
+
+
+def _surrounded(wrapper: ForwardHandler, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return wrapper(inner, args, kwargs)
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The loss in what a model call returned, or None when it returns none.
+
+    Example:
+        >>> loss_of({"loss": torch.tensor(1.0), "logits": torch.ones(2, 3)})
+        tensor(1.)
+        >>> loss_of(torch.ones(2, 3)) is None
+        True
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, tuple) and loss:
+        loss = loss[0]
+    return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else None
+
+
+StepHandler = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
+
+
+def install_step_seam(
+    optimizer: torch.optim.Optimizer,
+    before: StepHandler,
+    after: Callable[[torch.optim.Optimizer], None],
+    undo: ExitStack,
+) -> None:
+    """Take over ``optimizer.step()``.
+
+    Args:
+        optimizer: the user's optimizer; it stays the same object.
+        before: step pre-hook; returns replaced arguments, or None to let the step run.
+        after: called when the step is over.
+        undo: takes both hooks out again.
+    """
+    undo.callback(optimizer.register_step_pre_hook(before).remove)
+    undo.callback(optimizer.register_step_post_hook(lambda opt, _args, _kwargs: after(opt)).remove)
+
+
+def on_first_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
+    """Call `found` with every optimizer that steps, before it does, until undone.
+
+    Args:
+        found: a method. Torch's registry is global, so it keeps the method's object no longer than others do.
+        undo: takes the hook out again.
+    """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    method = weakref.WeakMethod(found)
+
+    def hook(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        alive = method()
+        if alive is not None:
+            alive(optimizer)
+
+    remove = register_optimizer_step_pre_hook(hook).remove
+    undo.callback(remove)
+    weakref.finalize(found.__self__, remove).atexit = False  # type: ignore[attr-defined] # a bound method

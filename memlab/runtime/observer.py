@@ -1,0 +1,49 @@
+"""`Observer`: who watches a session."""
+
+from __future__ import annotations
+
+import torch
+
+from memlab.errors import MemlabError
+from memlab.plan import Plan
+from memlab.runtime.workload import Batch
+
+
+class Observer:
+    """Observer of a session, called on the training thread; derive from it and override what you need."""
+
+    def plan_changed(self, plan: Plan) -> None:
+        """A plan has come into force."""
+
+    def plan_refused(self, plan: Plan, refusal: MemlabError) -> None:
+        """A plan that waited for a step boundary does not apply; the one before stays in force."""
+
+    def step_boundary(self) -> None:
+        """A step is about to begin; the plan changes after this. What is raised here ends the loop between two steps."""
+
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
+        """The session has taken over an optimizer."""
+
+    def forward_begins(self, batch: Batch) -> None:
+        """A training forward of the model is about to run."""
+
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        """It has run, and returned this loss."""
+
+    def gradients_complete(self) -> None:
+        """In the middle of a backward pass, gradients are complete; their parameters are updated next, and they go."""
+
+    def only_tried(self) -> None:
+        """Note that what was allocated since the step began was a trial: no step of the plan needs it again."""
+
+    def storage_resized(self, storage: torch.UntypedStorage) -> None:
+        """An engine has given memory to a storage, or taken it away, without an operator."""
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        """It has stepped, or left its parameters alone."""
+
+    def interrupted(self) -> None:
+        """A forward or a step has raised."""

@@ -1,0 +1,462 @@
+"""Taking over `optimizer.step()` while the user's optimizer stays the same object.
+
+Rules:
+
+1. A step pre-hook performs the update and hands the original `step` a stand-in that holds no
+   parameters (`take_over`). Schedulers, scalers and wrappers sit above the hook and notice nothing.
+2. Parameters are updated in buckets, so unpacked state and backups are bounded by the size of a
+   bucket (or of one parameter that is larger) and not by the size of the model.
+3. A bucket is updated or it is not. When its update raises, parameters and state become what they
+   were before it: packed state through references kept until the bucket has succeeded, tensors that
+   are updated in place through a backup, entries created in the failed update by dropping them.
+   Buckets finished earlier stay updated; `done` names them, so that a retry does not count them twice.
+4. Once a bucket is updated its state is packed again, whatever interrupts that.
+5. Optimizers whose update is not known to treat parameters one by one get a single bucket.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.state_layers import SMALL_ELEMENTS, Optimizer, Parameter, at_home, packed, set_state, unpacked
+
+if TYPE_CHECKING:  # techniques import this module
+    from memlab.techniques.base import Stepper, Technique
+
+StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+Copy = Callable[[torch.Tensor], torch.Tensor]
+Protection = Callable[[Sequence[Parameter]], Copy | None]
+
+LEAST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 64 * 2**20
+_SHARES = 32
+_ADAM_BYTES_PER_ELEMENT = 8  # two fp32 moments
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_SEPARABLE_PACKAGES = ("torch.optim.", "bitsandbytes.optim.", "transformers.optimization")
+
+
+# --- the seam -------------------------------------------------------------------------------------
+
+
+def take_over(update: Callable[[Optimizer], object]) -> StepHook:
+    """A step pre-hook that runs `update` in place of the optimizer's own step.
+
+    A closure is evaluated once, before the update, with gradients enabled; `step` returns its loss.
+
+    Example:
+        >>> parameter = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([parameter], lr=0.5)
+        >>> handle = optimizer.register_step_pre_hook(take_over(lambda optimizer: None))
+        >>> parameter.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> parameter.item()
+        1.0
+    """
+
+    def hook(
+        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        _, *rest = args
+        rest, kwargs = _evaluated(rest, kwargs)
+        with uninterrupted():
+            update(optimizer)
+        return (standin(optimizer), *rest), kwargs
+
+    return hook
+
+
+def _evaluated(rest: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Step arguments in which a closure is replaced by one that returns the loss it gave."""
+    if rest and callable(rest[0]):
+        return [_already(rest[0]), *rest[1:]], dict(kwargs)
+    if callable(kwargs.get("closure")):
+        return list(rest), {**kwargs, "closure": _already(kwargs["closure"])}
+    return list(rest), dict(kwargs)
+
+
+def _already(closure: Callable[[], Any]) -> Callable[[], Any]:
+    with torch.enable_grad():
+        loss = closure()
+    return lambda: loss
+
+
+def second_of(optimizer: Optimizer) -> Optimizer:
+    """A second optimizer with the settings of the first, no state and no hooks, whose `param_groups` are to be set."""
+    second = standin(optimizer)
+    # a scheduler's wrapper, say, that belongs to the first one
+    for name in [name for name in vars(second) if hasattr(type(second), name)]:
+        del second.__dict__[name]
+    second.state = defaultdict(dict)
+    return second
+
+
+def standin(optimizer: Optimizer) -> Optimizer:
+    """A copy of an optimizer with no parameters, no state and no hooks: stepping it does nothing."""
+    copy: Optimizer = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    # a subclass that calls super().step() passes a second hooked step, with the stand-in as optimizer
+    copy.__dict__.update({name: OrderedDict() for name in _HOOKS}, param_groups=[], state={})
+    return copy
+
+
+def unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The step of an optimizer's class without torch's wrapper that runs the step hooks."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def plain_stepper(optimizer: Optimizer) -> Stepper:
+    """The user's own update, of the given parameters only."""
+    step = unhooked_step(optimizer)
+
+    def update(parameters: Sequence[Parameter]) -> None:
+        with _only(optimizer, parameters), torch.no_grad():
+            step(optimizer)
+
+    return update
+
+
+@contextmanager
+def _only(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Leave only these parameters in the groups; afterwards the groups hold the very same lists."""
+    chosen = {id(parameter) for parameter in parameters}
+    lists = [(group, group["params"]) for group in optimizer.param_groups]
+    hooks = {name: getattr(optimizer, name) for name in _HOOKS}
+    try:
+        for group, everything in lists:
+            group["params"] = [parameter for parameter in everything if id(parameter) in chosen]
+        optimizer.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        yield
+    finally:
+        optimizer.__dict__.update(hooks)
+        for group, everything in lists:
+            group["params"] = everything
+
+
+# --- one step -------------------------------------------------------------------------------------
+
+
+def run_step(
+    optimizer: Optimizer,
+    techniques: Sequence[Technique],
+    bucket_bytes: int | None = None,
+    *,
+    backup: bool | Protection = True,
+    done: set[Parameter] | None = None,
+) -> bool:
+    """Update every parameter that has a gradient, bucket by bucket.
+
+    Args:
+        optimizer: the user's optimizer.
+        techniques: those in force, in the order in which state was packed.
+        bucket_bytes: size of a bucket, counted as the fp32 moments of its parameters; None for what is small
+            beside the model (`bucket_bytes_for`).
+        backup: keep a copy of the parameters and in-place state of the bucket being updated, so that
+            an exception in the middle of it undoes it. Without, only packed state and state created
+            in the failed update are put right. A function decides for each bucket before it begins: it
+            returns what copies a tensor, or None for no copies.
+        done: parameters that are updated already and left out; finished buckets are added to it. A
+            caller that frees memory after an out-of-memory error calls again with the same set.
+
+    Returns:
+        False when a gradient scaler told the optimizer to skip this step, else True.
+    """
+    foreign = _foreign_stepper(optimizer, techniques)
+    if foreign is not None and not _serve_scaler(optimizer):
+        return False
+    stepper = foreign or plain_stepper(optimizer)
+    layers = _layers_to_open(techniques)
+    protection = backup if callable(backup) else _protection(everything=backup)
+    finished: set[Parameter] = set() if done is None else done
+    bucket_bytes = bucket_bytes_for(optimizer, techniques) if bucket_bytes is None else bucket_bytes
+    if layers and not any(map(optimizer.state.get, _with_gradient(optimizer))):
+        # a first update makes the state where it updates, and it goes away with its bucket
+        bucket_bytes = min(bucket_bytes, share_of(optimizer))
+    waiting = ([p for p in bucket if p not in finished] for bucket in buckets(optimizer, bucket_bytes))
+    with _announced(optimizer, filter(None, waiting), techniques) as announced:
+        for bucket in announced:
+            copy = None if getattr(stepper, "is_atomic", False) else protection(bucket)
+            with at_home(techniques, bucket, updates=True):
+                _update_bucket(optimizer, bucket, techniques, stepper, copy)
+                finished.update(bucket)
+                _close_all(optimizer, bucket, layers)
+            for technique in techniques:
+                technique.bucket_updated(optimizer, bucket)
+    return True
+
+
+@contextmanager
+def _announced(
+    optimizer: Optimizer, buckets: Iterator[list[Parameter]], techniques: Sequence[Technique]
+) -> Iterator[Iterator[list[Parameter]]]:
+    """The buckets, each of them announced to the techniques before the one in front of it is updated."""
+    try:
+        yield _one_ahead(optimizer, buckets, techniques)
+    finally:
+        for technique in techniques:
+            technique.buckets_over(optimizer)
+
+
+def _one_ahead(
+    optimizer: Optimizer, buckets: Iterator[list[Parameter]], techniques: Sequence[Technique]
+) -> Iterator[list[Parameter]]:
+    before: list[Parameter] = []
+    for bucket in buckets:
+        for technique in techniques:
+            technique.bucket_coming(optimizer, bucket)
+        if before:
+            yield before
+        before = bucket
+    if before:
+        yield before
+
+
+def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Sequence[Technique]) -> None:
+    """Update some parameters now, as one bucket without copies, and leave the others to the step.
+
+    Args:
+        optimizer: the user's; its update treats parameters one by one (`is_separable`).
+        parameters: of it, each with its whole gradient.
+        techniques: those in force, in the order in which state was packed.
+
+    Example:
+        >>> one, other = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+        >>> one.grad = other.grad = torch.ones(1)
+        >>> update(torch.optim.SGD([one, other], lr=0.5), [one], [])
+        >>> one.item(), other.item()
+        (0.5, 1.0)
+    """
+    foreign = _foreign_stepper(optimizer, techniques)
+    with _announced(optimizer, iter([list(parameters)]), techniques) as announced:
+        for bucket in announced:
+            with at_home(techniques, bucket, updates=True):
+                _update_bucket(optimizer, bucket, techniques, foreign or plain_stepper(optimizer), None)
+                _close_all(optimizer, bucket, _layers_to_open(techniques))
+    if foreign is not None:
+        # kernels that torch does not know write past its counters, and autograd must see that weights are others now
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)
+
+
+def _protection(*, everything: bool) -> Protection:
+    return lambda _bucket: _cloned if everything else None
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _foreign_stepper(optimizer: Optimizer, techniques: Sequence[Technique]) -> Stepper | None:
+    steppers = (technique.stepper(optimizer) for technique in reversed(techniques))
+    return next((stepper for stepper in steppers if stepper is not None), None)
+
+
+def _serve_scaler(optimizer: Optimizer) -> bool:
+    """Do what a fused optimizer does inside its kernel: skip on overflow, otherwise unscale.
+
+    `GradScaler` leaves `found_inf` and `grad_scale` on optimizers that promise to handle them.
+    """
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found_inf is not None and bool(found_inf):
+        return False
+    if scale is not None:
+        for parameter in _with_gradient(optimizer):
+            assert parameter.grad is not None
+            parameter.grad.div_(scale.to(parameter.grad.device))
+        # gradients are true now; a retry must not divide again, and the scaler deletes the attribute itself
+        optimizer.grad_scale = torch.ones_like(scale)  # type: ignore[attr-defined]
+    return True
+
+
+def _with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:
+    for group in optimizer.param_groups:
+        yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+
+
+def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]]:
+    """Parameters with a gradient, in order, grouped up to so many bytes of fp32 moments."""
+    bucket: list[Parameter] = []
+    filled = 0
+    separable = is_separable(optimizer)
+    for parameter in _with_gradient(optimizer):
+        size_bytes = size_of(parameter)
+        if bucket and separable and filled + size_bytes > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parameter)
+        filled += size_bytes
+    if bucket:
+        yield bucket
+
+
+def bucket_bytes_for(optimizer: Optimizer, techniques: Sequence[Technique] = ()) -> int:
+    """A size for buckets whose copies do not show beside a small model, and that are few beside a large one.
+
+    Args:
+        optimizer: whose parameters are updated.
+        techniques: those in force; where parameters come for an update, what visits is kept smaller still.
+
+    Example:
+        >>> bucket_bytes_for(torch.optim.SGD([torch.nn.Parameter(torch.ones(64))], lr=0.5))
+        1048576
+    """
+    visits = any(technique.parameters_visit for technique in techniques)
+    return max(1 if visits else LEAST_BUCKET_BYTES, share_of(optimizer))
+
+
+def share_of(optimizer: Optimizer) -> int:
+    """A size for buckets by which gradients are freed as they are used: small beside the model, and enough to do.
+
+    Returns:
+        Bytes, counted as those of a bucket: a thirty-second of all parameters', at most `BUCKET_BYTES`.
+
+    Example:
+        >>> share_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(64))], lr=0.5))
+        16
+    """
+    elements: int = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    return min(BUCKET_BYTES, _ADAM_BYTES_PER_ELEMENT * elements // _SHARES)
+
+
+def size_of(parameter: Parameter) -> int:
+    """Bytes of a parameter as buckets count them: two fp32 moments."""
+    elements: int = parameter.numel()
+    return _ADAM_BYTES_PER_ELEMENT * elements
+
+
+def is_separable(optimizer: Optimizer) -> bool:
+    """Return whether the update of each parameter is known to be independent of all others."""
+    kind = type(optimizer)
+    return f"{kind.__module__}.".startswith(_SEPARABLE_PACKAGES) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _update_bucket(
+    optimizer: Optimizer,
+    bucket: Sequence[Parameter],
+    techniques: Sequence[Technique],
+    stepper: Stepper,
+    copy: Copy | None,
+) -> None:
+    layers = _layers_to_open(techniques)
+    before = _Before(optimizer, bucket)
+    try:
+        for parameter in bucket:
+            _open(optimizer, parameter, layers)
+        with ExitStack() as updating:
+            for technique in techniques:
+                updating.enter_context(technique.around_update(optimizer, bucket))
+            # inside, because a technique may show the update other tensors than are kept
+            with before.restored_on_failure(copy):
+                stepper(bucket)
+    except BaseException:
+        before.restore_states()
+        raise
+
+
+def _layers_to_open(techniques: Sequence[Technique]) -> list[Technique]:
+    """State layers from the top down to the lowest one that must be open during an update."""
+    layers = [technique for technique in techniques if technique.changes_state]
+    lowest = next((at for at, technique in enumerate(layers) if technique.state_per_step), len(layers))
+    return layers[lowest:]
+
+
+def _open(optimizer: Optimizer, parameter: Parameter, layers: Sequence[Technique]) -> None:
+    state = optimizer.state.get(parameter)
+    if state and layers:
+        set_state(optimizer, parameter, unpacked(optimizer, parameter, state, layers))
+
+
+def _close_all(optimizer: Optimizer, bucket: Sequence[Parameter], layers: Sequence[Technique]) -> None:
+    """Pack the state of a bucket again; when interrupted, first finish, then raise."""
+    waiting = [parameter for parameter in bucket if layers and optimizer.state.get(parameter)]
+    try:
+        _close(optimizer, waiting, layers)
+    except BaseException:
+        _close(optimizer, waiting, layers)
+        raise
+
+
+def _close(optimizer: Optimizer, waiting: list[Parameter], layers: Sequence[Technique]) -> None:
+    while waiting:
+        parameter = waiting[-1]
+        set_state(optimizer, parameter, packed(optimizer, parameter, optimizer.state[parameter], layers))
+        waiting.pop()
+
+
+class _Before:
+    """A bucket's state before its update, held so that going back needs no memory."""
+
+    def __init__(self, optimizer: Optimizer, bucket: Sequence[Parameter]) -> None:
+        self._optimizer = optimizer
+        self._bucket = bucket
+        self._states = {parameter: state for parameter in bucket if (state := optimizer.state.get(parameter))}
+        self._entries = {parameter: dict(state) for parameter, state in self._states.items()}
+
+    @contextmanager
+    def restored_on_failure(self, copy: Copy | None) -> Iterator[None]:
+        """Give the tensors an update writes to their values back when it raises; without `copy`, the small ones only."""
+        everything = copy is not None
+        copies = [(tensor, (copy or _cloned)(tensor)) for tensor in self._written(everything=everything)]
+        try:
+            yield
+        except BaseException:
+            for tensor, kept in copies:
+                tensor.detach().copy_(kept)
+            raise
+
+    def _written(self, *, everything: bool) -> list[torch.Tensor]:
+        """Tensors the update writes to, or of state that was unpacked the small ones only.
+
+        The large tensors that unpacking made are left out: the packed ones they came from are untouched.
+        """
+        written: list[torch.Tensor] = [*self._bucket] if everything else []
+        if everything and _writes_gradients(self._optimizer):
+            written += [parameter.grad for parameter in self._bucket if parameter.grad is not None]
+        for parameter, entries in self._entries.items():
+            if everything or self._is_opened(parameter):
+                kept = {id(value) for value in entries.values()}
+                values = self._optimizer.state[parameter].values()
+                tensors = [value for value in values if isinstance(value, torch.Tensor) and id(value) in kept]
+                written += [tensor for tensor in tensors if everything or tensor.numel() < SMALL_ELEMENTS]
+        distinct = {id(tensor): tensor for tensor in written}  # parameters share the codebooks of 8-bit state
+        return list(distinct.values())
+
+    def _is_opened(self, parameter: Parameter) -> bool:
+        return self._optimizer.state.get(parameter) is not self._states.get(parameter)
+
+    def restore_states(self) -> None:
+        """Make the entries of `optimizer.state` the dicts they were, with what they held."""
+        for parameter in self._bucket:
+            self._restore_state(parameter)
+
+    def _restore_state(self, parameter: Parameter) -> None:
+        state = self._states.get(parameter)
+        if state is None:
+            self._optimizer.state.pop(parameter, None)
+        else:
+            state.clear()
+            state.update(self._entries[parameter])
+            self._optimizer.state[parameter] = state
+
+
+@contextmanager
+def restored_on_failure(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Context of an update which, when it raises, leaves parameters and state as they were."""
+    before = _Before(optimizer, parameters)
+    try:
+        with before.restored_on_failure(_cloned):
+            yield
+    except BaseException:
+        before.restore_states()
+        raise
+
+
+def _writes_gradients(optimizer: Optimizer) -> bool:
+    """Return whether an update changes gradients: fused kernels unscale them, foreach SGD adds momentum to them."""
+    has_scale = getattr(optimizer, "grad_scale", None) is not None
+    return has_scale or any(group.get("nesterov") for group in optimizer.param_groups)

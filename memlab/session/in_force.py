@@ -1,0 +1,313 @@
+"""`InForce`: which techniques are in force on a workload, and changing that as a whole.
+
+Rules of a change:
+
+1. Whatever may refuse is asked first, before anything is touched.
+2. What the change can touch is remembered by reference (`memlab.session.rollback`). Whatever raises on the way, the
+   references go back: the old plan is then in force as it was, down to the moments of the optimizer,
+   the loss scale and the hooks. Nothing is converted back, so going back needs no memory.
+3. References keep the old form alive until the new one is complete. Where there is no room for both, the
+   change is made a second time, and what has been replaced leaves the device as it goes.
+4. What references cannot keep (an engine of a library) is let go of last, when the change has succeeded or failed.
+5. What was replaced leaves holes in the segments of a GPU's allocator, and segments that fit nothing else. Those that are
+   empty go back to the driver, so that memory reserved is what the new plan needs.
+6. Ctrl-C is held back (`memlab.runtime.interrupts`). It takes back a change it comes into the middle of, but never
+   one that gives the workload back; that one is completed first.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.errors import RefusalError
+from memlab.plan import Plan
+from memlab.runtime import state_layers
+from memlab.runtime.hooks import is_compiled
+from memlab.runtime.interrupts import Interrupts, uninterrupted
+from memlab.runtime.out_of_memory import is_out_of_memory, release
+from memlab.runtime.workload import Workload
+from memlab.session.rollback import Rollback
+from memlab.techniques import TECHNIQUES, Technique, is_wanted
+from memlab.techniques._homes import home_of
+
+Optimizer = torch.optim.Optimizer
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class _Undo(ExitStack):
+    """Undo of a technique that is in force; it can be called a second time, should the first have been taken back."""
+
+    def __init__(self, registered: Callable[[], None]) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], Any]] = []
+        self._registered = registered
+
+    def callback(self, callback: Callable[_P, _T], /, *args: _P.args, **kwds: _P.kwargs) -> Callable[_P, _T]:
+        self._registered()
+        self.calls.append(partial(callback, *args, **kwds))
+        return callback
+
+
+@dataclass
+class _Entry:
+    """A technique in force and what takes it out again, in the order in which it was put in."""
+
+    technique: Technique
+    undos: list[Callable[[], Any]] = field(default_factory=list)
+
+
+def check(
+    coming: Sequence[Technique],
+    workload: Workload,
+    optimizers: Sequence[Optimizer],
+    in_force: Sequence[Technique] = (),
+) -> None:
+    """Ask techniques whether they apply, without applying any.
+
+    Args:
+        coming: who is asked; not to be put in force afterwards, since they know their predecessors.
+        workload: what they would be put on.
+        optimizers: its optimizers.
+        in_force: techniques that are on it.
+
+    Raises:
+        RefusalError: the first one that does not.
+    """
+    by_kind = {type(technique): technique for technique in in_force}
+    for technique in coming:
+        technique.predecessor = by_kind.get(type(technique))
+        if technique.changes_modules and is_compiled(workload.model):
+            technique.check_compiled(workload)
+        else:
+            technique.check(workload)
+        for optimizer in optimizers:
+            technique.check_optimizer(optimizer)
+
+
+class InForce:
+    """The techniques in force on a workload.
+
+    Args:
+        workload: the live objects.
+        gradients_complete: called in the middle of a backward pass, when gradients are complete and about to go.
+        storage_resized: called with a storage that got or lost memory without an operator.
+        on_trial: whether there is a plan to go back to.
+        withdraw: goes back to it at the next seam; see `Technique`.
+        only_tried: called when what was allocated since the step began was a trial.
+        is_led: whether another session sees to the optimizers, and so to the techniques that work on them alone.
+
+    Attributes:
+        plan: the plan in force.
+        techniques: those in force, in the order of `TECHNIQUES`.
+        optimizers: those the techniques are attached to.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> in_force = InForce(Workload(model, torch.optim.AdamW(model.parameters())))
+        >>> in_force.change(Plan.parse("--accumulate 2"))
+        >>> [type(technique).__name__ for technique in in_force.techniques]
+        ['Accumulation']
+        >>> in_force.change(Plan())
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        gradients_complete: Callable[[], None] = lambda: None,
+        storage_resized: Callable[[torch.UntypedStorage], None] = lambda _storage: None,
+        on_trial: Callable[[], bool] = bool,
+        withdraw: Callable[[RefusalError], bool] = lambda _refusal: False,
+        only_tried: Callable[[], None] = lambda: None,
+        is_led: Callable[[], bool] = bool,
+    ) -> None:
+        self.plan = Plan()
+        self.gradients_complete = gradients_complete
+        self.storage_resized = storage_resized
+        self.only_tried = only_tried
+        self.on_trial = on_trial
+        self.withdraw = withdraw
+        self._is_led = is_led
+        self.techniques: list[Technique] = []
+        self.optimizers: list[Optimizer] = []
+        self._workload = workload
+        self._entries: dict[type[Technique], _Entry] = {}
+        self._exchanged: Callable[[], None] = _nothing
+
+    def change(self, plan: Plan, *, to_the_end: bool = False) -> None:
+        """Put another plan in force: wholly, or not at all.
+
+        Args:
+            plan: the plan.
+            to_the_end: complete the change before a Ctrl-C that comes into the middle of it is delivered;
+                otherwise it takes the change back.
+
+        Raises:
+            RefusalError: a technique does not apply here; the old plan stays in force, as after any other
+                error (out of memory, a technique's own).
+        """
+        check(self._coming(plan), self._workload, self.optimizers, self.techniques)
+        before, is_on_gpu = self.techniques, any(map(_is_on_gpu, self._workload.model.parameters()))
+        with uninterrupted() as interrupts:
+            self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
+            if is_on_gpu and self.techniques != before:
+                torch.cuda.empty_cache()
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Ask every technique in force whether it can serve one more optimizer.
+
+        Raises:
+            RefusalError: the first one that cannot.
+        """
+        for technique in self.techniques:
+            technique.check_optimizer(optimizer)
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """Put the techniques in force on one more optimizer: all of them, or none."""
+        with uninterrupted():
+            self.optimizers.append(optimizer)
+            try:
+                self._wholly(partial(self._extend, optimizer), None)
+            except BaseException:
+                self.detach_optimizer(optimizer)
+                raise
+
+    def detach_optimizer(self, optimizer: Optimizer) -> None:
+        """Forget an optimizer that no technique is on any more; harmless when done."""
+        self.optimizers = [other for other in self.optimizers if other is not optimizer]
+
+    # -- all or nothing ------------------------------------------------------------------------
+
+    def _wholly(self, act: Callable[[], None], interrupts: Interrupts | None) -> None:
+        try:
+            self._once(act, interrupts, sparing=False)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            return
+        # the error is gone, and with it what it held
+        gc.collect()
+        self._once(act, interrupts, sparing=True)
+
+    def _once(self, act: Callable[[], None], interrupts: Interrupts | None, *, sparing: bool) -> None:
+        before = Rollback(self._workload.model, self.optimizers, [*self._entries.values()])
+        entries, plan = dict(self._entries), self.plan
+        # an engine keeps what it shows, so sending that away would free nothing, and it would not be the engine's again
+        spares = sparing and not any(technique.is_engine for technique in self.techniques)
+        self._exchanged = before.spare if spares else _nothing
+        try:
+            act()
+            if interrupts is not None:
+                interrupts.deliver()
+        except BaseException as error:
+            if is_out_of_memory(error):
+                release(error)
+            tried, self._entries, self.plan = self._entries, entries, plan
+            self._refresh()
+            before.restore()
+            _let_go(tried, entries)
+            raise
+        else:
+            _let_go(entries, self._entries)
+        finally:
+            self._exchanged = _nothing
+
+    def _refresh(self) -> None:
+        self.techniques = [self._entries[kind].technique for kind in TECHNIQUES if kind in self._entries]
+
+    # -- in and out ----------------------------------------------------------------------------
+
+    def _exchange(self, plan: Plan) -> None:
+        coming = self._coming(plan)
+        for kind in reversed(TECHNIQUES):
+            if self._leaves(kind, plan):
+                self._take_out(kind)
+        for technique in coming:
+            self._put_in(technique)
+        self.plan = plan
+
+    def _coming(self, plan: Plan) -> list[Technique]:
+        return [
+            kind(plan)
+            for kind in TECHNIQUES
+            if self._wants(kind, plan) and (kind not in self._entries or self._leaves(kind, plan))
+        ]
+
+    def _wants(self, kind: type[Technique], plan: Plan) -> bool:
+        return is_wanted(kind, plan) and not (kind.is_of_optimizer and self._is_led())
+
+    def _leaves(self, kind: type[Technique], plan: Plan) -> bool:
+        entry = self._entries.get(kind)
+        return entry is not None and (
+            not self._wants(kind, plan) or kind.setting(plan) != kind.setting(entry.technique.plan)
+        )
+
+    def _put_in(self, technique: Technique) -> None:
+        technique.in_force = lambda: self.techniques
+        technique.gradients_complete = self.gradients_complete
+        technique.storage_resized = self.storage_resized
+        technique.only_tried = self.only_tried
+        technique.on_trial, technique.withdraw = self.on_trial, self.withdraw
+        entry = self._entries[type(technique)] = _Entry(technique)
+        self._refresh()
+        undo = self._undo_of(entry)
+        technique.attach_model(self._workload, undo)
+        self._exchanged()
+        for optimizer in self.optimizers:
+            self._attach(entry, optimizer)
+
+    def _take_out(self, kind: type[Technique]) -> None:
+        for undo in reversed(self._entries[kind].undos):
+            undo()
+            self._exchanged()
+        del self._entries[kind]
+        self._refresh()
+
+    def _extend(self, optimizer: Optimizer) -> None:
+        for kind in TECHNIQUES:
+            if kind in self._entries:
+                self._attach(self._entries[kind], optimizer)
+
+    def _attach(self, entry: _Entry, optimizer: Optimizer) -> None:
+        technique = entry.technique
+        undo = self._undo_of(entry)
+        technique.attach_optimizer(optimizer, undo)
+        if technique.changes_state:
+            undo.callback(self._remove_layer, optimizer, technique)
+            state_layers.apply_layer(optimizer, technique, self._above(technique), self._exchanged, self.techniques)
+
+    def _undo_of(self, entry: _Entry) -> _Undo:
+        undo = _Undo(self._exchanged)
+        undo.calls = entry.undos
+        return undo
+
+    def _remove_layer(self, optimizer: Optimizer, technique: Technique) -> None:
+        state_layers.remove_layer(optimizer, technique, self._above(technique), self._exchanged, self.techniques)
+
+    def _above(self, technique: Technique) -> Sequence[Technique]:
+        place = TECHNIQUES.index(type(technique))
+        return [other for other in self.techniques if other.changes_state and TECHNIQUES.index(type(other)) > place]
+
+
+def _let_go(before: dict[type[Technique], _Entry], now: dict[type[Technique], _Entry]) -> None:
+    for kind, entry in before.items():
+        if entry.technique.is_engine and now.get(kind) is not entry:
+            entry.technique.let_go()
+
+
+def _is_on_gpu(parameter: torch.Tensor) -> bool:
+    # a twin of a prediction stands for a GPU, and has nothing there
+    return home_of(parameter).type == "cuda" and not isinstance(parameter, FakeTensor)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,331 @@
+"""State that a plan change can touch, remembered by reference, so that going back needs no memory.
+
+Rules:
+
+1. A change makes new tensors and leaves the old ones unwritten (rule 4 of `memlab.techniques.base`), so a
+   reference to an old tensor is a copy of it, and going back is bit for bit.
+2. Remembered are: attributes and hooks of modules; data, gradient, attributes and hooks of parameters and buffers;
+   state, groups and hooks of optimizers; the fields of techniques and of memlab's own objects within them,
+   with the state of their random generators; torch's precision of matrix products.
+3. References keep old tensors alive beside the new ones. Where there is no room for both, `spare` moves
+   those that have been replaced off the device. Going back then needs the memory they took before, and by
+   then everything newer has been dropped.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab.plan import Plan, Tier
+from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.techniques.base import Technique
+from memlab.techniques.spill import Spill, resolve_tier
+
+# seen from a technique, these are either remembered on their own or keep their own books
+_LEAVES = (torch.Tensor, nn.Module, torch.optim.Optimizer, Plan, Spill, Enum)
+
+
+class Rollback:
+    """Everything a plan change may alter, as it is now.
+
+    Args:
+        model: the model; structure, not values: tensors are held by reference.
+        optimizers: its optimizers.
+        owned: techniques in force and what else of memlab's own must come back.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> before = Rollback(model)
+        >>> model.weight.data = model.weight.data.bfloat16()
+        >>> model.forward = print
+        >>> before.restore()
+        >>> model.weight.dtype, "forward" in vars(model)
+        (torch.float32, False)
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), owned: Iterable[Any] = ()
+    ) -> None:
+        optimizers = list(optimizers)
+        self._spills: dict[torch.device, Spill] = {}
+        self._matmul_precision = torch.get_float32_matmul_precision()
+        self._parts: list[_Part] = [
+            *_parts_of_model(model),
+            *(part for tensor in _tensors(model, optimizers) for part in _parts_of_tensor(tensor)),
+            *(part for optimizer in optimizers for part in _parts_of_optimizer(optimizer)),
+            *_parts_of_owned(owned),
+        ]
+        self._unspared = self._parts
+
+    def restore(self) -> None:
+        """Make everything what it was."""
+        # newer tensors go before older ones that were moved away come back
+        for part in self._parts:
+            part.let_go()
+        for part in self._parts:
+            part.restore()
+        if torch.get_float32_matmul_precision() != self._matmul_precision:
+            torch.set_float32_matmul_precision(self._matmul_precision)
+
+    def spare(self) -> None:
+        """Move old tensors that have been replaced by now off the device."""
+        self._unspared = [part for part in self._unspared if not part.spare(self._moved_away)]
+
+    def _moved_away(self, tensor: torch.Tensor) -> _Away:
+        tier = resolve_tier(Tier.AUTO, tensor.device, "state")
+        return _Away(tensor, self._spills.setdefault(tensor.device, Spill(tier)))
+
+
+class _Away:
+    """A tensor moved off the device."""
+
+    def __init__(self, tensor: torch.Tensor, spill: Spill) -> None:
+        self._stored = spill.store(tensor)
+        self._device, self._stride = tensor.device, tensor.stride()
+
+    def back(self) -> torch.Tensor:
+        stored = self._stored
+        resident = torch.empty_strided(stored.shape, self._stride, dtype=stored.dtype, device=self._device)
+        return resident.copy_(stored)
+
+
+_Mover = Callable[[torch.Tensor], _Away]
+
+
+def _sent(value: Any, away: _Mover) -> Any:
+    # paged tensors of bitsandbytes move by themselves
+    moves = type(value) is torch.Tensor and value.numel() >= SMALL_ELEMENTS and not hasattr(value, "is_paged")
+    return away(value) if moves else value
+
+
+def _brought(value: Any) -> Any:
+    return value.back() if isinstance(value, _Away) else value
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+class _Part(ABC):
+    """One thing remembered."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Make it what it was; nothing is written that is so already."""
+
+    def let_go(self) -> None:  # noqa: B027 - most parts hold nothing newer
+        """Drop what is newer, as far as that needs no memory."""
+
+    def spare(self, away: _Mover) -> bool:
+        """Send away what has been replaced; True when there is nothing more to send."""
+        return True
+
+
+class _Table(_Part):
+    """Keys and values of a mapping, in order, values by reference."""
+
+    def __init__(self, table: MutableMapping[Any, Any]) -> None:
+        self._table = table
+        self._items = list(table.items())
+
+    def restore(self) -> None:
+        now = list(self._table.items())
+        if len(now) != len(self._items) or any(
+            key is not old_key or value is not old
+            for (key, value), (old_key, old) in zip(now, self._items, strict=True)
+        ):
+            self._table.clear()
+            self._table.update([(key, _brought(value)) for key, value in self._items])
+
+    def let_go(self) -> None:
+        if any(isinstance(value, _Away) for _, value in self._items):
+            self._table.clear()
+        else:
+            self.restore()
+
+
+class _TensorTable(_Table):
+    """A mapping of a technique's own, whose tensors are sent away one by one as they leave it."""
+
+    def spare(self, away: _Mover) -> bool:
+        for at, (key, value) in enumerate(self._items):
+            if isinstance(value, torch.Tensor) and self._table.get(key) is not value:
+                self._items[at] = (key, _sent(value, away))
+        return False
+
+
+class _Sequence(_Part):
+    def __init__(self, sequence: MutableSequence[Any]) -> None:
+        self._sequence = sequence
+        self._items = list(sequence)
+
+    def restore(self) -> None:
+        self._sequence.clear()
+        self._sequence.extend(self._items)
+
+
+class _Set(_Part):
+    def __init__(self, members: set[Any]) -> None:
+        self._set = members
+        self._members = set(members)
+
+    def restore(self) -> None:
+        self._set.clear()
+        self._set.update(self._members)
+
+
+class _Generator(_Part):
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._state = generator.get_state()
+
+    def restore(self) -> None:
+        self._generator.set_state(self._state)
+
+
+class _State(_Part):
+    """State of one parameter: which dict it is, and what that holds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, key: Any, state: dict[str, Any]) -> None:
+        self._optimizer, self._key, self._state = optimizer, key, state
+        self._items = dict(state)
+
+    def restore(self) -> None:
+        self._items = {name: _brought(value) for name, value in self._items.items()}
+        self._state.clear()
+        self._state.update(self._items)
+
+    def spare(self, away: _Mover) -> bool:
+        if not self._is_replaced():
+            return False
+        kept = {id(value) for value in self._optimizer.state.get(self._key, {}).values()}
+        for name, value in self._items.items():
+            if id(value) not in kept:
+                self._items[name] = _sent(value, away)
+                self._state.pop(name, None)
+        return True
+
+    def _is_replaced(self) -> bool:
+        return self._optimizer.state.get(self._key) is not self._state
+
+
+class _Data(_Part):
+    """Values and gradient of a parameter or buffer."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._data: Any = tensor.data
+        self._gradient: Any = tensor.grad if tensor.is_leaf else None
+
+    def restore(self) -> None:
+        tensor = self._tensor
+        if self._is_replaced():
+            if tensor.is_leaf:
+                tensor.grad = None
+            tensor.data = _brought(self._data)
+        if tensor.is_leaf and tensor.grad is not self._gradient:
+            tensor.grad = _brought(self._gradient)
+
+    def spare(self, away: _Mover) -> bool:
+        if not self._is_replaced():
+            return False
+        self._data = _sent(self._data, away)
+        if self._gradient is not None and self._tensor.grad is not self._gradient:
+            self._gradient = _sent(self._gradient, away)
+        return True
+
+    def _is_replaced(self) -> bool:
+        if isinstance(self._data, _Away):
+            return True
+        now, before = self._tensor, self._data
+        return now.dtype is not before.dtype or _storage_of(now) != _storage_of(before)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+class _TensorHooks(_Part):
+    """Hooks of one kind on a parameter; torch makes their table with the first of them."""
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self._tensor, self._name = tensor, name
+        self._items = list((getattr(tensor, name, None) or {}).items())
+
+    def restore(self) -> None:
+        table = getattr(self._tensor, self._name, None)
+        if table is not None and list(table.items()) != self._items:
+            table.clear()
+            table.update(self._items)
+
+
+# --- what there is to remember --------------------------------------------------------------------
+
+
+def _parts_of_model(model: nn.Module) -> Iterator[_Part]:
+    for module in model.modules():
+        yield _Table(vars(module))
+        for key, value in vars(module).items():
+            # beside the hooks themselves there are tables of which are called when
+            if isinstance(value, MutableMapping) and ("_hooks" in key or key in ("_parameters", "_buffers")):
+                yield _Table(value)
+
+
+def _tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    updated = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    everything = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *updated)}
+    return list(everything.values())
+
+
+def _parts_of_tensor(tensor: torch.Tensor) -> Iterator[_Part]:
+    if tensor.layout is torch.strided:
+        yield _Data(tensor)
+    yield _Table(vars(tensor))
+    yield _TensorHooks(tensor, "_backward_hooks")
+    yield _TensorHooks(tensor, "_post_accumulate_grad_hooks")
+
+
+def _parts_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[_Part]:
+    yield from (_State(optimizer, key, state) for key, state in optimizer.state.items() if isinstance(state, dict))
+    yield _Table(optimizer.state)
+    yield _Table(vars(optimizer))
+    for key, value in vars(optimizer).items():
+        if isinstance(value, MutableMapping) and key.endswith("_hooks"):
+            yield _Table(value)
+    for group in optimizer.param_groups:
+        yield _Table(group)
+
+
+def _parts_of_owned(roots: Iterable[Any]) -> Iterator[_Part]:
+    waiting, seen = deque(roots), set[int]()
+    while waiting:
+        thing = waiting.popleft()
+        if id(thing) in seen or isinstance(thing, _LEAVES):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Generator):
+            yield _Generator(thing)
+        elif isinstance(thing, MutableMapping):
+            yield _TensorTable(thing)
+            waiting.extend(thing.values())
+        elif isinstance(thing, set):
+            yield _Set(thing)
+        elif isinstance(thing, (list, deque)):
+            yield _Sequence(thing)
+            waiting.extend(thing)
+        elif _is_own(thing):
+            yield _TensorTable(vars(thing))
+            waiting.extend(vars(thing).values())
+
+
+def _is_own(thing: Any) -> bool:
+    if isinstance(thing, Technique):
+        return True
+    return hasattr(thing, "__dict__") and not isinstance(thing, type) and type(thing).__module__.startswith("memlab.")

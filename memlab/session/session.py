@@ -1,0 +1,786 @@
+"""`Session`: applies a plan to a workload, switches it at step boundaries, and undoes it.
+
+The session owns the two seams and decides when a plan changes; `InForce` changes it, wholly or not at
+all. Techniques whose setting stays are left alone.
+
+A *step boundary* is the moment before the first training forward after an `optimizer.step()`. A
+switch asked for between a forward and its step waits for it; everything happens on the thread that
+trains.
+
+A plan is *on trial* when it was asked for from elsewhere than the code that trains (a panel, another thread), and
+once a step has ended under it. Whatever says then that it does not apply, in the model call, its backward pass or the
+step, does not end the loop: the plan before comes back, and the same work is done again. A plan that code has just
+asked for is answered by the error, and so are memlab's own loops (measurements, predictions).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeGuard
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
+from memlab.plan import Plan
+from memlab.rescue.guard import Start
+from memlab.rescue.rescuer import Rescuer
+from memlab.runtime import optimizer_step, state_layers
+from memlab.runtime.hooks import ForwardHandler, ForwardSeam, chained, install_step_seam, loss_of, on_first_step
+from memlab.runtime.interrupts import HeldBack, hold_back, interruptible, uninterrupted
+from memlab.runtime.observer import Observer
+from memlab.runtime.workload import Batch, Workload, is_made, steps_some_of, unwrap_optimizer
+from memlab.session import in_force
+from memlab.session.in_force import InForce
+from memlab.techniques import TECHNIQUES, Technique, is_wanted
+from memlab.techniques.gradient_release import is_loop_known
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """An action of a session, and the step in or before which it happened.
+
+    Args:
+        step: the step that was under way, or that came next, counted from 1.
+        text: what was done, in words.
+    """
+
+    step: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.text}"
+
+
+_WITHOUT_CALL = "(it calls parts of it, its forward directly, or it within compiled code or a transform of torch.func)"
+
+# models with a session, so that a second one is refused instead of wrapping the first. The model's seam and
+# the optimizer's hooks keep the session; when the user drops both, nothing here keeps the model in memory
+_numbers = itertools.count()
+_attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+
+
+class Session:
+    """A plan applied to live objects.
+
+    Use `memlab.fit` to make one. Under ``with`` it is undone at the end of the block; bare, it stays
+    until `undo`.
+
+    Args:
+        workload: what to apply plans to.
+        observers: objects that are told about steps.
+        rescuer: keeps the loop running when memory runs out; None lets the error pass.
+
+    Attributes:
+        workload: the live objects.
+        log: what was done when.
+        rescuer: as given.
+        was_called: whether the loop has called the model to train it.
+
+    Raises:
+        RefusalError: the model cannot be taken over at all (compiled, sharded).
+        SessionError: the model has a session already.
+    """
+
+    def __init__(self, workload: Workload, observers: Sequence[Observer] = (), rescuer: Rescuer | None = None) -> None:
+        if not is_made(workload.model):
+            raise WorkloadError(
+                f"{workload.name} has parameters without values: call it once, or load its weights, first"
+            )
+        _refuse_foreign_engines(workload)
+        if id(workload.model) in _attached:
+            raise SessionError(f"{workload.name} has a session already: use its switch(plan), or undo() it first")
+        self.workload = workload
+        self.log: list[LogEntry] = []
+        self.observers: list[Observer] = list(observers)
+        self.rescuer = rescuer
+        self._pending: Plan | None = None
+        self._before: Plan | None = None  # the plan to go back to
+        self._is_on_trial = False
+        self._withdrawn: MemlabError | None = None  # why, from the middle of the loop's own code
+        self._in_force = InForce(
+            workload,
+            lambda: self._gradients_complete(),
+            lambda storage: self._storage_resized(storage),
+            lambda: self._is_on_trial,
+            lambda refusal: self._withdraw(refusal),
+            lambda: self._only_tried(),
+            lambda: self._is_led,
+        )
+        self._number = next(_numbers)
+        self._companions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._seams = ExitStack()
+        self._steps = 0
+        self._window_open = False
+        self.was_called = False  # by a training forward, ever
+        self._was_evaluated = False  # in eval mode, with gradients
+        self._stepped: set[int] = set()  # optimizers that have, before the model was called
+        self._skipped = False  # of the step that is under way
+        self._held_back: HeldBack | None = None  # while it is
+        self._thread = threading.get_ident()
+        self._attach()
+
+    # -- for people ----------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._in_force.plan
+
+    @property
+    def pending(self) -> Plan | None:
+        """The plan that waits for the next step boundary, or None."""
+        return self._pending
+
+    @property
+    def attached(self) -> bool:
+        """Return whether the session is in force; False after `undo`."""
+        return _attached.get(id(self.workload.model)) is self
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps seen so far."""
+        return self._steps
+
+    @property
+    def companions(self) -> list[Session]:
+        """Sessions of other models that train in the same loop, in the order in which they were made."""
+        return sorted((each for each in self._companions if each.attached), key=lambda each: each._number)
+
+    @property
+    def _is_led(self) -> bool:
+        """Whether a session that was there before has an optimizer of this model's."""
+        earlier = (each for each in sessions() if each._number < self._number)
+        return any(steps_some_of(one, self.workload.model) for each in earlier for one in each.workload.optimizers)
+
+    @property
+    def techniques(self) -> list[Technique]:
+        """The techniques in force, in the order in which they wrap the model call."""
+        return self._in_force.techniques
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what the techniques in force have to say."""
+        return tuple(note for technique in self.techniques for note in technique.notes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes kept off the device by the techniques in force."""
+        return sum(technique.host_bytes for technique in self.techniques)
+
+    @property
+    def held_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Parts of parameters that the techniques in force keep on the device, beside the model."""
+        return tuple(tensor for technique in self.techniques for tensor in technique.held_tensors)
+
+    def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype a parameter or buffer of the model has without any plan."""
+        changed = (t.canonical_dtype(tensor) for t in self.techniques)
+        return next((dtype for dtype in changed if dtype is not tensor.dtype), tensor.dtype)
+
+    def switch(self, plan: Plan | str, *, now: bool = False, on_trial: bool = False) -> None:
+        """Change to another plan, at once or at the next step boundary.
+
+        Args:
+            plan: the plan, or its flags.
+            now: apply even between a forward and its step, for a loop that has been left there.
+            on_trial: go back to the plan before, should this one turn out not to apply while the loop runs.
+
+        Raises:
+            RefusalError: a technique does not apply here; the old plan stays in force.
+            SessionError: the session is over, or a switch `now` from another thread than training's.
+        """
+        self._require_attached()
+        wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+        same_thread = threading.get_ident() == self._thread
+        if same_thread and (now or not self._window_open):
+            self._pending = None
+            self.change_plan(wanted, on_trial=on_trial)
+            return
+        if now:
+            raise SessionError(
+                "switch(now=True) from another thread than the one that trains: leave out now, and the training thread applies it"
+            )
+        self._pending = wanted
+
+    def ask(self, plan: Plan | None) -> None:
+        """Note a plan for the next step boundary, from whatever thread; None withdraws what was asked for.
+
+        Unlike `switch` it never applies anything there and then. What is refused, observers are told.
+        """
+        self._pending = plan if plan != self.plan else None
+
+    def leave(self, observer: Observer) -> None:
+        """Remove an observer; do nothing when it is not there."""
+        self.observers[:] = [one for one in self.observers if one is not observer]
+
+    def loop_was_left(self) -> None:
+        """Discard the state of a step that an error has interrupted and that will not be continued."""
+        with uninterrupted():
+            for technique in self.techniques:
+                technique.broken_off()
+
+    def hand_over(self, thread: int) -> None:
+        """Let another thread train, and change plans between its steps.
+
+        Args:
+            thread: its number, as from `threading.get_ident`.
+        """
+        self._thread = thread
+
+    def note(self, text: str, step: int | None = None) -> None:
+        """Add an entry to the log, for a step or for now."""
+        self.log.append(LogEntry(self._steps + 1 if step is None else step, text))
+
+    def note_once(self, text: str) -> None:
+        """Add an entry to the log, unless it is there already."""
+        if all(entry.text != text for entry in self.log):
+            self.note(text)
+
+    def shares(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer also steps models of other sessions."""
+        return any(
+            other is not self and any(optimizer is one for one in other.workload.optimizers) for other in sessions()
+        )
+
+    def accept(self, rescuer: Rescuer) -> None:
+        """Recover the loop from out-of-memory errors from now on."""
+        self.rescuer = rescuer
+        rescuer.attach(self)
+
+    def dismiss(self) -> None:
+        """Stop recovering the loop from out-of-memory errors; do nothing when that is off."""
+        if self.rescuer is not None:
+            self.rescuer.detach()
+        self.rescuer = None
+
+    def undo(self) -> None:
+        """Restore the workload as it was, without any technique. Does nothing when called again.
+
+        A Ctrl-C that comes meanwhile is delivered when it is done.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for the workload as it was (moments back in fp32, say).
+                The session is then as before, and can be undone once memory is free.
+        """
+        if not self.attached:
+            return
+        with uninterrupted():
+            if self.rescuer is not None:
+                self.rescuer.detach()
+            try:
+                self.change_plan(Plan(), to_the_end=True)
+            except BaseException:
+                if self.rescuer is not None:
+                    self.rescuer.attach(self)
+                raise
+            self._seams.close()
+
+    def __enter__(self) -> Self:
+        self._require_attached()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        state = f"plan {self.plan.label!r}" if self.attached else "undone"
+        return f"<memlab session on {self.workload.describe()}: {state}, {self._steps} steps>"
+
+    # -- attaching -----------------------------------------------------------------------------
+
+    def _require_attached(self) -> None:
+        if not self.attached:
+            raise SessionError("this session is over: make a new one with memlab.fit(workload, plan)")
+
+    def _attach(self) -> None:
+        model = self.workload.model
+        with uninterrupted(), ExitStack() as seams:
+            _attached[id(model)] = self
+            seams.callback(_attached.pop, id(model), None)
+            ForwardSeam(model, self._on_forward).install(seams)
+            for optimizer in self.workload.optimizers:
+                self._add_optimizer(optimizer, seams)
+                self._tell_found(optimizer)
+            on_first_step(self._on_any_step, seams)
+            if self.rescuer is not None:
+                self.rescuer.attach(self)
+            self._seams = seams.pop_all()
+
+    def _on_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over an optimizer that is first seen when it steps."""
+        known = any(optimizer is other for other in self._in_force.optimizers)
+        if known or unwrap_optimizer(optimizer) is not optimizer or not steps_some_of(optimizer, self.workload.model):
+            return
+        if self._is_led:
+            # an earlier session has just taken it over, and sees to its state
+            self._in_force.change(self.plan)
+        self._asked_again(lambda: self._in_force.check_optimizer(optimizer))
+        with uninterrupted():
+            self._add_optimizer(optimizer, self._seams)
+            self.workload.optimizers.append(optimizer)
+            self.note(f"found optimizer {type(optimizer).__name__}")
+            self._tell_found(optimizer)
+
+    def _add_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
+        with ExitStack() as seams:
+            install_step_seam(optimizer, self._before_step, self._after_step, seams)
+            seams.callback(optimizer.register_state_dict_post_hook(self._saved_state).remove)
+            seams.callback(optimizer.register_load_state_dict_post_hook(self._loaded_state).remove)
+            self._in_force.attach_optimizer(optimizer)
+            seams.callback(self._in_force.detach_optimizer, optimizer)
+            undo.push(seams.pop_all())
+
+    def _tell_found(self, optimizer: torch.optim.Optimizer) -> None:
+        for observer in self.observers:
+            observer.optimizer_found(optimizer)
+
+    def _saved_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_layers.canonical_state_dict(optimizer, state_dict, self.techniques)
+
+    def _loaded_state(self, optimizer: torch.optim.Optimizer) -> None:
+        state_layers.pack_loaded(optimizer, self.techniques)
+
+    # -- switching -----------------------------------------------------------------------------
+
+    def change_plan(self, plan: Plan, *, noted: bool = True, to_the_end: bool = False, on_trial: bool = False) -> None:
+        """Change to another plan at once, from whatever thread training has come to.
+
+        Args:
+            plan: the plan.
+            noted: write it into the log. A change that is not noted serves the plan that was asked for last.
+            to_the_end: a Ctrl-C that comes meanwhile does not take the change back.
+            on_trial: as for `switch`.
+
+        Raises:
+            RefusalError: a technique does not apply here; the old plan stays in force.
+        """
+        require_compatible(self.workload, plan, self.companions)
+        with uninterrupted():
+            before = self.plan
+            self._in_force.change(plan, to_the_end=to_the_end)
+            if plan == before:
+                return
+            self._withdrawn = None
+            if noted:
+                self._before, self._is_on_trial = before, on_trial
+                self.note(f"{before.label} → {plan.label}")
+            for observer in self.observers:
+                observer.plan_changed(plan)
+
+    def falls_back(self, error: BaseException) -> bool:
+        """Go back to the plan before, where an error says that a plan on trial does not apply.
+
+        Returns:
+            Whether it is back, and the work that raised the error is to be done again.
+        """
+        if self._before is None or not self._is_trial_over(error):
+            return False
+        refused, before = self.plan, self._before
+        self.change_plan(before, noted=False)
+        self._before, self._is_on_trial = None, False
+        text = f"refused {refused.label}: {error}; {before.label} is back"
+        self.note(text)
+        for observer in self.observers:
+            observer.plan_refused(refused, error)
+        if not self.observers:
+            warnings.warn(f"memlab: {text}", RuntimeWarning, stacklevel=2)
+        return True
+
+    def _is_trial_over(self, error: BaseException) -> TypeGuard[MemlabError]:
+        if not isinstance(error, RefusalError | SessionError):
+            return False
+        return self._is_on_trial and not error.is_late and not is_loop_known()
+
+    def _withdraw(self, refusal: MemlabError) -> bool:
+        if not self._is_trial_over(refusal):
+            return False
+        self._withdrawn = refusal
+        return True
+
+    def _take_withdrawn_out(self) -> None:
+        refusal, self._withdrawn = self._withdrawn, None
+        if refusal is not None:
+            self.falls_back(refusal)
+
+    # -- the model call ------------------------------------------------------------------------
+
+    def _on_forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        is_transformed = torch._C._are_functorch_transforms_active()
+        if is_transformed and self.techniques:
+            self.note_once("calls inside of torch.func transforms are left as they are: the plan does not apply there")
+        if is_transformed or not (self.workload.model.training and torch.is_grad_enabled()):
+            self._was_evaluated |= torch.is_grad_enabled() and not (is_transformed or self.workload.model.training)
+            return _through([t.evaluate for t in self.techniques], original, args, kwargs)
+        self._take_withdrawn_out()
+        self.was_called = True
+        if not self._window_open:
+            self._at_boundary()
+        self._window_open = True
+        batch = Batch(args, kwargs)
+        for observer in self.observers:
+            observer.forward_begins(batch)
+        try:
+            output = self._trained(original, args, kwargs)
+        except BaseException:
+            for observer in self.observers:
+                observer.interrupted()
+            raise
+        if self.observers:
+            loss = loss_of(output)
+            for observer in self.observers:
+                observer.forward_ended(loss)
+        return output
+
+    def _trained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return _through([t.forward for t in self.techniques], original, args, kwargs)
+
+        while True:
+            start = Start(self.workload.model, self.workload.device) if self._is_on_trial else None
+            rescuer = self._rescuing
+            try:
+                return run(*args, **kwargs) if rescuer is None else rescuer.call(run, args, kwargs)
+            except MemlabError as error:
+                if start is None or not self.falls_back(error):
+                    raise
+            start.restore()
+
+    @property
+    def _rescuing(self) -> Rescuer | None:
+        """The rescuer, where it can do something: a failed call cannot be taken back within an engine."""
+        return None if any(technique.is_engine for technique in self.techniques) else self.rescuer
+
+    def _at_boundary(self) -> None:
+        self._thread = threading.get_ident()
+        for observer in tuple(self.observers):
+            observer.step_boundary()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            for each in self.companions:
+                check(each.workload, pending)
+            self.change_plan(pending, on_trial=True)
+            for each in self.companions:
+                each.ask(pending)
+        except RefusalError as refusal:
+            # the loop goes on under the old plan; whoever asked reads it in the log
+            self.note(f"refused {pending.label}: {refusal}")
+            for observer in self.observers:
+                observer.plan_refused(pending, refusal)
+
+    def _gradients_complete(self) -> None:
+        for observer in self.observers:
+            observer.gradients_complete()
+
+    def _only_tried(self) -> None:
+        for observer in self.observers:
+            observer.only_tried()
+
+    def _storage_resized(self, storage: torch.UntypedStorage) -> None:
+        for observer in self.observers:
+            observer.storage_resized(storage)
+
+    # -- the optimizer step --------------------------------------------------------------------
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))  # Accelerate passes None
+        if self.techniques and not has_closure:
+            self._held_back = hold_back(sys._getframe(1))
+        try:
+            return self._step_taken_over(optimizer, args, kwargs, has_closure=has_closure)
+        except BaseException:
+            self._hold_back_no_longer()
+            raise
+
+    def _step_taken_over(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_closure: bool
+    ) -> tuple[Any, Any] | None:
+        self._take_withdrawn_out()
+        self._asked_again(lambda: self._tell_step_begins(optimizer, has_closure=has_closure))
+        for observer in self.observers:
+            observer.step_begins(optimizer)
+        # a closure runs the backward pass, so what it leaves behind is looked at after it
+        is_rescued = self._rescuing is not None and self._rescuing.step_begins(optimizer)
+        self._skipped = not has_closure and self._must_skip(optimizer)
+        takes_over = any(t.takes_step or t.owns_steps or _changes_the_step(t, optimizer) for t in self.techniques)
+        may_skip = has_closure and any(technique.may_skip for technique in self.techniques)
+        if not (self._skipped or takes_over or may_skip or is_rescued):
+            return None
+        try:
+            return optimizer_step.take_over(self._update)(optimizer, args, kwargs)
+        except BaseException:
+            for observer in self.observers:
+                observer.interrupted()
+            raise
+
+    def _tell_step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        for technique in self.techniques:
+            technique.step_begins(optimizer, has_closure=has_closure)
+
+    def _asked_again(self, ask: Callable[[], None]) -> None:
+        """Ask the techniques in force, and those of the plan before when one of them refuses on trial."""
+        try:
+            ask()
+        except MemlabError as error:
+            if not self.falls_back(error):
+                raise
+            ask()
+
+    def _must_skip(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(technique.skips_step(optimizer) for technique in self.techniques)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._skipped or self._must_skip(optimizer):
+            self._skipped = True
+            self.note("gradients were not finite: update skipped, loss scale halved")
+        elif not self._updated(optimizer):
+            self._skipped = True
+            who = "by the engine" if any(t.owns_steps for t in self.techniques) else "as the loop's own scaler asks"
+            self.note(f"gradients were not finite: update skipped, {who}")
+
+    def _updated(self, optimizer: torch.optim.Optimizer) -> bool:
+        owner = next((technique for technique in self.techniques if technique.owns_steps), None)
+        if owner is not None:
+            return owner.step(optimizer)
+        if self._rescuing is not None and self._rescuing.is_armed:
+            return self._rescuing.update(optimizer)
+        if any(_changes_the_step(technique, optimizer) for technique in self.techniques):
+            return optimizer_step.run_step(optimizer, self.techniques)
+        # an update that is the loop's own in all but its order has no copies, as in the loop
+        return optimizer_step.run_step(optimizer, self.techniques, optimizer_step.share_of(optimizer), backup=False)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._rescuing is not None:
+            self._rescuing.step_ended()
+        if id(optimizer) in self._stepped:
+            self.say_what_was_passed_by()
+        if not self.was_called:
+            self._stepped.add(id(optimizer))
+        skipped, self._skipped = self._skipped, False
+        for technique in self.techniques:
+            technique.step_ended(optimizer, skipped=skipped)
+        for observer in self.observers:
+            observer.step_ended(optimizer, skipped)
+        self._steps += 1
+        self._window_open = False
+        self._is_on_trial |= self._before is not None and not is_loop_known()
+        self._hold_back_no_longer()
+
+    def _hold_back_no_longer(self) -> None:
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            held_back.end()
+
+    def say_what_was_passed_by(self) -> None:
+        """Note settings that had no effect, once it is known that they had none."""
+        if (passed_by := self.passed_by) is not None:
+            self.note_once(passed_by)
+
+    @property
+    def how_passed_by(self) -> str:
+        """In words, how the loop trains the model without calls that settings work around."""
+        how = "in eval mode only" if self._was_evaluated else f"without calling it {_WITHOUT_CALL}"
+        return f"the loop trains {self.workload.name} {how}"
+
+    @property
+    def passed_by(self) -> str | None:
+        """Text for a loop that updates the model without calling it, while settings work around the model's call; else None."""
+        around = (t for t in self.techniques if type(t).forward is not Technique.forward)
+        idle = [t.field for t in around if not (t.changes_modules and t.was_reached)]
+        idle = [] if self.was_called or not self._stepped else idle
+        if not idle:
+            return None
+        flags = replace(Plan(), **{field: getattr(self.plan, field) for field in idle})
+        advice = "call model.train() before" if self._was_evaluated else "call the model itself"
+        return f"{flags} had no effect: {self.how_passed_by}; {advice}"
+
+
+def fit(
+    workload: Workload, plan: Plan | str = "", observers: Sequence[Observer] = (), *, rescue: bool | Rescuer = False
+) -> Session:
+    """Apply a plan to live objects at once.
+
+    Args:
+        workload: model and optimizer, see `Workload`.
+        plan: a `Plan`, or its flags as text.
+        observers: objects that are told about steps, such as a `memlab.measuring.Meter`.
+        rescue: keep the loop running when memory runs out, under other plans that need less; a `Rescuer` says which.
+
+    Returns:
+        The session; use it bare and call `undo()` later, or under ``with``.
+
+    Raises:
+        PlanError: the flags cannot be read.
+        RefusalError: a technique does not apply; the workload is as it was.
+        SessionError: the model has a session already.
+        WorkloadError: not a workload.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with fit(Workload(model, optimizer), "--accumulate 2") as session:
+        ...     loss = model(torch.randn(6, 4)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> session.plan.label, session.attached
+        ('as written', False)
+    """
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"fit: expected a memlab.Workload, got {type(workload).__name__}; write fit(Workload(model, optimizer), plan)"
+        )
+    wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    rescuer = Rescuer() if rescue is True else rescue or None
+    session = None
+    try:
+        with uninterrupted():
+            session = Session(workload, observers, rescuer)
+            session.switch(wanted, now=True)
+    except BaseException:
+        # whoever does not get the session could not undo it
+        if session is not None:
+            session.undo()
+        raise
+    return session
+
+
+def check(workload: Workload, plan: Plan) -> None:
+    """Ask every technique of a plan whether it applies, without applying any.
+
+    Raises:
+        RefusalError: the first one that does not.
+    """
+    session = session_of(workload.model)
+    coming = [kind(plan) for kind in TECHNIQUES if is_wanted(kind, plan)]
+    in_force.check(coming, workload, workload.optimizers, session.techniques if session is not None else ())
+
+
+def switch_together(together: Sequence[Session], plan: Plan, *, now: bool = True) -> None:
+    """Change the plan of models that train together: of all, or of none.
+
+    Args:
+        together: their sessions.
+        plan: the plan.
+        now: as for `Session.switch`.
+
+    Raises:
+        RefusalError: one of them cannot have it.
+    """
+    before = [each.plan for each in together]
+    try:
+        for each in together:
+            each.switch(plan, now=now)
+    except MemlabError:
+        for each, earlier in zip(together, before, strict=True):
+            each.switch(earlier, now=now)
+        raise
+
+
+def train_together(together: Sequence[Session]) -> None:
+    """Note which models train in one loop: a plan that is asked for one of them is for all."""
+    for each in together:
+        each._companions = weakref.WeakSet(other for other in together if other is not each)
+
+
+# settings that concern the model call alone, so that models whose parameters one optimizer holds can have each its own
+_OF_CALLS = ("accumulation", "batchnorm", "checkpointing", "tiling", "loss")
+
+
+def require_compatible(workload: Workload, plan: Plan, others: Sequence[Session]) -> None:
+    """Refuse settings that one of several models cannot have by itself.
+
+    Args:
+        workload: one of the models.
+        plan: what it is to have.
+        others: sessions of the other models that train in the same loop.
+
+    Raises:
+        RefusalError: two models share an optimizer, or gradients of one belong to the loss of another.
+    """
+    changed = plan.changes()
+    if not others or not changed:
+        return
+    names = f"{others[0].workload.name} and {workload.name}"
+    if "gradients" in changed or plan.precision == "fp16":
+        raise RefusalError(
+            "session",
+            f"this cell trains {names}, and {plan.label} treats the gradients of each as those of its own loss",
+            "leave out --release-grads and --fp16, or name one model with --model",
+        )
+    sharing = [each for each in others if any(steps_some_of(one, workload.model) for one in each.workload.optimizers)]
+    if not sharing:
+        return
+    offloaded = {str(what) for what, _ in plan.offload}
+    is_of_optimizer = plan.optimizer is not Plan().optimizer or "optimizer" in offloaded
+    is_of_calls = {*changed} <= {*_OF_CALLS, "precision", "offload", "optimizer"} and plan.precision in (
+        Plan().precision,
+        "bf16",
+    )
+    own, theirs = ({id(one) for one in each} for each in (workload.optimizers, sharing[0].workload.optimizers))
+    if is_of_calls and offloaded <= {"activations", "optimizer"} and (not is_of_optimizer or own == theirs):
+        return
+    shared = next(one for one in sharing[0].workload.optimizers if steps_some_of(one, workload.model))
+    raise RefusalError(
+        "session",
+        f"one {type(shared).__name__} updates {sharing[0].workload.name} and {workload.name}, so {plan.label} cannot be "
+        "applied to each by itself",
+        "give each its own optimizer, or use --accumulate, --checkpoint, --bf16, --adam8bit or --offload "
+        "activations,optimizer",
+    )
+
+
+def session_of(model: nn.Module) -> Session | None:
+    """The session attached to a model, or None."""
+    return _attached.get(id(model))
+
+
+def sessions() -> tuple[Session, ...]:
+    """Every session that is attached now."""
+    return tuple(_attached.values())
+
+
+def _through(
+    wrappers: Sequence[ForwardHandler], original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a model call through techniques: a Ctrl-C arises in the model's own code, or when they are done."""
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        with interruptible():
+            return original(*args, **kwargs)
+
+    if not wrappers:
+        return own(*args, **kwargs)
+    with uninterrupted():
+        return chained(wrappers, own)(*args, **kwargs)
+
+
+def _changes_the_step(technique: Technique, optimizer: torch.optim.Optimizer) -> bool:
+    changes = technique.changes_state or technique.parameters_visit
+    return changes or technique.stepper(optimizer) is not None
+
+
+def _refuse_foreign_engines(workload: Workload) -> None:
+    if any(_is_sharded(parameter) for parameter in workload.model.parameters()):
+        raise RefusalError(
+            "session",
+            f"{workload.name} is already sharded (FSDP2 or tensor parallel)",
+            "use that engine's own accumulation, checkpointing and offload",
+        )
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    # asking a fake for its data is slow, and it would say what its own type says
+    kinds = (type(parameter),) if isinstance(parameter, FakeTensor) else (type(parameter), type(parameter.data))
+    return any(kind.__name__ == "DTensor" for kind in kinds)

@@ -1,0 +1,182 @@
+"""A copy of everything training changes, to be put back or compared.
+
+Copies live off the device (host memory beside a GPU, files beside the CPU), so that taking one does
+not change what is being measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memlab.plan import Tier
+from memlab.runtime.workload import Workload
+from memlab.techniques.spill import Spill, resolve_tier
+
+
+class Snapshot:
+    """Weights, buffers, gradients, optimizer state and groups, scheduler, modes and random state.
+
+    Args:
+        workload: the live objects; they are not changed.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> workload = Workload(model, torch.optim.AdamW(model.parameters()))
+        >>> before = Snapshot(workload)
+        >>> _ = model.weight.data.zero_()
+        >>> before.restore()
+        >>> before.differences(Snapshot(workload))
+        []
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._spill = Spill(resolve_tier(Tier.AUTO, workload.device, "snapshot"))
+        self._tensors = {name: self._spill.store(tensor) for name, tensor in _named_tensors(workload)}
+        self._gradients = {
+            name: self._spill.store(p.grad) for name, p in workload.model.named_parameters() if p.grad is not None
+        }
+        self._states = [self._state_of(optimizer) for optimizer in workload.optimizers]
+        self._groups = [_settings_of(optimizer) for optimizer in workload.optimizers]
+        self._scheduler = copy.deepcopy(workload.scheduler.state_dict()) if workload.scheduler is not None else None
+        self._training = {name: module.training for name, module in workload.model.named_modules()}
+        self._random = random_states(workload.device)
+
+    def restore(self) -> None:
+        """Put everything back into the live objects, keeping their tensors where they fit."""
+        workload = self._workload
+        with torch.no_grad():
+            for name, tensor in _named_tensors(workload):
+                tensor.copy_(self._tensors[name])
+            for name, parameter in workload.model.named_parameters():
+                saved = self._gradients.get(name)
+                parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
+        for optimizer, states, groups in zip(workload.optimizers, self._states, self._groups, strict=False):
+            _restore_optimizer(optimizer, states, groups)
+        for optimizer in workload.optimizers[len(self._states) :]:
+            optimizer.state.clear()
+        if self._scheduler is not None:
+            workload.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
+        for name, module in workload.model.named_modules():
+            module.training = self._training[name]
+        restore_random_states(self._random, workload.device)
+
+    def differences(self, other: Snapshot) -> list[str]:
+        """Names of what is not bit-for-bit the same in another snapshot of the same workload."""
+        found = _different("", self._tensors, other._tensors) + _different(
+            "gradient of ", self._gradients, other._gradients
+        )
+        for index, (mine, theirs) in enumerate(zip(self._states, other._states, strict=False)):
+            found += _different(f"optimizer {index} state of ", _flat(mine), _flat(theirs))
+        pairs = {
+            "number of optimizers": (len(self._states), len(other._states)),
+            "parameter groups": (self._groups, other._groups),
+            "scheduler": (self._scheduler, other._scheduler),
+            "train or eval mode": (self._training, other._training),
+            "random state": (_comparable(self._random), _comparable(other._random)),
+        }
+        return found + [name for name, (mine, theirs) in pairs.items() if mine != theirs]
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return [{key: self._copied(value) for key, value in optimizer.state.get(p, {}).items()} for p in parameters]
+
+    def _copied(self, value: Any) -> Any:
+        return self._spill.store(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _named_tensors(workload: Workload) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from workload.model.named_parameters()
+    yield from workload.model.named_buffers()
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer, states: list[dict[str, Any]], groups: list[dict[str, Any]]
+) -> None:
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key in set(group) - set(saved) - {"params"}:
+            del group[key]
+        group.update(copy.deepcopy(saved))
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    for parameter, saved in zip(parameters, states, strict=True):
+        if not saved:
+            optimizer.state.pop(parameter, None)
+            continue
+        live = optimizer.state[parameter]
+        for key in set(live) - set(saved):
+            del live[key]
+        for key, value in saved.items():
+            live[key] = _refilled(live.get(key), value, parameter)
+
+
+def _refilled(live: Any, saved: Any, parameter: torch.nn.Parameter) -> Any:
+    if not isinstance(saved, torch.Tensor):
+        return copy.deepcopy(saved)
+    if isinstance(live, torch.Tensor) and live.shape == saved.shape and live.dtype is saved.dtype:
+        live.copy_(saved)
+        return live
+    device = parameter.device if saved.dim() else saved.device
+    return saved.to(device, copy=True)
+
+
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """The random states a loop may draw from: torch's, Python's and NumPy's."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return (torch.get_rng_state(), cuda, random.getstate(), _numpy_state())
+
+
+def _numpy_state() -> Any:
+    import numpy as np
+
+    return np.random.get_state()  # noqa: NPY002 - the user's global state is what must not change
+
+
+def restore_random_states(states: tuple[Any, ...], device: torch.device) -> None:
+    """Put back what `random_states` gave."""
+    import numpy as np
+
+    cpu, cuda, python, numpy_state = states
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+    random.setstate(python)
+    np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def _comparable(states: tuple[Any, ...]) -> str:
+    return repr([s.tolist() if isinstance(s, torch.Tensor) else s for s in states[:3]]) + repr(
+        [getattr(part, "tolist", lambda part=part: part)() for part in states[3]]
+    )
+
+
+def _flat(states: list[dict[str, Any]]) -> dict[str, Any]:
+    return {f"parameter {index} ({key})": value for index, state in enumerate(states) for key, value in state.items()}
+
+
+def _different(prefix: str, mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    names = sorted(set(mine) | set(theirs))
+    return [
+        prefix + name for name in names if name not in mine or name not in theirs or not _same(mine[name], theirs[name])
+    ]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype is b.dtype and a.shape == b.shape and bool(torch.equal(_bits(a), _bits(b)))
+    return bool(a == b)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor

@@ -1,0 +1,301 @@
+"""The file a run is saved as: read back, old ones, damaged ones, those of a newer memlab."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memlab.errors import MemlabError
+from memlab.records import Measurement, Phase, Prediction, Rescue, StepRecord, TimelinePoint
+from memlab.records.comparison import Comparison
+from memlab.records.live_state import Change, LivePoint
+from memlab.records.run_record import RunRecord
+
+WHAT_TO_DO = "expected a file that %memfit record or RunRecord.save wrote"
+DAMAGED = "the file is damaged; copy it again, or record it again"
+
+
+def measured(plan: str = "as written", peak_bytes: int = 1000, **more: object) -> Measurement:
+    base = Measurement(plan, "cpu", peak_bytes, None, 0, {"activations": 700, "parameters": 300}, (), (0.5, 1.0, 0.5),
+                       4, 40)  # fmt: skip
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def moment_of_step(total_bytes: int, phase: Phase = Phase.FORWARD, seconds: float = 0.0) -> TimelinePoint:
+    return TimelinePoint(seconds, phase, {"activations": total_bytes})
+
+
+def predicted(plan: str = "as written", peak_bytes: int = 990, **more: object) -> Prediction:
+    base = Prediction(plan, "cpu", peak_bytes, None, 0, {"activations": 690, "parameters": 300}, (moment_of_step(5),),
+                      0.5, 4, 40, (980, 1000), (0.4, 0.6))  # fmt: skip
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def full() -> RunRecord:
+    """A record with something in every field."""
+    observed = measured(
+        "--fp16", timeline=(moment_of_step(5), moment_of_step(7, Phase.STEP, 0.5)), losses=(1.5, 1.25),
+        notes=("a note",), peak_reserved_bytes=1200, driver_bytes=1300,
+    )  # fmt: skip
+    return RunRecord(
+        comparison=Comparison("title", (measured(), observed), ("an event",), (predicted(notes=("a note",)),)),
+        steps=(
+            StepRecord(1, "as written", 0.5, 4, 40, 1000, None, 1.5),
+            StepRecord(2, "--fp16", 0.4, 4, 40, skipped=True),
+        ),
+        versions={"torch": "2.13.0"},
+        predictions=(predicted("--fp16", refused="precision: no", timeline=()),),
+        title="memfit · gpt2",
+        device="NVIDIA H200",
+        capacity_bytes=8 * 2**30,
+        budget_bytes=4 * 2**30,
+        points=(
+            LivePoint(1, "as written", 0.5, 8.0, 1000, {"activations": 700}, 1.5),
+            LivePoint(2, "--quantize 4", 0.4, 10.0, None, {}),
+        ),
+        changes=(Change(1, "as written"), Change(2, "--quantize 4")),
+        rescues=(Rescue(2, "the backward pass", "as written", "--quantize 4", "CUDA out of memory", 1, 0.25),),
+        events=("step 2: --quantize 4",),
+        recorded_at="2026-11-21 15:11 UTC",
+    )
+
+
+def loaded(record: RunRecord | None = None) -> Any:
+    return json.loads((record or full()).to_json())
+
+
+def message(changed: Any) -> str:
+    with pytest.raises(MemlabError) as caught:
+        RunRecord.from_json(changed if isinstance(changed, str) else json.dumps(changed))
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+def test_a_run_reads_back_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    full().save(file)
+    again = RunRecord.load(file)
+    assert again == full()
+    assert isinstance(again.comparison.measurements[1].timeline[1].phase, Phase)
+    assert isinstance(again.comparison.predictions[0].timeline[0].phase, Phase)
+    assert json.loads(file.read_text())["format"] == 2
+
+
+def test_records_are_plain_json() -> None:
+    text = RunRecord(Comparison("t", (measured(timeline=(moment_of_step(5),)),))).to_json()
+    assert json.loads(text)["comparison"]["measurements"][0]["timeline"][0]["phase"] == "forward"
+
+
+def test_no_numbers_and_infinities_survive_in_json_that_others_read() -> None:
+    def refuse(literal: str) -> float:
+        raise AssertionError(f"{literal} is no JSON")
+
+    steps = (StepRecord(1, "as written", math.inf, 4, 40, loss=math.nan), StepRecord(2, "a", -math.inf, 0, 0))
+    text = RunRecord(Comparison("t", (measured(),)), steps, predictions=(predicted(step_seconds=math.nan),)).to_json()
+    json.loads(text, parse_constant=refuse)
+    again = RunRecord.from_json(text)
+    assert [step.seconds for step in again.steps] == [math.inf, -math.inf]
+    assert again.steps[0].loss is not None
+    assert math.isnan(again.steps[0].loss)
+    assert math.isnan(again.predictions[0].step_seconds)
+
+
+def test_steps_are_bounded() -> None:
+    steps = tuple(StepRecord(n, "as written", 0.5, 4, 40) for n in range(1, 5001))
+    kept = RunRecord(Comparison("t", (measured(),)), steps).steps
+    assert (len(kept), kept[0].step, kept[-1].step) == (2000, 3001, 5000)
+
+
+# -- old files, and files of a newer memlab
+
+
+def test_a_file_without_a_number_is_one_of_the_first_format() -> None:
+    first = {name: loaded()[name] for name in ("comparison", "steps", "versions", "predictions")}
+    text = json.dumps(first).replace('"seconds": 0.4', '"seconds": NaN')
+    again = RunRecord.from_json(text)
+    assert again.comparison == full().comparison
+    assert math.isnan(again.steps[1].seconds)
+    assert (again.points, again.capacity_bytes, again.title) == ((), None, "")
+
+
+def test_a_file_from_before_there_were_predictions_is_read() -> None:
+    old = loaded(RunRecord(Comparison("t", (measured(),))))
+    for name in ("format", "predictions", "title", "device", "points", "changes", "rescues", "events"):
+        del old[name]
+    del old["comparison"]["predictions"]
+    assert RunRecord.from_json(json.dumps(old)) == RunRecord(Comparison("t", (measured(),)))
+
+
+def test_what_a_newer_memlab_added_is_passed_over() -> None:
+    newer = loaded()
+    newer["colour"] = "red"
+    newer["points"][0]["watts"] = 700
+    assert RunRecord.from_json(json.dumps(newer)) == full()
+
+
+def test_a_newer_format_asks_for_an_upgrade() -> None:
+    said = "run record: written by memlab with format 3; this one reads up to 2: upgrade memlab"
+    assert message({**loaded(), "format": 3}) == said
+    assert message({"format": 3}) == said
+
+
+@pytest.mark.parametrize("number", ["2", 0, 1.5, True, None])
+def test_a_format_that_is_no_number(number: object) -> None:
+    said = message({**loaded(), "format": number})
+    assert said == f"run record: format: expected a whole number from 1 to 2, got {json.dumps(number)}"
+
+
+# -- what is no run record
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", f"not a run record of memlab: no JSON (Expecting value at line 1, column 1); {WHAT_TO_DO}"),
+        ("hello", f"not a run record of memlab: no JSON (Expecting value at line 1, column 1); {WHAT_TO_DO}"),
+        ("[]", f"not a run record of memlab: JSON of a list; {WHAT_TO_DO}"),
+        ("3", f"not a run record of memlab: JSON of a number; {WHAT_TO_DO}"),
+        ("null", f"not a run record of memlab: JSON of nothing; {WHAT_TO_DO}"),
+        ("{}", f"not a run record of memlab: a JSON object without anything in it; {WHAT_TO_DO}"),
+        ('{"cells": [], "nbformat": 4}', f'not a run record of memlab: a JSON object with "cells", "nbformat"; {WHAT_TO_DO}'),
+        ("[" * 100_000, f"not a run record of memlab: JSON that cannot be read; {WHAT_TO_DO}"),
+        ("1" * 10_000, f"not a run record of memlab: JSON that cannot be read; {WHAT_TO_DO}"),
+        ('{"comparison": 3}', f"run record: comparison: expected an object, got 3: {DAMAGED}"),
+    ],
+)  # fmt: skip
+def test_what_is_no_run_record_is_refused(text: str, said: str) -> None:
+    assert message(text) == said
+
+
+def test_a_file_that_was_cut_off() -> None:
+    text = full().to_json()
+    cut = text[: text.index('"samples_per_second"') + 5]
+    assert message(cut).startswith("the run record breaks off at line ")
+    assert message(cut).endswith(": copy the whole file again, or record it again")
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3000))
+def test_wherever_a_file_is_cut_off_the_message_is_one_line(length: int) -> None:
+    message(full().to_json()[:length])
+
+
+# -- damaged fields
+
+
+def place(root: Any, where: str) -> tuple[Any, Any]:
+    """What holds a value, and its key there; places are written as the messages name them."""
+    keys = [int(key) if key.isdecimal() else key for key in where.replace("[", ".").replace("]", "").split(".")]
+    for key in keys[:-1]:
+        root = root[key]
+    return root, keys[-1]
+
+
+def change(where: str, value: object) -> Any:
+    """The full record with one value replaced."""
+    root = loaded()
+    holder, key = place(root, where)
+    holder[key] = value
+    return root
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        ("capacity_bytes", "8GiB", 'expected a whole number, got "8GiB"'),
+        ("capacity_bytes", 1.5, "expected a whole number, got 1.5"),
+        ("capacity_bytes", math.nan, "expected a whole number, got NaN"),
+        ("capacity_bytes", math.inf, "expected a whole number, got Infinity"),
+        ("capacity_bytes", True, "expected a whole number, got true"),
+        ("capacity_bytes", 10**40, f"expected a whole number of at most 64 bits, got {10**40}"),
+        ("title", None, "expected text, got null"),
+        ("versions", ["2.13"], 'expected an object, got ["2.13"]'),
+        ("points", {}, "expected a list, got {}"),
+        ("points[1].samples_per_second", "fast", 'expected a number, got "fast"'),
+        ("points[1].samples_per_second", False, "expected a number, got false"),
+        ("points[1].samples_per_second", 10**400, f"expected a number, got {str(10**400)[:59]}…"),
+        ("points[1].plan", 3, "expected text, got 3"),
+        ("comparison.measurements[0].fits", 1, "expected true or false, got 1"),
+        ("comparison.measurements[1].timeline[0].phase", "sideways",
+         'expected one of forward, backward, step, other, got "sideways"'),
+        ("comparison.measurements[1].step_seconds[2]", [], "expected a number, got []"),
+        ("predictions[0].interval_bytes", [1], "expected a list of 2, got [1]"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named(where: str, value: object, said: str) -> None:
+    assert message(change(where, value)) == f"run record: {where}: {said}: {DAMAGED}"
+
+
+def test_a_version_that_is_no_text() -> None:
+    said = f'run record: versions["torch"]: expected text, got 2.13: {DAMAGED}'
+    assert message(change("versions.torch", 2.13)) == said
+
+
+@pytest.mark.parametrize(
+    "where", ["comparison", "comparison.title", "comparison.measurements[1].plan", "points[0].step"]
+)
+def test_a_missing_field_is_named(where: str) -> None:
+    root = loaded()
+    holder, key = place(root, where)
+    del holder[key]
+    assert message(root) == f"run record: {where} is missing: {DAMAGED}"
+
+
+def test_a_comparison_without_measurements() -> None:
+    said = message(change("comparison.measurements", []))
+    assert said == "run record: comparison: a comparison needs at least one measurement; run some steps first"
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None)
+@given(st.data(), junk)
+def test_whatever_stands_in_a_field_is_read_or_refused_in_one_line(data: st.DataObject, value: object) -> None:
+    root = loaded()
+    holder: Any = root
+    while True:
+        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(holder[key], dict | list) or not holder[key] or data.draw(st.booleans()):
+            break
+        holder = holder[key]
+    holder[key] = value
+    said = ""
+    try:
+        RunRecord.from_json(json.dumps(root))
+    except MemlabError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+# -- files
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    def said(file: Path) -> str:
+        with pytest.raises(MemlabError) as caught:
+            RunRecord.load(file)
+        return str(caught.value)
+
+    assert said(tmp_path / "none.json") == f"{tmp_path}/none.json: No such file or directory"
+    assert said(tmp_path) == f"{tmp_path}: Is a directory"
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert said(tmp_path / "binary") == f"{tmp_path}/binary: not a run record of memlab: not text; {WHAT_TO_DO}"
+    (tmp_path / "list").write_text("[]")
+    assert said(tmp_path / "list") == f"{tmp_path}/list: not a run record of memlab: JSON of a list; {WHAT_TO_DO}"
+    with pytest.raises(MemlabError) as caught:
+        full().save(tmp_path / "no folder" / "run.json")
+    assert str(caught.value) == f"{tmp_path}/no folder/run.json: No such file or directory"

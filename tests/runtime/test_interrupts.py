@@ -1,0 +1,112 @@
+"""Ctrl-C is held back and delivered: to whom, when, and where there is nothing to hold back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from memlab.runtime.interrupts import uninterrupted
+from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("pythons_own_handler")
+
+
+def test_it_comes_at_the_end_and_once() -> None:
+    log = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted() as interrupts:
+            interrupt()
+            interrupt()
+            log.append(interrupts.came)
+    assert log == [True]
+    with uninterrupted():
+        pass
+
+
+def test_it_comes_at_the_end_of_the_outermost() -> None:
+    log = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted() as outer:
+            with uninterrupted() as inner:
+                interrupt()
+            log.append("still whole")
+            assert inner is outer
+    assert log == ["still whole"]
+
+
+def test_it_comes_where_it_may() -> None:
+    log = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted(), uninterrupted() as interrupts:
+            interrupts.deliver()
+            interrupt()
+            interrupts.deliver()
+            log.append("too far")
+    assert log == []
+
+
+def test_it_comes_besides_another_error() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        with uninterrupted():
+            interrupt()
+            raise ValueError("the other")
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_another_handler_gets_it() -> None:
+    got: list[Any] = []
+
+    def handler(number: int, frame: Any) -> None:
+        got.append((number, frame is not None))
+
+    signal.signal(signal.SIGINT, handler)
+    with uninterrupted():
+        interrupt()
+        assert got == []
+    assert got == [(signal.SIGINT, True)]
+    assert signal.getsignal(signal.SIGINT) is handler
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_handler_put_in_meanwhile_stays() -> None:
+    got: list[int] = []
+    with uninterrupted():
+        signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
+    interrupt()
+    assert got == [signal.SIGINT]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_what_python_does_not_handle_stays(handler: Any) -> None:
+    signal.signal(signal.SIGINT, handler)
+    with uninterrupted() as interrupts:
+        assert signal.getsignal(signal.SIGINT) is handler
+        if handler is signal.SIG_IGN:
+            interrupt()
+        assert not interrupts.came
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_on_another_thread_nothing_is_held_back() -> None:
+    seen: list[Any] = []
+
+    def elsewhere() -> None:
+        with uninterrupted():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
+    # nor does one that ends there end that of the main thread
+    with uninterrupted() as interrupts:
+        held = signal.getsignal(signal.SIGINT)
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert signal.getsignal(signal.SIGINT) == held
+        assert not interrupts.came

@@ -1,0 +1,356 @@
+"""A plan changes wholly or not at all: whatever raises in the middle, and however little memory there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memlab import Plan, RefusalError, Workload, fit
+from memlab.measuring.ledger import Ledger
+from memlab.records import Category
+from memlab.session import session_of, sessions
+from memlab.session.in_force import InForce
+from memlab.session.rollback import Rollback
+from memlab.session.snapshot import Snapshot
+from memlab.techniques.offload_optimizer import OffloadOptimizer
+from memlab.techniques.optimizer import OptimizerConversion
+from tests.helpers.fingerprint import differing, fingerprint
+from tests.helpers.switch_faults import PLAN_PAIRS, NoMemory, Run, Small, differences, happening, running
+
+
+class InjectedError(Exception):
+    pass
+
+
+def injected() -> None:
+    raise InjectedError
+
+
+def new_contents(old: str, new: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an undisturbed change comes to, and how training goes on from there."""
+    with running(old) as run:
+        run.session.switch(new, now=True)
+        return run.contents(), run.go_on()
+
+
+@pytest.fixture(autouse=True)
+def nothing_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection takes longer than everything else here, and there are hundreds of failures."""
+    monkeypatch.setattr("memlab.session.in_force.gc", SimpleNamespace(collect=lambda: None))
+
+
+@pytest.fixture(params=PLAN_PAIRS, ids=lambda pair: f"{pair[0] or 'nothing'} → {pair[1] or 'nothing'}")
+def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param  # type: ignore[no-any-return]
+
+
+class TestErrors:
+    @pytest.mark.few(2)
+    def test_at_every_call_into_a_technique(self, pair: tuple[str, str]) -> None:
+        old, new = pair
+        with running(old) as undisturbed:
+            expected = undisturbed.go_on()
+        with running(old) as run:
+            structure, contents, techniques = run.structure(), run.contents(), list(run.session.techniques)
+            nth = 0
+            while True:
+                nth += 1
+                try:
+                    with happening(injected, nth, ("techniques/",)) as moment:
+                        run.session.switch(new, now=True)
+                except InjectedError:
+                    assert differing(structure, run.structure()) == [], moment.place
+                    assert differences(run.contents(), contents) == [], moment.place
+                    assert all(a is b for a, b in zip(run.session.techniques, techniques, strict=True)), moment.place
+                else:
+                    break
+                finally:
+                    tried = moment.place
+            assert tried == ""
+            assert nth > 3
+            assert differences(run.contents(), new_contents(old, new)[0]) == []
+        # a run whose changes all failed trains on as if none had been tried
+        with running(old) as run:
+            for each in range(1, nth, 5):
+                with pytest.raises(InjectedError), happening(injected, each, ("techniques/",)):
+                    run.session.switch(new, now=True)
+            assert differences(run.go_on(), expected) == []
+
+    def test_a_refusal_comes_before_anything_is_touched(self) -> None:
+        with running("--accumulate 2 --adam8bit") as run:
+            structure, contents = run.structure(), run.contents()
+            with pytest.raises(RefusalError, match="tf32 needs a CUDA GPU"):
+                run.session.switch("--checkpoint --precision tf32", now=True)
+            assert differing(structure, run.structure()) == []
+            assert differences(run.contents(), contents) == []
+
+    def test_while_a_session_begins(self) -> None:
+        for nth in range(1, 400, 7):
+            model = Small()
+            optimizer = torch.optim.AdamW(model.parameters())
+            structure = fingerprint(model, [optimizer])
+            try:
+                with happening(injected, nth, ("techniques/",)) as moment:
+                    session = fit(Workload(model, optimizer), "--accumulate 2 --fp16 --offload optimizer")
+                session.undo()
+            except InjectedError:
+                assert sessions() == ()
+            assert differing(structure, fingerprint(model, [optimizer])) == [], moment.place
+            if not moment.place:
+                break
+        assert nth > 20
+
+
+class TestLateOptimizers:
+    def test_at_every_call_into_a_technique(self) -> None:
+        model = Small()
+        workload = Workload(model)
+        with fit(workload, "--adam8bit --precision pure-bf16 --offload optimizer") as session:
+            nth, failed = 0, 0
+            while True:
+                nth += 1
+                optimizer = torch.optim.AdamW(model.parameters())
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                structure = fingerprint(model, [optimizer])
+                weights = [parameter.detach().clone() for parameter in model.parameters()]
+                try:
+                    with happening(injected, nth, ("techniques/",)) as moment:
+                        session._on_any_step(optimizer)
+                except InjectedError:
+                    failed += 1
+                    assert workload.optimizers == []
+                    assert differing(structure, fingerprint(model, [optimizer])) == [], moment.place
+                    assert all(map(torch.equal, weights, model.parameters()))
+                else:
+                    break
+            assert failed > 5
+            assert workload.optimizers == [optimizer]
+            optimizer.step()
+            assert session.steps == 1
+
+
+class TestShortOfMemory:
+    @pytest.mark.few(4)
+    def test_at_every_allocation_with_no_memory_after_it(self, pair: tuple[str, str]) -> None:
+        """Going back makes no tensor; the second try fails at once."""
+        old, new = pair
+        with running(old) as undisturbed:
+            expected = undisturbed.go_on()
+        with running(old) as run:
+            structure, contents = run.structure(), run.contents()
+            nth = 0
+            while True:
+                nth += 1
+                failing = NoMemory(nth, lasting=True)
+                try:
+                    with failing:
+                        run.session.switch(new, now=True)
+                except torch.OutOfMemoryError:
+                    assert differing(structure, run.structure()) == [], nth
+                    assert differences(run.contents(), contents) == [], nth
+                else:
+                    break
+            assert not failing.has_failed
+            assert differences(run.contents(), new_contents(old, new)[0]) == []
+        with running(old) as run:
+            for each in range(1, nth, 3):
+                with pytest.raises(torch.OutOfMemoryError), NoMemory(each, lasting=True):
+                    run.session.switch(new, now=True)
+            assert differences(run.go_on(), expected) == []
+
+    @pytest.mark.few(4)
+    def test_at_any_allocation_once(self, pair: tuple[str, str]) -> None:
+        """The second try, which keeps nothing old on the device, comes to the same."""
+        old, new = pair
+        expected, afterwards = new_contents(old, new)
+        nth = 0
+        while True:
+            nth += 3
+            failing = NoMemory(nth, lasting=False)
+            with running(old) as run:
+                with failing:
+                    run.session.switch(new, now=True)
+                assert differences(run.contents(), expected) == [], nth
+                assert differences(run.go_on(), afterwards) == []
+            if not failing.has_failed:
+                break
+
+    @pytest.mark.few(4)
+    def test_old_tensors_that_left_the_device_come_back(self, pair: tuple[str, str]) -> None:
+        """An error in the second try, when what has been replaced lies elsewhere already."""
+        old, new = pair
+        for nth in (1, 3, 6, 12, 24, 48):
+            with running(old) as run:
+                structure, contents = run.structure(), run.contents()
+                run.session._in_force._wholly = lambda act, interrupts: run.session._in_force._once(  # type: ignore[method-assign]
+                    act, interrupts, sparing=True
+                )
+                try:
+                    with happening(injected, nth, ("techniques/",)):
+                        run.session.switch(new, now=True)
+                except InjectedError:
+                    assert differing(structure, run.structure()) == [], nth
+                    assert differences(run.contents(), contents) == [], nth
+                del run.session._in_force._wholly
+
+    @pytest.mark.parametrize("plan", ["--adam8bit", "--precision pure-bf16"])
+    def test_a_change_for_which_only_one_form_fits(self, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        with large_run() as (workload, ledger):
+            ledger._limit = ledger.live_bytes + 2**20  # four layers in fp32
+            with fit(workload) as session:
+                with monkeypatch.context() as patched:
+                    patched.setattr(Rollback, "spare", lambda self: None)
+                    with pytest.raises(torch.OutOfMemoryError):
+                        session.switch(plan)
+                    assert session.plan == Plan()
+                session.switch(plan)
+                assert session.plan == Plan.parse(plan)
+                ledger._limit = float("inf")
+
+    def test_halves_of_masters_leave_the_device_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Taking pure bf16 off needs what it frees: of each parameter two halves, of which the plan keeps one."""
+        with large_run() as (workload, ledger):
+            workload.optimizers[0].state.clear()
+            session = fit(workload, "--precision pure-bf16")
+            ledger._limit = ledger.live_bytes + 2**20  # four layers in fp32
+            with monkeypatch.context() as patched:
+                patched.setattr(Rollback, "spare", lambda self: None)
+                with pytest.raises(torch.OutOfMemoryError):
+                    session.undo()
+            session.undo()
+            ledger._limit = float("inf")
+
+    def test_an_undo_for_which_there_is_no_room_changes_nothing(self) -> None:
+        with large_run() as (workload, ledger):
+            session = fit(workload, "--adam8bit")
+            before, structure = Snapshot(workload), fingerprint(workload.model, workload.optimizers)
+            ledger._limit = ledger.live_bytes + 2**19
+            with pytest.raises(torch.OutOfMemoryError):
+                session.undo()
+            assert session_of(workload.model) is session
+            assert session.plan == Plan.parse("--adam8bit")
+            ledger._limit = float("inf")
+            assert before.differences(Snapshot(workload)) == []
+            assert differing(structure, fingerprint(workload.model, workload.optimizers)) == []
+            session.undo()
+            assert session_of(workload.model) is None
+
+
+@contextmanager
+def large_run() -> Iterator[tuple[Workload, Ledger]]:
+    """A model of 16 layers of 256 KiB, trained, on a device whose ledger knows of everything."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    states = (v for state in optimizer.state.values() for v in state.values())
+    ledger = Ledger()
+    ledger.begin([(Category.PARAMETERS, tensor) for tensor in (*model.parameters(), *states)])
+    with ledger:
+        yield Workload(model, optimizer), ledger
+
+
+class TestInPlace:
+    """What the old plan keeps is not written by a change that may still fail."""
+
+    def test_buffers_of_offloaded_state(self) -> None:
+        with running("--optim adafactor --offload optimizer") as run:
+            held = [v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+            copies = [tensor.clone() for tensor in held]
+            run.session.switch("--offload optimizer", now=True)
+            assert all(map(torch.equal, held, copies))
+
+    @pytest.mark.parametrize("during_a_step", [False, True])
+    def test_an_offloaded_optimizer_below_which_moments_change(
+        self, during_a_step: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Same names, shapes and dtypes before and after: the buffers must be others."""
+        with running("--offload optimizer") as run:
+            technique = next(t for t in run.session.techniques if isinstance(t, OffloadOptimizer))
+            technique._streaming = during_a_step
+            contents = run.contents()
+
+            def failing(self: Any, *args: Any) -> Any:
+                return {name: v + 1 if isinstance(v, torch.Tensor) else v for name, v in args[2].items()}
+
+            monkeypatch.setattr(OptimizerConversion, "pack_state", failing)
+            monkeypatch.setattr(OptimizerConversion, "unpack_state", lambda self, *args: args[2])
+            last = next(reversed(list(run.optimizer.state)))
+            original = OffloadOptimizer.pack_state
+
+            def raising(self: Any, optimizer: Any, parameter: Any, state: Any) -> Any:
+                packed = original(self, optimizer, parameter, state)
+                if parameter is last:
+                    raise InjectedError
+                return packed
+
+            monkeypatch.setattr(OffloadOptimizer, "pack_state", raising)
+            with pytest.raises(InjectedError):
+                run.session.switch("--adam8bit --offload optimizer", now=True)
+            monkeypatch.undo()
+            assert differences(run.contents(), contents) == []
+
+
+class TestBookkeeping:
+    def test_techniques_in_their_order_whatever_came_first(self) -> None:
+        model = Small()
+        in_force = InForce(Workload(model, torch.optim.AdamW(model.parameters())))
+        for flags in ("--accumulate 2", "--accumulate 2 --checkpoint", "--accumulate 2 --checkpoint --fp16"):
+            in_force.change(Plan.parse(flags))
+        assert [t.field for t in in_force.techniques] == ["checkpointing", "precision", "accumulation"]
+        kept = in_force.techniques[0]
+        in_force.change(Plan.parse("--checkpoint --accumulate 3"))
+        assert in_force.techniques[0] is kept
+        in_force.change(Plan())
+        assert in_force.techniques == []
+
+
+class TestRollback:
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda model, optimizer: setattr(model, "forward", print),
+            lambda model, optimizer: model.register_forward_hook(print),
+            lambda model, optimizer: model.head.weight.register_hook(print),
+            lambda model, optimizer: setattr(model.head.weight, "grad", torch.ones_like(model.head.weight)),
+            lambda model, optimizer: setattr(model.head.weight, "data", model.head.weight.data.half()),
+            lambda model, optimizer: optimizer.register_step_pre_hook(print),
+            lambda model, optimizer: optimizer.state.clear(),
+            lambda model, optimizer: optimizer.param_groups[0].update(lr=5.0),
+            lambda model, optimizer: optimizer.state[model.bias].update(extra=1),
+            lambda model, optimizer: torch.set_float32_matmul_precision("high"),
+        ],
+    )
+    def test_what_it_remembers(self, change: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> None:
+        run = Run("")
+        run.session.undo()
+        structure, contents = run.structure(), run.contents()
+        before = Rollback(run.model, [run.optimizer])
+        change(run.model, run.optimizer)
+        assert differing(structure, run.structure()) + differences(run.contents(), contents) or (
+            run.optimizer.param_groups[0]["lr"] == 5.0
+        )
+        before.restore()
+        assert differing(structure, run.structure()) == []
+        assert differences(run.contents(), contents) == []
+        assert run.optimizer.param_groups[0]["lr"] == 1e-2
+
+    def test_hooks_keep_their_order(self) -> None:
+        model = Small()
+        handles = [model.head.weight.register_hook(lambda g, n=n: None) for n in range(3)]
+        before = Rollback(model)
+        handles[0].remove()
+        before.restore()
+        assert [*(model.head.weight._backward_hooks or {})] == [handle.id for handle in handles]
+        for handle in handles:
+            handle.remove()
+        assert not model.head.weight._backward_hooks

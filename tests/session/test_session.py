@@ -1,0 +1,707 @@
+"""Attaching, switching and undoing: what is refused, what is rolled back, what other code sees meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from memlab import PlanError, RefusalError, Workload, fit
+from memlab.errors import SessionError, WorkloadError
+from memlab.session import session_of, sessions
+from memlab.session.snapshot import Snapshot
+from memlab.techniques import TECHNIQUES, _micro, tiling
+from memlab.techniques.offload_optimizer import OffloadOptimizer
+from tests.helpers.fingerprint import differing, fingerprint
+from tests.loops.cases import CASES, SelfJudging, TiedLanguageModel, Tower, causal_batch, gpt2, pairs, prompted_batch
+from tests.loops.running import deviation, plain_loop, untouched
+
+
+def tower() -> tuple[Tower, torch.optim.AdamW]:
+    model = Tower()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        inputs, targets = pairs(step)
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def unchanged(workload: Workload) -> Iterator[None]:
+    """Everything, structure and values, is the same afterwards."""
+    optimizers = list(workload.optimizers)
+    structure, values = fingerprint(workload.model, optimizers), Snapshot(workload)
+    yield
+    assert differing(structure, fingerprint(workload.model, optimizers)) == []
+    assert values.differences(Snapshot(workload)) == []
+
+
+def refusal(act: Callable[[], Any], kind: type[Exception] = RefusalError) -> str:
+    with pytest.raises(kind) as error:
+        act()
+    return str(error.value)
+
+
+# -- wrong input -------------------------------------------------------------------------------
+
+
+class TestWrongInput:
+    def test_no_workload(self) -> None:
+        assert refusal(lambda: fit(Tower(), "--accumulate 2"), WorkloadError) == (  # type: ignore[arg-type]
+            "fit: expected a memlab.Workload, got Tower; write fit(Workload(model, optimizer), plan)"
+        )
+
+    def test_no_plan(self) -> None:
+        text = "plan: expected a memlab.Plan or its flags as text, got int"
+        assert refusal(lambda: fit(Workload(Tower()), 3), PlanError) == text  # type: ignore[arg-type]
+        with fit(Workload(Tower())) as session:
+            assert refusal(lambda: session.switch(3), PlanError) == text  # type: ignore[arg-type]
+
+    def test_an_unknown_flag_touches_nothing(self) -> None:
+        workload = Workload(*tower())
+        with unchanged(workload):
+            text = refusal(lambda: fit(workload, "--acumulate 2"), PlanError)
+        assert text.startswith("unknown flag --acumulate; did you mean --accumulate?; flags are --accumulate, ")
+
+    def test_two_sessions_on_one_model(self) -> None:
+        model, optimizer = tower()
+        with fit(Workload(model, optimizer), "--accumulate 2") as session:
+            text = refusal(lambda: fit(Workload(model, optimizer)), SessionError)
+            assert session_of(model) is session
+            assert session.plan.label == "--accumulate 2"
+        assert text == "Tower has a session already: use its switch(plan), or undo() it first"
+
+    def test_a_session_that_is_over(self) -> None:
+        session = fit(Workload(*tower()))
+        session.undo()
+        session.undo()
+        text = "this session is over: make a new one with memlab.fit(workload, plan)"
+        assert refusal(lambda: session.switch("--accumulate 2"), SessionError) == text
+        assert refusal(session.__enter__, SessionError) == text
+        assert repr(session) == "<memlab session on Tower 9.19k · AdamW · cpu: undone, 0 steps>"
+        assert sessions() == ()
+
+
+_BATCHNORM = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("model", "plan", "text"),
+        [
+            (
+                _BATCHNORM,
+                "--accumulate 2",
+                "accumulation: Sequential has BatchNorm (1), whose statistics depend on the whole batch; add "
+                "--batchnorm micro for statistics of each micro-batch, as in accumulation written by hand, or use --checkpoint or --offload activations, which keep the batch whole",
+            ),
+            (
+                nn.Linear(4, 2),
+                "--checkpoint",
+                "checkpointing: no part of Linear can be recomputed: none holds more than one layer, and a layer keeps its "
+                "input either way; use --accumulate N to hold fewer activations at a time",
+            ),
+            (
+                nn.Linear(4, 2),
+                "--chunk-loss",
+                "loss: Linear has no linear layer onto 2048 or more classes; use --accumulate N, which divides the "
+                "logits as well",
+            ),
+            (
+                Tower().half(),
+                "--fp16",
+                "precision: --fp16 needs float32 parameters, Tower has float16 ones; call model.float() and make the "
+                "optimizer anew, or leave the precision as it is",
+            ),
+            (
+                Tower(),
+                "--offload optimizer:host",
+                "offload: optimizer to host: the model is on the CPU, whose memory is the host's; use --offload "
+                "optimizer:disk (the default there)",
+            ),
+            (
+                Tower(),
+                "--precision tf32",
+                "precision: tf32 needs a CUDA GPU of the Ampere generation or newer; use --bf16 here",
+            ),
+        ],
+    )
+    def test_a_model_a_technique_cannot_serve(self, model: nn.Module, plan: str, text: str) -> None:
+        workload = Workload(model, torch.optim.AdamW(model.parameters()))
+        with unchanged(workload):
+            assert refusal(lambda: fit(workload, plan)) == text
+        assert sessions() == ()
+
+    @pytest.mark.parametrize(
+        ("plan", "text"),
+        [
+            (
+                "--adam8bit",
+                "optimizer: LBFGS keeps no Adam moments, and evaluates the loss several times in a step; use "
+                "torch.optim.AdamW in its place",
+            ),
+            (
+                "--offload optimizer",
+                "offload: LBFGS keeps one history for all parameters and evaluates the loss several times in a step; "
+                "use torch.optim.AdamW with --offload optimizer, or LBFGS without it",
+            ),
+            ("--fp16", "precision: fp16 cannot serve LBFGS, which evaluates the model inside its step; use --bf16"),
+            (
+                "--precision pure-bf16",
+                "precision: pure-bf16 cannot serve LBFGS, which evaluates the model inside its step; use --bf16",
+            ),
+        ],
+    )
+    def test_lbfgs(self, plan: str, text: str) -> None:
+        model = Tower()
+        workload = Workload(model, torch.optim.LBFGS(model.parameters()))
+        with unchanged(workload):
+            assert refusal(lambda: fit(workload, plan)) == text
+        # made later, it is refused at its first step and the step does not happen
+        with fit(Workload(model), plan), unchanged(Workload(model)):
+            late = torch.optim.LBFGS(model.parameters())
+            inputs, targets = pairs(0)
+            assert refusal(lambda: late.step(lambda: F.cross_entropy(model(inputs), targets))) == text
+
+    def test_lbfgs_under_what_serves_it(self) -> None:
+        def run(plan: str, dtype: torch.dtype = torch.float64) -> list[float]:
+            torch.manual_seed(0)
+            model = Tower().to(dtype)
+            optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+            inputs, targets = pairs(0)
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(inputs.to(dtype)), targets)
+                loss.backward()
+                return loss
+
+            with fit(Workload(model, optimizer), plan):
+                return [optimizer.step(closure).item() for _ in range(5)]  # type: ignore[arg-type, union-attr]
+
+        assert deviation(run("--accumulate 2 --checkpoint --offload activations"), run("")) <= 1e-9
+        # a line search on rounded losses takes another way down
+        rounded = run("--bf16", torch.float32)
+        assert rounded[0] == pytest.approx(run("")[0], rel=1e-2)
+        assert rounded[-1] < rounded[0] / 10
+
+    def test_an_optimizer_that_evaluates_its_closure_twice(self) -> None:
+        """Sharpness-aware steps look at two points; memlab must leave both to them."""
+
+        class TwoPoints(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                with torch.enable_grad():
+                    closure()
+                moved = [(p, 0.05 * p.grad) for group in self.param_groups for p in group["params"]]
+                with torch.no_grad():
+                    for parameter, way in moved:
+                        parameter.add_(way)
+                with torch.enable_grad():
+                    loss = closure()
+                with torch.no_grad():
+                    for parameter, way in moved:
+                        parameter.sub_(way)
+                super().step()
+                return loss
+
+        def run(plan: str) -> list[float]:
+            torch.manual_seed(0)
+            model = SelfJudging()
+            optimizer = TwoPoints(model.parameters(), lr=0.1)
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(*pairs(0))
+                loss.backward()
+                return loss
+
+            with fit(Workload(model, optimizer), plan):
+                return [optimizer.step(closure).item() for _ in range(5)]
+
+        assert deviation(run("--accumulate 2 --checkpoint"), run("")) <= 1e-5
+
+    def test_a_recurrent_model(self) -> None:
+        """Recurrent layers keep a second list of their weights; it must be the same one afterwards."""
+        case = CASES["lstm"]
+        model = case.model()
+        optimizer = case.optimizer(model)
+        weights = list(map(id, model.lstm._flat_weights))  # type: ignore[union-attr, arg-type]
+        with fit(Workload(model, optimizer), "--accumulate 4 --offload optimizer"):
+            losses = plain_loop(model, optimizer, case, 10)
+        assert deviation(losses, untouched("lstm", plain_loop, 10)) <= 1e-5
+        assert list(map(id, model.lstm._flat_weights)) == weights  # type: ignore[union-attr, arg-type]
+
+
+class Odd(nn.Module):
+    """A loss that is no mean and no sum over rows, or whose rows look at each other."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner, self.what = nn.Linear(16, 4), what
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        if self.what == "exp":
+            return {"loss": F.cross_entropy(self.inner(inputs), targets).exp()}
+        return self.inner(inputs - inputs.mean(0))
+
+
+class TestInTheLoop:
+    @pytest.mark.parametrize(
+        ("model", "plan", "text"),
+        [
+            (
+                Odd("exp"),
+                "--accumulate 2",
+                "accumulation: the loss of Odd is not a mean or sum over rows or targets, so micro-batches cannot give "
+                "its gradient; let the loop compute the loss from the outputs (any loss works then), or use --checkpoint",
+            ),
+            (
+                Odd("mean"),
+                "--accumulate 2",
+                "accumulation: rows of a batch depend on each other in Odd: run apart they give another result than "
+                "together; use --checkpoint or --offload activations, which keep the batch whole",
+            ),
+        ],
+    )
+    def test_a_batch_that_cannot_be_split(self, model: nn.Module, plan: str, text: str) -> None:
+        workload = Workload(model, torch.optim.AdamW(model.parameters()))
+        with unchanged(workload), fit(workload, plan):
+            assert refusal(lambda: model(*pairs(0))) == text
+
+    @pytest.mark.parametrize(
+        ("model", "batch", "plan", "text"),
+        [
+            (
+                SelfJudging(),
+                pairs(0),
+                "--accumulate 2",
+                "backward() a second time through the loss of a split batch: its gradients were handed over at the first; let "
+                "the loop compute the loss from the outputs, or use --checkpoint",
+            ),
+            (
+                TiedLanguageModel(),
+                prompted_batch(0),
+                "--chunk-loss",
+                "backward() a second time through a chunked loss: its gradients were handed over at the first",
+            ),
+        ],
+    )
+    def test_a_second_backward(self, model: nn.Module, batch: Any, plan: str, text: str) -> None:
+        with fit(Workload(model), plan):
+            loss = model(**batch)["loss"] if isinstance(batch, dict) else model(*batch)
+            loss.backward(retain_graph=True)
+            assert refusal(loss.backward, SessionError) == text
+
+    def test_large_logits_before_and_after_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_micro, "LAZY_FROM_BYTES", 0)
+        model = TiedLanguageModel()
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = prompted_batch(0)
+        with torch.no_grad():
+            expected = model(batch["input_ids"])
+        with fit(Workload(model, optimizer), "--accumulate 2"):
+            output = model(**batch)
+            output["loss"].backward()
+            optimizer.step()
+            assert torch.allclose(output["logits"], expected, atol=1e-6)
+            assert torch.isfinite(model(**batch)["logits"]).all()
+        model = TiedLanguageModel()
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+        with fit(Workload(model), "--accumulate 2"):
+            output = model(**batch)
+            assert output["logits"].shape == expected.shape
+            assert torch.allclose(output["logits"], model.eval()(batch["input_ids"]), atol=1e-6)
+
+    def test_an_argument_that_is_filled_only_later(self) -> None:
+        """The same call with and without a mask and labels: what is split is looked at anew."""
+        model = gpt2().train()
+        batch = causal_batch(0)
+        labels = batch.pop("labels")
+        expected = model(**batch, labels=labels).loss
+        with fit(Workload(model), "--accumulate 4"):
+            model(**batch, labels=None).logits.sum().backward()
+            assert torch.allclose(model(**batch, labels=labels).loss, expected, rtol=1e-6)
+
+    def test_a_smaller_last_batch(self) -> None:
+        model = SelfJudging()
+        inputs, targets = pairs(0)
+        with fit(Workload(model), "--accumulate 4"):
+            for rows in (10, 3, 1):
+                found = model(inputs[:rows], targets[:rows])
+                assert torch.allclose(found, F.cross_entropy(model.tower(inputs[:rows]), targets[:rows]), rtol=1e-6)
+
+    def test_a_batch_without_any_target(self) -> None:
+        model = TiedLanguageModel()
+        batch = prompted_batch(0)
+        batch["labels"] = torch.full_like(batch["labels"], -100)
+        with fit(Workload(model), "--accumulate 4"):
+            assert model(**batch)["loss"].isnan()
+            batch["labels"][3, 4] = 7
+            expected = TiedLanguageModel.forward(model, **batch)["loss"]
+            assert torch.allclose(model(**batch)["loss"], expected, rtol=1e-6)
+
+    def test_one_row_with_targets_in_the_first_batch(self) -> None:
+        for row in (0, 7):
+            model = TiedLanguageModel()
+            batch = prompted_batch(0)
+            batch["labels"][torch.arange(8) != row] = -100
+            expected = model(**batch)["loss"]
+            with fit(Workload(model), "--accumulate 4"):
+                assert torch.allclose(model(**batch)["loss"], expected, rtol=1e-6)
+
+
+# -- what other code sees ----------------------------------------------------------------------
+
+
+class TestOtherCode:
+    def test_the_signature_stays(self) -> None:
+        model = gpt2()
+        before = inspect.signature(model.forward)
+        with fit(Workload(model), "--accumulate 2 --checkpoint"):
+            assert inspect.signature(model.forward) == before
+
+    @pytest.mark.parametrize("plan", ["", "--accumulate 2", "--checkpoint", "--chunk-loss", "--fp16"])
+    @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+    def test_copies_of_a_model_under_a_session_are_plain_models(self, way: str, plan: str) -> None:
+        model = TiedLanguageModel()
+        batch = prompted_batch(0)
+        expected = model(**batch)["loss"]
+        with fit(Workload(model, torch.optim.AdamW(model.parameters())), plan):
+            copied = _copied(model, way)
+            assert session_of(copied) is None
+            assert copied.head.weight is copied.embed.weight
+            assert copied.head.weight is not model.head.weight
+            loss = copied(**batch)["loss"]
+            assert torch.allclose(loss, expected, rtol=1e-6)
+            loss.backward()
+            assert all(parameter.grad is not None for parameter in copied.parameters())
+            assert all(parameter.grad is None for parameter in model.parameters())
+        assert torch.allclose(copied(**batch)["loss"], expected, rtol=1e-6)
+
+    @pytest.mark.parametrize(
+        "plan", ["--accumulate 2 --checkpoint --chunk-loss", "--fp16 --adam8bit --offload optimizer"]
+    )
+    def test_state_dicts_are_those_of_the_untouched_objects(self, plan: str) -> None:
+        model = TiedLanguageModel()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(**prompted_batch(0))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with fit(Workload(model, optimizer), plan):
+            file = io.BytesIO()
+            torch.save((model.state_dict(), optimizer.state_dict()), file)
+            file.seek(0)
+            saved_model, saved_optimizer = torch.load(file)
+        assert list(saved_model) == list(model.state_dict())
+        assert all(torch.equal(saved_model[key], value) for key, value in model.state_dict().items())
+        for key, state in optimizer.state_dict()["state"].items():
+            assert {k: v.dtype for k, v in saved_optimizer["state"][key].items()} == {
+                k: v.dtype for k, v in state.items()
+            }
+
+    def test_eval_and_no_grad_pass_through(self) -> None:
+        model, _ = tower()
+        inputs, _ = pairs(0)
+        expected = model(inputs)
+        with fit(Workload(model), "--accumulate 4 --checkpoint"):
+            assert torch.equal(model.eval()(inputs), expected)
+            with torch.no_grad():
+                assert torch.equal(model.train()(inputs), expected)
+
+    def test_a_wrapper_that_still_holds_the_seam(self) -> None:
+        model, _ = tower()
+        inputs, _ = pairs(0)
+        session = fit(Workload(model), "--accumulate 2")
+        inner = model.forward
+        model.forward = lambda *args: 2 * inner(*args)  # type: ignore[method-assign]
+        session.undo()
+        assert torch.equal(model(inputs), 2 * Tower.forward(model, inputs))
+
+
+def _copied(model: Any, way: str) -> Any:
+    if way == "deepcopy":
+        return copy.deepcopy(model)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+# -- switching ---------------------------------------------------------------------------------
+
+
+class TestSwitching:
+    def test_between_a_forward_and_its_step_it_waits(self) -> None:
+        model, optimizer = tower()
+        inputs, targets = pairs(0)
+        with fit(Workload(model, optimizer), "--accumulate 2") as session:
+            loss = F.cross_entropy(model(inputs), targets)
+            session.switch("--checkpoint --offload optimizer")
+            assert (session.plan.label, str(session.pending)) == ("--accumulate 2", "--checkpoint --offload optimizer")
+            loss.backward()
+            optimizer.step()
+            assert session.plan.label == "--accumulate 2"
+            model(inputs)
+            assert (session.plan.label, session.pending) == ("--checkpoint --offload optimizer", None)
+            assert [str(entry) for entry in session.log] == [
+                "step 1: as written → --accumulate 2",
+                "step 2: --accumulate 2 → --checkpoint --offload optimizer",
+            ]
+
+    def test_now_for_a_loop_that_was_left_there(self) -> None:
+        model, optimizer = tower()
+        with fit(Workload(model, optimizer), "--accumulate 2") as session:
+            model(pairs(0)[0])
+            session.switch("--checkpoint", now=True)
+            assert session.plan.label == "--checkpoint"
+
+    def test_from_another_thread_it_waits(self) -> None:
+        model, optimizer = tower()
+        with fit(Workload(model, optimizer)) as session:
+            caught: list[Exception] = []
+
+            def elsewhere() -> None:
+                session.switch("--accumulate 2")
+                try:
+                    session.switch("--accumulate 2", now=True)
+                except SessionError as error:
+                    caught.append(error)
+
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            assert str(caught[0]) == (
+                "switch(now=True) from another thread than the one that trains: leave out now, and the training thread "
+                "applies it"
+            )
+            assert session.plan.label == "as written"
+            model(pairs(0)[0])
+            assert session.plan.label == "--accumulate 2"
+
+    def test_a_refusal_leaves_the_old_plan_in_force(self) -> None:
+        model, optimizer = tower()
+        train(model, optimizer)
+        workload = Workload(model, optimizer)
+        with fit(workload, "--accumulate 2 --offload optimizer") as session:
+            with unchanged(workload):
+                text = refusal(lambda: session.switch("--checkpoint --chunk-loss"))
+            assert text == (
+                "loss: Tower has no linear layer onto 2048 or more classes; use --accumulate N, which divides the "
+                "logits as well"
+            )
+            assert session.plan.label == "--accumulate 2 --offload optimizer"
+            train(model, optimizer)
+
+    def test_a_pending_plan_that_is_refused_is_logged(self) -> None:
+        model, optimizer = tower()
+        inputs, targets = pairs(0)
+        with fit(Workload(model, optimizer), "--accumulate 2") as session:
+            F.cross_entropy(model(inputs), targets).backward()
+            session.switch("--chunk-loss")
+            optimizer.step()
+            model(inputs)
+            assert session.plan.label == "--accumulate 2"
+            assert session.log[-1].text == (
+                "refused --chunk-loss: loss: Tower has no linear layer onto 2048 or more classes; use --accumulate N, "
+                "which divides the logits as well"
+            )
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
+    @pytest.mark.parametrize("moment", ["attach_optimizer", "attach_model", "pack_state"])
+    def test_a_change_that_fails_half_way_is_rolled_back(
+        self, moment: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, optimizer = tower()
+        train(model, optimizer)
+        workload = Workload(model, optimizer)
+        left = [2]
+
+        def failing(self: Any, *args: Any) -> Any:
+            left[0] -= 1 if moment == "pack_state" else 2
+            if left[0] <= 0:  # out of memory is tried a second time
+                raise error("half-way")
+            return original(self, *args)
+
+        original = getattr(OffloadOptimizer, moment)
+        with unchanged(workload), pytest.raises(error, match="half-way"):
+            with monkeypatch.context() as patched:
+                patched.setattr(OffloadOptimizer, moment, failing)
+                fit(workload, "--accumulate 2 --checkpoint --offload optimizer")
+        assert sessions() == ()
+        with fit(workload, "--accumulate 2 --checkpoint") as session:
+            left[0] = 2
+            with unchanged(workload), pytest.raises(error, match="half-way"):
+                with monkeypatch.context() as patched:
+                    patched.setattr(OffloadOptimizer, moment, failing)
+                    session.switch("--accumulate 4 --offload optimizer")
+            assert session.plan.label == "--accumulate 2 --checkpoint"
+            train(model, optimizer)
+
+    @pytest.mark.parametrize("kind", TECHNIQUES)
+    def test_no_technique_fails_to_be_rolled_back(self, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The technique itself is in place when the one after it fails."""
+        monkeypatch.setattr(tiling, "LARGE_BYTES", 1)
+        model = gpt2()
+        optimizer = torch.optim.AdamW(model.parameters())
+        workload = Workload(model, optimizer)
+        plan = (
+            "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer,params "
+            "--chunk-loss --release-grads --tile 2"
+        )
+        if kind.is_engine:
+            plan = "--scale fsdp2"
+        if kind.field == "batchnorm":
+            model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            workload = Workload(model, torch.optim.AdamW(model.parameters()))
+            plan = "--accumulate 2 --batchnorm micro"
+        original = kind.attach_model
+
+        def failing(self: Any, workload: Workload, undo: ExitStack) -> None:
+            original(self, workload, undo)
+            raise KeyboardInterrupt
+
+        with unchanged(workload), pytest.raises(KeyboardInterrupt):
+            monkeypatch.setattr(kind, "attach_model", failing)
+            fit(workload, plan)
+        assert sessions() == ()
+
+
+_LOSSLESS = st.fixed_dictionaries(
+    {
+        "accumulate": st.sampled_from(["", "--accumulate 2", "--accumulate 4"]),
+        "checkpoint": st.sampled_from(["", "--checkpoint", "--checkpoint every:2", "--checkpoint selective"]),
+        "offload": st.sampled_from(
+            [
+                "",
+                "--offload optimizer",
+                "--offload activations",
+                "--offload activations,optimizer",
+                "--offload params",
+                "--offload optimizer,params",
+            ]
+        ),
+        "loss": st.sampled_from(["", "--chunk-loss"]),
+    }
+).map(lambda parts: " ".join(filter(None, parts.values())))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans=st.lists(_LOSSLESS, min_size=2, max_size=5), name=st.sampled_from(["tied", "tied-criterion"]))
+def test_lossless_plans_in_any_order_change_nothing(plans: list[str], name: str) -> None:
+    case = CASES[name]
+    model = case.model()
+    optimizer = case.optimizer(model)
+    workload = Workload(model, optimizer)
+    structure = fingerprint(model, [optimizer])
+    losses = []
+    with fit(workload, "") as session:
+        for step in range(3 * len(plans)):
+            if step % 3 == 1:
+                session.switch(plans[step // 3])
+            loss = case.loss(model, case.batch(step))
+            if step % 3 == 2:
+                session.switch(plans[-1 - step // 3])  # waits for the step
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert deviation(losses, untouched(name, plain_loop, 15)[: len(losses)]) <= 1e-5
+    assert differing(structure, fingerprint(model, [optimizer])) == []
+
+
+# -- several models, late optimizers -----------------------------------------------------------
+
+
+class TestSeveral:
+    @staticmethod
+    def adversaries(plans: tuple[str, str] | None) -> list[float]:
+        """Two models and two optimizers that train against each other."""
+        torch.manual_seed(0)
+        maker, critic = Tower(classes=16), Tower(classes=1)
+        ways = [torch.optim.Adam(m.parameters(), lr=1e-3, betas=(0.5, 0.999)) for m in (maker, critic)]
+        losses = []
+        with ExitStack() as stack:
+            if plans:
+                for model, optimizer, plan in zip((maker, critic), ways, plans, strict=True):
+                    stack.enter_context(fit(Workload(model, optimizer), plan))
+            for step in range(15):
+                real, noise = pairs(step)[0], pairs(100 + step)[0]
+                made = maker(noise)
+                ways[1].zero_grad()
+                judged = F.softplus(-critic(real)).mean() + F.softplus(critic(made.detach())).mean()
+                judged.backward()
+                ways[1].step()
+                ways[0].zero_grad()
+                fooled = F.softplus(-critic(made)).mean()
+                fooled.backward()
+                ways[0].step()
+                losses += [judged.item(), fooled.item()]
+        return losses
+
+    @pytest.mark.parametrize(
+        "plans",
+        [
+            ("--accumulate 2", ""),
+            ("", "--accumulate 2"),
+            ("--accumulate 2 --checkpoint", "--accumulate 5 --offload optimizer"),
+            ("--offload activations,optimizer", "--checkpoint"),
+        ],
+    )
+    def test_models_that_train_against_each_other(self, plans: tuple[str, str]) -> None:
+        assert deviation(self.adversaries(plans), self.adversaries(None)) <= 1e-5
+
+    @pytest.mark.parametrize("plan", ["", "--accumulate 2", "--offload optimizer", "--adam8bit", "--fp16"])
+    def test_an_optimizer_made_in_the_loop(self, plan: str) -> None:
+        model = Tower()
+        before = fingerprint(model)
+        with fit(Workload(model), plan) as session:
+            optimizer = torch.optim.AdamW(model.parameters())
+            torch.optim.SGD(nn.Linear(1, 1).parameters()).step()
+            assert session.workload.optimizers == []
+            train(model, optimizer, 3)
+            assert session.workload.optimizers == [optimizer]
+            assert [entry.text for entry in session.log if "found" in entry.text] == ["found optimizer AdamW"]
+            assert session.steps == 3
+        assert differing(before, fingerprint(model)) == []
+        hooks = {key: table for key, table in vars(optimizer).items() if key.endswith("_hooks")}
+        assert hooks
+        assert not any(hooks.values())
+        assert {len(state) for state in optimizer.state.values()} == {3}
+
+    def test_two_optimizers_of_one_model(self) -> None:
+        def run(plan: str) -> list[float]:
+            torch.manual_seed(0)
+            model = Tower()
+            halves = [torch.optim.AdamW(model.blocks.parameters()), torch.optim.SGD(model.leave.parameters(), 0.1)]
+            losses = []
+            with fit(Workload(model, halves), plan) as session:
+                for step in range(10):
+                    inputs, targets = pairs(step)
+                    loss = F.cross_entropy(model(inputs), targets)
+                    loss.backward()
+                    for optimizer in halves:
+                        optimizer.step()
+                    model.zero_grad()
+                    losses.append(loss.item())
+                assert session.pending is None
+            return losses
+
+        assert deviation(run("--accumulate 2 --checkpoint --offload optimizer"), run("")) <= 1e-5

@@ -1,0 +1,267 @@
+"""Plans asked for while a loop runs, which turn out not to apply: the plan before comes back, and training is as without them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from memlab import RefusalError, Workload, fit
+from memlab.errors import MemlabError
+from memlab.plan import Plan
+from memlab.runtime.observer import Observer
+from memlab.session import Session
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+
+
+class Net(nn.Module):
+    """Dropout, so that random state matters, and 1.2 MiB in its largest layer, so that gradients are released early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.ReLU()) for _ in range(2))
+        self.wide = nn.Linear(16, 20_000)
+        self.head = nn.Linear(20_000, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(self.wide(inputs).tanh())
+
+
+def batch(step: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 16, generator=generator), torch.randint(3, (rows,), generator=generator)
+
+
+def backward(model: nn.Module, step: int, rows: int = 8) -> torch.Tensor:
+    inputs, targets = batch(step, rows)
+    loss = cross_entropy(model(inputs), targets)
+    loss.backward()
+    return loss
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.step()
+
+
+def clipping(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def looking(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    backward(model, step)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    backward(model, 2 * step)
+    backward(model, 2 * step + 1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def never_zeroing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    backward(model, step)
+    optimizer.step()
+
+
+def scheduling_before(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.param_groups[0]["lr"] = 1e-3 / (1 + step)
+    optimizer.step()
+
+
+def with_closure(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        return backward(model, step)
+
+    optimizer.step(closure)
+
+
+def penalized(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The gradient by the inputs is part of the loss."""
+    inputs, targets = batch(step)
+    inputs.requires_grad_()
+    loss = cross_entropy(model(inputs), targets)
+    (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    optimizer.zero_grad()
+    (loss + slope.square().sum()).backward()
+    optimizer.step()
+
+
+class Heard(Observer):
+    """What an observer is told of plans."""
+
+    def __init__(self) -> None:
+        self.changed: list[str] = []
+        self.refused: list[tuple[str, str]] = []
+
+    def plan_changed(self, plan: Plan) -> None:
+        self.changed.append(plan.label)
+
+    def plan_refused(self, plan: Plan, refusal: MemlabError) -> None:
+        self.refused.append((plan.label, str(refusal)))
+
+
+def trained(
+    loop: Loop, steps: int = 4, *, asks: dict[int, str] | None = None, rescue: bool = False, first: str = ""
+) -> tuple[list[torch.Tensor], Heard, Session]:
+    """Parameters after a loop during which plans are asked for before some of its steps."""
+    torch.manual_seed(0)
+    random.seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    heard = Heard()
+    with fit(Workload(model, optimizer), first, [heard], rescue=rescue) as session:
+        for step in range(steps):
+            if step in (asks or {}):
+                session.ask(Plan.parse(asks[step]))  # type: ignore[index]
+            loop(model, optimizer, step)
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    values += [torch.rand(1)]  # where the random state has come to
+    return values, heard, session
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("rescue", [False, True], ids=["", "rescued"])
+@pytest.mark.parametrize(
+    ("loop", "plan", "why"),
+    [
+        (plain, "--accumulate 16", "--accumulate 16 needs at least 16 rows in a batch of Net, this one has 8"),
+        (clipping, "--release-grads", "the loop clips gradients by the norm of all of them"),
+        (looking, "--release-grads", "the loop uses gradients between backward() and optimizer.step()"),
+        (accumulating, "--release-grads", "the loop calls backward() a second time before optimizer.step()"),
+        (never_zeroing, "--release-grads", "the loop never drops its gradients"),
+        (scheduling_before, "--release-grads", "the loop changes the optimizer's settings"),
+        (with_closure, "--release-grads", "the loop hands optimizer.step() a closure"),
+    ],
+)
+def test_a_loop_goes_on_as_if_nothing_had_been_asked(loop: Loop, plan: str, why: str, rescue: bool) -> None:
+    untouched, _, _ = trained(loop, rescue=rescue)
+    values, heard, session = trained(loop, asks={1: plan}, rescue=rescue)
+    assert same(values, untouched)
+    assert [label for label, _ in heard.refused] == [plan]
+    assert why in heard.refused[0][1]
+    assert heard.changed == [plan, "as written"]
+    refused_at = 3 if loop in (never_zeroing, with_closure) else 2
+    (noted,) = [entry for entry in session.log if entry.text.startswith(f"refused {plan}: ")]
+    assert noted.step == refused_at
+    assert noted.text.endswith("; as written is back")
+
+
+def test_a_graph_that_is_used_twice_is_made_again_under_the_plan_before() -> None:
+    """The call is run again for the gradients that the loop sends, from the random state it began with."""
+    untouched, _, _ = trained(penalized, rescue=True)
+    values, heard, _ = trained(penalized, asks={1: "--accumulate 2"}, rescue=True)
+    assert [label for label, _ in heard.refused] == ["--accumulate 2"]
+    # the step in which it was found out was computed with other dropout in forward and backward
+    assert all(torch.isfinite(value).all() for value in values)
+    assert len(values) == len(untouched)
+
+
+def test_a_plan_that_proved_itself_runs_a_later_batch_whole() -> None:
+    """Rows that depend on each other in one kind of batch only; that batch is not split, and the session says so."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 3)
+
+        def forward(self, inputs: torch.Tensor, mixed: torch.Tensor | None = None) -> torch.Tensor:
+            hidden = inputs if mixed is None else inputs - (inputs + mixed).mean(0)
+            return self.linear(hidden)
+
+    def run(plan: str) -> tuple[list[torch.Tensor], tuple[str, ...]]:
+        torch.manual_seed(0)
+        model = Mixing()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), plan, [Observer()]) as session:
+            for step in range(4):
+                inputs, targets = batch(step)
+                output = model(inputs, inputs) if step == 2 else model(inputs)
+                cross_entropy(output, targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert session.plan == Plan.parse(plan)
+            notes = session.notes
+        return [parameter.detach().clone() for parameter in model.parameters()], notes
+
+    untouched, _ = run("")
+    values, (note,) = run("--accumulate 2")
+    assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(values, untouched, strict=True))
+    assert note.startswith("a batch is run whole, since rows of a batch depend on each other in Mixing")
+
+
+def test_where_nobody_listens_a_plan_that_fails_late_is_a_warning() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer)) as session:
+        session.switch("--accumulate 4", on_trial=True)
+        with pytest.warns(
+            RuntimeWarning, match=r"^memlab: refused --accumulate 4: .* this one has 2; .*; as written is back$"
+        ):
+            model(torch.ones(2, 4)).sum().backward()
+        assert session.plan == Plan()
+
+
+def test_a_plan_that_code_has_asked_for_is_answered_by_the_error() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    model[0].register_forward_hook(lambda _m, _i, output: output - output.mean(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), "--accumulate 4") as session:
+        with pytest.raises(RefusalError, match="rows of a batch depend on each other"):
+            model(torch.randn(8, 4))
+        assert session.plan.label == "--accumulate 4"
+
+
+def test_an_update_that_cannot_be_taken_back_ends_the_loop() -> None:
+    """Clipping that begins later: parameters were updated by then, and going on would hide it."""
+
+    def later(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        (clipping if step == 3 else plain)(model, optimizer, step)
+
+    with pytest.raises(RefusalError, match="parameters have been updated with the gradients so far"):
+        trained(later, asks={1: "--release-grads"})
+
+
+def test_only_the_last_plan_is_given_up() -> None:
+    values, heard, _ = trained(plain, asks={1: "--checkpoint", 2: "--accumulate 16 --checkpoint"})
+    assert heard.changed == ["--checkpoint", "--accumulate 16 --checkpoint", "--checkpoint", "as written"]
+    assert [label for label, _ in heard.refused] == ["--accumulate 16 --checkpoint"]
+    untouched, _, _ = trained(plain, asks={1: "--checkpoint"})
+    assert same(values, untouched)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_plan_may_be_clicked_in_any_loop(seed: int) -> None:
+    """No loop ends by what was asked for, and exact plans leave what is trained as it is."""
+    choose = random.Random(seed)
+    loop = choose.choice([plain, clipping, looking, accumulating, scheduling_before])
+    flags = ["--accumulate 2", "--accumulate 16", "--checkpoint", "--release-grads", "--tile 2", "--chunk-loss", ""]
+    asks = {step: " ".join(sorted(set(choose.choices(flags, k=2)))) for step in range(1, 5)}
+    asks = {step: text for step, text in asks.items() if text.count("--accumulate") < 2}
+    values, _, _ = trained(loop, 6, asks=asks, rescue=bool(seed % 2))
+    untouched, _, _ = trained(loop, 6, rescue=bool(seed % 2))
+    # micro-batches draw their own dropout
+    if all("accumulate 2" not in text for text in asks.values()):
+        assert all(
+            torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(values, untouched, strict=True)
+        )
