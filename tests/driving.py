@@ -14,8 +14,8 @@ from memlab.plan import Plan
 from memlab.runtime.optimizer_step import run_step, take_over
 from memlab.runtime.state_layers import apply_layer, canonical_state_dict, pack_loaded, remove_layer
 from memlab.techniques.base import State, Technique
-from memlab.techniques.offload_optimizer import OffloadOptimizer
-from memlab.techniques.optimizer import OptimizerConversion
+from memlab.techniques.offload.optimizer_state import OffloadOptimizer
+from memlab.techniques.optimizer.optimizer import OptimizerConversion
 
 Optimizer = torch.optim.Optimizer
 Snapshot = dict[str, Any]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memlab.records.inference import CacheUse
-from memlab.techniques.spill import is_spilled
+from memlab.techniques.offload.spill import is_spilled
 
 NAMES = ("past_key_values", "past_key_value", "cache_params", "mems")
 _FULL, _WINDOWED = "full_attention", ("sliding_attention", "chunked_attention")

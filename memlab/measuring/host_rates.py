@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memlab.extras import available, require
 from memlab.hardware.roofline import Kind, Rates
 from memlab.plan import Tier
-from memlab.techniques.spill import Spill
+from memlab.techniques.offload.spill import Spill
 from memlab.units import MIB
 
 # name, dtype, and the side of a square product that takes a few milliseconds; fp16 has no fast kernels on most CPUs

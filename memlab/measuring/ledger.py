@@ -46,7 +46,7 @@ from memlab.measuring.observation import (
 )
 from memlab.records import Category, Phase
 from memlab.runtime.dispatch import WatchingMode, defers
-from memlab.techniques.spill import is_spilled
+from memlab.techniques.offload.spill import is_spilled
 from memlab.units import format_bytes
 
 Holding = tuple[Category, torch.Tensor]

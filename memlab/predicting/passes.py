@@ -19,7 +19,7 @@ from memlab.predicting.segments import (
     laid_beside,
     levels,
 )
-from memlab.techniques._micro import LAZY_FROM_BYTES
+from memlab.techniques.accumulation.micro import LAZY_FROM_BYTES
 from memlab.trace.tracer import Trace, Tracer
 
 _LEAST_ROWS_HALVED = 4
@@ -150,7 +150,7 @@ class Passes:
         return [sizes.get(number, 0) for number in whole.trace.outputs]
 
     def _kept(self, settings: Plan) -> list[int]:
-        """Places of the outputs that micro-batches keep until the batch is whole: see `techniques._micro`."""
+        """Places of the outputs that micro-batches keep until the batch is whole: see `accumulation.micro`."""
         whole = self._whole_outputs(settings)
         return [place for place, size_bytes in enumerate(whole) if 0 < size_bytes <= LAZY_FROM_BYTES]
 

@@ -34,7 +34,7 @@ from memlab.predicting.targets import Target, target_for
 from memlab.records import Category
 from memlab.runtime.workload import Workload
 from memlab.techniques import TECHNIQUES, is_wanted
-from memlab.techniques._split import row_ranges
+from memlab.techniques.accumulation.split import row_ranges
 from memlab.trace.tracer import Trace, Tracer
 from memlab.units import MIB, format_bytes
 

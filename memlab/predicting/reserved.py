@@ -169,7 +169,7 @@ def play_steps(script: Script, player: Player[ServedT], steps: Iterable[int] = r
                 break
             live = _played(player, events)
             if len(script.passes) > 1:
-                # a split batch keeps its outputs until it is whole: see `techniques._micro`
+                # a split batch keeps its outputs until it is whole: see `accumulation.micro`
                 kept = {number for _, number, category, _ in events if category != _GRADIENTS and number in live}
                 outputs += [live.pop(number) for number in sorted(kept)]
             left += live.values()

@@ -35,10 +35,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError
 from memlab.rescue.outputs import Path, at, differentiable, replaced
+from memlab.runtime.aliases import Aliases, RandomState
+from memlab.runtime.autocast import AutocastState
 from memlab.runtime.interrupts import uninterrupted
-from memlab.techniques._aliases import Aliases, RandomState
-from memlab.techniques._autocast import AutocastState
-from memlab.techniques._lazy import real
+from memlab.runtime.lazy import real
 
 Run = Callable[..., Any]
 

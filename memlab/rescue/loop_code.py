@@ -37,8 +37,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_iter
 
+from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import LoopMode
-from memlab.techniques._lazy import LazyTensor
 
 _SAVED = "memlab.saved"  # in the metadata of nodes
 _MOST_NODES = 2000  # of a loop's own graph; a larger one is not walked

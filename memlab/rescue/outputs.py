@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memlab.techniques._lazy import LazyTensor
+from memlab.runtime.lazy import LazyTensor
 
 # keys, places and names of attributes, from the outside in
 Path = tuple[Any, ...]

@@ -42,8 +42,8 @@ from memlab.rescue.loop_code import LoopCode
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.update import BrokenUpdateError, Update
 from memlab.runtime import optimizer_step
+from memlab.runtime.aliases import Aliases
 from memlab.runtime.out_of_memory import is_out_of_memory, release, requested_bytes
-from memlab.techniques._aliases import Aliases
 
 if TYPE_CHECKING:
     from memlab.session import Session

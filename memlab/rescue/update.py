@@ -35,7 +35,7 @@ from memlab.runtime.dispatch import WatchingMode, defers
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.techniques.base import Technique
-from memlab.techniques.spill import Spill, resolve_tier
+from memlab.techniques.offload.spill import Spill, resolve_tier
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter

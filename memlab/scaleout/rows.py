@@ -1,7 +1,7 @@
 """`Rows`: at the model call every rank takes its own rows of the batch, and gets the outputs of all.
 
 1. The loop hands every rank the same batch. How it splits, and how the losses of parts add up, is probed as for
-   accumulation (`memlab.techniques._probe`), so the loss that comes back is that of the whole batch on every rank.
+   accumulation (`memlab.techniques.accumulation.probe`), so the loss that comes back is that of the whole batch on every rank.
 2. Outputs beside the loss are gathered. A loop that makes its own loss from them gets the right gradient as well.
 3. Engines average gradients over ranks. The gradient of a rank's part is multiplied by the number of ranks here, so
    that the average is the sum over parts.
@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from memlab.errors import RefusalError
+from memlab.runtime.aliases import RandomState
+from memlab.runtime.lazy import LazyTensor
+from memlab.runtime.modules import without_cache
 from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.engines.micro import Share
-from memlab.techniques._aliases import RandomState
-from memlab.techniques._lazy import LazyTensor
-from memlab.techniques._modules import without_cache
-from memlab.techniques._probe import Probe
-from memlab.techniques._split import Call, Outputs, row_ranges
+from memlab.techniques.accumulation.probe import Probe
+from memlab.techniques.accumulation.split import Call, Outputs, row_ranges
 from memlab.techniques.base import ModelCall
 
 

@@ -36,7 +36,7 @@ from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.workload import Workload
 from memlab.session.rollback import Rollback
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
-from memlab.techniques._homes import home_of
+from memlab.techniques.offload.homes import home_of
 
 Optimizer = torch.optim.Optimizer
 _P = ParamSpec("_P")

@@ -26,7 +26,7 @@ from torch import nn
 from memlab.plan import Plan, Tier
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.base import Technique
-from memlab.techniques.spill import Spill, resolve_tier
+from memlab.techniques.offload.spill import Spill, resolve_tier
 
 # seen from a technique, these are either remembered on their own or keep their own books
 _LEAVES = (torch.Tensor, nn.Module, torch.optim.Optimizer, Plan, Spill, Enum)

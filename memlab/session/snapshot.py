@@ -15,7 +15,7 @@ import torch
 
 from memlab.plan import Tier
 from memlab.runtime.workload import Workload
-from memlab.techniques.spill import Spill, resolve_tier
+from memlab.techniques.offload.spill import Spill, resolve_tier
 
 
 class Snapshot:

@@ -9,19 +9,19 @@ An engine stands alone.
 from __future__ import annotations
 
 from memlab.plan import Plan
-from memlab.techniques.accumulation import Accumulation
+from memlab.techniques.accumulation.accumulation import Accumulation
+from memlab.techniques.accumulation.batchnorm import MicroStatistics
 from memlab.techniques.base import Technique
-from memlab.techniques.checkpointing import Checkpointing
+from memlab.techniques.checkpointing.checkpointing import Checkpointing
 from memlab.techniques.chunked_loss import ChunkedLoss
 from memlab.techniques.gradient_release import GradientRelease
-from memlab.techniques.norms import MicroStatistics
-from memlab.techniques.offload_activations import OffloadActivations
-from memlab.techniques.offload_optimizer import OffloadOptimizer
-from memlab.techniques.offload_params import OffloadParams
-from memlab.techniques.optimizer import OptimizerConversion
-from memlab.techniques.precision import PrecisionChoice
+from memlab.techniques.offload.activations import OffloadActivations
+from memlab.techniques.offload.optimizer_state import OffloadOptimizer
+from memlab.techniques.offload.params import OffloadParams
+from memlab.techniques.optimizer.optimizer import OptimizerConversion
+from memlab.techniques.precision.precision import PrecisionChoice
 from memlab.techniques.scale import Scaling
-from memlab.techniques.tiling import Tiling
+from memlab.techniques.tiling.tiling import Tiling
 
 TECHNIQUES: tuple[type[Technique], ...] = (
     Tiling,

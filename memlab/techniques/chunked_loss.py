@@ -25,8 +25,8 @@ from torch import nn
 
 from memlab.errors import RefusalError, SessionError
 from memlab.runtime.hooks import stand_in
+from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.workload import Workload
-from memlab.techniques._lazy import LazyTensor
 from memlab.techniques.base import Technique
 from memlab.techniques.description import Description
 from memlab.units import MIB

@@ -27,13 +27,13 @@ from memlab.measuring.observation import Observation
 from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.plan import Plan
 from memlab.records import Category, Phase
+from memlab.runtime.lazy import LazyTensor
+from memlab.runtime.modules import accepts_use_cache, without_cache
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import Session, fit
-from memlab.techniques._lazy import LazyTensor
-from memlab.techniques._modules import accepts_use_cache, without_cache
-from memlab.techniques._probe import Probe
-from memlab.techniques._split import Call, Layout, row_ranges
+from memlab.techniques.accumulation.probe import Probe
+from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.techniques.gradient_release import loop_is_known
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, marking

@@ -22,7 +22,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from memlab.hardware.roofline import Kind, Work
-from memlab.techniques.spill import is_spilled
+from memlab.techniques.offload.spill import is_spilled
 
 _Args = tuple[Any, ...]
 _Flops = Callable[[_Args], float]

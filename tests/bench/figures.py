@@ -183,7 +183,7 @@ def arithmetic(device: torch.device) -> list[Figure]:
 
 
 def _state_bytes(workload: Workload) -> int:
-    from memlab.techniques.spill import is_spilled
+    from memlab.techniques.offload.spill import is_spilled
 
     training_step(workload)
     storages = {

@@ -12,8 +12,8 @@ import torch
 from memlab import Workload
 from memlab.measuring.runs import training_step
 from memlab.session import fit
-from memlab.techniques import _pool
-from memlab.techniques._pool import Pool
+from memlab.techniques.offload import pool as _pool
+from memlab.techniques.offload.pool import Pool
 from tests.bench.figures import Figure
 from tests.bench.timing import paired
 from tests.bench.workloads import gpt2

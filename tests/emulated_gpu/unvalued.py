@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from memlab.techniques import _merge, tiling
-from memlab.techniques.accumulation import Accumulation
+from memlab.techniques.accumulation import merge
+from memlab.techniques.accumulation.accumulation import Accumulation
+from memlab.techniques.tiling import tiling
 
 IS_EMULATED = bool(os.environ.get("EMULATED_GPU"))
 HAS_VALUES = not IS_EMULATED or bool(os.environ.get("EMULATED_GPU_VALUES"))
@@ -25,5 +26,5 @@ def without_judgement() -> Iterator[None]:
         return
     judgement = patch.object(Accumulation, "_verdict", lambda *_: None)
     alike = patch.object(tiling, "treats_rows_alike", lambda _part: True)
-    with judgement, alike, patch.object(_merge, "distance", lambda *_: 0.0):
+    with judgement, alike, patch.object(merge, "distance", lambda *_: 0.0):
         yield

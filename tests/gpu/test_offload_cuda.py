@@ -13,9 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 from memlab import Workload, fit, measure
 from memlab.measuring.runs import training_step
 from memlab.session.snapshot import Snapshot
-from memlab.techniques import _link
-from memlab.techniques._link import Link
-from memlab.techniques.offload_activations import OffloadActivations
+from memlab.techniques.offload import link as _link
+from memlab.techniques.offload.activations import OffloadActivations
+from memlab.techniques.offload.link import Link
 from tests.driving import applied
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch
 

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from memlab.techniques import _link
-from memlab.techniques._link import Link
-from memlab.techniques.moments import join_master, round_stochastically, split_master
+from memlab.techniques.offload import link as _link
+from memlab.techniques.offload.link import Link
+from memlab.techniques.precision.moments import join_master, round_stochastically, split_master
 from tests.driving import applied, assert_recovers_anywhere, mlp, same, snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

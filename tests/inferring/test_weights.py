@@ -9,7 +9,7 @@ import torch
 
 from memlab.inferring.weights import HalfWeights
 from memlab.plan import Precision
-from memlab.techniques.spill import is_spilled
+from memlab.techniques.offload.spill import is_spilled
 from tests.inferring.small_models import PROMPT, gpt2, llama, plain
 
 

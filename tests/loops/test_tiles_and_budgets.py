@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memlab import Workload
-from memlab.techniques import tiling
+from memlab.techniques.tiling import tiling
 from tests.loops import tolerances
 from tests.loops.cases import CASES
 from tests.loops.running import deviation, fitted, gradient_error, gradients, losses_under, plain_loop, untouched

@@ -13,7 +13,7 @@ from memlab.measuring.ledger import Ledger
 from memlab.measuring.observation import Observation, breakdown_at_peak
 from memlab.plan import Tier
 from memlab.records import Category, Phase
-from memlab.techniques.spill import Spill
+from memlab.techniques.offload.spill import Spill
 
 
 class Quiet(TorchDispatchMode):

@@ -18,8 +18,8 @@ from memlab.session import session_of, sessions
 from memlab.session.in_force import InForce
 from memlab.session.rollback import Rollback
 from memlab.session.snapshot import Snapshot
-from memlab.techniques.offload_optimizer import OffloadOptimizer
-from memlab.techniques.optimizer import OptimizerConversion
+from memlab.techniques.offload.optimizer_state import OffloadOptimizer
+from memlab.techniques.optimizer.optimizer import OptimizerConversion
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.helpers.switch_faults import PLAN_PAIRS, NoMemory, Run, Small, differences, happening, running
 

@@ -22,8 +22,10 @@ from memlab import PlanError, RefusalError, Workload, fit
 from memlab.errors import SessionError, WorkloadError
 from memlab.session import session_of, sessions
 from memlab.session.snapshot import Snapshot
-from memlab.techniques import TECHNIQUES, _micro, tiling
-from memlab.techniques.offload_optimizer import OffloadOptimizer
+from memlab.techniques import TECHNIQUES
+from memlab.techniques.accumulation import micro
+from memlab.techniques.offload.optimizer_state import OffloadOptimizer
+from memlab.techniques.tiling import tiling
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.loops.cases import CASES, SelfJudging, TiedLanguageModel, Tower, causal_batch, gpt2, pairs, prompted_batch
 from tests.loops.running import deviation, plain_loop, untouched
@@ -309,7 +311,7 @@ class TestInTheLoop:
             assert refusal(loss.backward, SessionError) == text
 
     def test_large_logits_before_and_after_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_micro, "LAZY_FROM_BYTES", 0)
+        monkeypatch.setattr(micro, "LAZY_FROM_BYTES", 0)
         model = TiedLanguageModel()
         optimizer = torch.optim.AdamW(model.parameters())
         batch = prompted_batch(0)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memlab import RefusalError, Workload, fit
-from memlab.techniques._split import row_ranges
+from memlab.techniques.accumulation.split import row_ranges
 
 LENGTH, WIDTH, CLASSES = 3, 8, 3
 

@@ -8,7 +8,7 @@ from collections import deque
 
 import torch
 
-from memlab.techniques._transfers import Lanes, Ticket
+from memlab.techniques.offload.transfers import Lanes, Ticket
 
 
 class _Copy:

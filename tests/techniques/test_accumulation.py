@@ -14,9 +14,10 @@ from torch import nn
 
 from memlab import RefusalError, Workload, fit
 from memlab.errors import SessionError
-from memlab.techniques import _aliases, _micro
-from memlab.techniques._lazy import LazyTensor
-from memlab.techniques._split import row_ranges
+from memlab.runtime import aliases
+from memlab.runtime.lazy import LazyTensor
+from memlab.techniques.accumulation import micro
+from memlab.techniques.accumulation.split import row_ranges
 from tests.techniques.models import (
     Regressor,
     distance,
@@ -237,9 +238,9 @@ def test_replay_repeats_dropout() -> None:
 
 def test_gradients_are_handed_over_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     handed: list[int] = []
-    take = _aliases.Aliases.take_gradients
+    take = aliases.Aliases.take_gradients
 
-    def noted(aliases: _aliases.Aliases) -> list[torch.Tensor | None]:
+    def noted(aliases: aliases.Aliases) -> list[torch.Tensor | None]:
         gathered = take(aliases)
         handed.extend(g.data_ptr() for g in gathered if g is not None)
         return gathered
@@ -247,7 +248,7 @@ def test_gradients_are_handed_over_without_a_copy(monkeypatch: pytest.MonkeyPatc
     model, batch = gpt2(), ragged_batch()
     with fit(workload(model), "--accumulate 4"):
         model(**batch)  # is judged
-        monkeypatch.setattr(_aliases.Aliases, "take_gradients", noted)
+        monkeypatch.setattr(aliases.Aliases, "take_gradients", noted)
         model(**batch).loss.backward()
     assert [p.grad.data_ptr() for p in model.parameters()] == handed
 
@@ -303,7 +304,7 @@ class TestLargeOutputs:
 
     @pytest.fixture(autouse=True)
     def _every_output_is_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_micro, "LAZY_FROM_BYTES", 1)
+        monkeypatch.setattr(micro, "LAZY_FROM_BYTES", 1)
 
     def test_they_are_computed_when_looked_at(self) -> None:
         model, batch = gpt2(dropout=0.2), ragged_batch()
@@ -548,7 +549,7 @@ def test_parameters_are_back_in_place_when_the_model_raises() -> None:
 
 def test_casts_of_recomputed_blocks_do_not_add_up() -> None:
     """Casts of weights live until the outermost autocast context is left: there must be none around the backward pass."""
-    from memlab.techniques._autocast import without_autocast
+    from memlab.runtime.autocast import without_autocast
 
     with without_autocast():
         assert torch.autocast_increment_nesting() == 1

@@ -9,7 +9,7 @@ from torch import nn
 
 from memlab import RefusalError, fit, measure
 from memlab.records import Category
-from memlab.techniques._modules import repeated_blocks
+from memlab.runtime.modules import repeated_blocks
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
 PLANS = ["--checkpoint", "--checkpoint every:2", "--checkpoint selective"]
@@ -77,7 +77,7 @@ def test_selective_keeps_the_results_of_matrix_products() -> None:
 
 
 def test_eval_mode_and_no_grad_are_not_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import memlab.techniques._rerun as module
+    import memlab.techniques.checkpointing.rerun as module
 
     calls: list[int] = []
     original = module.checkpoint

@@ -12,8 +12,8 @@ from torch import nn
 
 from memlab import RefusalError, Workload, fit, measure
 from memlab.errors import SessionError
+from memlab.runtime.lazy import LazyTensor
 from memlab.techniques import chunked_loss
-from memlab.techniques._lazy import LazyTensor
 from memlab.techniques.chunked_loss import DeferredLogits
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memlab import RefusalError, Workload, fit
-from memlab.techniques import _judge
+from memlab.techniques.accumulation import judge as _judge
 from tests.techniques.models import Regressor, distance, gradients, regression_batch, workload
 
 Loop = Callable[[nn.Module, int], torch.Tensor]

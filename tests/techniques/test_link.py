@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memlab.techniques._host_update import is_served
-from memlab.techniques._link import Link, host_update_rate
+from memlab.techniques.offload.host_update import is_served
+from memlab.techniques.offload.link import Link, host_update_rate
 
 
 @pytest.mark.parametrize(

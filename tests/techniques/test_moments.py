@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab.techniques.moments import join_master, round_stochastically, split_master
+from memlab.techniques.precision.moments import join_master, round_stochastically, split_master
 
 SPECIAL = [
     0.0,

@@ -11,7 +11,7 @@ from torch import nn
 
 from memlab import RefusalError, Workload, fit, measure
 from memlab.records import Category, Phase
-from memlab.techniques.spill import _spilled_storages
+from memlab.techniques.offload.spill import _spilled_storages
 from tests.loops.cases import CASES
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 

@@ -13,8 +13,8 @@ import torch
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan, Tier
-from memlab.techniques.offload_optimizer import OffloadOptimizer
-from memlab.techniques.spill import is_spilled
+from memlab.techniques.offload.optimizer_state import OffloadOptimizer
+from memlab.techniques.offload.spill import is_spilled
 from tests.driving import (
     applied,
     assert_recovers_anywhere,

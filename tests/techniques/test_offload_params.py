@@ -19,9 +19,9 @@ from memlab.measuring.runs import training_step
 from memlab.plan import Precision
 from memlab.records import Category
 from memlab.runtime.hooks import stand_in
+from memlab.runtime.modules import repeated_blocks
 from memlab.session.snapshot import Snapshot
-from memlab.techniques._modules import repeated_blocks
-from memlab.techniques.spill import is_spilled
+from memlab.techniques.offload.spill import is_spilled
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
 MIB = 2**20
@@ -403,11 +403,11 @@ def test_predictions_agree_with_the_ledger(flags: str) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    from memlab.techniques import _homes
-    from memlab.techniques.spill import _spilled_storages
+    from memlab.techniques.offload import homes
+    from memlab.techniques.offload.spill import _spilled_storages
 
     gc.collect()
-    before = len(_spilled_storages), len(_homes._homes)
+    before = len(_spilled_storages), len(homes._homes)
     model = deep()
     load = workload(model, **batch())
     session = fit(load, "--offload params,optimizer")
@@ -417,7 +417,7 @@ def test_nothing_is_left_behind() -> None:
     del session
     gc.collect()
     assert watched() is None
-    assert (len(_spilled_storages), len(_homes._homes)) == before
+    assert (len(_spilled_storages), len(homes._homes)) == before
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 

@@ -18,7 +18,7 @@ from memlab import extras
 from memlab.errors import MissingExtraError, RefusalError
 from memlab.plan import Plan
 from memlab.runtime.optimizer_step import run_step
-from memlab.techniques.optimizer import OptimizerConversion
+from memlab.techniques.optimizer.optimizer import OptimizerConversion
 from tests.driving import (
     applied,
     assert_recovers_anywhere,

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memlab.plan import Tier
-from memlab.techniques import _pool
-from memlab.techniques._pool import SMALLEST_GROWTH_BYTES, Pool, file_slab
-from memlab.techniques.spill import Spill, is_spilled
+from memlab.techniques.offload import pool as _pool
+from memlab.techniques.offload.pool import SMALLEST_GROWTH_BYTES, Pool, file_slab
+from memlab.techniques.offload.spill import Spill, is_spilled
 
 
 def in_memory(size_bytes: int) -> memoryview:

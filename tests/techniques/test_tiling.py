@@ -14,9 +14,9 @@ from torch import nn
 from memlab import RefusalError, Workload, fit, measure, predict
 from memlab.errors import SessionError
 from memlab.session.snapshot import Snapshot
-from memlab.techniques import tiling
-from memlab.techniques._feed_forward import feed_forwards
-from memlab.techniques._tiled_linear import TiledLinear
+from memlab.techniques.tiling import tiling
+from memlab.techniques.tiling.feed_forward import feed_forwards
+from memlab.techniques.tiling.tiled_linear import TiledLinear
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
 PLANS = [

@@ -21,12 +21,12 @@ from torch import nn
 
 from memlab.plan import Plan
 from memlab.runtime.workload import Workload
-from memlab.techniques import _host_update, offload_activations, offload_optimizer
-from memlab.techniques._transfers import Lanes, Leaving
 from memlab.techniques.base import Technique
-from memlab.techniques.offload_activations import OffloadActivations
-from memlab.techniques.offload_optimizer import OffloadOptimizer
-from memlab.techniques.spill import is_spilled
+from memlab.techniques.offload import activations, host_update, optimizer_state
+from memlab.techniques.offload.activations import OffloadActivations
+from memlab.techniques.offload.optimizer_state import OffloadOptimizer
+from memlab.techniques.offload.spill import is_spilled
+from memlab.techniques.offload.transfers import Lanes, Leaving
 from tests.driving import (
     FailingAt,
     FailingToAllocateAt,
@@ -48,7 +48,7 @@ _LUCK = st.randoms(use_true_random=False)
 def lanes_are(lanes: Lanes) -> Iterator[None]:
     """Techniques copy in these."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (offload_activations, offload_optimizer, _host_update):
+        for module in (activations, optimizer_state, host_update):
             patch.setattr(module, "lanes_of", lambda _tensor: lanes)
             patch.setattr(module, "lanes_for", lambda _tensor, _device: lanes, raising=False)
             if hasattr(module, "settle"):

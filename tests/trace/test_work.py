@@ -17,7 +17,7 @@ from memlab import fit
 from memlab.hardware.roofline import Kind, Work
 from memlab.measuring.runs import training_step
 from memlab.plan import Plan, Tier
-from memlab.techniques.spill import Spill
+from memlab.techniques.offload.spill import Spill
 from memlab.trace.work import work_of
 from tests.helpers.needs import needs
 from tests.techniques.models import gpt2, ragged_batch, workload

@@ -15,7 +15,7 @@ from torch import nn
 from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.micro import EngineRun, SetAside, Share
-from memlab.techniques._micro import Learnt, MicroRun
+from memlab.techniques.accumulation.micro import Learnt, MicroRun
 from memlab.techniques.base import ModelCall
 
 Optimizer = torch.optim.Optimizer

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.base import Engine, exchange_parameters, fill_state, materialize
 from memlab.scaleout.engines.micro import Share
-from memlab.techniques._micro import MicroRun
+from memlab.techniques.accumulation.micro import MicroRun
 from memlab.techniques.base import ModelCall
 
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from memlab.runtime.modules import repeated_blocks
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.base import Engine, exchange_parameters, fill_state
-from memlab.techniques._modules import repeated_blocks
 
 
 class Fsdp2(Engine):

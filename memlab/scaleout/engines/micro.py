@@ -1,6 +1,6 @@
 """Micro-batches under an engine: the rows of a rank, split again, with gradients that the engine reduces meanwhile.
 
-The mechanism is that of `memlab.techniques.accumulation`; what differs is where gradients gather.
+The mechanism is that of `memlab.techniques.accumulation.accumulation`; what differs is where gradients gather.
 
 1. Aliases of parameters, as in one process, would go past an engine that gathers them (FSDP2) or shards them (tensor
    parallelism). There micro-batches run on the parameters themselves, and what they add to `grad` is set aside until the loop's
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from memlab.techniques._micro import Learnt, MicroRun
-from memlab.techniques._split import Call, Layout, Outputs
+from memlab.techniques.accumulation.micro import Learnt, MicroRun
+from memlab.techniques.accumulation.split import Call, Layout, Outputs
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from memlab.predicting.segments import TracedPass
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category
 from memlab.records.ranks import PredictedRanks, RankPrediction
+from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.workload import Workload
 from memlab.scaleout.predicting.zero3_linear import linear_as_in_stage_3
 from memlab.scaleout.sharding.fsdp2 import Fsdp2
@@ -34,8 +35,7 @@ from memlab.scaleout.sharding.memory_account import MemoryAccount, Part
 from memlab.scaleout.sharding.shape import ROOT, ModelShape, ParameterShape
 from memlab.scaleout.sharding.sharding import Ddp, Flats, Sharding
 from memlab.scaleout.sharding.zero import Zero3, Zero12
-from memlab.techniques._modules import repeated_blocks
-from memlab.techniques._split import row_ranges
+from memlab.techniques.accumulation.split import row_ranges
 from memlab.trace.marks import Mark, Moment
 from memlab.trace.tracer import Trace, Tracer
 from memlab.units import format_bytes

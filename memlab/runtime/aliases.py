@@ -1,0 +1,134 @@
+"""Means to run a part of a step beside the user's own: stand-ins for parameters, and the random state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from memlab.errors import RefusalError
+
+_FIELD = "accumulation"
+_KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
+
+
+class Aliases:
+    """Leaves that share storage with a model's trainable parameters and take their place for a while."""
+
+    def __init__(self, model: nn.Module) -> None:
+        by_id: dict[int, nn.Parameter] = {}
+        self._sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self.originals: list[nn.Parameter] = []
+        self.aliases: list[nn.Parameter] = []
+        for module, name, parameter in _trainable(model):
+            if id(parameter) not in by_id:
+                by_id[id(parameter)] = nn.Parameter(parameter.detach())
+                self.originals.append(parameter)
+                self.aliases.append(by_id[id(parameter)])
+            self._sites.append((module, name, parameter, by_id[id(parameter)]))
+        # all may be frozen for a part of each step
+        self._device = next(model.parameters()).device
+        self._ids = [id(parameter) for _, _, parameter, _ in self._sites]
+        self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Modules see the aliases; what was there comes back whatever happens."""
+        # not always the originals: `torch.func.functional_call` puts other tensors there for the length of a call
+        before = [module._parameters[name] for module, name, _, _ in self._sites]
+        try:
+            for module, name, _, alias in self._sites:
+                module._parameters[name] = alias
+            self._refresh_recurrent()
+            yield
+        finally:
+            for (module, name, _, _), parameter in zip(self._sites, before, strict=True):
+                module._parameters[name] = parameter
+            self._refresh_recurrent()
+
+    def serve(self, model: nn.Module) -> bool:
+        """Return whether these are still the parameters a model trains, all of them, with the data they have now."""
+        now = [
+            p for module in model.modules() for p in module._parameters.values() if p is not None and p.requires_grad
+        ]
+        return [*map(id, now)] == self._ids and all(
+            original.data_ptr() == alias.data_ptr() and original.dtype is alias.dtype
+            for original, alias in zip(self.originals, self.aliases, strict=True)
+        )
+
+    def follow(self) -> None:
+        """Share the data that the parameters have now, after a change of plans gave them other data."""
+        for original, alias in zip(self.originals, self.aliases, strict=True):
+            if original.untyped_storage()._cdata != alias.untyped_storage()._cdata and alias.grad is None:
+                alias.data = original.data
+
+    def deliver(self) -> None:
+        """Add gradients that were left on aliases to those of the parameters."""
+        for original, alias in zip(self.originals, self.aliases, strict=True):
+            if alias.grad is not None:
+                gradient, alias.grad = alias.grad, None
+                original.grad = gradient if original.grad is None else original.grad.add_(gradient)
+
+    def _refresh_recurrent(self) -> None:
+        # recurrent layers keep a second list of references to their weights
+        for module in self._recurrent:
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+    @contextmanager
+    def originals_untouched(self, model_name: str) -> Iterator[None]:
+        """Refuse models that reach a parameter past their modules: its gradient would be counted wrongly."""
+        before = [(parameter.grad, version_of(parameter.grad)) for parameter in self.originals]
+        yield
+        for parameter, (gradient, version) in zip(self.originals, before, strict=True):
+            if parameter.grad is not gradient or version_of(parameter.grad) != version:
+                parameter.grad = gradient if parameter.grad is not gradient else parameter.grad
+                raise RefusalError(
+                    _FIELD,
+                    f"{model_name} reaches a parameter through another reference than its modules' attributes",
+                    _KEEP_WHOLE,
+                )
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Hand over the gathered gradients, so that autograd may keep them without a copy."""
+        gradients = [alias.grad for alias in self.aliases]
+        for alias in self.aliases:
+            alias.grad = None
+        return gradients
+
+
+def _trainable(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Each place of a trainable parameter; tied ones have several."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                yield module, name, parameter
+
+
+class RandomState:
+    """The random state a micro-batch starts from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.get_rng_state()
+        self._device = device if device.type == "cuda" else None
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def equals(self, other: RandomState) -> bool:
+        """Return whether no random number was drawn between this state and another."""
+        same_cuda = self._cuda is None or (other._cuda is not None and torch.equal(self._cuda, other._cuda))
+        return torch.equal(self._cpu, other._cpu) and same_cuda
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None and self._device is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+def version_of(gradient: torch.Tensor | None) -> int:
+    """Return how often a gradient has been written to; -1 where there is none."""
+    return -1 if gradient is None else gradient._version

@@ -1,0 +1,321 @@
+"""Gradient accumulation that the loop does not see: the model call splits its own batch.
+
+Numbered rules of the mechanism:
+
+1. The call is split into micro-batches along the batch dimension. Each runs on *aliases* of the
+   parameters, leaves that share their storage, so that its gradients gather beside the user's own
+   and no hook of the user's (or of DDP's) fires before the sum is complete.
+2. *Fused form*, when the model returns its loss: forward and backward of each micro-batch run at
+   once inside one autograd function, each loss weighted by its share of the batch's loss. The
+   loop's ``loss.backward()`` then only scales the gathered gradients and hands them over.
+3. *Replay form*, when the loop computes the loss from the outputs: outputs are computed without
+   gradients (the last micro-batch keeps its graph), the loop's loss gives their gradient, and the
+   backward pass runs each micro-batch again under its saved random state. Exact for any loss.
+4. Outputs beside the loss are joined. If the loop derives gradients from them after all, they come
+   by replay. Large ones are computed only when looked at.
+5. Under a loop's own fp16 autocast the inner backward is scaled by the factor the loop's scaler
+   used last, because the loop's own scaling comes too late for it.
+6. The first batch of each shape is judged (`judge`): run together and apart in train mode with the same random
+   numbers, it has to give the same, or the plan is refused with what differs. What cannot be told then (a forward that
+   does something new, values that were alike by chance) is judged when it comes.
+7. Each micro-batch begins with the buffers, attributes and lists the call began with; what they leave is put together and
+   written once (`surroundings`, `merge`), so that it is what the whole batch would have left.
+8. A later batch that cannot be split is run whole, and the receipt says so: a loop that has come so far goes on. A batch of
+   fewer rows than micro-batches is split as far as it goes, unless the plan is on trial and an earlier one can come back.
+
+Gradients agree with the unsplit batch to rounding (tested at 1e-6 relative in fp32). Random numbers drawn by the model are those of
+a hand-written loop over the micro-batches under the same random state, not those of one call for all rows; those of Python and
+NumPy are those of the one call.
+
+Source of the replay form: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory
+Limited Setup", https://arxiv.org/abs/2101.06983
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from memlab.errors import MemlabError, RefusalError
+from memlab.plan import BatchNorm, Plan, Precision
+from memlab.runtime.hooks import is_compiled
+from memlab.runtime.modules import refuse_kept_weights, without_cache
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.rng import Randomness
+from memlab.runtime.surroundings import KEEP_WHOLE, Snapshot
+from memlab.runtime.workload import Workload
+from memlab.techniques.accumulation.batchnorm import BATCH_NORM
+from memlab.techniques.accumulation.judge import Judge, Verdict
+from memlab.techniques.accumulation.merge import UnsettledError
+from memlab.techniques.accumulation.micro import Learnt, MicroRun
+from memlab.techniques.accumulation.probe import Probe, first_line
+from memlab.techniques.accumulation.split import Call, Layout, row_ranges
+from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.checkpointing.compiled import uncompiled
+from memlab.techniques.description import Description
+from memlab.techniques.precision.precision import as_bf16
+
+_FULL = (Precision.KEEP, Precision.FP32)
+
+
+class Accumulation(Technique):
+    """Split every training batch into micro-batches; the gradient is that of the whole batch.
+
+    Known limitations: a second backward through the same loss of a model that returns one is not possible; neither are models
+    that write to their arguments. What a forward changes in objects of libraries, or in its ways through other threads, is not looked at.
+    """
+
+    field = "accumulation"
+    descriptions = (
+        Description(
+            flags="--accumulate N",
+            saves="activations and logits ÷ N",
+            costs="smaller kernels, which use a GPU less well; with a separate loss function each forward pass runs twice",
+            exactness="same gradient (≤ 1e-6 relative in fp32)",
+            gives_nothing="the peak is in the optimizer step, or is mostly parameters, gradients and moments; refused with BatchNorm unless `--batchnorm micro` is given, and where rows depend on each other",
+        ),
+    )
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._model: nn.Module | None = None
+        self._name = ""
+        self._probe: Probe | None = None
+        self._judge: Judge | None = None
+        self._is_fake = self._is_compiled = False
+        # by shape; rows that belong together in groups may be split between groups and nowhere else, so each verdict holds for
+        # parts of a multiple of so many rows
+        self._verdicts: dict[tuple[Any, ...], dict[int, Verdict | RefusalError | None]] = {}
+        # what was in the places that forwards write to, when they were judged
+        self._starts: dict[tuple[Any, ...], set[Any]] = {}
+        self._has_split = False
+        self._learnt = Learnt()
+
+    @classmethod
+    def setting(cls, plan: Plan) -> Any:
+        return plan.accumulation, plan.batchnorm
+
+    @property
+    def _per_part(self) -> tuple[type[nn.Module], ...]:
+        return BATCH_NORM if self.plan.batchnorm is BatchNorm.MICRO else ()
+
+    def check(self, workload: Workload) -> None:
+        self._check_batch_norm(workload.model, workload.name)
+
+    def _check_batch_norm(self, model: nn.Module, model_name: str) -> None:
+        for name, module in () if self._per_part else model.named_modules():
+            if isinstance(module, BATCH_NORM) and module.training:
+                raise RefusalError(
+                    self.field,
+                    f"{model_name} has BatchNorm ({name}), whose statistics depend on the whole batch",
+                    "add --batchnorm micro for statistics of each micro-batch, as in accumulation written by hand, "
+                    "or use --checkpoint or --offload activations, which keep the batch whole",
+                )
+
+    def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        self._model, self._name = workload.model, workload.name
+        run = self._in_bf16 if self.plan.precision is Precision.PURE_BF16 else None
+        self._probe = Probe(workload.model, workload.name, self._per_part, run)
+        self._judge = Judge(
+            workload.model, workload.name, self._probe, self._per_part, is_low=self.plan.precision not in _FULL
+        )
+        self._is_compiled = self._learnt.needs_graph = is_compiled(workload.model)
+        self._is_fake = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
+        undo.callback(self._forget)
+
+    def _in_bf16(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward with inputs in the precision of its parameters, as the technique below gives them."""
+        assert self._model is not None
+        args, kwargs = tree_map(as_bf16, (args, kwargs))
+        return self._model.forward(*args, **kwargs)
+
+    def _forget(self) -> None:
+        self._model = self._probe = self._judge = None
+        self._verdicts.clear()
+        self._starts.clear()
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        self._learnt.foresee_reads()
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
+        self._learnt.updates += 1
+
+    def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        assert self._model is not None
+        assert self._probe is not None
+        whole = Call.of(args, without_cache(self._model, kwargs))
+        try:
+            return self._split(call, whole)
+        except RefusalError as refusal:
+            if not self._has_split:
+                raise
+            # the loop has come this far under the plan: a batch that cannot be split must not end it
+            self._note_once("a batch is run whole", f"a batch is run whole, since {refusal.reason}")
+        return call(*args, **kwargs)
+
+    def _split(self, call: ModelCall, whole: Call) -> Any:
+        """Run a call in micro-batches.
+
+        Raises:
+            RefusalError: it cannot be split; nothing of it is left behind.
+        """
+        assert self._model is not None
+        assert self._probe is not None
+        refuse_kept_weights(self.field, self._model, self._name)
+        with self._uncompiled():
+            layout = self._probe.layout(whole)
+        self._learnt.needs_graph |= self._probe.needs_graph
+        parts = min(self.plan.accumulation, layout.rows)
+        if 1 < parts < self.plan.accumulation and not self._has_split and self.on_trial():
+            raise RefusalError(
+                self.field,
+                f"--accumulate {self.plan.accumulation} needs at least {self.plan.accumulation} rows in a batch of {self._name}, "
+                f"this one has {parts}",
+                f"use --accumulate {parts} or larger batches",
+            )
+        if parts < self.plan.accumulation:
+            self._note_once(
+                "fewer rows than micro-batches",
+                f"a batch of fewer rows than micro-batches ({layout.rows} of {self.plan.accumulation}) is split as far as it goes",
+            )
+        if parts <= 1:
+            return whole.run(call)
+        micro_batches = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, parts)]
+        with self._uncompiled():
+            weights = self._probe.weights(whole, layout, micro_batches)
+        if any(not any(shares) for shares in weights.values()):
+            # no target anywhere: the model's own answer (0/0) is the right one
+            return whole.run(call)
+        for last_try in (False, True):
+            run = MicroRun(
+                self._model, call, micro_batches, layout, weights, self._probe.joins(whole), self._learnt,
+                verdict=self._verdict(call, whole, layout, parts), per_part=self._per_part,
+            )  # fmt: skip
+            try:
+                output = run.outputs()
+                self._has_split = True
+                return output
+            except UnsettledError:
+                # a forward that does something new, or values that were alike by chance: this batch is judged as well
+                run.start_over()
+                del self._verdicts[self._shape_of(whole, layout)]
+                if last_try:
+                    raise RefusalError(
+                        self.field, f"what {self._name} returns or leaves behind changes from call to call", KEEP_WHOLE
+                    ) from None
+            except Exception as error:
+                if is_out_of_memory(error) or isinstance(error, MemlabError):
+                    raise
+                run.start_over()
+                self._raise_as_the_whole_would(call, whole, error)
+        raise AssertionError
+
+    def _raise_as_the_whole_would(self, call: ModelCall, whole: Call, error: Exception) -> NoReturn:
+        """Raise what the model raises for the whole batch; where it raises nothing, micro-batches are to blame."""
+        assert self._model is not None
+        snapshot = Snapshot(self._model, complete=True)
+        randomness = Randomness(next(self._model.parameters()).device, snapshot.generators)
+        whole.run(call)
+        snapshot.restore()
+        randomness.restore()
+        raise RefusalError(
+            self.field,
+            f"{self._name} does not run on some rows of a batch: {type(error).__name__}: {first_line(error)}",
+            KEEP_WHOLE,
+        ) from None
+
+    def _verdict(self, call: ModelCall, whole: Call, layout: Layout, parts: int) -> Verdict | None:
+        """Return what the judge says of calls of this shape; asked once for each.
+
+        Raises:
+            RefusalError: they cannot be split.
+        """
+        if self._is_fake:
+            return None
+        shape = self._shape_of(whole, layout)
+        known = self._verdicts.setdefault(shape, {})
+        grain = math.gcd(*(stop - start for start, stop in row_ranges(layout.rows, parts)))
+        found = next(
+            (known[of] for of in sorted(known) if grain % of == 0 and not isinstance(known[of], RefusalError)), ()
+        )
+        if found == () and grain in known:
+            found = known[grain]
+        if isinstance(found, RefusalError):
+            raise found.with_traceback(None)
+        if isinstance(found, tuple):
+            try:
+                found = self._judged(call, whole, layout, parts, self._starts.setdefault(shape, set()))
+            except RefusalError as refusal:
+                known[grain] = refusal
+                raise
+            known[grain] = found
+        return found
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """Run the model's own code where it is compiled: a look at some rows is made once, and would be compiled for them."""
+        return uncompiled() if self._is_compiled else nullcontext()
+
+    def _judged(self, call: ModelCall, whole: Call, layout: Layout, parts: int, starts: set[Any]) -> Verdict | None:
+        assert self._model is not None
+        assert self._judge is not None
+        self._check_batch_norm(self._model, self._name)
+        with self._uncompiled():
+            verdict = self._judge.judge(call, whole, layout, parts)
+        self._learnt.needs_graph |= verdict is not None and verdict.needs_graph
+        for technique in self.in_force():
+            technique.trial_over()
+        self.only_tried()
+        if verdict is None:
+            self._note_once(
+                "no memory", "no memory to see whether the batch may be split: only a few rows were looked at"
+            )
+            return None
+        if verdict.rows < layout.rows:
+            self._note_once(
+                "memory for", f"memory for {verdict.rows} of {layout.rows} rows to see whether the batch may be split"
+            )
+        starts |= verdict.starts
+        return replace(verdict, starts=frozenset(starts))
+
+    def _shape_of(self, whole: Call, layout: Layout) -> tuple[Any, ...]:
+        """Return what decides whether another judgement is needed: everything but the number of rows.
+
+        Lengths count by powers of two: a loop whose batches are as long as their longest row would else be judged all the time.
+        """
+        assert self._model is not None
+        dims = dict(layout.dims)
+        shapes = tuple(
+            (
+                leaf.dtype,
+                leaf.requires_grad,
+                *(size.bit_length() for dim, size in enumerate(leaf.shape) if dim != dims.get(i)),
+            )
+            if isinstance(leaf, torch.Tensor)
+            else type(leaf)
+            for i, leaf in enumerate(whole.leaves)
+            if not layout.in_lists
+        )
+        modes = hash(
+            tuple(
+                (
+                    module.training,
+                    *map(id, module._forward_hooks.values()),
+                    *map(id, module._forward_pre_hooks.values()),
+                )
+                for module in self._model.modules()
+            )
+        )
+        trained = hash(tuple(parameter.requires_grad for parameter in self._model.parameters()))
+        return () if layout.in_lists else whole.spec, shapes, layout.dims, modes, trained
+
+    def _note_once(self, kind: str, line: str) -> None:
+        if not any(kind in note for note in self.notes):
+            self.notes.append(line)

@@ -1,0 +1,268 @@
+"""Making one value of those that micro-batches gave, and finding out how, by comparing with that of the whole batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.runtime.lazy import real
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.surroundings import Effect
+from memlab.runtime.tree import holds_tensors
+
+# numbers that are compared at a time
+_AT_ONCE = 2**20
+# values count as the same when they are as near each other as the tolerance allows for values of this size
+_SMALLEST = 1e-2
+
+
+class UnsettledError(Exception):
+    """The rules found for a call do not say how the values of this one are combined."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Rule by which values of micro-batches make the value of the batch.
+
+    Args:
+        kind: "same" (all have it), "join" (along a dimension), "mean" (by rows), "sum", "change" (the value before, and what each
+            changed), "largest", "smallest".
+        dim: of "join".
+        has_graph: whether the value of the whole batch has a gradient.
+        others: ways that made the same value of the parts that were looked at.
+        tolerance: up to which values count as the same.
+    """
+
+    kind: str
+    dim: int = 0
+    has_graph: bool = False
+    others: tuple[Merge, ...] = ()
+    tolerance: float = 0.0
+
+    def value(self, before: Any, parts: Sequence[Any], rows: Sequence[int]) -> Any:
+        """The value of the batch.
+
+        Args:
+            before: what was there before the call, for "change".
+            parts: one value of each micro-batch.
+            rows: how many each has.
+
+        Raises:
+            UnsettledError: the ways that were left open give different values here.
+        """
+        value = self._value(before, parts, rows)
+        same = parts if self.kind == "same" else ()
+        for other in (*same, *(merge._value(before, parts, rows) for merge in self.others)):
+            if not agree(other, value, self.tolerance):
+                raise UnsettledError
+        return value
+
+    def _value(self, before: Any, parts: Sequence[Any], rows: Sequence[int]) -> Any:
+        if self.kind == "join":
+            return joined(parts, self.dim)
+        if self.kind == "mean":
+            return sum(part * (count / sum(rows)) for part, count in zip(parts, rows, strict=True))
+        if self.kind == "sum":
+            return _sum(parts)
+        if self.kind == "change":
+            return before + _sum([part - before for part in parts])
+        if self.kind in ("largest", "smallest") and isinstance(parts[0], torch.Tensor):
+            return torch.stack([*parts]).amax(0) if self.kind == "largest" else torch.stack([*parts]).amin(0)
+        if self.kind in ("largest", "smallest"):
+            return max(parts) if self.kind == "largest" else min(parts)
+        return parts[-1]
+
+    def weights(self, rows: Sequence[int]) -> list[float] | None:
+        """Return what each part weighs, where the value is a weighted sum that may be derived."""
+        if self.kind == "sum":
+            return [1.0] * len(rows)
+        return [count / sum(rows) for count in rows] if self.kind == "mean" else None
+
+
+def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[int], tolerance: float) -> Merge | None:
+    """Return how these parts make this whole; None when in no way that is known."""
+    found: list[Merge] = []
+    is_array = _is_array(whole)
+    if is_array and all(map(_is_array, parts)) and whole.dtype.kind in "fiu":
+        # NumPy's numbers are held against each other as tensors, and put together as what they are
+        before, whole = before if before is None else torch.from_numpy(before), torch.from_numpy(whole)
+        parts = [torch.from_numpy(part) for part in parts]
+    if isinstance(whole, torch.Tensor):
+        if not all(isinstance(part, torch.Tensor) for part in parts):
+            return None
+        parts = [real(part).detach() for part in parts]
+        before = before.detach() if isinstance(before, torch.Tensor) else None
+        graph = whole.requires_grad
+        whole = real(whole).detach()
+        if all(close(part, whole, tolerance) for part in parts):
+            # what has a gradient is taken as a mean, which is the same, so that each part has its share of it
+            found += [] if graph else [Merge("same", tolerance=tolerance)]
+        dim = joining_dim(whole, parts, tolerance)
+        if dim is not None:
+            return Merge("join", dim, has_graph=graph, tolerance=tolerance)
+        kinds = ["mean", "sum"] if whole.is_floating_point() else ["sum"]
+        if not (graph or is_array or whole.is_complex()):
+            kinds += ["largest", "smallest"]
+        if any(part.shape != whole.shape for part in parts):
+            return None
+    else:
+        graph = False
+        if all(agree(part, whole, tolerance) for part in parts):
+            found.append(Merge("same", tolerance=tolerance))
+        if isinstance(whole, bool) or not all(isinstance(each, (int, float)) for each in (whole, *parts)):
+            return found[0] if found else None
+        kinds = ["mean", "sum", "largest", "smallest"]
+    if (
+        not graph
+        and before is not None
+        and (before.shape == whole.shape if isinstance(before, torch.Tensor) else isinstance(before, (int, float)))
+    ):
+        kinds.insert(1, "change")
+    for kind in kinds:
+        merge = Merge(kind, has_graph=graph, tolerance=tolerance)
+        if close(merge._value(before, parts, rows), whole, tolerance):
+            found.append(merge)
+    return replace(found[0], others=tuple(found[1:])) if found else None
+
+
+def agree(one: Any, other: Any, tolerance: float) -> bool:
+    """Return whether two values of any kind are the same, numbers to a tolerance."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and close(one, other, tolerance)
+    if _is_array(one) and _is_array(other) and one.shape == other.shape and one.dtype.kind in "fiu":
+        return close(torch.from_numpy(one), torch.from_numpy(other), tolerance)
+    if all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other)):
+        return close(one, other, tolerance)
+    return equal(one, other)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Plain items that a forward has appended to a list, taken as one value."""
+
+    items: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, chains: Sequence[Chain], merges: Sequence[Merge] | None, rows: Sequence[int]) -> Chain:
+        """Return those of the batch: one after another, or item by item where there are merges."""
+        if merges is None or any(len(chain.items) != len(merges) for chain in chains):
+            return cls(tuple(item for chain in chains for item in chain.items))
+        return cls(
+            tuple(
+                merge.value(None, [chain.items[place] for chain in chains], rows) for place, merge in enumerate(merges)
+            )
+        )
+
+
+def closed(effect: Effect) -> Any:
+    """The value of an effect, plain items of lists taken together."""
+    if effect.kind == "appended" and not any(holds_tensors(item) for item in effect.value):
+        return Chain(tuple(effect.value))
+    return effect.value
+
+
+def opened(value: Any) -> Any:
+    """Return what `closed` was given."""
+    return [*value.items] if isinstance(value, Chain) else value
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+
+
+def _sum(parts: Sequence[Any]) -> Any:
+    return torch.stack([*parts]).sum(0) if isinstance(parts[0], torch.Tensor) else sum(parts)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two plain values are the same; objects that cannot tell are when they are of one type and print alike."""
+    if type(one) is not type(other):
+        return False
+    try:
+        if bool(one == other):
+            return True
+    except (ValueError, RuntimeError, TypeError):  # what compares element by element, or not at all
+        return repr(one) == repr(other)
+    return "__eq__" not in vars(type(one)) and not isinstance(one, (int, float, str)) and not runs_later(one)
+
+
+def runs_later(value: Any) -> bool:
+    """Return whether a value is code, or what yields others: it may give anything when it is used."""
+    return callable(value) or hasattr(value, "__next__")
+
+
+def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Parts one after another; parts that are shorter in other dimensions are filled up with zeros."""
+    longest = [max(part.size(place) for part in parts) for place in range(parts[0].dim())]
+    return torch.cat([_filled(part, longest, dim) for part in parts], dim)
+
+
+def _filled(part: torch.Tensor, longest: Sequence[int], dim: int) -> torch.Tensor:
+    missing = [0 if place == dim else longest[place] - part.size(place) for place in range(part.dim())]
+    if not any(missing):
+        return part
+    return F.pad(part, [amount for each in reversed(missing) for amount in (0, each)])
+
+
+def joining_dim(whole: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float) -> int | None:
+    """The dimension along which the parts make the whole."""
+    for dim in range(whole.dim()):
+        if any(part.dim() != whole.dim() for part in parts) or sum(part.size(dim) for part in parts) != whole.size(dim):
+            continue
+        try:
+            value = joined(parts, dim)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            continue
+        if close(value, whole, tolerance):
+            return dim
+    return None
+
+
+def close(one: Any, other: Any, tolerance: float) -> bool:
+    """Return whether two values agree to a share of the size of the second."""
+    if not isinstance(one, torch.Tensor):
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-6)
+    if one.shape != other.shape or one.layout != other.layout:
+        return False
+    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
+        return True
+    return distance(one, other) <= tolerance
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference as a share of the largest value of the second; infinite where one is not finite and the other is."""
+    one, other = one.detach().reshape(-1), other.detach().reshape(-1)
+    if one.is_complex():
+        one, other = torch.view_as_real(one).reshape(-1), torch.view_as_real(other).reshape(-1)
+    if not one.is_floating_point():
+        return 0.0 if bool((one == other).all()) else math.inf
+    apart = size = 0.0
+    for piece, reference in zip(torch.split(one, _AT_ONCE), torch.split(other, _AT_ONCE), strict=True):
+        furthest, largest = _apart(piece, reference)
+        apart, size = max(apart, furthest), max(size, largest)
+    return apart / max(size, _SMALLEST)
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
+    """The largest difference of two pieces, and the largest value of the second."""
+    if not one.numel():
+        return 0.0, 0.0
+    wide = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
+    one, other = one.to(wide), other.to(wide)
+    finite = other.isfinite()
+    if not bool(torch.where(finite, one.isfinite(), (one == other) | (one.isnan() & other.isnan())).all()):
+        return math.inf, 0.0
+    zero = torch.zeros((), dtype=wide, device=one.device)
+    found = torch.stack(
+        [torch.where(finite, one - other, zero).abs().max(), torch.where(finite, other, zero).abs().max()]
+    )
+    furthest, largest = found.tolist()
+    return furthest, largest

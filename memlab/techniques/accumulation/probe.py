@@ -1,0 +1,504 @@
+"""Finding out how a model's batch splits, and how the losses of its parts add up, by looking at a few rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.errors import MemlabError, RefusalError
+from memlab.runtime.autocast import without_autocast
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.rng import Randomness, is_generator
+from memlab.runtime.surroundings import KEEP_WHOLE, Snapshot
+from memlab.techniques.accumulation.merge import found_merge, joining_dim
+from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
+from memlab.techniques.accumulation.split import Call, Layout, LossRule, Outputs, layouts_of, loss_rules
+
+_FIELD = "accumulation"
+# relative difference up to which two results count as equal: in fp32, and in half precision
+_TOLERANCE = 1e-4
+_LOW_TOLERANCE = 3e-2
+# columns of the probe's outputs that are compared; more than the rows it looks at, should those be the last dimension
+_MOST_COLUMNS = 256
+# losses of the probe's parts that are closer than this, relatively, tell little about how they add up
+_ALIKE = 0.1
+# rows among which the probe then looks for unlike ones
+_FEW_ROWS = 8
+# further looks at rows that tell rules apart, and how much their weights must differ for it
+_MOST_LOOKS = 3
+_LEAST_SPREAD = 0.02
+# vectors among which the weights of classes are looked for
+_MOST_VECTORS = 8
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class Probe:
+    """Finds, for one model, how calls split and how scalars add up; remembers what it learnt.
+
+    Args:
+        model: the model whose calls are split. It is run without gradients.
+        name: how errors call it.
+        per_part: kinds of modules that take statistics of each part; they take those of evaluation here.
+        run: runs it; None for its own `forward`.
+        buffers_alone: of its state, buffers alone are put back; the rest is that of an engine, which has hooks on it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        per_part: tuple[type[nn.Module], ...] = (),
+        run: Callable[..., Any] | None = None,
+        *,
+        buffers_alone: bool = False,
+    ) -> None:
+        self._run = run
+        self._buffers_alone = buffers_alone
+        self._model = model
+        self._name = name
+        self._per_part = per_part
+        # by kind of call
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
+        self._rules: dict[tuple[Any, ...], dict[int, list[LossRule]]] = {}
+        # of Python's and NumPy's generators, which know no rows: whether rows apart go on where those before ended
+        self.goes_on = False
+        # of torch's: whether they take what was drawn for all rows one after another, as a model that draws row by row
+        self.in_turn = False
+        self._draws_on_host = self._draws = False
+        # whether a call without gradients fails
+        self.needs_graph = False
+        self._joins: dict[tuple[Any, ...], tuple[int | None, ...]] = {}
+
+    def layout(self, call: Call) -> Layout:
+        """Return how this call splits.
+
+        Raises:
+            RefusalError: no tensor with a batch dimension, or rows that depend on each other.
+        """
+        known = self._layouts.get(call.kind)
+        if known is not None:
+            return known.of(call)
+        candidates = layouts_of(call)
+        if not candidates:
+            raise RefusalError(
+                _FIELD, f"the call of {self._name} has no tensor argument to split", "pass the batch as tensors"
+            )
+        if candidates[0].rows < 2 and not any(layout.in_lists and layout.rows >= 2 for layout in candidates):
+            return candidates[0]
+        failed: list[Exception] = []
+        candidates = [layout for layout in candidates if layout.rows >= 2]
+        # with gradients only where nothing runs without: a few rows, but techniques below act as in training
+        for needs_graph in (self.needs_graph,) if self.needs_graph or self._buffers_alone else (False, True):
+            self.needs_graph = needs_graph
+            failed.clear()
+            for needs_rule in (True, False):
+                for layout in candidates:
+                    if self._fits(call, layout, failed, needs_rule=needs_rule):
+                        self._layouts[call.kind] = layout
+                        return layout
+            if len(failed) < 2 * len(candidates):
+                break
+        self.needs_graph = False
+        if failed and len(failed) == 2 * len(candidates):
+            raise RefusalError(
+                _FIELD,
+                first_line(failed[-1])
+                if isinstance(failed[-1], StrangeDrawError)
+                else f"{self._name} does not run on some rows of a batch: {type(failed[0]).__name__}: {first_line(failed[0])}",
+                KEEP_WHOLE,
+            )
+        reason = (
+            f"rows of a batch depend on each other in {self._name}: run apart they give another result than together"
+        )
+        if self._draws_on_host:
+            reason = (
+                f"the random numbers that {self._name} draws with Python or NumPy do not follow the rows of its batch"
+            )
+        raise RefusalError(_FIELD, reason, KEEP_WHOLE)
+
+    def joins(self, call: Call) -> tuple[int | None, ...]:
+        """For each output, the dimension along which parts are joined; None for scalars and shared values."""
+        return self._joins.get(call.kind, ())
+
+    def weights(self, call: Call, layout: Layout, parts: Sequence[Call]) -> dict[int, list[float]]:
+        """For each scalar output with a rule, the weight of each part's value in the batch's.
+
+        Raises:
+            RefusalError: no rule makes the parts' losses add up to the batch's.
+        """
+        known = self._rules.get(call.kind)
+        if known is None or not all(
+            _agree([rule.weights(parts, layout) for rule in rules]) for rules in known.values() if rules
+        ):
+            known = self._matching(call, layout, known, parts)
+            if not all(known.values()):  # a loss over no target: there is nothing to learn from it
+                return {position: [0.0] * len(parts) for position in known}
+            self._rules[call.kind] = known
+        return {position: rules[0].weights(parts, layout) for position, rules in known.items()}
+
+    def _fits(self, call: Call, layout: Layout, failed: list[Exception], *, needs_rule: bool) -> bool:
+        """Return whether outputs of rows run apart are those of rows run together.
+
+        Args:
+            call: the model call.
+            layout: how it may split.
+            failed: gets the error of a model that does not run on some rows.
+            needs_rule: where there are only scalars, one of them has to follow a rule.
+        """
+        for self.goes_on, self.in_turn in ((False, False), (False, True), (True, False)):
+            try:
+                whole, parts = self._look(call, layout, range(min(layout.rows, 3)))
+            except Exception as error:
+                if is_out_of_memory(error) or isinstance(error, MemlabError):
+                    raise
+                failed.append(error)
+                return False
+            joins = self._joins_of(whole, parts, [1, min(layout.rows, 3) - 1])
+            if joins is not None and (not needs_rule or self._is_telling(call, layout, whole, parts)):
+                self._joins[call.kind] = joins
+                return True
+            if not (self._draws_on_host or self._draws):
+                break
+        return False
+
+    def _is_telling(self, call: Call, layout: Layout, whole: Outputs, parts: list[Outputs]) -> bool:
+        """Return whether outputs speak for a layout: a tensor that was joined, or a scalar that follows a rule."""
+        tensors = [i for i, leaf in enumerate(whole.leaves) if isinstance(leaf, torch.Tensor)]
+        if any(i not in whole.scalars for i in tensors) or any(bool(whole.leaves[i].isnan()) for i in tensors):
+            return True
+        call = layout.view(call)
+        picked = [layout.pick(call, [0]), layout.pick(call, range(1, min(layout.rows, 3)))]
+        rules = loss_rules(call, layout, class_weights_of(self._model, call, layout))
+        weightings = [rule.weights(picked, layout) for rule in rules]
+        return all(
+            _closest(
+                rules, weightings, [float(part.leaves[i]) for part in parts], float(whole.leaves[i]), self._tolerance
+            )
+            for i in tensors
+        )
+
+    def _joins_of(self, whole: Outputs, parts: list[Outputs], sizes: list[int]) -> tuple[int | None, ...] | None:
+        """For each output the dimension to join along; None where the parts do not make the whole."""
+        joins: list[int | None] = []
+        if any(part.spec != whole.spec for part in parts):
+            return None
+        for i, leaf in enumerate(whole.leaves):
+            if i in whole.scalars or not isinstance(leaf, torch.Tensor):
+                joins.append(None)
+                continue
+            pieces = [part.leaves[i] for part in parts]
+            joins.append(joining_dim(leaf, pieces, self._tolerance))
+            if joins[-1] is None and found_merge(None, pieces, leaf, sizes, self._tolerance) is None:
+                return None
+        return tuple(joins)
+
+    def _matching(
+        self, call: Call, layout: Layout, known: dict[int, list[LossRule]] | None, parts: Sequence[Call]
+    ) -> dict[int, list[LossRule]]:
+        call = layout.view(call)
+        every = loss_rules(call, layout, class_weights_of(self._model, call, layout))
+        rows = self._telling_rows(call, layout, every)
+        found, outputs = self._holding(call, layout, rows, lambda position: (known or {}).get(position, every))
+        if found.get(outputs[0].loss) and _alike(outputs):
+            # nearly the same loss in both parts: almost any function of it would do, so look at rows that differ
+            rows = self._unlike_rows(call, layout)
+            found, outputs = self._holding(call, layout, rows, lambda position: found.get(position, []))
+        for _ in range(_MOST_LOOKS):
+            open_rules = [
+                rules for rules in found.values() if not _agree([rule.weights(parts, layout) for rule in rules])
+            ]
+            pair = self._separating_rows(call, layout, open_rules[0]) if open_rules else None
+            if pair is None:
+                break
+            found, outputs = self._holding(call, layout, pair, lambda position, found=found: found.get(position, []))  # type: ignore[misc]
+        whole = outputs[0]
+        if whole.loss >= 0 and whole.loss not in found:
+            if whole.leaves[whole.loss].isnan():
+                return {whole.loss: []}
+            raise RefusalError(
+                _FIELD,
+                f"the loss of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient",
+                "let the loop compute the loss from the outputs (any loss works then), or use --checkpoint",
+            )
+        return found
+
+    def _holding(
+        self, call: Call, layout: Layout, rows: Sequence[int], candidates: Callable[[int], list[LossRule]]
+    ) -> tuple[dict[int, list[LossRule]], list[Outputs]]:
+        """The rules that hold for the first of these rows and the others, and what was run: together, apart."""
+        parts = [layout.pick(call, rows[:1]), layout.pick(call, rows[1:])]
+        whole, outputs = self._look(call, layout, rows)
+        found: dict[int, list[LossRule]] = {}
+        for position in whole.scalars:
+            rules = candidates(position)
+            holding = _closest(
+                rules,
+                [rule.weights(parts, layout) for rule in rules],
+                [float(output.leaves[position]) for output in outputs],
+                float(whole.leaves[position]),
+                self._tolerance,
+            )
+            if holding:
+                found[position] = holding
+        return found, [whole, *outputs]
+
+    def _unlike_rows(self, call: Call, layout: Layout) -> list[int]:
+        """The two rows whose losses are furthest apart, of the first few."""
+        losses = []
+        with quietly(
+            self._model,
+            run=self._run,
+            per_part=self._per_part,
+            buffers_alone=self._buffers_alone,
+            needs_graph=self.needs_graph,
+        ) as quiet:
+            for row in range(min(layout.rows, _FEW_ROWS)):
+                outputs = Outputs.of(quiet.run(self._widened(layout.pick(call, [row])), None)).without_graph()
+                losses.append((float(outputs.leaves[outputs.loss]), row))
+        ordered = sorted((loss, row) for loss, row in losses if math.isfinite(loss))
+        return [ordered[0][1], ordered[-1][1]]
+
+    def _telling_rows(self, call: Call, layout: Layout, rules: list[LossRule]) -> list[int]:
+        """Up to three rows that differ most in their targets, so that the probe can tell rules apart."""
+        rows = [layout.take(call, row, row + 1) for row in range(min(layout.rows, 64))]
+        # what may be weights of classes is any vector of the model, such as a table of frequencies
+        for rule in sorted(rules, key=lambda rule: rule.name == "classes"):
+            if rule.leaf < 0 or rule.counts_ones:
+                continue
+            counts = rule.counts(rows, layout)
+            order = sorted((row for row in range(len(rows)) if counts[row]), key=lambda row: counts[row])
+            if len(order) == 1:  # the only row with a target, and any other
+                return [order[0], 1 if order[0] == 0 else 0][: len(rows)]
+            if len(order) >= 2 and counts[order[0]] != counts[order[-1]]:
+                return [order[0], *order[-2:]] if len(order) >= 3 else order
+            if 2 <= len(order) < len(rows):  # alike where they have targets, and some have none
+                return [order[0], next(row for row in range(len(rows)) if not counts[row]), order[-1]]
+        return list(range(min(layout.rows, 3)))
+
+    def _separating_rows(self, call: Call, layout: Layout, rules: Sequence[LossRule]) -> list[int] | None:
+        """Two rows for which rules that are still open weigh most differently; None where they do nowhere."""
+        rows = [layout.take(call, row, row + 1) for row in range(min(layout.rows, 2 * _FEW_ROWS))]
+        counts = [None if rule.name == "sum" else rule.counts(rows, layout) for rule in rules]
+
+        def spread(pair: tuple[int, int]) -> float:
+            totals = [1.0 if each is None else each[pair[0]] + each[pair[1]] for each in counts]
+            shares = [
+                1.0 if each is None else each[pair[0]] / total if total else 0.0
+                for each, total in zip(counts, totals, strict=True)
+            ]
+            return max(shares) - min(shares)
+
+        best = max(combinations(range(len(rows)), 2), key=spread)
+        return [*best] if spread(best) > _LEAST_SPREAD else None
+
+    def _look(self, call: Call, layout: Layout, rows: Sequence[int]) -> tuple[Outputs, list[Outputs]]:
+        call = self._widened(call)
+        spans = ((0, len(rows)), (0, 1), (1, len(rows)))
+        for in_turn in (self.in_turn, not self.in_turn):
+            try:
+                with quietly(
+                    self._model,
+                    run=self._run,
+                    buffers_alone=self._buffers_alone,
+                    in_turn=in_turn,
+                    goes_on=self.goes_on,
+                    per_part=self._per_part,
+                    generators=filter(is_generator, call.leaves),
+                    needs_graph=self.needs_graph,
+                ) as quiet:
+                    together, *apart = (
+                        _sampled(
+                            Outputs.of(
+                                quiet.run(layout.pick(call, rows[slice(*span)]), (*span, len(rows)))
+                            ).without_graph()
+                        )
+                        for span in spans
+                    )
+            except StrangeDrawError:
+                continue
+            self._draws_on_host, self._draws = quiet.draws_on_host, quiet.noise.any_drawn
+            return together, apart
+        raise StrangeDrawError(f"the random numbers that {self._name} draws do not follow the rows of its batch")
+
+    def _widened(self, call: Call) -> Call:
+        return call if self._has_half_parameters else call.with_leaves([_widened(leaf) for leaf in call.leaves])
+
+    @property
+    def _has_half_parameters(self) -> bool:
+        return any(p.dtype in _HALF_DTYPES for p in self._model.parameters())
+
+    @property
+    def is_low(self) -> bool:
+        """Return whether the model computes in half precision by itself."""
+        # Accelerate's mixed precision runs inside forward and keeps the original beside it
+        return self._has_half_parameters or "_original_forward" in self._model.__dict__
+
+    @property
+    def _tolerance(self) -> float:
+        return _LOW_TOLERANCE if self.is_low else _TOLERANCE
+
+
+def _sampled(outputs: Outputs) -> Outputs:
+    """The same outputs, wide ones cut short along their last dimension.
+
+    Comparing them needs no more, and the logits of three rows may be larger than a whole micro-batch.
+    """
+    return replace(outputs, leaves=tuple(_cut_short(leaf) for leaf in outputs.leaves))
+
+
+def _cut_short(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.size(-1) <= _MOST_COLUMNS:
+        return leaf
+    return leaf.narrow(-1, 0, _MOST_COLUMNS).clone()
+
+
+def _widened(leaf: Any) -> Any:
+    """An input that Fabric has cast for a model under autocast, as the probe without autocast needs it."""
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALF_DTYPES else leaf
+
+
+def _closest(
+    rules: list[LossRule], weightings: list[list[float]], values: list[float], target: float, tolerance: float
+) -> list[LossRule]:
+    """The rules whose weighted sum meets the target: the best one, and those that are as good."""
+    if not rules:
+        return []
+    size = max(abs(target), *(abs(value) for value in values), 1e-6)
+    errors = [
+        abs(sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) - target) / size
+        for weights in weightings
+    ]
+    bound = min(tolerance, 10 * min(errors) + 1e-6)
+    return [rule for rule, error in zip(rules, errors, strict=True) if error <= bound]
+
+
+def _alike(outputs: Sequence[Outputs]) -> bool:
+    """Return whether the losses of the parts are near each other; not when they are the same, as those of a twin are."""
+    _, one, other = (float(output.leaves[output.loss]) for output in outputs)
+    return 0 < abs(one - other) < _ALIKE * max(abs(one), abs(other))
+
+
+def _agree(weightings: list[list[float]]) -> bool:
+    first = weightings[0]
+    return all(abs(a - b) <= 1e-9 for weights in weightings[1:] for a, b in zip(first, weights, strict=True))
+
+
+def class_weights_of(model: nn.Module, call: Call, layout: Layout) -> list[torch.Tensor]:
+    """Vectors that a loss may weigh classes with: buffers, attributes and arguments."""
+    found = [leaf for i, leaf in enumerate(call.leaves) if i not in layout.split]
+    for module in model.modules():
+        found += [*module._buffers.values(), *module.__dict__.values()]
+    vectors = [
+        each.detach()
+        for each in found
+        if isinstance(each, torch.Tensor) and each.dim() == 1 and each.is_floating_point() and 2 <= len(each) <= 4096
+    ]
+    return vectors[:_MOST_VECTORS]
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, in a line."""
+    return (str(error).splitlines() or [""])[0][:120]
+
+
+class Quiet:
+    """Runs of a model that leave nothing behind.
+
+    Args:
+        model: the model.
+        run: runs it; None for its own `forward`.
+        in_turn: random numbers are given one after another, see `Noise`.
+        goes_on: Python's and NumPy's generators go on from one run apart to the next.
+        generators: of random numbers, among the arguments.
+        buffers_alone: of the model's state, buffers alone are put back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[..., Any] | None,
+        *,
+        in_turn: bool,
+        goes_on: bool,
+        generators: Iterable[Any] = (),
+        buffers_alone: bool = False,
+    ) -> None:
+        self._run = run or model.forward
+        self._in_turn = in_turn
+        self.goes_on = goes_on
+        self.draws_on_host = False
+        parameters = [*model.parameters()]
+        self.is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
+        self._snapshot = None if self.is_fake else Snapshot(model, complete=True, buffers_alone=buffers_alone)
+        own = [*(self._snapshot.generators if self._snapshot is not None else ()), *generators]
+        self._random = Randomness(parameters[0].device if parameters else torch.device("cpu"), own)
+        self._others = [
+            (device, torch.cuda.get_rng_state(device)) for device in {p.device for p in parameters if p.is_cuda}
+        ]
+        self.noise = Noise()
+
+    def run(self, call: Call, span: tuple[int, int, int] | None) -> Any:
+        """Run some of the rows.
+
+        Args:
+            call: they.
+            span: the first, the one after the last, and how many were run together, whose random numbers they get; None for
+                numbers of their own.
+        """
+        is_apart = span is not None and span[:2] != (0, span[2])
+        if is_apart:
+            assert span is not None
+            self.noise.give(span[0], span[1], of=span[2], in_turn=self._in_turn)
+        with nullcontext() if span is None or self.is_fake else self.noise:
+            output = call.run(self._run)
+        self.draws_on_host |= not self.is_fake and self._random.host_differs()
+        self.put_back(host=not (is_apart and self.goes_on))
+        return output
+
+    def put_back(self, *, host: bool = True) -> None:
+        """Everything but the output as it was; without `host` all but Python's and NumPy's generators."""
+        if self._snapshot is not None:
+            self._snapshot.restore()
+        self._random.restore(host=host)
+        for device, state in self._others:
+            torch.cuda.set_rng_state(state, device)
+
+
+@contextmanager
+def quietly(
+    model: nn.Module,
+    *,
+    run: Callable[..., Any] | None = None,
+    in_turn: bool = False,
+    goes_on: bool = False,
+    per_part: tuple[type[nn.Module], ...] = (),
+    generators: Iterable[Any] = (),
+    buffers_alone: bool = False,
+    needs_graph: bool = False,
+) -> Iterator[Quiet]:
+    """Look at a model's outputs, without gradients unless it needs them; buffers, attributes and random states stay as they were.
+
+    The mode stays that of training: what depends on other rows only then must be seen, and layers that repack their weights for
+    evaluation must not do so.
+    """
+    quiet = Quiet(model, run, in_turn=in_turn, goes_on=goes_on, generators=generators, buffers_alone=buffers_alone)
+    # a twin of fakes has no values that could depend on the mode
+    changed = nn.Module if quiet.is_fake else per_part
+    training = [module for module in model.modules() if isinstance(module, changed) and module.training]
+    try:
+        for module in training:
+            module.training = False
+        with torch.set_grad_enabled(needs_graph), without_autocast():
+            yield quiet
+    finally:
+        for module in training:
+            module.training = True
+        quiet.put_back()

@@ -1,0 +1,312 @@
+"""One run of a part of a model that keeps no graph and is run again in the backward pass, as the first time.
+
+The recomputation itself is that of `torch.utils.checkpoint` (use_reentrant=False). What is added: the part starts again
+from the `state` it started from, hooks that only look on are left out, and tensors among its arguments that it writes to are
+copied. Which ones it writes to is watched in its first run (`WriteWatch`), where a copy is made right before the write.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from memlab.runtime.dispatch import WatchingMode, defers, written_by
+from memlab.runtime.interrupts import interruptible, uninterrupted
+from memlab.techniques.checkpointing.observers import Observers
+from memlab.techniques.checkpointing.recomputation import Recomputation
+from memlab.techniques.checkpointing.selective import Products
+from memlab.techniques.checkpointing.state import KeptTensor, Repetition, State, Written
+
+_running = threading.local()
+
+
+def is_within_another() -> bool:
+    """Return whether this thread runs a part, or what the model checkpoints itself: parts within are none of their own."""
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)  # not in older torch
+    is_of_model = hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+    return is_of_model or bool(getattr(_running, "depth", 0))
+
+
+@dataclass(eq=False)
+class Part:
+    """A part of a model that can be run again: a module, or consecutive children of an `nn.Sequential`.
+
+    Args:
+        owner: the module whose forward is replaced.
+        name: of the part, for people.
+        span: first child, and the one after the last; None for the module itself.
+
+    Attributes:
+        written: tensors of its state that it writes to.
+        written_inputs: places of tensors among its arguments that it writes to.
+        is_watched: whether its first run is over, in which that is seen.
+        gives_other_results: it was seen to compute something else when it was run again.
+    """
+
+    owner: nn.Module
+    name: str
+    span: tuple[int, int] | None = None
+    written: Written = field(default_factory=Written)
+    written_inputs: set[int] = field(default_factory=set)
+    is_watched: bool = False
+    gives_other_results: bool = False
+
+    @property
+    def members(self) -> list[nn.Module]:
+        """The module, or the children."""
+        if self.span is None:
+            return [self.owner]
+        children = list(self.owner._modules.values())[slice(*self.span)]
+        return [child for child in children if child is not None]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules within it, each once."""
+        return list(dict.fromkeys(module for member in self.members for module in member.modules()))
+
+    @property
+    def hooked(self) -> list[nn.Module]:
+        """Modules whose hooks run within it; those of the owner run around it."""
+        return [module for module in self.modules if module is not self.owner]
+
+
+class Run:
+    """One run of a part.
+
+    Args:
+        part: the part.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
+
+    def __init__(self, part: Part, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        leaves, self._spec = tree_flatten((args, dict(kwargs)))
+        self._part = part
+        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._require_grad = {place for place in self._places if leaves[place].requires_grad}
+        self.inputs: list[torch.Tensor] = [leaves[place] for place in self._places]
+        # modules tell by identity that they are given one tensor several times (self-attention)
+        self._first_with = {place: min(p for p in self._places if leaves[p] is leaves[place]) for place in self._places}
+        self._others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._copies: dict[int, torch.Tensor] = {}
+        modules = part.modules
+        self.device = _device(self.inputs, modules)
+        self._state = State(modules, self._others, part.written, self.device)
+        self._observers = Observers(part.hooked)
+
+    @property
+    def writes_to_inputs(self) -> bool:
+        """Return whether the part has written to its arguments in this run, so that their graphs are no longer those from before."""
+        return bool(self._copies)
+
+    @property
+    def is_seen_inside(self) -> bool:
+        """Return whether hooks may keep tensors of this run that have a graph."""
+        return self._observers.are_there
+
+    @property
+    def state_tensors(self) -> list[torch.Tensor | None]:
+        """Tensors that modules and objects among the arguments refer to; who runs again with their graphs holds them."""
+        return [kept.seen for kept in self._state.tensors]
+
+    def saved(self, *, watched: bool) -> list[torch.Tensor]:
+        """Return what autograd keeps of the arguments; lets go of them.
+
+        Args:
+            watched: writes are watched, and autograd need not refuse them.
+        """
+        given, self.inputs = self.inputs, []
+        if watched:
+            return [tensor.data for tensor in given]
+        written = self._part.written_inputs
+        return [t.detach().clone() if p in written else t for p, t in zip(self._places, given, strict=True)]
+
+    def protect(self, watch: WriteWatch) -> None:
+        """Have copies made of arguments that are written to, right before."""
+        for place, tensor in zip(self._places, self.inputs, strict=True):
+            watch.protect(tensor, functools.partial(self._input_is_written, place, tensor))
+
+    @property
+    def has_large_state(self) -> bool:
+        """Return whether there are tensors in its state that are copied only if they are written to."""
+        return any(not kept.is_copied for kept in self._state.tensors)
+
+    def protect_state(self, watch: WriteWatch) -> None:
+        """Have copies made of what modules and objects refer to, right before it is written to."""
+        for kept in self._state.tensors:
+            if not kept.is_copied:
+                watch.protect_storage(kept.storage_key, functools.partial(self._state_is_written, kept))
+
+    def _input_is_written(self, place: int, tensor: torch.Tensor) -> None:
+        self._part.written_inputs.add(place)
+        self._copies.setdefault(place, tensor.detach().clone())
+
+    def _state_is_written(self, kept: KeptTensor) -> None:
+        tensor = kept.copy()
+        if tensor is not None:
+            self._part.written.add(tensor)
+
+    def first(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the part for the first time."""
+        with _one_deeper(), self._observers.watched():
+            return call(*args, **kwargs)
+
+    @contextmanager
+    def again(self, *, with_graphs: bool = False) -> Iterator[Repetition]:
+        """Context in which the part can be run again; see `State.again`."""
+        with (
+            _one_deeper(),
+            self._state.again(with_graphs=with_graphs) as repetition,
+            self._observers.left_out(),
+        ):
+            yield repetition
+
+    def arguments(self, saved: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments once more, of what autograd has kept."""
+        leaves = list(self._others)
+        for place, kept in zip(self._places, saved, strict=True):
+            if (known := self._first_with[place]) != place:
+                leaves[place] = leaves[known]
+                continue
+            tensor = self._copies.get(place, kept).detach().requires_grad_(place in self._require_grad)
+            leaves[place] = tensor.clone() if place in self._part.written_inputs else tensor
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+
+def recomputed(
+    part: Part,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    selective: bool = False,
+    watch: WriteWatch | None = None,
+    run: Run | None = None,
+    then: Callable[[Run, Sequence[torch.Tensor]], None] | None = None,
+) -> Any:
+    """Run a part so that the backward pass runs it again.
+
+    Args:
+        part: the part.
+        call: what runs it.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        selective: keep the results of matrix products and attention.
+        watch: that is on around the model's call, in the part's first run; where there is none, one is made.
+        run: a run of the same call that went before, whose state is in force.
+        then: called with the run and what autograd keeps of its arguments, when it is over.
+    """
+    run = run or Run(part, args, kwargs)
+    watched, part.is_watched = not part.is_watched, True
+    given = [(args, kwargs)]
+    # bound arguments are not to outlive the first run, which alone gets them
+    del args, kwargs
+    with ExitStack() as watching:
+        if watched or run.has_large_state:
+            watch = watch or watching.enter_context(WriteWatch())
+            run.protect_state(watch)
+        if watched and watch is not None:
+            run.protect(watch)
+        around_first, around_again = contexts(part, selective=selective)
+        body = _body(run, call, given, around_first)
+        saved = run.saved(watched=watched)
+        try:
+            with uninterrupted():
+                output = checkpoint(
+                    body,
+                    *saved,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=lambda: (nullcontext(), around_again),
+                )
+        except BaseException as error:
+            _leave(error)
+            raise
+    if then is not None:
+        then(run, saved)
+    return output
+
+
+def _body(
+    run: Run, call: Callable[..., Any], given: list[Any], around_first: AbstractContextManager[Any]
+) -> Callable[..., Any]:
+    def body(*saved: torch.Tensor) -> Any:
+        if given:
+            args, kwargs = given.pop()
+            with around_first, interruptible():
+                return run.first(call, args, kwargs)
+        with run.again():
+            args, kwargs = run.arguments(saved)
+            return call(*args, **kwargs)
+
+    return body
+
+
+def contexts(part: Part, *, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return what surrounds a part's forward, and its recomputation."""
+    forward, recomputation = Products().contexts() if selective else (nullcontext(), nullcontext())
+    return forward, Recomputation(part.owner if part.span is None else None, recomputation)
+
+
+def _leave(error: BaseException) -> None:
+    """Leave the contexts of torch's checkpoint, which otherwise does so when its generator is collected, after a Ctrl-C much later."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):  # the innermost first
+        generator = frame.f_locals.get("gen") if frame.f_globals.get("__name__") == checkpoint.__module__ else None
+        if isinstance(generator, Generator):
+            generator.close()
+
+
+@contextmanager
+def _one_deeper() -> Iterator[None]:
+    _running.depth = getattr(_running, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _running.depth -= 1
+
+
+def _device(inputs: Sequence[torch.Tensor], modules: Sequence[nn.Module]) -> torch.device:
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    found = next(iter(inputs), None)
+    found = next(parameters, None) if found is None else found
+    return torch.device("cpu") if found is None else found.device
+
+
+# --- seeing writes ------------------------------------------------------------------------------------
+
+
+class WriteWatch(WatchingMode):
+    """Tells of operators that are about to write to some storages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._protected: dict[int, list[Callable[[], None]]] = defaultdict(list)
+        self._held: list[torch.Tensor] = []  # a storage's number is its own as long as it lives
+
+    def protect(self, tensor: torch.Tensor, about_to: Callable[[], None]) -> None:
+        """Call something before each write to a tensor's storage."""
+        if tensor.layout is torch.strided and not defers((type(tensor),)):
+            self._held.append(tensor)
+            self.protect_storage(tensor.untyped_storage()._cdata, about_to)
+
+    def protect_storage(self, key: int, about_to: Callable[[], None]) -> None:
+        """The same for a storage that others keep alive."""
+        self._protected[key].append(about_to)
+
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in written_by(func, args, kwargs):
+            for about_to in self._protected.get(tensor.untyped_storage()._cdata, ()):
+                about_to()
+        return func(*args, **kwargs)

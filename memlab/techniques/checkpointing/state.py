@@ -1,0 +1,363 @@
+"""State that a part of a model reads beside its inputs and parameters, so that it can be run again as it was.
+
+Rules:
+
+1. State is whatever the part's modules, and objects among its arguments, refer to: attributes, what lists and
+   dictionaries hold, buffers, generators of random numbers, and the random states of torch, Python and NumPy. Objects of
+   torch's and memlab's own machinery are left alone: those of an engine hold gathered parameters for a moment only.
+2. It is remembered by reference before a run. Running again puts the references back first, and afterwards what was
+   there meanwhile. So counters count once, a cache is filled once, and an attribute keeps the tensor it got in the first run.
+3. Tensors that a run writes to are copied beforehand: small ones always, since some operators write to running statistics
+   without a trace, and those that the part has been seen to write to. Any others are watched. Running again writes to a copy.
+4. A tensor with a graph is remembered without it; else steps would hold each other's graphs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.runtime.rng import Randomness, is_generator
+from memlab.units import KIB
+
+_StandIns = dict["KeptTensor", torch.Tensor]
+# copied whether or not they are known to be written to
+_SMALL_BYTES = 64 * KIB
+# how far and at how much is looked from a module or an argument
+_DEEPEST, _MOST_CONTAINERS = 4, 300
+# what every module has; `training` is state, as a loop may switch modes between forward and backward
+_OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "__getstate__", "_compiled_call_impl"}
+_ATOMS = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, slice}
+)
+_NO_STATE = (nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.optim.Optimizer)
+_COPIED = (torch.Tensor, FakeTensor)
+
+
+class Written:
+    """Tensors that a part has been seen to write to."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._by_id[id(tensor)] = weakref.ref(tensor)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        found = self._by_id.get(id(tensor))
+        return found is not None and found() is tensor
+
+
+class KeptTensor:
+    """A tensor of the state, as it is before a run.
+
+    Args:
+        tensor: as modules refer to it.
+        copied: whether its values are kept beside it.
+    """
+
+    __slots__ = ("__weakref__", "_copy", "_held", "_seen")
+
+    def __init__(self, tensor: torch.Tensor, *, copied: bool) -> None:
+        self._seen = weakref.ref(tensor)
+        self._held = tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
+        self._copy: torch.Tensor | None = None
+        if copied:
+            self.copy()
+
+    @property
+    def storage_key(self) -> int:
+        return int(self._held.untyped_storage()._cdata)
+
+    @property
+    def is_copied(self) -> bool:
+        return self._copy is not None
+
+    def copy(self) -> torch.Tensor | None:
+        """Keep its values; returns the tensor that modules refer to."""
+        if self._copy is None:
+            self._copy = self._held.detach().clone()
+        return self._seen()
+
+    def as_it_was(self, *, with_graph: bool = False) -> torch.Tensor:
+        """It, or a copy that may be written to.
+
+        Args:
+            with_graph: with the graph it has; whoever asks has kept it.
+        """
+        if self._copy is None:
+            seen = self.seen if with_graph else None
+            return self._held if seen is None else seen
+        return self._copy.requires_grad_(self._held.requires_grad).clone()
+
+    @property
+    def seen(self) -> torch.Tensor | None:
+        """The tensor that modules refer to."""
+        return self._seen()
+
+
+@dataclass
+class Repetition:
+    """A run under the state of an earlier one.
+
+    Args:
+        counts: its state is the one to go on with, instead of that of the earlier run.
+    """
+
+    counts: bool = False
+
+
+class State:
+    """The state before a run.
+
+    Args:
+        modules: of the part.
+        objects: among its arguments, other than tensors.
+        written: tensors known to be written to.
+        device: whose random numbers are drawn, beside the CPU's.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], objects: Iterable[Any], written: Written, device: torch.device
+    ) -> None:
+        self._written = written
+        self._contents: list[_Content] = []
+        self._tensors: dict[int, KeptTensor] = {}
+        self._generators: dict[int, Any] = {}
+        self._seen: set[int] = set()
+        for module in modules:
+            self._add(_Attributes(vars(module)), 0)
+            self._contents.append(_Parameters(module._parameters))
+            if module._buffers:
+                self._add(_Mapping(module._buffers), 0)
+        for value in objects:
+            self._look_at(value, 0)
+        for content in self._contents:
+            content.hold(self._tensors)
+        self._tensors_kept = list(self._tensors.values())
+        self._tensors.clear()
+        self._seen.clear()
+        self._random = Randomness(device, self._generators.values())
+
+    @property
+    def tensors(self) -> Sequence[KeptTensor]:
+        """Return those that modules and arguments refer to."""
+        return self._tensors_kept
+
+    @contextmanager
+    def again(self, *, with_graphs: bool = False) -> Iterator[Repetition]:
+        """Context in which the state is as it was; afterwards it is what it has become since.
+
+        Args:
+            with_graphs: tensors have the graphs they had, for a run that is to be derived through.
+        """
+        repetition = Repetition()
+        now = [content.taken_again() for content in self._contents]
+        random_now = self._random.taken_again()
+        stand_ins = {kept: kept.as_it_was(with_graph=with_graphs) for kept in self._tensors_kept}
+        try:
+            for content in self._contents:
+                content.put_back(stand_ins)
+            self._random.restore()
+            yield repetition
+        finally:
+            if repetition.counts:
+                self._put_originals(stand_ins)
+            else:
+                random_now.restore()
+                for content in reversed(now):
+                    content.put_back({})
+
+    def _put_originals(self, stand_ins: _StandIns) -> None:
+        """In place of copies, the tensors they were made of, which the first run has written to."""
+        originals = {id(copy): kept.seen for kept, copy in stand_ins.items() if kept.is_copied}
+        for content in self._contents:
+            now = content.taken_again()
+            now.exchange(originals)
+            now.put_back({})
+
+    # -- looking around ------------------------------------------------------------------------
+
+    def _add(self, content: _Content, depth: int) -> None:
+        if id(content.container) in self._seen or len(self._contents) >= _MOST_CONTAINERS:
+            return
+        self._seen.add(id(content.container))
+        self._contents.append(content)
+        for value in content.values():
+            self._look_at(value, depth + 1)
+
+    def _look_at(self, value: Any, depth: int) -> None:
+        kind = type(value)
+        if kind in _ATOMS or depth > _DEEPEST:
+            return
+        if isinstance(value, torch.Tensor):
+            self._look_at_tensor(value)
+        elif isinstance(value, dict):
+            self._add(_Mapping(value), depth)
+        elif isinstance(value, (list, deque)):
+            self._add(_Sequence(value), depth)
+        elif isinstance(value, set):
+            self._add(_Set(value), depth)
+        elif isinstance(value, tuple):
+            for item in value:
+                self._look_at(item, depth + 1)
+        elif is_generator(value):
+            self._generators.setdefault(id(value), value)
+        elif _is_object(value):
+            self._add(_Mapping(vars(value)), depth)
+
+    def _look_at_tensor(self, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._tensors or isinstance(tensor, nn.Parameter) or type(tensor) not in _COPIED:
+            return
+        if tensor.layout is not torch.strided or tensor.is_inference():
+            return
+        is_small = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+        self._tensors[id(tensor)] = KeptTensor(tensor, copied=is_small or tensor in self._written)
+
+
+def _is_object(value: Any) -> bool:
+    kind = type(value)
+    is_machinery = kind.__module__.partition(".")[0] in ("torch", "memlab")
+    return not (is_machinery or isinstance(value, _NO_STATE)) and type(getattr(value, "__dict__", None)) is dict
+
+
+# --- containers -------------------------------------------------------------------------------------
+
+
+class _Content(ABC):
+    """Content of a container at a moment."""
+
+    def __init__(self, container: Any, items: Any) -> None:
+        self.container = container
+        self._items: Any = items
+
+    def values(self) -> Iterable[Any]:
+        items: Iterable[Any] = self._items
+        return items
+
+    def hold(self, tensors: dict[int, KeptTensor]) -> None:
+        """Hold tensors as they are kept, not those with their graphs."""
+        if tensors:
+            self._items = {key: _held(value, tensors) for key, value in self._items.items()}
+
+    def exchange(self, others: dict[int, Any]) -> None:
+        """Hold others in place of some values, by number."""
+        self._items = {key: others.get(id(value), value) for key, value in self._items.items()}
+
+    def taken_again(self) -> _Content:
+        """Return what the same container holds now."""
+        return type(self)(self.container)  # type: ignore[call-arg]
+
+    @abstractmethod
+    def put_back(self, stand_ins: _StandIns) -> None:
+        """Have the container hold it again, with other tensors in place of some."""
+
+
+class _Mapping(_Content):
+    def __init__(self, container: MutableMapping[Any, Any]) -> None:
+        super().__init__(container, dict(container))
+
+    def values(self) -> Iterable[Any]:
+        return list(self._items.values())
+
+    def put_back(self, stand_ins: _StandIns) -> None:
+        items = {key: _instead(value, stand_ins) for key, value in self._items.items()}
+        if not _same_items(self.container, items):
+            self.container.clear()
+            self.container.update(items)
+
+
+class _Attributes(_Content):
+    """A module's own attributes."""
+
+    def __init__(self, container: dict[str, Any]) -> None:
+        super().__init__(container, {k: v for k, v in container.items() if k not in _OF_EVERY_MODULE})
+
+    def values(self) -> Iterable[Any]:
+        return list(self._items.values())
+
+    def put_back(self, stand_ins: _StandIns) -> None:
+        for name in [name for name in self.container if name not in _OF_EVERY_MODULE and name not in self._items]:
+            del self.container[name]
+        for name, value in self._items.items():
+            wanted = _instead(value, stand_ins)
+            if name not in self.container or self.container[name] is not wanted:
+                self.container[name] = wanted
+
+
+class _Parameters(_Content):
+    """A module's parameters: others for the length of a call, under `torch.func.functional_call`."""
+
+    def __init__(self, container: dict[str, Any]) -> None:
+        super().__init__(container, dict(container))
+
+    def put_back(self, stand_ins: _StandIns) -> None:
+        for name, value in self._items.items():
+            now = self.container.get(name)
+            # an engine that shards parameters changes them by itself
+            if now is not value and "DTensor" not in (type(now).__name__, type(value).__name__):
+                self.container[name] = value
+
+
+class _Sequence(_Content):
+    def __init__(self, container: list[Any] | deque[Any]) -> None:
+        super().__init__(container, list(container))
+
+    def hold(self, tensors: dict[int, KeptTensor]) -> None:
+        self._items = [_held(value, tensors) for value in self._items]
+
+    def exchange(self, others: dict[int, Any]) -> None:
+        self._items = [others.get(id(value), value) for value in self._items]
+
+    def put_back(self, stand_ins: _StandIns) -> None:
+        items = [_instead(value, stand_ins) for value in self._items]
+        if len(items) != len(self.container) or any(a is not b for a, b in zip(items, self.container, strict=True)):
+            self.container.clear()
+            self.container.extend(items)
+
+
+class _Set(_Content):
+    def __init__(self, container: set[Any]) -> None:
+        super().__init__(container, set(container))
+
+    def hold(self, tensors: dict[int, KeptTensor]) -> None:
+        pass  # tensors in sets stay what they are
+
+    def exchange(self, others: dict[int, Any]) -> None:
+        pass
+
+    def put_back(self, stand_ins: _StandIns) -> None:
+        if self.container != self._items:
+            self.container.clear()
+            self.container.update(self._items)
+
+
+def _held(value: Any, tensors: dict[int, KeptTensor]) -> Any:
+    if type(value) is tuple:
+        held = tuple(_held(item, tensors) for item in value)
+        return value if all(a is b for a, b in zip(held, value, strict=True)) else held
+    return tensors.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+
+def _instead(value: Any, stand_ins: _StandIns) -> Any:
+    if type(value) is KeptTensor:
+        return stand_ins[value]
+    if type(value) is tuple and any(type(item) in (KeptTensor, tuple) for item in value):
+        return tuple(_instead(item, stand_ins) for item in value)
+    return value
+
+
+def _same_items(container: MutableMapping[Any, Any], items: dict[Any, Any]) -> bool:
+    return len(container) == len(items) and all(
+        key is other and value is items[key] for (key, value), other in zip(container.items(), items, strict=True)
+    )

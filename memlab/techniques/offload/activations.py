@@ -1,0 +1,348 @@
+"""Activations off the device between forward and backward.
+
+Tensors that autograd saves go to pinned host memory (beside a GPU) or to a file (beside the CPU) until the backward
+pass reads them. Not moved: parameters and buffers, which stay on the device anyway, and tensors too small to be worth
+the trip. Tensors that share a storage are stored once. The memory off the device comes from a pool.
+
+Beside a GPU, copies run in lanes of their own (`memlab.techniques.offload.transfers`). What leaves is held until it has left,
+up to twice the largest tensor saved so far; when backward reads a tensor, the ones saved before it are fetched ahead,
+up to twice the largest as well. So the peak is at most four such tensors above that of copies that wait.
+
+Beside the CPU, backward reads the pages of the file in place. They are the system's page cache, which it writes out and
+takes back when it needs the room, and which no ledger counts as memory of the process.
+
+Source: `torch.autograd.graph.saved_tensors_hooks`, https://docs.pytorch.org/docs/stable/autograd.html
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.workload import Workload
+from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.description import Description
+from memlab.techniques.offload.spill import Spill, resolve_tier
+from memlab.techniques.offload.transfers import Lanes, Leaving, Ticket, lanes_of, settle
+
+_SMALLEST_BYTES = 1024
+_TENSORS_AHEAD = 2  # of the size of the largest, in each lane
+# wrapper subclasses keep their data elsewhere
+_MOVABLE = (torch.Tensor, FakeTensor)
+
+
+# --- what one forward pass saved ------------------------------------------------------------------
+
+
+class _Stored:
+    """The bytes of one storage off the device.
+
+    Args:
+        passage: of the forward that saved it.
+        number: its place among those that forward saved.
+        kept: its bytes off the device, [bytes], uint8.
+        device: that they come from.
+        lanes: that they take.
+    """
+
+    __slots__ = ("__weakref__", "_fake", "_used", "device", "kept", "lanes", "number", "passage", "sent")
+
+    def __init__(self, passage: _Passage, number: int, kept: torch.Tensor, device: torch.device, lanes: Lanes) -> None:
+        self.passage, self.number, self.kept, self.device, self.lanes = passage, number, kept, device, lanes
+        self.sent: Ticket | None = None
+        self._used: weakref.ref[torch.UntypedStorage] | None = None
+        self._fake: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        """Return whether its bytes are on the device, because a tensor made of them is in use."""
+        return self._used is not None and self._used() is not None
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """Its bytes on the device, as long as a tensor made of them is in use."""
+        used = None if self._used is None else self._used()
+        if used is None or self._fake is None:
+            return None if used is None else _bytes_in(used)
+        fake = self._fake()
+        return None if fake is None else _whole_storage(fake)
+
+    def is_used(self, tensor: torch.Tensor) -> None:
+        """A tensor made of its bytes is handed out."""
+        # a view does not keep the tensor it was made of, only its storage; that of a fake cannot be seen as a tensor again
+        self._used = weakref.ref(tensor.untyped_storage())
+        self._fake = weakref.ref(tensor) if isinstance(tensor, FakeTensor) else None
+
+
+class _Passage:
+    """Tensors that one forward pass saved, in their order; kept as long as one of them is.
+
+    Args:
+        spill: where to.
+        reads_in_place: whether backward reads what is stored where it lies.
+    """
+
+    def __init__(self, spill: Spill, *, reads_in_place: bool) -> None:
+        self._spill, self._reads_in_place = spill, reads_in_place
+        self._stored: list[weakref.ref[_Stored]] = []
+        self._leaving = Leaving()
+        self._arriving: dict[int, tuple[Ticket, Lanes]] = {}
+        self._arriving_bytes = 0
+        self._largest_bytes = 0
+
+    def store(self, source: torch.Tensor) -> _Stored:
+        """Send bytes off the device: [bytes], uint8."""
+        lanes = lanes_of(source)
+        stored = _Stored(self, len(self._stored), self._spill.empty_like(source), source.device, lanes)
+        self._stored.append(weakref.ref(stored))
+        if self._reads_in_place:
+            stored.kept.copy_(source)
+            return stored
+        self._largest_bytes = max(self._largest_bytes, source.numel())
+        self._leaving.retire(self._window_bytes - source.numel())
+        ticket = lanes.send(stored.kept, source, reused=True)
+        self._leaving.add(ticket, lanes)
+        stored.sent = ticket.without_source()
+        return stored
+
+    def fetch(self, stored: _Stored) -> torch.Tensor:
+        """The bytes again, where the computation can read them."""
+        if self._reads_in_place:
+            return stored.kept
+        here = stored.resident
+        if here is None:
+            here = self._leaving.take_back(stored.kept)
+        if here is None:
+            here = self._arrived(stored)
+        self._fetch_before(stored.number)
+        return here
+
+    @property
+    def _window_bytes(self) -> int:
+        return _TENSORS_AHEAD * self._largest_bytes
+
+    def _arrived(self, stored: _Stored) -> torch.Tensor:
+        if stored.number in self._arriving:
+            ticket, _ = self._arriving.pop(stored.number)
+            self._arriving_bytes -= stored.kept.numel()
+        else:
+            ticket = _asked_for(stored)
+        stored.lanes.wait(ticket)
+        return ticket.target
+
+    def _fetch_before(self, number: int) -> None:
+        """Have the tensors on their way that were saved before this one, so are likely to be read next."""
+        for earlier in range(number - 1, -1, -1):
+            if self._arriving_bytes >= self._window_bytes:
+                return
+            stored = self._stored[earlier]()
+            if stored is None or earlier in self._arriving or self._is_here(stored):
+                continue
+            if self._arriving_bytes + stored.kept.numel() > self._window_bytes:
+                return
+            self._arriving[earlier] = _asked_for(stored), stored.lanes
+            self._arriving_bytes += stored.kept.numel()
+
+    def _is_here(self, stored: _Stored) -> bool:
+        return stored.is_resident or self._leaving.holds(stored.kept)
+
+    def __del__(self) -> None:
+        # a graph that was dropped: its memory must not be given to others while copies run
+        self._leaving.retire(0)
+        for ticket, lanes in self._arriving.values():
+            lanes.wait(ticket)
+
+
+def _asked_for(stored: _Stored) -> Ticket:
+    target = torch.empty_like(stored.kept, device=stored.device)
+    return stored.lanes.fetch(target, stored.kept, after=stored.sent)
+
+
+@dataclass(frozen=True)
+class _Parked:
+    """A saved tensor off the device: its bytes, and how to see them as the tensor again."""
+
+    stored: _Stored
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    storage_offset: int
+
+    def bring_back(self) -> torch.Tensor:
+        resident = self.stored.passage.fetch(self.stored)
+        tensor = resident.view(self.dtype).as_strided(self.size, self.stride, self.storage_offset)
+        self.stored.is_used(tensor)
+        return tensor
+
+
+class _Packing:
+    """The hook that sends away what one forward pass saves.
+
+    Args:
+        passage: of that forward.
+        staying: storages that are not moved.
+    """
+
+    def __init__(self, passage: _Passage, staying: set[int]) -> None:
+        self._passage, self._staying = passage, staying
+        # one table per forward: an address may be used anew by another tensor later
+        self._seen: dict[tuple[int, int], _Seen] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor | _Parked:
+        if type(tensor) not in _MOVABLE or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        storage_bytes = storage.nbytes()
+        if storage_bytes < _SMALLEST_BYTES or storage._cdata in self._staying:
+            return tensor
+        # a small view of a large storage is stored alone; copied, as what has not left yet is taken back with its storage
+        if storage_bytes > 2 * tensor.numel() * tensor.element_size():
+            alone = self._passage.store(_bytes_of(tensor.clone(memory_format=torch.contiguous_format)))
+            stride = torch.empty(tensor.shape, device="meta").stride()
+            return _Parked(alone, tensor.dtype, tensor.shape, stride, 0)
+        stored = self._stored_whole(tensor, storage)
+        return _Parked(stored, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _stored_whole(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Stored:
+        """The whole storage of a tensor, off the device."""
+        key, first, last = (storage._cdata, tensor._version), *_range(tensor)
+        seen = self._seen.get(key)
+        stored = None if seen is None else seen.stored_for(first, last)
+        if stored is None:
+            stored = self._passage.store(_whole_storage(tensor))
+            self._seen[key] = _Seen(weakref.ref(storage), weakref.ref(stored), first, last)
+        return stored
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A storage that was stored when a tensor over these of its elements was saved.
+
+    Parts of one storage may count their versions apart (`unsafe_chunk`), and be written at other times. What lies
+    outside the saved part is therefore not known to be what it was.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    stored: weakref.ref[_Stored]
+    first: int
+    last: int
+
+    def stored_for(self, first: int, last: int) -> _Stored | None:
+        """Return what was stored, if it serves a tensor over these elements."""
+        is_within = self.first <= first and last <= self.last
+        return self.stored() if is_within and self.storage() is not None else None
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first and the last byte of a tensor in its storage."""
+    size = tensor.element_size()
+    first = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return first, first + tensor.numel() * size
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return first, first + (sum((length - 1) * stride for length, stride in steps) + 1) * size
+
+
+def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes behind a tensor, as uint8: [storage bytes]."""
+    storage = tensor.untyped_storage()
+    if isinstance(tensor, FakeTensor):  # a fake storage fits no other tensor
+        elements = storage.nbytes() // tensor.element_size()
+        return tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
+    return _bytes_in(storage)
+
+
+def _bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _unpack(saved: torch.Tensor | _Parked) -> torch.Tensor:
+    return saved.bring_back() if isinstance(saved, _Parked) else saved
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+class OffloadActivations(Technique):
+    """Keep saved activations in host memory or in a file until the backward pass needs them.
+
+    Known limitations:
+        From a GPU to disk copies are not overlapped: files are not pinned. A saved tensor that is written to before
+        backward reads it goes unnoticed, where torch without this would raise an error.
+    """
+
+    field = "offload"
+    descriptions = (
+        Description(
+            flags="--offload activations",
+            saves="activations between forward and backward pass",
+            costs="they are copied both ways once a step",
+            exactness="bit for bit",
+            gives_nothing="together with --checkpoint, when the peak is in a block that is recomputed; small tensors stay",
+        ),
+    )
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._model: nn.Module | None = None
+        self._spill: Spill | None = None
+        self._reads_in_place = False
+
+    @classmethod
+    def wanted(cls, plan: Plan) -> bool:
+        return plan.tier_of(Offloaded.ACTIVATIONS) is not None
+
+    @classmethod
+    def setting(cls, plan: Plan) -> Any:
+        return plan.tier_of(Offloaded.ACTIVATIONS)
+
+    def check(self, workload: Workload) -> None:
+        self._tier(workload.device)
+
+    def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        self._model = workload.model
+        self._spill = Spill(self._tier(workload.device), pooled=True)
+        self._reads_in_place = workload.device.type == "cpu"
+        undo.callback(self._let_go)
+
+    def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        assert self._model is not None
+        assert self._spill is not None
+        staying = {
+            tensor.untyped_storage()._cdata
+            for tensors in (self._model.parameters(), self._model.buffers())
+            for tensor in tensors
+        }
+        pack = _Packing(_Passage(self._spill, reads_in_place=self._reads_in_place), staying)
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            return call(*args, **kwargs)
+
+    def trial_over(self) -> None:
+        if self._spill is not None and self._model is not None:
+            self._spill = Spill(self._spill.tier, pooled=True)
+
+    @property
+    def host_bytes(self) -> int:
+        return self._spill.peak_bytes if self._spill else 0
+
+    def _let_go(self) -> None:
+        """Forget the pool: what is in use keeps its memory until it dies."""
+        settle()
+        self._model = self._spill = None
+
+    def _tier(self, device: torch.device) -> Tier:
+        tier = self.plan.tier_of(Offloaded.ACTIVATIONS)
+        assert tier is not None
+        return resolve_tier(tier, device, Offloaded.ACTIVATIONS)

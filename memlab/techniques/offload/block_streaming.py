@@ -1,0 +1,574 @@
+"""Parameters of blocks: at rest off the device, on it for as long as something uses them.
+
+Numbered rules of the mechanism:
+
+1. *At rest* a parameter's data is a spilled tensor with the parameter's own values, so that whoever reads it between
+   uses (a checkpoint, an average of weights, a norm) reads what is true.
+2. *In a block's forward* copies on the device are the data of whatever parameter objects are in place, originals or
+   aliases; afterwards the spilled tensors are, again. Other tensors that are in place are left alone.
+3. *What autograd saves* of such a copy (the weight, its transpose) is kept as a note of what it was. The operator that
+   needs it in the backward pass gets a copy made then, which goes with it: of a block that is not recomputed, one
+   weight is on the device at a time. Anything else that is saved is handed to the hooks that are there already.
+4. *Hooks* surround a block's forward, whatever stands in for it. A recomputation runs the forward past them, and
+   uses the block by itself (`_modules.in_use`).
+5. On CUDA the next block's parameters are copied beside the present one's computations, and in the backward pass the
+   weights saved before; on the CPU there is nothing to overlap.
+
+Casts made by autocast are not the parameters' own storage; `_Casts` makes those of products itself, so that they too
+are kept as notes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from memlab.runtime.hooks import keep_out_of_copies
+from memlab.runtime.interrupts import uninterrupted
+from memlab.techniques.offload.homes import rests
+from memlab.techniques.offload.spill import Spill
+
+_Slot = tuple[nn.Module, str]
+_Hook = Callable[[Any], Any]
+
+# wrapper subclasses keep their data elsewhere
+PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Arrival:
+    """A copy on the device, perhaps on its way.
+
+    Args:
+        tensor: the copy.
+        event: what to wait for on the stream that uses it; None when it is there.
+    """
+
+    tensor: torch.Tensor
+    event: Any = None
+
+    def there(self) -> torch.Tensor:
+        """The copy, to be used on the current stream."""
+        if self.event is not None:
+            torch.cuda.current_stream(self.tensor.device).wait_event(self.event)
+        return self.tensor
+
+
+class Link:
+    """Copies between a device and where parameters rest; on CUDA beside the computations.
+
+    Args:
+        device: where parameters are used.
+
+    Example:
+        >>> stored = torch.arange(3.0)
+        >>> Link(stored.device).fetch(stored).there()
+        tensor([0., 1., 2.])
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        is_cuda = device.type == "cuda"
+        self._in = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether copies run beside computations."""
+        return self._in is not None
+
+    def fetch(self, stored: torch.Tensor, *, was_just_sent: bool = False) -> Arrival:
+        """Begin to copy to the device.
+
+        Args:
+            stored: at rest.
+            was_just_sent: its values may still be on their way out.
+        """
+        # an inference tensor could not take a parameter's version counter
+        with torch.inference_mode(False), torch.no_grad():
+            tensor = stored.new_empty_strided(stored.shape, stored.stride(), device=self.device)
+            if self._in is None:
+                return Arrival(tensor.copy_(stored))
+            # its memory may be that of a tensor which kernels that are queued still read
+            self._in.wait_stream(torch.cuda.current_stream(self.device))
+            if was_just_sent and self._out is not None:
+                self._in.wait_stream(self._out)
+            with torch.cuda.stream(self._in):
+                tensor.copy_(stored, non_blocking=True)
+            tensor.record_stream(self._in)
+            return Arrival(tensor, self._in.record_event())
+
+    def send(self, tensor: torch.Tensor, stored: torch.Tensor) -> None:
+        """Begin to copy off the device; what was stored may be read after `settle`."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self._out is None:
+                stored.copy_(tensor)
+                return
+            self._out.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._out):
+                stored.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._out)
+
+    def settle(self) -> None:
+        """Wait until nothing at rest is read or written any more."""
+        for stream in (self._in, self._out):
+            if stream is not None:
+                stream.synchronize()
+
+
+def room_for(spill: Spill, tensor: torch.Tensor) -> torch.Tensor:
+    """A spilled tensor with the shape, dtype and memory layout of another one."""
+    stored = spill.empty_like(tensor)
+    if stored.stride() == tensor.stride() or not is_dense(tensor):
+        return stored
+    return stored.view(-1).as_strided(tensor.shape, tensor.stride())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements lie side by side, in whatever order."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return extent == tensor.numel()
+
+
+# --- what rests, and what of it is in use -----------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Resting:
+    """Values of a parameter off the device.
+
+    Args:
+        stored: the values, with the parameter's layout.
+    """
+
+    stored: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Guest:
+    """A parameter whose copy is on the device for a while."""
+
+    parameter: nn.Parameter
+    resting: Resting
+    copy: torch.Tensor
+    version: int
+
+    def leave(self) -> None:
+        parameter, stored = self.parameter, self.resting.stored
+        if storage_of(parameter) != storage_of(self.copy):
+            return  # the model has put other data there
+        with torch.inference_mode(False), torch.no_grad():
+            if not parameter.is_inference() and parameter._version != self.version:
+                stored.copy_(self.copy)  # the forward has changed it
+            parameter.data = stored
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Whose values a storage on the device holds.
+
+    Args:
+        resting: the parameter's.
+        dtype: they are cast to.
+        watch: where the storage may die before it is forgotten, and another take its address: what would tell.
+    """
+
+    resting: Resting
+    dtype: torch.dtype
+    watch: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class _Saved:
+    """Note of what autograd saved of a copy: the parameter, and the view of it."""
+
+    __slots__ = ("__weakref__", "_dtype", "_geometry", "arrival", "previous", "resting")
+
+    def __init__(self, resting: Resting, tensor: torch.Tensor, previous: Callable[[], _Saved | None]) -> None:
+        self.resting = resting
+        self._dtype = tensor.dtype
+        self.previous = previous  # saved before, and needed after
+        self.arrival: Arrival | None = None
+        self._geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    @property
+    def size_bytes(self) -> int:
+        return self.resting.stored.numel() * self.resting.stored.element_size()
+
+    def restored(self, link: Link) -> torch.Tensor:
+        arrival, self.arrival = self.arrival or link.fetch(self.resting.stored), None
+        copy = arrival.there()
+        with torch.no_grad():
+            return copy.to(self._dtype).as_strided(*self._geometry)
+
+
+class BlockStreaming:
+    """Streams the parameters of blocks.
+
+    Args:
+        blocks: in the order in which a forward pass runs them.
+        link: to the device they are used on.
+        on_use: called with each parameter that a block uses while gradients are recorded.
+
+    Attributes:
+        link: as given.
+        backward_ended: called at the end of a backward pass that `settles_after_backward` was told of.
+
+    Example:
+        >>> from memlab.plan import Tier
+        >>> block, residence = nn.Linear(2, 2), None
+        >>> residence = BlockStreaming([block], Link(block.weight.device))
+        >>> residence.send_away(block.weight, Spill(Tier.DISK))
+        >>> resting = block.weight.data_ptr()
+        >>> with residence.in_use(block):
+        ...     block.weight.data_ptr() == resting
+        False
+        >>> block.weight.data_ptr() == resting
+        True
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        link: Link,
+        on_use: Callable[[nn.Parameter], None] = lambda _parameter: None,
+    ) -> None:
+        self.link = link
+        self.backward_ended: Callable[[], None] = _nothing
+        self._on_use = on_use
+        self._slots = {id(block): list(_slots_of(block)) for block in blocks}
+        self._places = {id(block): place for place, block in enumerate(blocks)}
+        self._blocks = list(blocks)
+        self._at_rest: dict[int, Resting] = {}  # by the storage at rest
+        self._copies: dict[int, _Known] = {}  # by the storage of a copy that is in use
+        self._in_use: set[int] = set()
+        self._graph_task = -1  # the backward pass at whose end there is something to do
+        self._open: list[tuple[int, ExitStack]] = []  # blocks whose forward is under way
+        self._ahead: dict[int, Arrival] = {}  # by the storage at rest; on the way for the next block
+        self._most_ahead_bytes = 0
+        self._newest: Callable[[], _Saved | None] = _nothing
+
+    # -- coming and going ----------------------------------------------------------------------
+
+    def send_away(self, parameter: nn.Parameter, spill: Spill) -> None:
+        """Put a parameter's values to rest."""
+        stored = room_for(spill, parameter)
+        stored.copy_(parameter.detach())
+        rests(stored, self.link.device)
+        self._at_rest[storage_of(stored)] = Resting(stored)
+        self._most_ahead_bytes = max(self._most_ahead_bytes, stored.numel() * stored.element_size())
+        parameter.data = stored
+
+    def forget(self, parameter: nn.Parameter) -> Resting | None:
+        """Stream a parameter no longer; what held its values, or None when it is not at rest here."""
+        return self._at_rest.pop(storage_of(parameter), None)
+
+    def resting(self, parameter: torch.Tensor) -> Resting | None:
+        """Return what holds the values of a parameter that is at rest."""
+        return self._at_rest.get(storage_of(parameter))
+
+    # -- using a block -------------------------------------------------------------------------
+
+    @contextmanager
+    def in_use(self, block: nn.Module) -> Iterator[None]:
+        """The block's parameters are on the device, for a forward or its recomputation."""
+        if id(block) in self._in_use:
+            yield
+            return
+        guests = self._arrived(block)
+        self._in_use.add(id(block))
+        try:
+            for guest in guests:
+                guest.parameter.data = guest.copy
+                self._copies[storage_of(guest.copy)] = _Known(guest.resting, guest.copy.dtype)
+            yield
+        finally:
+            self._in_use.discard(id(block))
+            for guest in guests:
+                self._copies.pop(storage_of(guest.copy), None)
+                guest.leave()
+
+    @contextmanager
+    def in_use_again(self, block: nn.Module) -> Iterator[None]:
+        """The block's parameters are on the device for a recomputation, and stay as far as it saves them for backward."""
+        with self.in_use(block), _passing_on(self._kept):
+            yield
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        # torch keeps the very object of what is not trained, which is at rest again when the backward pass comes to it
+        is_copy = isinstance(tensor, nn.Parameter) and storage_of(tensor) in self._copies
+        return tensor.detach() if is_copy else tensor
+
+    def stream(self, block: nn.Module, undo: ExitStack) -> None:
+        """Have a block's parameters on the device whenever it is called, until undone."""
+        keep_out_of_copies(block, undo)
+        undo.callback(block.register_forward_pre_hook(_Begins(self, block)).remove)
+        undo.callback(block.register_forward_hook(_Ends(self, block), always_call=True).remove)
+
+    def begin(self, block: nn.Module) -> None:
+        """A block is about to run its forward."""
+        with ExitStack() as use:
+            use.enter_context(self.in_use(block))
+            if torch.is_grad_enabled():
+                use.enter_context(_noting(self._noted, self._restored))
+                if _autocast_dtype(self.link.device) is not None:
+                    use.enter_context(_without_cached_casts())
+                    use.enter_context(_Casts(self._copies, self.link.device))
+            self._open.append((id(block), use.pop_all()))
+
+    def end(self, block: nn.Module) -> None:
+        """A block has run its forward, or broken off; likewise those within it that were interrupted."""
+        if any(begun == id(block) for begun, _ in self._open):
+            begun = -1
+            while begun != id(block):
+                begun, use = self._open.pop()
+                use.close()
+
+    def pass_ended(self) -> None:
+        """A forward or backward pass is over: nothing is on its way, and what is at rest may be read and written."""
+        while self._open and torch._C._current_graph_task_id() == -1:  # a Ctrl-C passes hooks by
+            self._open.pop()[1].close()
+        self._ahead.clear()
+        self.link.settle()
+
+    def _arrived(self, block: nn.Module) -> list[_Guest]:
+        """Copies of what is at rest among a block's parameters; nothing is changed yet, should memory run out."""
+        found = [(p, r) for p in _distinct(self._slots[id(block)]) if (r := self.resting(p)) is not None]
+        arrivals: dict[int, Arrival] = {}
+        for _, resting in found:
+            key = storage_of(resting.stored)
+            if key not in arrivals:
+                arrivals[key] = self._ahead.pop(key) if key in self._ahead else self.link.fetch(resting.stored)
+        if self.link.overlaps:
+            self._look_ahead(block)
+            self.settles_after_backward()
+        guests = []
+        for parameter, resting in found:
+            if torch.is_grad_enabled() and parameter.requires_grad:
+                self._on_use(parameter)
+            copy = arrivals[storage_of(resting.stored)].there()
+            guests.append(_Guest(parameter, resting, copy, _version_of(parameter)))
+        return guests
+
+    def _look_ahead(self, block: nn.Module) -> None:
+        """Begin to fetch the block that comes next: the one before, when a backward pass recomputes."""
+        is_backward = torch._C._current_graph_task_id() != -1
+        place = self._places[id(block)] + (-1 if is_backward else 1)
+        self._ahead.clear()
+        if not 0 <= place < len(self._blocks):
+            return
+        for parameter in _distinct(self._slots[id(self._blocks[place])]):
+            resting = self.resting(parameter)
+            if resting is not None:
+                self._ahead[storage_of(resting.stored)] = self.link.fetch(resting.stored)
+
+    def settles_after_backward(self) -> None:
+        """Have `pass_ended` called when the backward pass that is under way is over; outside of one nothing."""
+        task = torch._C._current_graph_task_id()
+        if self.link.overlaps and task not in (-1, self._graph_task):
+            self._graph_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._graph_task = -1
+        self.pass_ended()
+        self.backward_ended()
+
+    # -- what autograd saves -------------------------------------------------------------------
+
+    def _noted(self, tensor: torch.Tensor) -> _Saved | None:
+        """Return what stands for a saved tensor, if it is a copy of a parameter; None for others."""
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+            return None
+        known = self._copies.get(storage_of(tensor))
+        if known is None or tensor.dtype is not known.dtype:
+            return None
+        saved = _Saved(known.resting, tensor, self._newest)
+        self._newest = weakref.ref(saved)
+        return saved
+
+    def _restored(self, saved: _Saved) -> torch.Tensor:
+        if self.link.overlaps:
+            self._fetch_earlier(saved)
+            self.settles_after_backward()
+        return saved.restored(self.link)
+
+    def _fetch_earlier(self, saved: _Saved) -> None:
+        """Begin to fetch what was saved before, up to the size of the largest parameter."""
+        ahead_bytes, earlier = 0, saved.previous()
+        saved.arrival = saved.arrival or self.link.fetch(saved.resting.stored)
+        while earlier is not None and ahead_bytes < self._most_ahead_bytes:
+            ahead_bytes += earlier.size_bytes
+            earlier.arrival = earlier.arrival or self.link.fetch(earlier.resting.stored)
+            earlier = earlier.previous()
+
+
+class _BlockHook:
+    """A hook on a block."""
+
+    def __init__(self, residence: BlockStreaming, block: nn.Module) -> None:
+        self._block_streaming = residence
+        self._block = block
+
+
+class _Begins(_BlockHook):
+    """Called before a block's forward."""
+
+    def __call__(self, *_: Any) -> None:
+        with uninterrupted():
+            self._block_streaming.begin(self._block)
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """See `memlab.runtime.modules.Use`."""
+        return self._block_streaming.in_use_again(self._block)
+
+
+class _Ends(_BlockHook):
+    """Called after it, also when it raised."""
+
+    def __call__(self, *_: Any) -> None:
+        with uninterrupted():
+            self._block_streaming.end(self._block)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what identifies the storage of a tensor, as long as it lives."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _version_of(parameter: torch.Tensor) -> int:
+    return -1 if parameter.is_inference() else parameter._version
+
+
+def _slots_of(block: nn.Module) -> Iterator[_Slot]:
+    for module in block.modules():
+        yield from ((module, name) for name, parameter in module._parameters.items() if parameter is not None)
+
+
+def _distinct(slots: Iterable[_Slot]) -> list[nn.Parameter]:
+    """The parameters that are in place now, each once."""
+    here = (module._parameters.get(name) for module, name in slots)
+    return list({id(parameter): parameter for parameter in here if parameter is not None}.values())
+
+
+def _nothing() -> None:
+    return None
+
+
+# --- hooks on what autograd saves -------------------------------------------------------------------
+
+
+@contextmanager
+def _noting(note: Callable[[torch.Tensor], _Saved | None], restore: Callable[[_Saved], torch.Tensor]) -> Iterator[None]:
+    """Keep copies of parameters as notes; anything else goes to the hooks that are there already."""
+    there = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack, unpack = there or (_as_it_is, _as_it_is)
+
+    def packed(tensor: torch.Tensor) -> Any:
+        saved = note(tensor)
+        return pack(tensor) if saved is None else saved
+
+    def unpacked(value: Any) -> Any:
+        return restore(value) if type(value) is _Saved else unpack(value)
+
+    with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
+        yield
+
+
+@contextmanager
+def _passing_on(changed: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Hand what autograd saves to the hooks that are there already, changed."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_it_is, _as_it_is)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: pack(changed(tensor)), unpack):
+        yield
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+# --- autocast ---------------------------------------------------------------------------------------
+
+# products that autocast runs in 16 bits on every device, as modules call them
+_PRODUCTS = frozenset(
+    (
+        F.linear,
+        torch.addmm,
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.mm,
+        torch.bmm,
+        torch.baddbmm,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+    )
+)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+@contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Casts of weights live no longer than what uses them; torch would keep them until autocast is left."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+class _Casts(TorchFunctionMode):
+    """Casts weights before products, as autocast does within them, and so gets to know the casts.
+
+    Args:
+        copies: what is known of storages on the device; casts are added, for as long as they live.
+        device: of the block.
+    """
+
+    def __init__(self, copies: dict[int, _Known], device: torch.device) -> None:
+        super().__init__()
+        self._copies = copies
+        self._device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        dtype = _autocast_dtype(self._device) if func in _PRODUCTS else None
+        if dtype is None:
+            return func(*args, **(kwargs or {}))
+        return func(
+            *(self._cast(value, dtype) for value in args),
+            **{name: self._cast(value, dtype) for name, value in (kwargs or {}).items()},
+        )
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if type(value) not in PLAIN or value.dtype is not torch.float32:
+            return value
+        known = self._copies.get(storage_of(value))
+        # a part of a weight is cast to something that does not lie as the weight does
+        if known is None or value.numel() != known.resting.stored.numel() or not is_dense(value):
+            return value
+        cast = value.to(dtype)
+        if cast.stride() == value.stride():
+            storage = cast.untyped_storage()
+            key, copies = storage._cdata, self._copies
+            watch = weakref.ref(storage, lambda _: copies.pop(key, None))
+            copies[key] = _Known(known.resting, dtype, watch)
+        return cast

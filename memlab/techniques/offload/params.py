@@ -1,0 +1,489 @@
+"""Parameters of repeated blocks off the device, visiting it block by block; gradients leave it as they are made.
+
+Numbered rules of the mechanism:
+
+1. The large parameters of repeated blocks rest in host memory beside a GPU, or in files beside the CPU
+   (`block_streaming`). What is outside of blocks stays (embeddings, norms, heads), as do parameters that blocks share with
+   the rest, and the model's first ones, by which loops find out its device.
+2. A gradient goes where its parameter rests as soon as it is complete, also that of an alias (accumulation, rescue).
+   Further backward passes add to it: on the CPU where it is, on CUDA on the device, and it leaves again.
+3. For the update, parameters and gradients visit the device in small buckets (`at_home`), and the results are written
+   to where they rest. Optimizer state is not touched: it stays on the device, or goes with ``--offload optimizer``.
+4. Parameters are the same objects throughout. Between uses they hold their values, on the device they rest on.
+
+Exact: bytes are copied, and computed with on the device as always.
+
+Known limitations: on a GPU, parameters at rest are on the host, so a loop that combines them with tensors of its own on
+the GPU must move these; ``torch.autograd.grad`` with respect to them finds no graph there. Blocks must be called as
+modules: weights that a model reads past a block's forward are used where they rest. What is written to ``weight.data``
+within a forward is lost.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memlab.errors import RefusalError
+from memlab.plan import Offloaded, Plan, Precision, Tier
+from memlab.runtime import optimizer_step
+from memlab.runtime.modules import repeated_blocks
+from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.runtime.workload import Workload
+from memlab.techniques.base import ModelCall, State, Technique
+from memlab.techniques.description import Description
+from memlab.techniques.offload.block_streaming import (
+    PLAIN,
+    BlockStreaming,
+    Link,
+    Resting,
+    is_dense,
+    room_for,
+    storage_of,
+)
+from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
+
+Optimizer = torch.optim.Optimizer
+Parameter = nn.Parameter
+
+
+class OffloadParams(Technique):
+    """Stream the parameters of repeated blocks; see the module for the rules.
+
+    Known limitations: see the module.
+    """
+
+    field = "offload"
+    changes_modules = True
+    descriptions = (
+        Description(
+            flags="--offload params",
+            saves="weights and gradients of repeated blocks: 8 → ~0 bytes per parameter",
+            costs="each block is copied to the device twice a step, its gradient back once",
+            exactness="bit for bit",
+            gives_nothing="the peak is outside of blocks: embeddings, head, loss; refused where no block repeats",
+        ),
+    )
+    takes_step = True
+    parameters_visit = True
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._spill: Spill | None = None
+        self._block_streaming: BlockStreaming | None = None
+        self._gradients: _Gradients | None = None
+        self._visiting: frozenset[int] = (
+            frozenset()
+        )  # parameters that are on the device for an update or a change of state
+
+    @classmethod
+    def wanted(cls, plan: Plan) -> bool:
+        return plan.tier_of(Offloaded.PARAMS) is not None
+
+    @classmethod
+    def setting(cls, plan: Plan) -> Any:
+        # pure bf16 makes other data of parameters, and must find them on their device
+        return plan.tier_of(Offloaded.PARAMS), plan.precision is Precision.PURE_BF16
+
+    # -- whether it applies --------------------------------------------------------------------
+
+    def check(self, workload: Workload) -> None:
+        self._tier(workload)
+        if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+            raise RefusalError(
+                self.field,
+                f"params need a newer torch than {torch.__version__}, which cannot tell whose hooks on saved tensors are in force",
+                "update torch, or use --offload optimizer,activations",
+            )
+        if _process_count() > 1:
+            raise RefusalError(
+                self.field,
+                "several processes train together, and reduce gradients that must stay on the device for it",
+                "use the engine's own sharding with offload (FSDP2, ZeRO-3)",
+            )
+        blocks = repeated_blocks(workload.model)
+        if not blocks:
+            raise RefusalError(
+                self.field,
+                f"params: {workload.name} repeats no block (a ModuleList or Sequential with several modules of one class)",
+                "use --offload optimizer,activations",
+            )
+        if not isinstance(self.predecessor, OffloadParams) and not _movable(workload.model, blocks):
+            raise RefusalError(
+                self.field,
+                f"params: no parameter in the blocks of {workload.name} is large enough ({SMALL_ELEMENTS} elements) "
+                "and its own to be moved",
+                "use --offload optimizer,activations",
+            )
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise RefusalError(
+                self.field,
+                "LBFGS updates all parameters at once and evaluates the loss several times in a step",
+                "use torch.optim.AdamW with --offload params, or LBFGS without it",
+            )
+
+    def _tier(self, workload: Workload) -> Tier:
+        tier = self.plan.tier_of(Offloaded.PARAMS)
+        assert tier is not None
+        return resolve_tier(tier, workload.device, Offloaded.PARAMS)
+
+    # -- in and out ----------------------------------------------------------------------------
+
+    def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        model = workload.model
+        blocks = repeated_blocks(model)
+        parameters = _movable(model, blocks)
+        link = Link(parameters[0].device)
+        self._spill = Spill(self._tier(workload))
+        self._gradients = _Gradients(self._spill, link)
+        self._block_streaming = BlockStreaming(blocks, link, self._gradients.watch)
+        self._gradients.serve(self._block_streaming)
+        undo.callback(self._gradients.end)
+        for parameter in parameters:
+            undo.callback(self._bring_back, parameter)
+            self._send_away(parameter)
+        for block in blocks:
+            self._block_streaming.stream(block, undo)
+        undo.callback(self._leave_broken_pass)
+
+    def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
+        if not optimizer_step.is_separable(optimizer):
+            self.notes.append(
+                f"{type(optimizer).__name__} is not known to update each parameter independently: all of them visit the "
+                "device together for its step"
+            )
+
+    def _send_away(self, parameter: Parameter) -> None:
+        assert self._block_streaming is not None
+        assert self._spill is not None
+        gradient = parameter.grad
+        stored = None if gradient is None else _stored(self._spill, gradient)
+        parameter.grad = None
+        self._block_streaming.send_away(parameter, self._spill)
+        parameter.grad = stored
+
+    def _bring_back(self, parameter: Parameter) -> None:
+        assert self._block_streaming is not None
+        resting = self._block_streaming.resting(parameter)
+        if resting is None:  # somebody has given it other data
+            return
+        link, gradient = self._block_streaming.link, parameter.grad
+        link.settle()
+        data = link.fetch(resting.stored).there()
+        moved = None if gradient is None else link.fetch(gradient).there()
+        link.settle()
+        self._block_streaming.forget(parameter)
+        parameter.grad = None
+        parameter.data = data
+        parameter.grad = moved
+
+    # -- passes --------------------------------------------------------------------------------
+
+    def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Any) -> Any:
+        assert self._block_streaming is not None
+        self._leave_broken_pass()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._block_streaming.pass_ended()
+
+    evaluate = forward
+
+    def _leave_broken_pass(self) -> None:
+        """Put to rest what a backward pass that broke off has left on the device; within one nothing."""
+        if (
+            torch._C._current_graph_task_id() == -1
+            and self._block_streaming is not None
+            and self._gradients is not None
+        ):
+            self._block_streaming.pass_ended()
+            self._gradients.forget_aside()
+
+    # -- updates -------------------------------------------------------------------------------
+
+    @contextmanager
+    def at_home(self, parameters: Sequence[Parameter], *, updates: bool = True) -> Iterator[None]:
+        assert self._block_streaming is not None
+        self._leave_broken_pass()
+        if not updates and not self._block_streaming.link.overlaps:  # they rest on the very device they are used on
+            yield
+            return
+        visits: list[_Visit] = []
+        before = self._visiting
+        try:
+            for parameter in parameters:
+                resting = self._block_streaming.resting(parameter)
+                if resting is not None:
+                    visits.append(_Visit(parameter, resting, self._block_streaming.link, updates=updates))
+                    self._visiting = self._visiting | {id(parameter)}
+            yield
+        finally:
+            self._visiting = before
+            self._end(visits)
+
+    def _end(self, visits: list[_Visit]) -> None:
+        """Write everything to where it rests; when interrupted, first finish, then raise."""
+        assert self._block_streaming is not None
+        try:
+            _leave_all(visits)
+        except BaseException:
+            _leave_all(visits)
+            raise
+        finally:
+            self._block_streaming.link.settle()
+
+    @property
+    def changes_state(self) -> bool:  # type: ignore[override]
+        # on the CPU parameters rest on the very device they are used on, and so does loaded state
+        return self._block_streaming is not None and self._block_streaming.link.overlaps
+
+    def pack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
+        # `load_state_dict` has put it where the parameter rests
+        assert self._block_streaming is not None
+        home = self._block_streaming.link.device
+        if self._block_streaming.resting(parameter) is None and id(parameter) not in self._visiting:
+            return state
+        on_device = _counts_on_device(optimizer, parameter)
+        return {name: _placed(value, home, on_device=on_device) for name, value in state.items()}
+
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        assert self._block_streaming is not None
+        if self._block_streaming.link.overlaps and _is_scaled_by_the_loop():
+            raise RefusalError(
+                self.field,
+                "params: the loop's own GradScaler has unscaled gradients that rest on the host without waiting for the scale",
+                "use --fp16 in place of the loop's scaler, or bf16",
+            )
+
+    @property
+    def host_bytes(self) -> int:
+        return self._spill.peak_bytes if self._spill else 0
+
+
+class _Visit:
+    """A parameter and its gradient, on the device for an update."""
+
+    def __init__(self, parameter: Parameter, resting: Resting, link: Link, *, updates: bool) -> None:
+        self._parameter, self._resting, self._link = parameter, resting, link
+        self._updates = updates
+        self._gradient = self._kept = gradient = parameter.grad
+        self._data = link.fetch(resting.stored).there()
+        # one that has just been made is on the device still
+        self._is_new = gradient is not None and gradient.device == self._data.device != resting.stored.device
+        self._brought = gradient if updates else None
+        if self._brought is not None and not self._is_new:
+            self._brought = link.fetch(self._brought).there()
+        self._version = -1 if self._brought is None else self._brought._version
+        parameter.grad = None
+        parameter.data = self._data
+        parameter.grad = self._brought
+
+    def leave(self) -> None:
+        """May be called again when it was interrupted."""
+        parameter, stored = self._parameter, self._resting.stored
+        if storage_of(parameter) != storage_of(stored):
+            self._kept = self._at_rest(parameter.grad)
+            if self._updates:
+                self._link.send(parameter.data, stored)
+            # autograd leaves a new one beside a parameter at rest; `grad` takes it only from one on the same device
+            parameter.grad = self._kept if self._is_new else None
+            parameter.data = stored
+        if not self._is_new:
+            parameter.grad = self._kept
+
+    def _at_rest(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if not self._updates:
+            return self._gradient
+        if gradient is None or self._gradient is None or self._brought is None:
+            return None
+        if (
+            gradient is not self._gradient and gradient._version != self._version
+        ):  # fused kernels unscale it, foreach SGD adds momentum to it
+            self._link.send(gradient, self._gradient)
+        return self._gradient
+
+
+def _leave_all(visits: list[_Visit]) -> None:
+    while visits:
+        visits[-1].leave()
+        visits.pop()
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+class _Gradients:
+    """Sends gradients where their parameters rest, as they are made.
+
+    Args:
+        spill: where to.
+        link: the way there.
+    """
+
+    def __init__(self, spill: Spill, link: Link) -> None:
+        self._spill = spill
+        self._link = link
+        self._watched: Any = WeakTensorKeyDictionary()  # hooks by parameter; aliases take theirs with them
+        self._aside: list[tuple[Parameter, torch.Tensor]] = []
+        self._block_streaming: BlockStreaming | None = None
+
+    def serve(self, residence: BlockStreaming) -> None:
+        """Have gradients follow the parameters that rest in a residence."""
+        self._block_streaming = residence
+        residence.backward_ended = self._backward_ended
+
+    def watch(self, parameter: Parameter) -> None:
+        """Have the gradients of a parameter, or an alias of one, leave; harmless when that is so already."""
+        if parameter in self._watched:
+            return
+        complete = _when_complete(weakref.WeakMethod(self._is_complete))
+        handles = [parameter.register_post_accumulate_grad_hook(complete)]  # type: ignore[no-untyped-call]
+        if self._link.overlaps:
+            comes = _when_it_comes(weakref.WeakMethod(self._comes), weakref.ref(parameter))
+            handles.append(parameter.register_hook(comes))  # type: ignore[no-untyped-call]
+        self._watched[parameter] = handles
+
+    def end(self) -> None:
+        """Take all hooks away."""
+        for handles in list(self._watched.values()):
+            for handle in handles:
+                handle.remove()
+        self._watched.clear()
+
+    def forget_aside(self) -> None:
+        """Drop what was set aside in a backward pass that broke off."""
+        self._aside.clear()
+
+    def _comes(self, gradient: torch.Tensor | None, parameter: Parameter) -> None:
+        """Before a gradient is added: autograd cannot add across devices."""
+        if gradient is None or parameter.grad is None or parameter.grad.device == gradient.device:
+            return
+        assert self._block_streaming is not None
+        self._aside.append((parameter, parameter.grad))
+        parameter.grad = None
+        self._block_streaming.settles_after_backward()
+
+    def _is_complete(self, parameter: Parameter) -> None:
+        """A gradient is complete for this backward pass."""
+        gradient, before = parameter.grad, self._taken_from_aside(parameter)
+        if gradient is None or gradient.requires_grad or type(gradient) not in PLAIN:
+            return
+        assert self._block_streaming is not None
+        if gradient.layout is not torch.strided or self._block_streaming.resting(parameter) is None:
+            return
+        if before is None and self._rests(gradient):
+            return
+        if before is not None:
+            gradient.add_(self._link.fetch(before, was_just_sent=True).there())
+        stored = room_for(self._spill, gradient) if before is None else before
+        self._link.send(gradient, stored)
+        parameter.grad = stored
+        self._block_streaming.settles_after_backward()
+
+    def _rests(self, gradient: torch.Tensor) -> bool:
+        return gradient.device != self._link.device or is_spilled(gradient.untyped_storage())
+
+    def _taken_from_aside(self, parameter: Parameter) -> torch.Tensor | None:
+        for at, (other, gradient) in enumerate(self._aside):
+            if other is parameter:
+                del self._aside[at]
+                return gradient
+        return None
+
+    def _backward_ended(self) -> None:
+        while self._aside:  # `torch.autograd.grad` asked for the gradient, and accumulates none
+            parameter, gradient = self._aside.pop()
+            if parameter.grad is None:
+                parameter.grad = gradient
+
+
+def _when_complete(method: weakref.WeakMethod[Any]) -> Callable[[Parameter], None]:
+    # hooks are no reason to keep a session
+    def hook(parameter: Parameter) -> None:
+        alive = method()
+        if alive is not None:
+            alive(parameter)
+
+    return hook
+
+
+def _when_it_comes(
+    method: weakref.WeakMethod[Any], referred: weakref.ref[Parameter]
+) -> Callable[[torch.Tensor | None], None]:
+    def hook(gradient: torch.Tensor | None) -> None:
+        alive, parameter = method(), referred()
+        if alive is not None and parameter is not None:
+            alive(gradient, parameter)
+
+    return hook
+
+
+def _stored(spill: Spill, tensor: torch.Tensor) -> torch.Tensor:
+    return room_for(spill, tensor).copy_(tensor.detach())
+
+
+# --- which parameters -----------------------------------------------------------------------------
+
+
+def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
+    """Parameters of blocks that can leave: large, their own storage's only tensor, and of no use elsewhere."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = {id(p) for module in model.modules() if id(module) not in inside for p in module._parameters.values()}
+    everything = list(model.parameters())
+    first = {id(everything[0]), id(next(p for p in everything if p.requires_grad))}
+    storages = [p.untyped_storage()._cdata for p in everything if type(p) in PLAIN]
+    return [
+        p
+        for p in {id(p): p for block in blocks for p in block.parameters()}.values()
+        if id(p) not in outside | first
+        and type(p) in PLAIN
+        and p.layout is torch.strided
+        and p.numel() >= SMALL_ELEMENTS
+        and p.device == everything[0].device
+        and _fills_its_storage(p)
+        and storages.count(p.untyped_storage()._cdata) == 1
+    ]
+
+
+def _fills_its_storage(parameter: Parameter) -> bool:
+    return is_dense(parameter) and parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+
+
+def _process_count() -> int:
+    distributed = torch.distributed
+    is_on = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_on else 1
+
+
+# --- state and scalers ----------------------------------------------------------------------------
+
+
+def _counts_on_device(optimizer: Optimizer, parameter: Parameter) -> bool:
+    """Return whether the optimizer's kernels want the count of steps beside the moments."""
+    groups = (g for g in optimizer.param_groups if any(own is parameter for own in g["params"]))
+    group = next(groups, optimizer.defaults)
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _placed(value: Any, home: torch.device, *, on_device: bool) -> Any:
+    moves = isinstance(value, torch.Tensor) and (value.dim() > 0 or on_device) and not hasattr(value, "is_paged")
+    return value.to(home) if moves else value
+
+
+def _is_scaled_by_the_loop() -> bool:
+    """Return whether a `GradScaler` calls the step."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            return True
+        frame = frame.f_back
+    return False

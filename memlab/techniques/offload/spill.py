@@ -1,0 +1,131 @@
+"""Tensors that live off the device: in host memory beside a GPU, or in a file beside the CPU.
+
+A spilled tensor stays an ordinary tensor with the same shape and dtype, so optimizer state that
+holds one can still be read, saved and compared at any time. A fake tensor (of a prediction) is
+spilled to a fake one, which takes up nothing anywhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.errors import RefusalError
+from memlab.plan import Tier
+from memlab.techniques.offload.pool import Pool, file_slab, pinned_slab
+from memlab.techniques.offload.transfers import settle
+
+_spilled_storages: set[int] = set()
+_spilling_fakes = False
+
+
+def is_spilled(storage: torch.UntypedStorage) -> bool:
+    """Return whether a storage is kept elsewhere by a `Spill`, so that it takes no memory of the device."""
+    return _spilling_fakes or storage._cdata in _spilled_storages
+
+
+@contextmanager
+def _births_are_spilled() -> Iterator[None]:
+    """A ledger sees a fake storage at its birth, before it could be registered."""
+    global _spilling_fakes
+    _spilling_fakes = True
+    try:
+        yield
+    finally:
+        _spilling_fakes = False
+
+
+def resolve_tier(tier: Tier, device: torch.device, what: str) -> Tier:
+    """Pick the tier for a device: host memory beside a GPU, a file beside the CPU.
+
+    Raises:
+        RefusalError: host memory was asked for on the CPU device, where it saves nothing.
+    """
+    if tier is Tier.AUTO:
+        return Tier.DISK if device.type == "cpu" else Tier.HOST
+    if tier is Tier.HOST and device.type == "cpu":
+        raise RefusalError(
+            "offload",
+            f"{what} to host: the model is on the CPU, whose memory is the host's",
+            f"use --offload {what}:disk (the default there)",
+        )
+    return tier
+
+
+class Spill:
+    """A place off the device for tensors, emptied with its owner.
+
+    On disk, tensors lie in a pool of regions of unlinked temporary files: nothing outlives the process, and a
+    tensor takes the place of one that is gone.
+
+    Args:
+        tier: HOST (pinned when there is a GPU) or DISK.
+        pooled: take host memory from a pool as well. Its regions are used again at once, so whoever asks for that
+            copies to and from them in the lanes of `memlab.techniques.offload.transfers` and nowhere else.
+
+    Attributes:
+        stored_bytes: bytes of the tensors held now.
+        peak_bytes: most bytes held at once.
+
+    Example:
+        >>> spill = Spill(Tier.DISK)
+        >>> kept = spill.store(torch.arange(4))
+        >>> kept.tolist(), spill.stored_bytes, is_spilled(kept.untyped_storage())
+        ([0, 1, 2, 3], 32, True)
+        >>> del kept
+        >>> spill.stored_bytes, spill.peak_bytes
+        (0, 32)
+    """
+
+    def __init__(self, tier: Tier, *, pooled: bool = False) -> None:
+        self.tier = tier
+        self.stored_bytes = 0
+        self.peak_bytes = 0
+        self._files = Pool(file_slab)
+        self._pinned = Pool(pinned_slab, settle) if pooled else None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pools, what is free in them included."""
+        return self._files.held_bytes + (self._pinned.held_bytes if self._pinned else 0)
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A spilled tensor with the shape and dtype of another one, not filled yet."""
+        if tensor.numel() == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        size_bytes = tensor.numel() * tensor.element_size()
+        if isinstance(tensor, FakeTensor):
+            with _births_are_spilled():
+                spilled = tensor.new_empty(tensor.shape)
+        elif self.tier is Tier.DISK:
+            spilled = _shaped(self._files.take(size_bytes), tensor)
+        elif self._pinned is not None and tensor.is_cuda:
+            spilled = _shaped(self._pinned.take(size_bytes), tensor)
+        else:
+            spilled = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._keep_count(spilled.untyped_storage(), size_bytes)
+        return spilled
+
+    def store(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A spilled copy of a tensor."""
+        spilled = self.empty_like(tensor)
+        spilled.copy_(tensor.detach())
+        return spilled
+
+    def _keep_count(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        _spilled_storages.add(storage._cdata)
+        self.stored_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.stored_bytes)
+        weakref.finalize(storage, self._forget, size_bytes, storage._cdata).atexit = False
+
+    def _forget(self, size_bytes: int, address: int) -> None:
+        self.stored_bytes -= size_bytes
+        _spilled_storages.discard(address)
+
+
+def _shaped(region: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return region.view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,1 @@
+"""Conversion of a live optimizer: `optimizer` is the technique, `state_formats` translates moments."""

@@ -1,0 +1,483 @@
+"""Number formats of a training step: fp32, tf32, fp16 with loss scaling, bf16, and pure bf16.
+
+fp16, without a `GradScaler` in the loop, in numbered rules:
+
+1. The forward runs under autocast; its outputs are returned in fp32.
+2. The gradient is scaled where it enters the outputs, in fp32, before it is cast down: after the cast
+   a small one would be zero already.
+3. A hook on each parameter divides by the scale before the gradient is accumulated, so gradient
+   clipping in the loop sees true gradients, and the scale may change between two backward passes.
+4. The same hook notes gradients that are not finite; the optimizer step is then skipped and the
+   scale halved. After 2000 good steps it doubles. (The rules of `torch.amp.GradScaler`.)
+
+Pure bf16 keeps each parameter as bf16 for forward and backward, and the 16 bits it lacks beside it:
+together they are the fp32 master, bit for bit, which is what the optimizer updates. Nothing is
+rounded away, and switching off gives back the masters. Moments are kept in bf16, rounded
+stochastically so that small changes are not lost.
+
+Sources: https://docs.pytorch.org/docs/stable/amp.html; Micikevicius et al., "Mixed Precision Training",
+https://arxiv.org/abs/1710.03740; Zamirai et al., "Revisiting BFloat16 Training", https://arxiv.org/abs/2010.06192
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from memlab.errors import MemlabError, RefusalError
+from memlab.plan import Plan, Precision
+from memlab.runtime.autocast import without_autocast
+from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.lazy import LazyTensor
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.rng import Randomness
+from memlab.runtime.state_layers import at_home
+from memlab.runtime.surroundings import Effect, Snapshot
+from memlab.runtime.tree import flatten
+from memlab.runtime.workload import Workload
+from memlab.techniques.base import ModelCall, State, Technique
+from memlab.techniques.description import Description
+from memlab.techniques.precision.moments import join_master, round_stochastically, split_master
+from memlab.techniques.precision.own_form import OwnForm
+
+FIRST_SCALE = 2.0**16
+_GROWTH_STEPS = 2000
+_AUTOCAST_DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+
+
+class PrecisionChoice(Technique):
+    """Run forward and backward in another number format.
+
+    Tolerances over 100 steps against fp32 are stated and tested in ``tests/techniques/test_precision.py``.
+
+    Known limitations: a loop that runs under autocast itself keeps its own precision (said in the notes). Only the first call is
+    looked at for what does not run in half precision.
+    """
+
+    field = "precision"
+    descriptions = (
+        Description(
+            flags="--bf16",
+            saves="about half of the activations; parameters, gradients and moments stay in fp32",
+            costs="none where the hardware supports it (it is faster there); slower elsewhere",
+            exactness="gradients within a few % of fp32",
+            gives_nothing="16-bit copies of the weights take more than activations save: small batches, large models",
+        ),
+        Description(
+            flags="--fp16",
+            saves="as --bf16",
+            costs="as --bf16; steps that overflow are skipped while the scale settles",
+            exactness="gradients within 1 % of fp32, with loss scaling",
+            gives_nothing="as --bf16",
+        ),
+        Description(
+            flags="--precision tf32",
+            saves="nothing: it is for speed",
+            costs="faster matrix products",
+            exactness="10 bits of mantissa in products",
+            gives_nothing="always: it saves time, not memory; refused without CUDA",
+        ),
+        Description(
+            flags="--precision pure-bf16",
+            saves="parameters, gradients and moments: 16 → 10 bytes per parameter",
+            costs="an fp32 copy of one parameter at a time",
+            exactness="weights return to fp32 bit for bit, moments are rounded",
+            gives_nothing="one embedding is most of the model: its fp32 copy is the peak",
+        ),
+    )
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._scaler = LossScale()
+        self._masters: dict[int, torch.Tensor] = {}
+        self._own_form: OwnForm | None = None
+        self._to_look_at: nn.Module | None = None  # until the first call is over
+        self._name = ""
+        self._generators: dict[torch.device, torch.Generator] = {}
+        # within a step: what a bucket's moments were packed in before, which they are again, so that they stay where they are
+        self._is_stepping = False
+        self._packed: dict[int, State] = {}
+
+    @property
+    def changes_state(self) -> bool:  # type: ignore[override]
+        return self._is(Precision.PURE_BF16)
+
+    state_per_step = True
+
+    @property
+    def may_skip(self) -> bool:  # type: ignore[override]
+        return self._is(Precision.FP16)
+
+    def check(self, workload: Workload) -> None:
+        precision = self.plan.precision
+        # pure bf16 may be what is to be changed
+        before = Technique(self.plan) if self.predecessor is None else self.predecessor
+        dtypes = {before.canonical_dtype(p) for p in workload.model.parameters() if p.requires_grad}
+        if precision is Precision.TF32 and workload.device.type != "cuda":
+            raise RefusalError(self.field, "tf32 needs a CUDA GPU of the Ampere generation or newer", "use --bf16 here")
+        if precision in (Precision.FP16, Precision.BF16, Precision.PURE_BF16) and dtypes - {torch.float32}:
+            found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes - {torch.float32}))
+            raise RefusalError(
+                self.field,
+                f"--{'precision ' if precision is Precision.PURE_BF16 else ''}{precision} needs float32 parameters, "
+                f"{workload.name} has {found} ones",
+                "call model.float() and make the optimizer anew, or leave the precision as it is",
+            )
+        recurrent = any(isinstance(module, nn.RNNBase) for module in workload.model.modules())
+        if precision is Precision.FP16 and workload.device.type == "cpu" and recurrent:
+            raise RefusalError(self.field, "the CPU has no fp16 kernels for recurrent layers", "use --bf16 here")
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS) and self.plan.precision in (Precision.FP16, Precision.PURE_BF16):
+            raise RefusalError(
+                self.field,
+                f"{self.plan.precision} cannot serve LBFGS, which evaluates the model inside its step",
+                "use --bf16",
+            )
+
+    def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        self._name = workload.name
+        if self.plan.precision in (Precision.FP16, Precision.BF16, Precision.PURE_BF16):
+            self._to_look_at = workload.model
+            undo.callback(setattr, self, "_to_look_at", None)
+        match self.plan.precision:
+            case Precision.FP32:
+                _set_matmul_precision("highest", undo)
+            case Precision.TF32:
+                _set_matmul_precision("high", undo)
+            case Precision.FP16:
+                self._scaler.watch(workload.model, undo)
+            case Precision.PURE_BF16:
+                self._split_parameters(workload.model, undo)
+
+    def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        model, self._to_look_at = self._to_look_at, None
+        return self._lowered(call, args, kwargs) if model is None else self._first(model, call, args, kwargs)
+
+    def _first(self, model: nn.Module, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The first call, whose errors may be those of half precision.
+
+        Raises:
+            RefusalError: the model does not run in it; nothing of the call is left behind.
+        """
+        before = Snapshot(model)
+        randomness = Randomness(next(model.parameters()).device, before.generators)
+        try:
+            output = self._lowered(call, args, kwargs)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, MemlabError):
+                raise
+            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        else:
+            left = self._left_unscaled(before.effects())
+            if left is None:
+                return output
+            said = f"its gradients are scaled at the output, and {left} is past it"
+        before.restore(strict=False)
+        randomness.restore()
+        with self._restored([*model.parameters(), *model.buffers()]):
+            call(*args, **kwargs)  # where that fails as well, the error is the model's own
+        before.restore(strict=False)
+        randomness.restore()
+        self._to_look_at = model
+        raise RefusalError(
+            self.field, f"{self._name} does not run in {self.plan.precision}: {said}", "leave its precision as it is"
+        )
+
+    def _left_unscaled(self, effects: Mapping[str, Effect]) -> str | None:
+        """Return where a tensor is left that gradients come in by past the output."""
+        for name, effect in effects.items() if self._is(Precision.FP16) else ():
+            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flatten(effect.value)[0]):
+                return name
+        return None
+
+    def _lowered(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        match self.plan.precision:
+            case Precision.FP16 | Precision.BF16:
+                return self._autocast(call, args, kwargs)
+            case Precision.FP32:
+                with without_autocast():
+                    return call(*args, **kwargs)
+            case Precision.PURE_BF16:
+                return self._in_bf16(call, args, kwargs)
+        return call(*args, **kwargs)
+
+    def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._is(Precision.PURE_BF16):
+            return self._in_bf16(call, args, kwargs)
+        return call(*args, **kwargs)
+
+    def _is(self, precision: Precision) -> bool:
+        return self.plan.precision is precision
+
+    def _autocast(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        dtype = _AUTOCAST_DTYPES[self.plan.precision]
+        device_type = _device_type(args, kwargs)
+        if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is dtype:
+            self._note_once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
+            return call(*args, **kwargs)
+        scale = self._scaler.scale if self._is(Precision.FP16) else 1.0
+        args, kwargs = tree_map(lambda leaf: _scaled_gradient(leaf, 1 / scale), (args, dict(kwargs)))
+        with torch.autocast(device_type, dtype=dtype):
+            output = call(*args, **kwargs)
+        return _in_leaves(lambda leaf: _scaled_gradient(_as_fp32(leaf), scale), output)
+
+    def _in_bf16(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        args, kwargs = tree_map(as_bf16, (args, dict(kwargs)))
+        with without_autocast():
+            return _in_leaves(_as_fp32, call(*args, **kwargs))
+
+    def _note_once(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._is(Precision.FP16) and self._scaler.found_bad_gradients()
+
+    def _split_parameters(self, model: nn.Module, undo: ExitStack) -> None:
+        tensors = [t for t in (*model.parameters(), *convertible_buffers(model)) if t.dtype is torch.float32]
+        for tensor in tensors:
+            undo.callback(self._join, tensor)
+            high, self._masters[id(tensor)] = split_master(tensor.data)
+            _set_data(tensor, high)
+        self._own_form = OwnForm(self._whole, self._restored)
+        self._own_form.serve(model, tensors, undo)
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor's master, where the tensor rests; None when it is in its place."""
+        low = self._masters.get(id(tensor))
+        if low is None or tensor.dtype is torch.float32:
+            return None
+        return join_master(tensor.data.to(low.device), low).to(tensor.device)
+
+    @contextmanager
+    def _restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """All masters in their places."""
+        split: list[Any] = [t for t in tensors if id(t) in self._masters and t.dtype is not torch.float32]
+        with uninterrupted(), at_home(self.in_force(), split, updates=True), self._with_masters(split):
+            yield
+
+    def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        return torch.float32 if id(tensor) in self._masters else tensor.dtype
+
+    @property
+    def held_tensors(self) -> Sequence[torch.Tensor]:
+        return tuple(self._masters.values())
+
+    def _join(self, tensor: torch.Tensor) -> None:
+        low = self._masters.pop(id(tensor), None)
+        if low is not None:
+            _set_data(tensor, join_master(tensor.data, low))
+
+    def pack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
+        before = self._packed.get(id(parameter), {})
+        return {key: self._packed_moment(parameter, value, before.get(key)) for key, value in state.items()}
+
+    def unpack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
+        if self._is_stepping:
+            resident = optimizer.state.get(parameter, {})
+            self._packed[id(parameter)] = {key: value for key, value in state.items() if value is resident.get(key)}
+        return {key: _unpacked_moment(parameter, value) for key, value in state.items()}
+
+    def bucket_coming(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._is_stepping = True
+
+    def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._packed.clear()
+
+    def buckets_over(self, optimizer: torch.optim.Optimizer) -> None:
+        self._is_stepping = False
+        self._packed.clear()
+
+    def _packed_moment(self, parameter: nn.Parameter, value: Any, before: torch.Tensor | None) -> Any:
+        if not _is_moment(parameter, value, torch.float32):
+            return value
+        into = before if _is_moment(parameter, before, torch.bfloat16) else None
+        return round_stochastically(value, self._generator(value.device), into)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        # a generator of its own: the user's random numbers stay what they were
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(0)
+        return self._generators[device]
+
+    def around_update(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        return self._with_masters(parameters) if self._is(Precision.PURE_BF16) else nullcontext()
+
+    @contextmanager
+    def _with_masters(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        split = [p for p in parameters if id(p) in self._masters]
+        gradients = [p.grad for p in split]
+        # written to again: new ones at every step would end up in ever other places, and break up the allocator's segments
+        halves = {id(p): (p.data, self._masters[id(p)]) for p in split}
+        try:
+            for parameter in split:
+                gradient = parameter.grad
+                parameter.grad = None
+                parameter.data = join_master(parameter.data, self._masters[id(parameter)])
+                parameter.grad = None if gradient is None else gradient.float()
+            yield
+        finally:
+            joined = [parameter for parameter in split if parameter.dtype is torch.float32]
+            # all gradients first: what they give free is what splitting needs
+            for parameter in joined:
+                parameter.grad = None
+            for parameter in joined:
+                self._split(parameter, halves[id(parameter)])
+            for parameter, gradient in zip(split, gradients, strict=True):
+                parameter.grad = gradient
+
+    def _split(self, parameter: torch.Tensor, halves: tuple[torch.Tensor, torch.Tensor]) -> None:
+        try:
+            split_master(parameter.data, halves)
+        except torch.OutOfMemoryError:
+            # the update is done, and must not be repeated because its last step failed; half of this has been freed
+            split_master(parameter.data, halves)
+        parameter.data = halves[0]
+
+
+class LossScale:
+    """Dynamic loss scale by the rules of `torch.amp.GradScaler`, without a scaler in the loop.
+
+    Attributes:
+        scale: factor by which gradients are multiplied on entering the backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.scale = FIRST_SCALE
+        self._good_steps = 0
+        self._sums: list[torch.Tensor] = []
+        self._last_were_bad = False
+
+    def watch(self, model: nn.Module, undo: ExitStack) -> None:
+        """Unscale every parameter's gradient before it is accumulated."""
+        undo.callback(self._sums.clear)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                undo.callback(parameter.register_hook(self._unscale).remove)  # type: ignore[no-untyped-call]
+
+    def _unscale(self, gradient: torch.Tensor) -> torch.Tensor:
+        true_gradient = gradient / self.scale
+        # the sum of a gradient is finite when all of it is: one cheap pass, read at the step
+        self._sums.append(true_gradient.detach().sum())
+        return true_gradient
+
+    def found_bad_gradients(self) -> bool:
+        """Return whether a gradient since the last step was inf or nan; adapts the scale (waits for the device).
+
+        Several optimizers of one model ask in turn; the later ones get the answer of the first.
+        """
+        sums, self._sums[:] = list(self._sums), []
+        if sums:
+            self._last_were_bad = not all(map(_all_finite, _by_device(sums)))
+            self._update()
+        return self._last_were_bad
+
+    def _update(self) -> None:
+        """Halve the scale after bad gradients, double it after 2000 good steps."""
+        self._good_steps = 0 if self._last_were_bad else self._good_steps + 1
+        if self._last_were_bad:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self._good_steps == _GROWTH_STEPS:
+            self.scale, self._good_steps = self.scale * 2, 0
+
+
+def _by_device(scalars: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Gradients of parameters that rest on the host may be there."""
+    devices = dict.fromkeys(scalar.device for scalar in scalars)
+    return [[scalar for scalar in scalars if scalar.device == device] for device in devices]
+
+
+def _all_finite(scalars: list[torch.Tensor]) -> bool:
+    return bool(torch.stack(scalars).isfinite().all())
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Identity whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.scale, None
+
+
+def _scaled_gradient(leaf: Any, scale: float) -> Any:
+    if scale == 1.0 or not isinstance(leaf, torch.Tensor):
+        return leaf
+    if isinstance(leaf, LazyTensor):
+        return leaf.with_gradient(lambda tensor: _scaled_gradient(tensor, scale))
+    return _ScaledGradient.apply(leaf, scale) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+
+
+def _as_fp32(leaf: Any) -> Any:
+    low = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return leaf.float() if low else leaf
+
+
+def _in_leaves(change: Callable[[Any], Any], output: Any) -> Any:
+    leaves, structure = flatten(output)
+    changed = [change(leaf) for leaf in leaves]
+    is_other = any(one is not other for one, other in zip(changed, leaves, strict=True))
+    return structure.put(changed) if is_other else output
+
+
+def as_bf16(leaf: Any) -> Any:
+    """An input as a model in bf16 gets it."""
+    return leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf
+
+
+def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    for value in (*kwargs.values(), *args):
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    return "cpu"
+
+
+def _set_matmul_precision(precision: str, undo: ExitStack) -> None:
+    undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    torch.set_float32_matmul_precision(precision)
+
+
+def convertible_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Floating-point buffers that are saved with the model.
+
+    Tables computed on the fly (rotary frequencies) and running statistics keep their precision, as in
+    Transformers' own loading.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield buffer
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Swap a tensor's data for another dtype's, its gradient along with it."""
+    gradient = tensor.grad if tensor.is_leaf else None
+    if gradient is not None:
+        tensor.grad = None
+    tensor.data = data
+    if gradient is not None:
+        tensor.grad = gradient.to(data.dtype)
+
+
+def _is_moment(parameter: nn.Parameter, value: Any, dtype: torch.dtype) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and value.dtype is dtype and value.shape == parameter.shape and value.dim() > 0
+    )
+
+
+def _unpacked_moment(parameter: nn.Parameter, value: Any) -> Any:
+    return value.float() if _is_moment(parameter, value, torch.bfloat16) else value

@@ -1,0 +1,206 @@
+"""Large linear layers in tiles, on and off on a live model.
+
+Two forms, by what is large beside a layer:
+
+1. *Feed-forward parts over rows.* The result between the two layers of a feed-forward part is several times as wide as
+   what goes in, and it never exists whole: rows go through in N tiles, and each tile is run again in the backward pass
+   (`torch.utils.checkpoint`, so random state and autocast are as they were), where its gradients are made.
+2. *Other layers over output features, under autocast.* Autocast casts a weight whole and autograd keeps the copy until the
+   backward pass. Here a tile of it is cast at a time, and cast again in the backward pass.
+
+Large is a weight of at least `LARGE_BYTES`. Weights are read where they are, so tied ones stay tied; classes
+and hooks of modules stay, and hooks of layers within a feed-forward part run once for each tile.
+
+Sources of the ideas: Rajbhandari et al., "ZeRO-Infinity", https://arxiv.org/abs/2104.07857 (memory-centric tiling);
+Bekman et al., "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996 (tiled feed-forward parts).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memlab.errors import RefusalError
+from memlab.plan import Loss, Plan, Precision
+from memlab.runtime.autocast import without_cached_casts
+from memlab.runtime.hooks import stand_in
+from memlab.runtime.modules import repeated_blocks
+from memlab.runtime.workload import Workload
+from memlab.techniques.accumulation.split import row_ranges
+from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.checkpointing.recomputation import contexts_within
+from memlab.techniques.chunked_loss import large_heads
+from memlab.techniques.description import Description
+from memlab.techniques.tiling.feed_forward import FeedForward, Linear, feed_forwards, linears_of, treats_rows_alike
+from memlab.techniques.tiling.tiled_linear import TiledLinear
+from memlab.units import MIB, format_bytes
+
+LARGE_BYTES = 1 * MIB
+# autocast is then off, or casts no weight
+_WITHOUT_CASTS = (Precision.FP32, Precision.TF32, Precision.PURE_BF16)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Tiling(Technique):
+    """Compute large feed-forward parts, and under autocast other large linear layers, in tiles.
+
+    Known limitations: with dropout within a feed-forward part its masks are drawn tile by tile: other numbers of the
+    same distribution. Under checkpointing of whole blocks, feed-forward parts run three times. A gradient of a gradient
+    cannot be taken through layers of the second form. Parametrized and quantised layers are left alone, and so are
+    feed-forward parts that are called with more than one tensor, or that mix rows.
+    """
+
+    field = "tiling"
+    changes_modules = True
+    descriptions = (
+        Description(
+            flags="--tile N",
+            saves="the wide intermediate result of feed-forward parts: ÷ N",
+            costs="feed-forward parts run once more in the backward pass",
+            exactness="same gradient; dropout masks there are drawn tile by tile",
+            gives_nothing="the peak is in the logits, and blocks are recomputed anyway; refused where no weight has 1 MiB",
+        ),
+    )
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._mixing = 0
+        self._unlooked: list[FeedForward] = []
+        # by the module
+        self._row_parts: set[int] = set()
+        self._tiled: dict[str, set[int]] = {"parts": set(), "layers": set()}
+
+    @classmethod
+    def setting(cls, plan: Plan) -> Any:
+        # whose forward a chunked loss replaces is none of this one's
+        return plan.tiling, plan.loss
+
+    def check(self, workload: Workload) -> None:
+        model = workload.model
+        if self._parts(model):
+            return
+        layers = self._layers(model)
+        if layers and self.plan.precision not in _WITHOUT_CASTS:
+            return
+        linears = sorted(self._linears(model), key=lambda linear: linear.weight_bytes)
+        if layers:
+            raise RefusalError(
+                self.field,
+                f"{workload.name} has no feed-forward part to tile over rows, and tiles save copies of its large "
+                f"layers only under autocast",
+                "use it with --bf16 or --fp16, or --accumulate N instead",
+            )
+        largest = f"the largest takes {format_bytes(linears[-1].weight_bytes)}" if linears else "it has none at all"
+        beside = " beside the head, whose loss is chunked," if self.plan.loss is Loss.CHUNKED else ""
+        raise RefusalError(
+            self.field,
+            f"no linear layer of {workload.name}{beside} has a weight of {format_bytes(LARGE_BYTES)} or more: {largest}",
+            "use --accumulate N or --checkpoint, which lower what layers keep",
+        )
+
+    def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        self._unlooked = self._parts(workload.model)
+        blocks = repeated_blocks(workload.model)
+        for part in self._unlooked:
+            stand_in(part.owner, part.method, self._over_rows(part, _block_around(part, blocks)), undo)
+        for linear in self._layers(workload.model):
+            stand_in(linear.module, "forward", self._over_features(linear), undo)
+
+    def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        # beforehand: within the call a selective checkpoint would take what is looked at for a part of the model
+        unlooked, self._unlooked = self._unlooked, []
+        self._row_parts |= {id(part.owner) for part in unlooked if treats_rows_alike(part)}
+        self._mixing += len(unlooked) - len(self._row_parts) if unlooked else 0
+        output = call(*args, **kwargs)
+        self.notes = [self._words()]
+        return output
+
+    def _words(self) -> str:
+        parts, layers = len(self._tiled["parts"]), len(self._tiled["layers"])
+        said = [f"{parts} feed-forward parts over rows"] if parts else []
+        said += [f"{layers} linear layers over output features"] if layers else []
+        whole = f"; {self._mixing} that mix rows stay whole" if self._mixing else ""
+        if not said:
+            return "nothing is computed in tiles: without autocast large layers make no copies that tiles could save"
+        return f"in {self.plan.tiling} tiles: {' and '.join(said)}{whole}"
+
+    def _parts(self, model: nn.Module) -> list[FeedForward]:
+        return [part for part in feed_forwards(model) if part.weight_bytes >= LARGE_BYTES]
+
+    def _layers(self, model: nn.Module) -> list[Linear]:
+        """Large layers outside of the feed-forward parts."""
+        elsewhere = {id(linear.module) for part in self._parts(model) for linear in part.linears}
+        large = (linear for linear in self._linears(model) if linear.weight_bytes >= LARGE_BYTES)
+        return [linear for linear in large if id(linear.module) not in elsewhere]
+
+    def _linears(self, model: nn.Module) -> list[Linear]:
+        """Return those within the model; not the head where the loss is computed without its logits."""
+        heads = {id(head) for head in large_heads(model)} if self.plan.loss is Loss.CHUNKED else set()
+        return [linear for linear in linears_of(model) if id(linear.module) not in {id(model), *heads}]
+
+    def _over_rows(self, part: FeedForward, block: nn.Module | None) -> Callable[..., Any]:
+        original = getattr(part.owner, part.method)
+        contexts = functools.partial(contexts_within, block)
+
+        def on_tile(rows: torch.Tensor) -> Any:
+            with without_cached_casts(rows.device.type):
+                return original(rows)
+
+        @functools.wraps(original)
+        def tiled(*args: Any, **kwargs: Any) -> Any:
+            hidden = _only_tensor(args, kwargs)
+            is_training = part.owner.training and torch.is_grad_enabled()
+            if hidden is None or hidden.dim() < 2 or not is_training or id(part.owner) not in self._row_parts:
+                return original(*args, **kwargs)
+            self._tiled["parts"].add(id(part.owner))
+            rows = hidden.reshape(*[1] * (hidden.dim() - 2), -1, hidden.shape[-1])  # [1, n, d]
+            ranges = row_ranges(rows.shape[-2], min(self.plan.tiling, rows.shape[-2]))
+            tiles = (rows[..., start:stop, :] for start, stop in ranges)
+            results = [checkpoint(on_tile, tile, use_reentrant=False, context_fn=contexts) for tile in tiles]
+            return torch.cat(results, -2).reshape(*hidden.shape[:-1], results[0].shape[-1])
+
+        return tiled
+
+    def _over_features(self, linear: Linear) -> Callable[..., Any]:
+        module = linear.module
+        original = module.forward
+
+        @functools.wraps(original)
+        def tiled(*args: Any, **kwargs: Any) -> Any:
+            inputs = _only_tensor(args, kwargs)
+            dtype = None if inputs is None else _cast_to(inputs, linear)
+            if dtype is None or not (module.training and torch.is_grad_enabled()):
+                return original(*args, **kwargs)
+            assert inputs is not None
+            self._tiled["layers"].add(id(module))
+            weight = linear.weight.t() if linear.is_transposed else linear.weight
+            return TiledLinear.apply(inputs.to(dtype), weight, module.bias, self.plan.tiling)  # type: ignore[no-untyped-call]
+
+        return tiled
+
+
+def _block_around(part: FeedForward, blocks: list[nn.Module]) -> nn.Module | None:
+    """The repeated block a part lies in: what brings the block's parameters must bring them for a tile as well."""
+    return next((block for block in blocks if any(module is part.owner for module in block.modules())), None)
+
+
+def _only_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The argument of a call that has one, a plain tensor of floats."""
+    given = (*args, *kwargs.values())
+    alone = len(given) == 1 and isinstance(given[0], torch.Tensor) and given[0].is_floating_point()
+    return given[0] if alone else None
+
+
+def _cast_to(inputs: torch.Tensor, linear: Linear) -> torch.dtype | None:
+    """Return what autocast turns the weight of a layer into for these inputs; None where it leaves it as it is."""
+    device_type = inputs.device.type
+    if not torch.is_autocast_enabled(device_type) or inputs.dtype is torch.float64:
+        return None
+    dtype = torch.get_autocast_dtype(device_type)
+    return dtype if linear.weight.dtype is torch.float32 and dtype in _HALF else None
