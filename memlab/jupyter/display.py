@@ -25,12 +25,12 @@ from memlab.report import (
     image,
     ladder,
     ladder_image,
-    listing,
     pareto,
     pareto_figure,
     pareto_image,
     ranks,
     showing,
+    tables,
     text,
 )
 
@@ -92,7 +92,7 @@ def show_figure(shell: Any, shown: Comparison | PredictedPlans | FoundPlan | Lad
     elif isinstance(shown, Ladder):
         drawn, said = figure.comparison(shown.comparison), ladder.sentence(shown)
     elif isinstance(shown, FoundPlan):
-        drawn, said = pareto_figure.figure(pareto.found_chart(shown)), listing.found_sentence(shown)
+        drawn, said = pareto_figure.figure(pareto.found_chart(shown)), tables.found_sentence(shown)
     elif shown.closely is not None:
         drawn, said = figure.timeline(shown.closely, shown.budget_bytes), shown.sentence
     else:

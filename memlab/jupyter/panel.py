@@ -27,7 +27,7 @@ from memlab.live.source import Source
 from memlab.plan import FIELDS, Plan
 from memlab.records.comparison import Comparison
 from memlab.records.live_state import Activity, Asked, Moment
-from memlab.report import html
+from memlab.report import html, tables
 from memlab.units import format_bytes
 
 _MOST_EVENTS = 6
@@ -235,7 +235,7 @@ def _table(moment: Moment) -> str:
         comparison = Comparison(
             "settings tried", moment.measurements, tuple(moment.events[-_MOST_EVENTS:]), moment.predictions
         )
-        parts.append(html.table(comparison))
+        parts.append(html.table(tables.comparison(comparison)))
     return "".join(parts)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memlab.records import Measurement, Prediction
-from memlab.report import html, listing, pareto, pareto_image, showing, text, timeline_image
+from memlab.report import html, pareto, pareto_image, showing, tables, text, timeline_image
 from memlab.report.pareto import Chart
 from memlab.report.ranking import speed_of
+from memlab.report.table import Table
 
 _HOW_TO_SEE_ALL = "%memfit predict --all shows them"
 # fewer plans than this are a pair to look at closely, not a cloud
@@ -45,16 +46,17 @@ class PredictedPlans:
     @property
     def text(self) -> str:
         """The table; for a plan or two with what the last one needs the memory for."""
-        table = text.predictions_table(
-            self.predictions, self.budget_bytes, title=self.title, every=self.every, how_to_see_all=_HOW_TO_SEE_ALL
-        )
-        closely = self.closely
+        table, closely = text.table(self._table), self.closely
         return table if closely is None else f"{table}\n\n{text.breakdown(closely)}"
 
     @property
     def html(self) -> str:
         """The table."""
-        return html.predictions_table(
+        return html.table(self._table)
+
+    @property
+    def _table(self) -> Table:
+        return tables.predictions(
             self.predictions, self.budget_bytes, title=self.title, every=self.every, how_to_see_all=_HOW_TO_SEE_ALL
         )
 
@@ -74,7 +76,7 @@ class PredictedPlans:
     @property
     def sentence(self) -> str:
         """All of it in one sentence."""
-        return listing.predictions_sentence(self.predictions, self.budget_bytes)
+        return tables.predictions_sentence(self.predictions, self.budget_bytes)
 
     @property
     def _known(self) -> Sequence[Prediction]:

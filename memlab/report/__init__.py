@@ -1,7 +1,6 @@
 """Pictures and tables of records: pure functions, nothing here measures or changes anything.
 
-- `text`: tables as plain text: a receipt, predictions, a found plan
-- `html`: the same tables with inline styles, for a saved notebook
+- `text`: tables as plain text; `html`: the same with inline styles, for a saved notebook
 - `image`: a receipt as a static PNG, by matplotlib
 - `timeline_image`: the memory of a step over time, likewise, or of several steps on one scale
 - `figure`: the live twins of the pictures, by plotly
@@ -10,7 +9,7 @@
 - `inference`: calls that only run forward, in words and as a receipt
 - `showing`: which of them `print` and a cell use for which record
 - `ranks`: ranks of a run in many processes, and how many of which GPU do
-- `ranking`, `listing`: which predictions are shown, in which order and words
+- `tables`: records reduced to a `table.Table`; `ranking`: which predictions are shown, in which order; `wording`: figures in words
 
 matplotlib and plotly are imported when a picture is asked for, never before.
 """
@@ -24,12 +23,12 @@ from memlab.report import (
     inference,
     ladder,
     ladder_image,
-    listing,
     pareto,
     pareto_figure,
     pareto_image,
     ranking,
     ranks,
+    tables,
     text,
     timeline_image,
 )
@@ -41,12 +40,12 @@ __all__ = [
     "inference",
     "ladder",
     "ladder_image",
-    "listing",
     "pareto",
     "pareto_figure",
     "pareto_image",
     "ranking",
     "ranks",
+    "tables",
     "text",
     "timeline_image",
 ]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from memlab.extras import require
 from memlab.records import Phase, Prediction, TimelinePoint
 from memlab.records.comparison import Comparison
-from memlab.report.columns import flag_lines, rate, speed, then_change
 from memlab.report.segments import (
     Profile,
     categories_of,
@@ -27,6 +26,7 @@ from memlab.report.segments import (
     swatch,
     time_scale,
 )
+from memlab.report.wording import flag_lines, rate, speed, then_change
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from memlab.records.comparison import Comparison, Row
 from memlab.report.canvas import FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
-from memlab.report.columns import flag_lines, rate, then_change
 from memlab.report.segments import (
     categories_of,
     finite,
@@ -18,6 +17,7 @@ from memlab.report.segments import (
     swatch,
 )
 from memlab.report.text import summary
+from memlab.report.wording import flag_lines, rate, then_change
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memlab.records.comparison import Comparison
 from memlab.records.inference import BatchAdvice, CacheUse, CallKind, InferenceRecord
-from memlab.report.columns import rate
+from memlab.report.wording import rate
 from memlab.units import format_bytes
 
 _WATCHED = "every timed call was also measured for memory, which slows it down: make the same call twice in the cell to measure its speed"

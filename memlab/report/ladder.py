@@ -1,4 +1,4 @@
-"""Content of a ladder's table, before it is text or HTML."""
+"""A ladder's table and what it says, before it is text or HTML."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from memlab.records import Measurement
 from memlab.records.ablation import Ladder, Step
-from memlab.report.columns import NOTHING, Column, bytes_or_nothing, change, peak, rate, speed
+from memlab.report.segments import segments
+from memlab.report.table import Bar, Column, Kind, Look, Table, row, wanted
+from memlab.report.wording import NOTHING, bytes_or_nothing, change, peak, rate, speed
 from memlab.units import format_bytes
 
-MEMORY, THROUGHPUT = "memory", "throughput"
 PEAK = "peak allocated"
 
 
@@ -27,41 +28,66 @@ def unit(ladder: Ladder) -> str:
     return "tokens/s" if ladder.counts_tokens else "samples/s"
 
 
-def groups(ladder: Ladder) -> dict[str, tuple[Column[Step], ...]]:
-    """The columns of figures that say something about this ladder, in two groups."""
-    measured = [rung.measurement for rung in ladder.rungs if rung.measurement is not None]
-    has_reserved = any(each.peak_reserved_bytes is not None for each in measured)
-    predicted = any(rung.prediction for rung in ladder.rungs)
-    has_times = any(_has_time(step) for step in ladder.steps)
-    memory = (
-        (Column[Step](PEAK, _peak), True),
-        (Column[Step]("predicted", _predicted_bytes), predicted),
-        (Column[Step]("vs before", lambda step: change(step.memory_before)), True),
-        (Column[Step]("vs first", lambda step: change(step.memory_first)), True),
-        (Column[Step]("peak reserved", _of_measured(lambda m: bytes_or_nothing(m.peak_reserved_bytes))), has_reserved),
-        (Column[Step]("on host", _of_measured(lambda m: bytes_or_nothing(m.host_bytes or None))),
-         any(each.host_bytes for each in measured)),
-    )  # fmt: skip
-    throughput = (
-        (Column[Step](unit(ladder), lambda step: _speed(ladder, step)), True),
-        (Column[Step]("predicted", lambda step: _predicted_speed(ladder, step)), has_times),
-        (Column[Step]("vs before", lambda step: change(step.speed_before)), True),
-        (Column[Step]("vs first", lambda step: change(step.speed_first)), True),
+def table(ladder: Ladder) -> Table:
+    """Reduce a ladder to the table that people read: memory that descends like stairs, and the throughput beside it.
+
+    Args:
+        ladder: its rungs, from top to bottom. Those that were left out are set back; the first that fits is marked.
+    """
+    columns = _columns(ladder)
+    rows = tuple(
+        row(columns, step, below=step.rung.what, fits=step.is_first_to_fit, is_left_out=not step.rung.kept)
+        for step in ladder.steps
     )
-    return {
-        MEMORY: tuple(column for column, wanted in memory if wanted),
-        THROUGHPUT: tuple(column for column, wanted in throughput if wanted),
-    }
+    return Table(heading(ladder), columns, rows, (sentence(ladder), *ladder.events, *_keys(ladder)))
+
+
+def _columns(ladder: Ladder) -> tuple[Column[Step], ...]:
+    measured = [rung.measurement for rung in ladder.rungs if rung.measurement is not None]
+    return wanted(
+        (Column[Step]("technique", lever, Kind.PLAN), True),
+        (Column(PEAK, _peak, bar=_memory_bar, group="memory"), True),
+        (Column("predicted", _predicted_bytes, group="memory"), any(rung.prediction for rung in ladder.rungs)),
+        (Column("vs before", lambda step: change(step.memory_before), group="memory"), True),
+        (Column("vs first", lambda step: change(step.memory_first), group="memory"), True),
+        (
+            Column("peak reserved", _of_measured(lambda m: bytes_or_nothing(m.peak_reserved_bytes)), group="memory"),
+            any(each.peak_reserved_bytes is not None for each in measured),
+        ),
+        (
+            Column("on host", _of_measured(lambda m: bytes_or_nothing(m.host_bytes or None)), group="memory"),
+            any(each.host_bytes for each in measured),
+        ),
+        (
+            Column(
+                unit(ladder),
+                lambda step: _speed(ladder, step),
+                bar=lambda step: Bar({"": ladder.speed(step.rung.ran) if step.rung.ran else 0.0}, Look.SPEED),
+                group="throughput",
+            ),
+            True,
+        ),
+        (
+            Column("predicted", lambda step: _predicted_speed(ladder, step), group="throughput"),
+            any(_has_time(step) for step in ladder.steps),
+        ),
+        (Column("vs before", lambda step: change(step.speed_before), group="throughput"), True),
+        (Column("vs first", lambda step: change(step.speed_first), group="throughput"), True),
+        (Column("verdict", lambda step: step.verdict, Kind.NOTE), True),
+    )
+
+
+def _memory_bar(step: Step) -> Bar | None:
+    """The breakdown of the peak; of a rung that ran out of memory, the size of the device."""
+    measurement = step.rung.measurement
+    if step.rung.ran is not None:
+        return Bar(segments(step.rung.ran))
+    return None if measurement is None else Bar({"": measurement.peak_allocated_bytes}, Look.TOO_SMALL)
 
 
 def lever(step: Step) -> str:
     """The lever of a row: in parentheses where it was left out of the rows below."""
     return step.rung.label if step.rung.kept else f"({step.rung.label})"
-
-
-def words(step: Step) -> str:
-    """Return what a row's lever is, and what came of it."""
-    return "; ".join(part for part in (step.rung.what, step.verdict) if part)
 
 
 def sentence(ladder: Ladder) -> str:
@@ -88,11 +114,6 @@ def sentence(ladder: Ladder) -> str:
         f"{rate(ladder.speed(first.ran))} {unit(ladder)} → {end} ({change(step.memory_first)} memory"
         f"{faster}) with {ladder.plan}"
     )
-
-
-def foot(ladder: Ladder) -> tuple[str, ...]:
-    """Lines below the table: the outcome, what happened on the way, how to read it."""
-    return (sentence(ladder), *ladder.events, *_keys(ladder))
 
 
 def _keys(ladder: Ladder) -> tuple[str, ...]:

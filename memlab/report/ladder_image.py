@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from memlab.records.ablation import Ladder, Rung, Step
 from memlab.report.canvas import BUDGET, FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
-from memlab.report.columns import NOTHING, change, flag_lines, rate
 from memlab.report.ladder import heading, sentence, unit
 from memlab.report.segments import categories_of, scale, segments, swatch
+from memlab.report.wording import NOTHING, change, flag_lines, rate
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from memlab.records.live_state import Change, Moment
-from memlab.report.columns import flags
+from memlab.report.wording import flags
 
 # a picture in the narrowest window, in pixels, and how much of it a character of a label takes
 _WIDTH_PIXELS, _HEIGHT_PIXELS, _CHARACTER_PIXELS, _LABEL_PIXELS = 290, 205, 5.8, 14

@@ -21,11 +21,11 @@ from memlab.extras import require
 from memlab.records import Fit, Measurement, TimelinePoint
 from memlab.records.comparison import speed_ratio
 from memlab.records.live_state import LivePoint, Moment
-from memlab.report.columns import NOTHING, flag_lines, speed, then_change
 from memlab.report.figure import BUDGET, NEUTRAL_INK, axis, bare_layout, pale, pattern, phase_names, phase_shapes
 from memlab.report.live_changes import change_labels, change_lines, change_names, share_below
 from memlab.report.pareto import LOOKS, MEASURED, PLAIN, Chart, Look, axis_names, chart, hover
 from memlab.report.segments import CATEGORIES, REST, finite, scale, swatch, time_scale, unexplained
+from memlab.report.wording import NOTHING, flag_lines, speed, then_change
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:

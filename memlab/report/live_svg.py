@@ -14,8 +14,8 @@ from itertools import groupby
 
 from memlab.records import Category
 from memlab.records.live_state import Change, LivePoint, Moment
-from memlab.report.columns import rate
 from memlab.report.segments import REST, categories_of, scale, swatch
+from memlab.report.wording import rate
 from memlab.units import format_bytes, format_seconds
 
 # the picture, in pixels: names of plans, memory, throughput, steps from top to bottom; scales left and right of them

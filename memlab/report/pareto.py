@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from memlab.records import Fit, Measurement, Prediction
 from memlab.records.comparison import FoundPlan
-from memlab.report.columns import speed
-from memlab.report.listing import FRONT_MARK, found_sentence, interval_speed, predictions_sentence
 from memlab.report.ranking import pareto_front, speed_of, verdict_words
 from memlab.report.segments import finite
+from memlab.report.tables import FRONT_MARK, found_sentence, interval_speed, predictions_sentence
+from memlab.report.wording import speed
 from memlab.units import format_bytes
 
 # more marks than this make a cloud: the front and a sample of the others are drawn

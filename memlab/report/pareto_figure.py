@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from memlab.extras import require
 from memlab.records import Fit
-from memlab.report.columns import flag_lines
 from memlab.report.figure import BUDGET, NEUTRAL_INK, axis, bare_layout, pale
 from memlab.report.pareto import FOUND_RING, LOOKS, MEASURED, PLAIN, Chart, Look, Point, Trial, axis_names, hover
 from memlab.report.segments import scale
+from memlab.report.wording import flag_lines
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from memlab.records import Fit
 from memlab.report.canvas import BUDGET, FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
-from memlab.report.columns import flag_lines
 from memlab.report.pareto import FOUND_RING, LOOKS, MEASURED, PLAIN, Chart, Look, Point, Trial, axis_names
 from memlab.report.segments import scale
+from memlab.report.wording import flag_lines
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from memlab.records.ranks import Fewest, HowMany, PredictedRanks, RankPrediction
 from memlab.report.canvas import FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
-from memlab.report.columns import NOTHING, Column
-from memlab.report.listing import Listing
 from memlab.report.segments import REST, Swatch, scale, swatch
+from memlab.report.table import Table
+from memlab.report.tables import of_texts
+from memlab.report.wording import NOTHING
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _HEAD_INCHES, _FOOT_INCHES = 0.75, 0.5
 _THICK = 0.7
 
 
-def listing_of(predicted_plans: PredictedRanks) -> Listing:
+def table(predicted_plans: PredictedRanks) -> Table:
     """Reduce predictions for ranks to the table that people read.
 
     Args:
@@ -39,8 +40,8 @@ def listing_of(predicted_plans: PredictedRanks) -> Listing:
 
     Example:
         >>> p = RankPrediction("--scale ddp", "T4", 2, 4, 2**30, 0, {}, {"parameters": 2**20}, 2**21, (2**30, 2**30))
-        >>> listing_of(PredictedRanks("gpt2", (p,))).rows
-        (('--scale ddp', '2', '1.00 GiB', '1.0 MiB', '–', '–', '2.0 MiB'),)
+        >>> table(PredictedRanks("gpt2", (p,))).rows[0].texts
+        ('--scale ddp', '2', '1.00 GiB', '1.0 MiB', '–', '–', '2.0 MiB')
     """
     known = [each for each in predicted_plans.predictions if not each.refused]
     has_host = any(each.host_bytes for each in known)
@@ -50,12 +51,7 @@ def listing_of(predicted_plans: PredictedRanks) -> Listing:
         "parameters", "gradients", "optimizer state", "sent a step",
     ]  # fmt: skip
     rows = tuple(tuple(_cells(each, predicted_plans, was_run=was_run, has_host=has_host)) for each in known)
-    return Listing(
-        title=predicted_plans.title,
-        columns=tuple(Column[None](title, lambda _: "", is_number=title != "plan") for title in titles),
-        rows=rows,
-        foot=tuple(_foot(predicted_plans)),
-    )
+    return of_texts(predicted_plans.title, titles, rows, words=(), foot=tuple(_foot(predicted_plans)))
 
 
 def _cells(each: RankPrediction, predicted_plans: PredictedRanks, *, was_run: bool, has_host: bool) -> Iterator[str]:
@@ -79,7 +75,7 @@ def _foot(predicted_plans: PredictedRanks) -> Iterator[str]:
     yield from dict.fromkeys(note for each in predicted_plans.predictions for note in each.notes)
 
 
-def how_many_listing(found: HowMany) -> Listing:
+def how_many(found: HowMany) -> Table:
     """Reduce the answer to a table: a line for each GPU, a column for each engine.
 
     Args:
@@ -87,8 +83,8 @@ def how_many_listing(found: HowMany) -> Listing:
 
     Example:
         >>> p = RankPrediction("--scale fsdp2", "T4", 8, 1, 2**33, 0, {}, {}, 0, (2**33, 2**33))
-        >>> how_many_listing(HowMany("gpt2", 64, (Fewest("T4", 2**34, "fsdp2", p),))).rows
-        (('T4', '16.00 GiB', '8 (8.00 GiB each)'),)
+        >>> how_many(HowMany("gpt2", 64, (Fewest("T4", 2**34, "fsdp2", p),))).rows[0].texts
+        ('T4', '16.00 GiB', '8 (8.00 GiB each)')
     """
     engines = list(dict.fromkeys(row.engine for row in found.rows))
     rows = []
@@ -96,9 +92,8 @@ def how_many_listing(found: HowMany) -> Listing:
         by_engine = {row.engine: row for row in listed}
         numbers = (_number(by_engine.get(engine), found.most) for engine in engines)
         rows.append((gpu[0], format_bytes(gpu[1]), *numbers))
-    titles = ["GPU", "memory", *engines]
-    columns = tuple(Column[None](title, lambda _: "", is_number=title != "GPU") for title in titles)
-    return Listing(f"{found.title} · number of GPUs", columns, tuple(rows), foot=found.notes)
+    heads = ("GPU", "memory", *engines)
+    return of_texts(f"{found.title} · number of GPUs", heads, rows, words=("GPU",), foot=found.notes)
 
 
 def _number(row: Fewest | None, most: int) -> str:

@@ -93,7 +93,7 @@ def unexplained(parts: Mapping[str, int], peak_bytes: int) -> int:
     return rest_bytes if rest_bytes > peak_bytes * 0.001 else 0
 
 
-def categories_of(parts: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
+def categories_of(parts: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
     """Every category that occurs in some of the breakdowns, in stacking order."""
     return ordered({name for part in parts for name, size in part.items() if size})
 

@@ -9,28 +9,40 @@ from memlab.records import Measurement, Prediction
 from memlab.records.ablation import Ladder
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.ranks import HowMany, PredictedRanks, RankPrediction
-from memlab.report import html, ranks, text
+from memlab.report import html, ladder, ranks, tables, text
+from memlab.report.table import Table
+
+
+@singledispatch
+def table_of(_record: Any) -> Table | None:
+    """Return a record as a table; None where a record is no table."""
+    return None
+
+
+table_of.register(Comparison, tables.comparison)
+table_of.register(FoundPlan, tables.found)
+table_of.register(Ladder, ladder.table)
+table_of.register(PredictedRanks, ranks.table)
+table_of.register(HowMany, ranks.how_many)
+table_of.register(
+    RankPrediction, lambda each: ranks.table(PredictedRanks(f"a rank of {each.ranks} · {each.device}", (each,)))
+)
 
 
 @singledispatch
 def text_of(record: Any) -> str:
-    """A record as text.
+    """Return a record as text.
 
     Raises:
         TypeError: nothing is known of this kind.
     """
-    raise TypeError(f"{type(record).__name__}: no report shows it")
+    table = table_of(record)
+    if table is None:
+        raise TypeError(f"{type(record).__name__}: no report shows it")
+    return text.table(table)
 
 
-text_of.register(Comparison, text.table)
-text_of.register(FoundPlan, text.found_table)
-text_of.register(Ladder, text.ladder_table)
 text_of.register(Measurement, text.breakdown)
-text_of.register(
-    RankPrediction, lambda each: text_of(PredictedRanks(f"a rank of {each.ranks} · {each.device}", (each,)))
-)
-text_of.register(PredictedRanks, lambda predicted_plans: text.listing(ranks.listing_of(predicted_plans)))
-text_of.register(HowMany, lambda found: text.listing(ranks.how_many_listing(found)))
 
 
 @text_of.register
@@ -39,13 +51,7 @@ def _(record: Prediction) -> str:
 
 
 @singledispatch
-def html_of(_record: Any) -> str | None:
-    """A record as HTML; None where its text is all there is."""
-    return None
-
-
-html_of.register(Comparison, html.table)
-html_of.register(FoundPlan, html.found_table)
-html_of.register(Ladder, html.ladder_table)
-html_of.register(PredictedRanks, lambda predicted_plans: html.listing(ranks.listing_of(predicted_plans)))
-html_of.register(HowMany, lambda found: html.listing(ranks.how_many_listing(found)))
+def html_of(record: Any) -> str | None:
+    """Return a record as HTML; None where its text is all there is."""
+    table = table_of(record)
+    return None if table is None else html.table(table)

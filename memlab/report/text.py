@@ -5,137 +5,114 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
-from memlab.records import Measurement, Prediction
-from memlab.records.ablation import Ladder, Step
-from memlab.records.comparison import Comparison, FoundPlan, Row
-from memlab.report import ladder as rungs
-from memlab.report.columns import NOTE, PLAN, Column, cells, columns, flag_lines
-from memlab.report.listing import Listing, found_listing, models_listing, predictions_listing
+from memlab.records import Measurement
+from memlab.records.comparison import Comparison
 from memlab.report.segments import Profile, heading, segments
+from memlab.report.table import Kind, Row, Table
+from memlab.report.wording import flag_lines
 from memlab.units import format_bytes, format_change
 
 _MOST_CHARACTERS = 148
 _PLAN_CHARACTERS = 44
 _LEAST_PLAN_CHARACTERS = 23
-_GAP = "   "
-_NARROW_GAP = "  "
+_GAPS = ("   ", "  ")
 _NOTE_INDENT = "    ↳ "
-_LEVER = Column[Step](
-    "technique", lambda step: rungs.lever(step) + (" ✓ fits" if step.is_first_to_fit else ""), is_number=False
-)
 
 
-def table(comparison: Comparison) -> str:
-    """Print a comparison as an aligned table.
-
-    Args:
-        comparison: the settings that were tried; the first row is what the others are compared with.
+def table(content: Table) -> str:
+    """Print a table, aligned.
 
     Returns:
-        Lines of at most 148 characters: title, table, events. A note that does not fit beside its
-        row stands below it.
+        Lines of at most 148 characters: title, table, foot. A plan that is too long is broken between flags; a note that
+        does not fit beside its row stands below it.
 
     Example:
+        >>> from memlab.report import tables
         >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
-        >>> print(table(Comparison("gpt2 124M", (m,))))
+        >>> print(table(tables.comparison(Comparison("gpt2 124M", (m,)))))
         gpt2 124M
         plan         peak allocated   vs first    samples/s   vs first
         ──────────────────────────────────────────────────────────────
         as written         1.00 GiB          –   16.0 ± 0 %          –
     """
-    chosen = columns(comparison)
-    figures = tuple(column for column in chosen if column is not NOTE)
-    rows = [cells(row, figures, is_first=index == 0) for index, row in enumerate(comparison.rows)]
-    widths = _widths(figures, rows)
-    used = sum(widths) + len(_GAP) * len(widths)
-    head = _line(figures, widths, [column.title for column in figures])
-    beside = NOTE in chosen and all(used + len(row.verdict) <= _MOST_CHARACTERS for row in comparison.rows)
-    lines = [*_wrapped(comparison.title), head + (_GAP + NOTE.title if beside else "")]
-    lines.append("─" * max(len(lines[-1]), used + _longest_note(comparison) if beside else 0))
-    for row, texts in zip(comparison.rows, rows, strict=True):
-        lines += _row_lines(row, figures, widths, texts, beside=beside)
-    by_model = models_listing(comparison)
-    lines += listing(by_model).split("\n") if by_model is not None else []
-    events = [line for event in comparison.events for line in _wrapped(event)]
-    return "\n".join(line.rstrip() for line in lines + events)
+    lines = [*_wrapped(content.title), *(_Sheet(content).lines() if content.columns else ())]
+    lines += [line for inner in content.more for line in table(inner).split("\n")]
+    lines += [part for line in content.foot for part in _wrapped(line)]
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def predictions_table(
-    predictions: Sequence[Prediction],
-    budget_bytes: int | None = None,
-    *,
-    title: str = "",
-    every: bool = False,
-    how_to_see_all: str = "every=True shows them",
-) -> str:
-    """Print predictions as an aligned table, the best first.
+class _Sheet:
+    """The columns of a table, without its notes, and how wide each is."""
 
-    Args:
-        predictions: in any order; the plan as written is what the others are compared with.
-        budget_bytes: what they are to fit into; None leaves out the verdicts.
-        title: what was predicted; by default the device.
-        every: show every row; otherwise a long list keeps the plan as written, the Pareto-optimal
-            plans and the best of each verdict.
-        how_to_see_all: said where rows are left out.
+    def __init__(self, content: Table) -> None:
+        self._rows = content.rows
+        self._places = [n for n, column in enumerate(content.columns) if column.kind is not Kind.NOTE]
+        self._columns = [content.columns[place] for place in self._places]
+        self._note = next((n for n, column in enumerate(content.columns) if column.kind is Kind.NOTE), None)
+        self._head = [column.title for column in self._columns]
+        self._note_head = content.columns[self._note].title if self._note is not None else ""
+        self._widths = [
+            min(width, _PLAN_CHARACTERS) if column.kind is Kind.PLAN else width
+            for column, width in zip(self._columns, self._natural_widths(), strict=True)
+        ]
+        self._gap = _GAPS[0] if self._too_much(_GAPS[0]) <= 0 else _GAPS[1]
+        too_much = max(0, self._too_much(self._gap))
+        self._widths = [
+            max(min(width, _LEAST_PLAN_CHARACTERS), width - too_much) if column.kind is Kind.PLAN else width
+            for column, width in zip(self._columns, self._widths, strict=True)
+        ]
 
-    Example:
-        >>> p = Prediction("as written", "T4", 2**30, None, 0, {}, (), 0.5, 8, 0, (2**30, 2**30), (0.5, 0.5))
-        >>> print(predictions_table([p], 2**31))
-        predicted for T4 · budget 2.00 GiB
-        plan         peak allocated   vs first   samples/s   vs first   verdict
-        ───────────────────────────────────────────────────────────────────────────────────────
-        as written         1.00 GiB          –        16.0          –   fits, 1.00 GiB to spare
-    """
-    return listing(
-        predictions_listing(predictions, budget_bytes, title=title, every=every, how_to_see_all=how_to_see_all)
-    )
+    def lines(self) -> list[str]:
+        """Return heading, rule and rows."""
+        beside = self._notes_fit_beside()
+        head = self._line(self._head) + (self._gap + self._note_head if beside else "")
+        firsts, blocks = [head.rstrip()], []
+        for each in self._rows:
+            first, *more = self._broken(self._texts(each))
+            if beside:
+                first += self._gap + self._note_of(each)
+            firsts.append(first.rstrip())
+            blocks += [first, *more, *([] if beside else _note_lines(self._note_of(each)))]
+        return [head, "─" * max(map(len, firsts)), *blocks]
 
+    def _texts(self, each: Row) -> list[str]:
+        texts = [each.texts[place] for place in self._places]
+        return [f"{texts[0]} ✓ fits", *texts[1:]] if each.fits else texts
 
-def found_table(found: FoundPlan) -> str:
-    """Print the evidence for a found plan: its trials in order, predicted beside measured, and what was considered."""
-    return listing(found_listing(found))
+    def _note_of(self, each: Row) -> str:
+        """What a row is, and what came of it."""
+        note = each.texts[self._note] if self._note is not None else ""
+        return "; ".join(part for part in (each.below, note) if part)
 
+    def _natural_widths(self) -> list[int]:
+        lines = [self._head, *map(self._texts, self._rows)]
+        return [max(map(len, texts)) for texts in zip(*lines, strict=True)]
 
-def ladder_table(ladder: Ladder) -> str:
-    """Print a ladder as an aligned table: one row per technique, its notes below it.
+    def _too_much(self, gap: str) -> int:
+        return sum(self._widths) + len(gap) * (len(self._widths) - 1) - _MOST_CHARACTERS
 
-    Example:
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
-        >>> from memlab.records.ablation import Rung
-        >>> print(ladder_table(Ladder("gpt2", (Rung("", "as written", "the loop as it is", m),))))
-        gpt2 · batch 8
-        technique    peak allocated   vs before   vs first    samples/s   vs before   vs first
-        ──────────────────────────────────────────────────────────────────────────────────────
-        as written         1.00 GiB           –          –   16.0 ± 0 %           –          –
-            ↳ the loop as it is
-        as written: 1.00 GiB at 16.0 samples/s
-    """
-    figures = (_LEVER, *(column for group in rungs.groups(ladder).values() for column in group))
-    rows = [tuple(column.cell(step) for column in figures) for step in ladder.steps]
-    widths = _widths(figures, rows)
-    gap = _GAP if sum(widths) + len(_GAP) * (len(widths) - 1) <= _MOST_CHARACTERS else _NARROW_GAP
-    head = _line(figures, widths, [column.title for column in figures], gap)
-    lines = [*_wrapped(rungs.heading(ladder)), head, "─" * len(head)]
-    for step, texts in zip(ladder.steps, rows, strict=True):
-        lines += [_line(figures, widths, list(texts), gap), *_note_lines(rungs.words(step))]
-    return "\n".join(
-        line.rstrip() for line in (*lines, *(part for line in rungs.foot(ladder) for part in _wrapped(line)))
-    )
+    def _notes_fit_beside(self) -> bool:
+        """Whether no note makes a line too long; where rows say what they are as well, notes stand below them."""
+        if self._note is None or any(each.below for each in self._rows):
+            return False
+        left = -self._too_much(self._gap) - len(self._gap)
+        return all(len(self._note_of(each)) <= left for each in self._rows)
 
+    def _line(self, texts: Sequence[str]) -> str:
+        return self._gap.join(
+            text.rjust(width) if column.kind is Kind.NUMBER else text.ljust(width)
+            for column, width, text in zip(self._columns, self._widths, texts, strict=True)
+        )
 
-def listing(content: Listing) -> str:
-    """Print a table of ready texts; a plan that is too long is broken between flags."""
-    lines = _wrapped(content.title)
-    if content.columns:
-        widths = _widths(content.columns, list(content.rows))
-        gap = _GAP if sum(widths) + len(_GAP) * (len(widths) - 1) <= _MOST_CHARACTERS else _NARROW_GAP
-        widths = _fitted(content.columns, widths, gap)
-        head = _line(content.columns, widths, [column.title for column in content.columns], gap)
-        rows = [line for texts in content.rows for line in _listed(content.columns, widths, texts, gap)]
-        lines += [head, "─" * max(len(line.rstrip()) for line in (head, *rows)), *rows]
-    return "\n".join(line.rstrip() for line in (*lines, *(part for line in content.foot for part in _wrapped(line))))
+    def _broken(self, texts: list[str]) -> list[str]:
+        """The lines of a row: more than one where its plan is too long."""
+        at = next((n for n, column in enumerate(self._columns) if column.kind is Kind.PLAN), None)
+        if at is None or len(texts[at]) <= self._widths[at]:
+            return [self._line(texts)]
+        plan, *more = flag_lines(texts[at], self._widths[at] - 2)
+        indent = " " * (sum(self._widths[:at]) + len(self._gap) * at + 2)
+        return [self._line([*texts[:at], plan, *texts[at + 1 :]]), *(indent + rest for rest in more)]
 
 
 def breakdown(profile: Profile) -> str:
@@ -185,58 +162,8 @@ def summary(comparison: Comparison) -> str:
     return f"{sentence}; {least.measurement.plan} is the lowest of the others with {memory}{speed}."
 
 
-def _fitted(figures: tuple[Column[Any], ...], widths: list[int], gap: str) -> list[int]:
-    """Widths that make lines of at most a page, at the cost of the plan."""
-    too_much = sum(widths) + len(gap) * (len(widths) - 1) - _MOST_CHARACTERS
-    return [
-        max(min(width, _LEAST_PLAN_CHARACTERS), width - max(0, too_much)) if column.title == PLAN.title else width
-        for column, width in zip(figures, widths, strict=True)
-    ]
-
-
-def _listed(figures: tuple[Column[Any], ...], widths: list[int], texts: tuple[str, ...], gap: str) -> list[str]:
-    titles = [column.title for column in figures]
-    if PLAN.title not in titles:
-        return [_line(figures, widths, list(texts), gap)]
-    at = titles.index(PLAN.title)
-    plan, *more = flag_lines(texts[at], widths[at] - 2) if len(texts[at]) > widths[at] else [texts[at]]
-    first = _line(figures, widths, [*texts[:at], plan, *texts[at + 1 :]], gap)
-    indent = " " * (sum(widths[:at]) + len(gap) * at + 2)
-    return [first, *(indent + rest for rest in more)]
-
-
-def _widths(figures: tuple[Column[Any], ...], rows: list[tuple[str, ...]]) -> list[int]:
-    widest = [max(len(text) for text in texts) for texts in zip(*rows, strict=True)]
-    widths = [max(len(column.title), width) for column, width in zip(figures, widest, strict=True)]
-    return [
-        min(width, _PLAN_CHARACTERS) if column.title == PLAN.title else width
-        for column, width in zip(figures, widths, strict=True)
-    ]
-
-
-def _line(figures: tuple[Column[Any], ...], widths: list[int], texts: list[str], gap: str = _GAP) -> str:
-    padded = (
-        text.rjust(width) if column.is_number else text.ljust(width)
-        for column, width, text in zip(figures, widths, texts, strict=True)
-    )
-    return gap.join(padded)
-
-
-def _row_lines(
-    row: Row, figures: tuple[Column[Any], ...], widths: list[int], texts: tuple[str, ...], *, beside: bool
-) -> list[str]:
-    plan, *more = flag_lines(texts[0], widths[0] - 2) if len(texts[0]) > widths[0] else texts[:1]
-    first = _line(figures, widths, [plan, *texts[1:]])
-    lines = [first + _GAP + row.verdict if beside else first, *(f"  {rest}" for rest in more)]
-    return lines if beside else [*lines, *_note_lines(row.verdict)]
-
-
 def _note_lines(note: str) -> list[str]:
     return textwrap.wrap(note, _MOST_CHARACTERS, initial_indent=_NOTE_INDENT, subsequent_indent=" " * len(_NOTE_INDENT))
-
-
-def _longest_note(comparison: Comparison) -> int:
-    return max(len(row.verdict) for row in comparison.rows)
 
 
 def _wrapped(text: str) -> list[str]:

@@ -60,17 +60,13 @@ class Launched:
         return tuple(step.loss for step in self.steps if step.loss is not None)
 
     def __str__(self) -> str:
-        from memlab.report import text
-
-        return text.table(self.comparison) if self.comparison is not None else _NO_STEP
+        return str(self.comparison) if self.comparison is not None else _NO_STEP
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
         printer.text(str(self))
 
-    def _repr_html_(self) -> str:
-        from memlab.report import html
-
-        return html.table(self.comparison) if self.comparison is not None else f"<p>{_NO_STEP}</p>"
+    def _repr_html_(self) -> str | None:
+        return self.comparison._repr_html_() if self.comparison is not None else f"<p>{_NO_STEP}</p>"
 
     def _repr_png_(self) -> bytes | None:
         from memlab.report import image

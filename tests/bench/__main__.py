@@ -20,7 +20,7 @@ import torch
 
 from memlab.records.comparison import Comparison
 from memlab.records.run_record import RunRecord
-from memlab.report import text
+from memlab.report import tables, text
 from tests.bench import figures
 from tests.bench.building import building
 from tests.bench.figures import Figure
@@ -123,7 +123,7 @@ def show(measured: dict) -> None:
     for line in figure_lines(measured["figures"]):
         print(line)
     print()
-    print(text.table(RunRecord.from_json(json.dumps(measured["techniques"])).comparison))
+    print(text.table(tables.comparison(RunRecord.from_json(json.dumps(measured["techniques"])).comparison)))
 
 
 def figure_lines(found: Iterable[dict]) -> list[str]:

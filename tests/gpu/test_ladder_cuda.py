@@ -34,7 +34,7 @@ def test_a_whole_ladder(load: Workload) -> None:
     for rung in ran:
         if rung.prediction is not None:
             assert rung.prediction.peak_allocated_bytes == pytest.approx(rung.ran.peak_allocated_bytes, rel=0.05)
-    assert "peak reserved" in text.ladder_table(climbed)
+    assert "peak reserved" in text.table(ladder.table(climbed))
 
 
 @pytest.mark.memory

@@ -12,7 +12,7 @@ from memlab.errors import WorkloadError
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import training_step
 from memlab.records import Category
-from memlab.report import text
+from memlab.report import tables, text
 from memlab.session.snapshot import Snapshot
 from tests.techniques.models import Regressor, gpt2, ragged_batch, regression_batch, workload
 
@@ -66,7 +66,7 @@ def test_a_plan_that_does_not_fit_gets_a_row_that_says_so(load: Workload) -> Non
     assert (too_large.fits, fits.fits) == (False, True)
     assert too_large.notes[0].startswith("out of memory: Tried to allocate ")
     assert math.isnan(too_large.samples_per_second)
-    assert "> " in text.table(comparison)
+    assert "> " in text.table(tables.comparison(comparison))
 
 
 def test_arithmetic_of_the_breakdown(load: Workload) -> None:

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import samples
 
 from memlab.records.comparison import Comparison
-from memlab.report import html
+from memlab.report import html, tables
 
 
 class _Reader(HTMLParser):
@@ -39,7 +39,7 @@ class _Reader(HTMLParser):
 
 
 def read(comparison: Comparison) -> _Reader:
-    return _Reader(html.table(comparison))
+    return _Reader(html.table(tables.comparison(comparison)))
 
 
 def test_one_table_with_caption_and_scopes() -> None:
@@ -61,7 +61,7 @@ def test_every_figure_of_the_text_receipt_is_there() -> None:
 def test_text_is_escaped() -> None:
     evil = '<script>alert(1)</script> & "quotes"'
     measurement = replace(samples.measurement(evil, 1, 1), notes=(evil,), breakdown={evil: 5})
-    source = html.table(Comparison(evil, (measurement,), (evil,)))
+    source = html.table(tables.comparison(Comparison(evil, (measurement,), (evil,))))
     assert "<script" not in source
     reader = _Reader(source)
     assert reader.texts.count(evil) >= 4
@@ -69,7 +69,7 @@ def test_text_is_escaped() -> None:
 
 
 def test_either_theme_and_no_script() -> None:
-    source = html.table(samples.crowded())
+    source = html.table(tables.comparison(samples.crowded()))
     styles = ";".join(re.findall(r'style="([^"]*)"', source))
     assert "<style" not in source
     assert not re.search(r"(?<!-)color:(?!inherit)", styles)
@@ -78,7 +78,7 @@ def test_either_theme_and_no_script() -> None:
 
 
 def test_bars_are_drawn_to_one_scale_and_spoken() -> None:
-    source = html.table(samples.comparison())
+    source = html.table(tables.comparison(samples.comparison()))
     widths = [
         sum(float(width) for width in re.findall(r"width:([0-9.]+)%", bar))
         for bar in re.findall(r'<div role="img".*?</div>', source)
@@ -93,10 +93,10 @@ def test_bars_are_drawn_to_one_scale_and_spoken() -> None:
 
 
 def test_flags_do_not_break_inside() -> None:
-    source = html.table(samples.crowded())
+    source = html.table(tables.comparison(samples.crowded()))
     for flag in ("--checkpoint every:2", "--optim paged-adam8bit", "--chunk-loss"):
         assert f'<span style="white-space:nowrap">{flag}</span>' in source
 
 
 def test_it_stays_small() -> None:
-    assert len(html.table(samples.crowded())) < 20_000
+    assert len(html.table(tables.comparison(samples.crowded()))) < 20_000

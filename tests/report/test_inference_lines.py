@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from memlab.records import Category
 from memlab.records.inference import BatchAdvice, CacheUse, CallKind, CallRecord, InferenceRecord
-from memlab.report import html, inference, text
+from memlab.report import html, inference, tables, text
 from memlab.report.segments import CATEGORIES
 
 CALL = CallRecord(CallKind.GENERATE, 4, 16, 80, 20, 2.0, 0.5, 2048, None, 1024)
@@ -18,11 +18,11 @@ ADVICE = BatchAdvice(12, 4096, 1024, 256, (4,))
 
 def test_a_receipt_has_the_table_and_the_lines() -> None:
     receipt = inference.receipt("inference · a model", RECORD)
-    shown = text.table(receipt).splitlines()
+    shown = text.table(tables.comparison(receipt)).splitlines()
     assert shown[0] == "inference · a model"
     assert shown[3].split()[:4] == ["--inference", "--bf16", "2.0", "KiB"]
     assert shown[4].startswith("generate: 1 call, the largest of 4 rows × 16 tokens; prefill 128 tokens/s, decode 50.7")
-    page = html.table(receipt)
+    page = html.table(tables.comparison(receipt))
     assert "KV cache 1.0 KiB" in page
     assert "by its formula 8.0 KiB" in page
 

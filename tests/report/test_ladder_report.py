@@ -56,7 +56,7 @@ def test_examples_in_the_docstrings(module: ModuleType) -> None:
 
 
 def test_table_in_full() -> None:
-    assert text.ladder_table(climbed(4 * GIB)) == (
+    assert text.table(ladder.table(climbed(4 * GIB))) == (
         """\
 memfit ladder · gpt2 124M · AdamW · cuda:0 · batch 8 × 512 · budget 4.00 GiB
 technique                   peak allocated   predicted   vs before   vs first    tokens/s   predicted   vs before   vs first
@@ -77,25 +77,25 @@ as written                       10.89 GiB   10.89 GiB           –          �
 
 
 def test_where_the_first_ran_out_the_table_says_what_first_means() -> None:
-    lines = text.ladder_table(ran_out()).splitlines()
+    lines = text.table(ladder.table(ran_out())).splitlines()
     assert "> 10.00 GiB" in lines[3]
     assert lines[4].endswith("out of memory: Tried to allocate 1.20 GiB")
     assert "ended at the first row that fits; not tried: --bf16" in lines
-    assert "first: + --chunk-loss, the first row that ran" in text.ladder_table(ran_out()).replace("\n  ", " ")
+    assert "first: + --chunk-loss, the first row that ran" in text.table(ladder.table(ran_out())).replace("\n  ", " ")
 
 
 def test_samples_where_there_are_no_tokens() -> None:
     without = replace(climbed().rungs[0].measurement, tokens_per_step=0)  # type: ignore[type-var]
-    assert "samples/s" in text.ladder_table(Ladder("m", (row("", "the loop as it is", without),)))
+    assert "samples/s" in text.table(ladder.table(Ladder("m", (row("", "the loop as it is", without),))))
 
 
 def test_reserved_and_host_bytes_have_columns_where_there_are_any() -> None:
-    assert "peak reserved" not in text.ladder_table(climbed())
+    assert "peak reserved" not in text.table(ladder.table(climbed()))
     rungs = tuple(
         replace(each, measurement=each.measurement and replace(each.measurement, peak_reserved_bytes=11 * GIB, host_bytes=GIB))
         for each in climbed().rungs
     )  # fmt: skip
-    shown = text.ladder_table(replace(climbed(), rungs=rungs))
+    shown = text.table(ladder.table(replace(climbed(), rungs=rungs)))
     assert "peak reserved" in shown
     assert "on host" in shown
     assert max(map(len, shown.splitlines())) <= 148
@@ -126,7 +126,7 @@ class Rows(HTMLParser):
 
 
 def test_html_has_every_row_and_balanced_tags() -> None:
-    read = Rows(html.ladder_table(climbed(4 * GIB)))
+    read = Rows(html.table(ladder.table(climbed(4 * GIB))))
     assert read.open == []
     assert len({len(cells) for cells in read.rows[1:]}) == 1
     assert [cells[0] for cells in read.rows[2:]] == [
@@ -143,11 +143,11 @@ def test_html_escapes_and_sets_back() -> None:
     shown = replace(
         climbed(), title="<script>", rungs=(replace(climbed().rungs[0], what="a < b"), *climbed().rungs[1:])
     )
-    page = html.ladder_table(shown)
+    page = html.table(ladder.table(shown))
     assert "<script" not in page
     assert "a &lt; b" in page
     assert page.count('opacity:.65">') == 2
-    assert "dashed #D9534F" in html.ladder_table(ran_out())
+    assert "dashed #D9534F" in html.table(ladder.table(ran_out()))
 
 
 @pytest.mark.parametrize("shown", [climbed(4 * GIB), ran_out(), Ladder("m", climbed().rungs[:1])])

@@ -9,8 +9,8 @@ import samples
 from test_html import _Reader
 
 from memlab.records.comparison import FoundPlan
-from memlab.report import html, text
-from memlab.report.listing import found_listing, interval_speed, predictions_sentence
+from memlab.report import html, tables, text
+from memlab.report.tables import interval_speed, predictions_sentence
 from memlab.units import GIB
 
 FEW = [
@@ -24,7 +24,7 @@ FEW = [
 
 
 def test_a_table_with_a_budget_in_full() -> None:
-    assert text.predictions_table(FEW, 4 * GIB, title="memfit · gpt2 124M") == (
+    assert text.table(tables.predictions(FEW, 4 * GIB, title="memfit · gpt2 124M")) == (
         """\
 memfit · gpt2 124M · 6 plans · budget 4.00 GiB
 plan                          •    peak allocated   vs first     on host     samples/s   vs first   verdict
@@ -40,10 +40,12 @@ note on --accumulate 4: the loop's own loss is left out"""
 
 
 def test_hundreds_of_plans_say_how_to_see_the_rest() -> None:
-    printed = text.predictions_table(samples.plan_space(), 4 * GIB, how_to_see_all="%memfit predict --all shows them")
+    printed = text.table(
+        tables.predictions(samples.plan_space(), 4 * GIB, how_to_see_all="%memfit predict --all shows them")
+    )
     assert "… and 285 more (235 fit, 50 do not fit); %memfit predict --all shows them" in printed
     assert len(printed.splitlines()) < 45
-    assert len(text.predictions_table(samples.plan_space(), 4 * GIB, every=True).splitlines()) > 300
+    assert len(text.table(tables.predictions(samples.plan_space(), 4 * GIB, every=True)).splitlines()) > 300
 
 
 def test_on_cuda_every_line_stays_within_a_page() -> None:
@@ -51,17 +53,17 @@ def test_on_cuda_every_line_stays_within_a_page() -> None:
         replace(p, peak_reserved_bytes=int(p.peak_allocated_bytes * 1.06), interval_seconds=(p.step_seconds / 2, p.step_seconds * 2))
         for p in samples.plan_space() if not p.refused
     ]  # fmt: skip
-    lines = text.predictions_table(reserved, 4 * GIB).splitlines()
+    lines = text.table(tables.predictions(reserved, 4 * GIB)).splitlines()
     assert "peak reserved" in lines[1]
     assert max(map(len, lines)) <= 155
 
 
 def test_everything_refused_is_no_table() -> None:
-    assert text.predictions_table(FEW[-2:]).splitlines()[1:] == [
+    assert text.table(tables.predictions(FEW[-2:])).splitlines()[1:] == [
         "refused: 2 plans, such as --adam8bit: optimizer: no 8-bit form of LBFGS; use --offload optimizer"
     ]
-    assert text.predictions_table([]).splitlines()[-1] == "no plan was predicted"
-    assert "<table" in html.predictions_table(FEW[-2:])
+    assert text.table(tables.predictions([])).splitlines()[-1] == "no plan was predicted"
+    assert "<table" in html.table(tables.predictions(FEW[-2:]))
 
 
 def test_a_wide_interval_is_a_range() -> None:
@@ -74,7 +76,7 @@ def test_a_wide_interval_is_a_range() -> None:
 
 
 def test_a_found_plan_in_full() -> None:
-    assert text.found_table(samples.found()) == (
+    assert text.table(tables.found(samples.found())) == (
         """\
 gpt2 124M · AdamW · cuda:0 · budget 4.00 GiB
 trial  plan                      predicted    measured  off by  predicted samples/s  measured samples/s  outcome
@@ -93,12 +95,12 @@ def test_a_trial_that_was_measured_above_the_budget() -> None:
     found = samples.found()
     above = replace(samples.measurement("--bf16", 4.1, 2.0), fits=False, peak_allocated_bytes=int(4.5 * GIB))
     tried: FoundPlan = replace(found, trials=(above, *found.trials))
-    assert found_listing(tried).rows[0][3] == "4.50 GiB"
-    assert found_listing(tried).rows[0][-1] == "does not fit, 512.0 MiB too much"
+    assert tables.found(tried).rows[0].texts[3] == "4.50 GiB"
+    assert tables.found(tried).rows[0].texts[-1] == "does not fit, 512.0 MiB too much"
 
 
 def test_html_has_every_number_and_either_theme() -> None:
-    source = html.predictions_table(FEW, 4 * GIB)
+    source = html.table(tables.predictions(FEW, 4 * GIB))
     reader = _Reader(source)
     for figure in ("3.00 GiB ± 1 %", "−70 %", "1.10 ± 18 %", "fits, 1.00 GiB to spare"):
         assert figure in reader.texts
@@ -113,10 +115,10 @@ def test_html_has_every_number_and_either_theme() -> None:
 def test_html_escapes_and_stays_small() -> None:
     evil = '<script>alert(1)</script> & "quotes"'
     plans = [samples.prediction(evil, 1, 1, notes=(evil,)), samples.refused("--fp16", evil)]
-    assert "<script" not in html.predictions_table(plans, GIB, title=evil) + html.found_table(
-        replace(samples.found(), title=evil)
+    assert "<script" not in html.table(tables.predictions(plans, GIB, title=evil)) + html.table(
+        tables.found(replace(samples.found(), title=evil))
     )
-    assert len(html.predictions_table(samples.plan_space(), 4 * GIB)) < 50_000
+    assert len(html.table(tables.predictions(samples.plan_space(), 4 * GIB))) < 50_000
 
 
 def test_one_sentence() -> None:

@@ -14,10 +14,10 @@ from memlab.plan import Plan
 from memlab.records import Category, out_of_memory
 from memlab.records.live_state import Activity, Change, LivePoint, Moment
 from memlab.report import live_changes, live_figure
-from memlab.report.columns import speed
 from memlab.report.figure import BUDGET
 from memlab.report.live_figure import Drawing, drawing
 from memlab.report.segments import CATEGORIES, REST, swatch
+from memlab.report.wording import speed
 from memlab.units import GIB, MIB
 
 AS_WRITTEN = samples.measurement("as written", 9.1, 1.31)

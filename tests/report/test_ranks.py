@@ -30,7 +30,7 @@ PREDICTED = PredictedRanks("gpt2", (ZERO3, OFFLOADED, REFUSED), {("--scale zero3
 
 
 def test_a_table_has_what_each_rank_keeps_and_sends() -> None:
-    printed = text.listing(ranks.listing_of(PREDICTED))
+    printed = text.table(ranks.table(PREDICTED))
     head, row = printed.splitlines()[1], printed.splitlines()[3]
     assert head.split("   ")[0] == "plan"
     assert row.split() == (
@@ -54,11 +54,11 @@ def test_a_table_has_what_each_rank_keeps_and_sends() -> None:
     )
     assert "4.00 GiB" in printed.splitlines()[4]
     assert "left out: ddp keeps optimizer state on the device" in printed
-    assert "outputs &lt;large&gt;" in html.listing(ranks.listing_of(PREDICTED))
+    assert "outputs &lt;large&gt;" in html.table(ranks.table(PREDICTED))
 
 
 def test_columns_without_a_value_are_left_out() -> None:
-    titles = [column.title for column in ranks.listing_of(PredictedRanks("gpt2", (ZERO3,))).columns]
+    titles = [column.title for column in ranks.table(PredictedRanks("gpt2", (ZERO3,))).columns]
     assert "on host" not in titles
     assert "measured" not in titles
 
@@ -80,12 +80,12 @@ def test_how_many_has_a_line_for_each_gpu() -> None:
         ),
         ("a note",),
     )
-    listing = ranks.how_many_listing(found)
-    assert listing.rows == (
+    listing = ranks.how_many(found)
+    assert tuple(row.texts for row in listing.rows) == (
         ("T4", "16.00 GiB", "2 (6.00 GiB each)", "more than 64"),
         ("H200", "141.00 GiB", "1 (6.00 GiB each)", "–"),
     )
-    assert "a note" in text.listing(listing)
+    assert "a note" in text.table(listing)
     assert found.of("H200", "ddp") is None
 
 
@@ -103,10 +103,10 @@ def test_a_picture_says_what_it_shows() -> None:
 
 
 def test_print_shows_the_tables() -> None:
-    assert str(PREDICTED) == text.listing(ranks.listing_of(PREDICTED))
-    assert PREDICTED._repr_html_() == html.listing(ranks.listing_of(PREDICTED))
+    assert str(PREDICTED) == text.table(ranks.table(PREDICTED))
+    assert PREDICTED._repr_html_() == html.table(ranks.table(PREDICTED))
     alone = str(ZERO3).splitlines()
     assert alone[0] == "a rank of 2 · T4"
     assert "6.00 GiB" in alone[3]
     found = HowMany("gpt2", 8, (Fewest("T4", 16 * GIB, "zero3", ZERO3),))
-    assert str(found) == text.listing(ranks.how_many_listing(found))
+    assert str(found) == text.table(ranks.how_many(found))

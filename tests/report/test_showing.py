@@ -9,7 +9,7 @@ import samples
 
 from memlab.records import shown
 from memlab.records.ablation import Ladder, Rung
-from memlab.report import html, showing, text
+from memlab.report import html, ladder, showing, tables, text
 
 
 def test_examples_in_the_docstrings() -> None:
@@ -21,11 +21,14 @@ def test_every_record_is_printed_as_its_report() -> None:
     first = comparison.measurements[0]
     climbed = Ladder("gpt2", (Rung("", "as written", "the loop as it is", first),))
     found = samples.found()
-    assert str(comparison) == text.table(comparison)
-    assert str(climbed) == text.ladder_table(climbed)
-    assert str(found) == text.found_table(found)
+    assert str(comparison) == text.table(tables.comparison(comparison))
+    assert str(climbed) == text.table(ladder.table(climbed))
+    assert str(found) == text.table(tables.found(found))
     assert str(first) == text.breakdown(first)
-    assert (comparison._repr_html_(), climbed._repr_html_()) == (html.table(comparison), html.ladder_table(climbed))
+    assert (comparison._repr_html_(), climbed._repr_html_()) == (
+        html.table(tables.comparison(comparison)),
+        html.table(ladder.table(climbed)),
+    )
     assert first._repr_html_() is None
 
 

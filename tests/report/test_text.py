@@ -12,30 +12,30 @@ import samples
 from memlab.records import Measurement
 from memlab.records.comparison import Comparison
 from memlab.report import (
-    columns,
     figure,
     html,
     image,
-    listing,
     pareto,
     pareto_figure,
     pareto_image,
     ranking,
     segments,
+    tables,
     text,
+    wording,
 )
 from memlab.units import GIB
 
 
 @pytest.mark.parametrize(
-    "module", [text, html, image, figure, columns, segments, listing, ranking, pareto, pareto_image, pareto_figure]
+    "module", [text, html, image, figure, wording, segments, tables, ranking, pareto, pareto_image, pareto_figure]
 )
 def test_examples_in_the_docstrings(module: ModuleType) -> None:
     assert doctest.testmod(module).failed == 0
 
 
 def test_receipt_in_full() -> None:
-    assert text.table(samples.comparison()) == (
+    assert text.table(tables.comparison(samples.comparison())) == (
         """\
 memfit · model gpt2 124M · AdamW · batch 8 × 512 · CPU ledger (capacity 16 GiB) · 12 steps
 plan                          peak allocated   vs first    on host    samples/s   vs first   tokens/s   loss drift
@@ -55,7 +55,7 @@ def test_short_notes_stand_beside_their_rows() -> None:
         Measurement(plan, "cpu", peak_bytes, None, 0, {}, (), (0.5,) * 5, 4, 0)
         for plan, peak_bytes in (("as written", 4), ("--fp16", 2))
     )
-    assert text.table(Comparison("t", (first, replace(second, notes=("scale 65536",))))) == (
+    assert text.table(tables.comparison(Comparison("t", (first, replace(second, notes=("scale 65536",)))))) == (
         """\
 t
 plan         peak allocated   vs first    samples/s   vs first   note
@@ -66,7 +66,7 @@ as written              4 B          –   8.00 ± 0 %          –
 
 
 def test_every_column_every_line_within_a_page() -> None:
-    lines = text.table(samples.crowded()).splitlines()
+    lines = text.table(tables.comparison(samples.crowded())).splitlines()
     assert max(map(len, lines)) <= 150
     assert "peak reserved" in lines[1]
     wrapped = [line.strip() for line in lines[-5:-2]]
@@ -76,7 +76,9 @@ def test_every_column_every_line_within_a_page() -> None:
 
 def test_what_was_not_measured_is_a_dash() -> None:
     unmeasured = replace(samples.measurement("as written", 1, 1.0), step_seconds=(), tokens_per_step=0, losses=())
-    lines = text.table(Comparison("t", (unmeasured, replace(unmeasured, plan="--fp16")))).splitlines()
+    lines = text.table(
+        tables.comparison(Comparison("t", (unmeasured, replace(unmeasured, plan="--fp16"))))
+    ).splitlines()
     row = next(line for line in lines if line.startswith("--fp16"))
     assert row.split()[:2] == ["--fp16", "2.79"]
     assert row.count("–") == 2
@@ -85,13 +87,15 @@ def test_what_was_not_measured_is_a_dash() -> None:
 def test_a_diverged_loss_is_not_a_small_drift() -> None:
     first = samples.measurement("as written", 1, 1.0)
     bad = replace(first, plan="--fp16", losses=(10.9, float("nan"), 9.8))
-    assert "not finite" in text.table(Comparison("t", (first, bad)))
+    assert "not finite" in text.table(tables.comparison(Comparison("t", (first, bad))))
 
 
 def test_devices_are_named_when_they_differ() -> None:
     first = samples.measurement("as written", 1, 1.0)
-    assert "device" not in text.table(Comparison("t", (first,)))
-    assert "NVIDIA H200" in text.table(Comparison("t", (first, replace(first, plan="--fp16", device="NVIDIA H200"))))
+    assert "device" not in text.table(tables.comparison(Comparison("t", (first,))))
+    assert "NVIDIA H200" in text.table(
+        tables.comparison(Comparison("t", (first, replace(first, plan="--fp16", device="NVIDIA H200"))))
+    )
 
 
 def test_breakdown_in_full() -> None:
@@ -121,7 +125,7 @@ def test_one_sentence_names_the_lowest() -> None:
 
 def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     predicted = (samples.prediction("as written", 10.8, 1.3), samples.prediction("--accumulate 4", 5.01, 1.2))
-    lines = text.table(replace(samples.comparison(), predictions=predicted)).splitlines()
+    lines = text.table(tables.comparison(replace(samples.comparison(), predictions=predicted))).splitlines()
     assert lines[1].split()[:4] == ["plan", "peak", "allocated", "predicted"]
     assert lines[3].split()[:6] == ["as", "written", "10.89", "GiB", "10.80", "GiB"]
     row = next(line for line in lines if line.startswith("--accumulate 4 --checkpoint"))

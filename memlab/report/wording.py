@@ -1,74 +1,14 @@
-"""Columns of a comparison and their cells: shared by the text and the HTML table."""
+"""Figures in words, for tables and pictures alike."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from memlab.records import Measurement
-from memlab.records.comparison import Comparison, Row, has_left_interval
 from memlab.units import format_bytes, format_change
 
 NOTHING = "–"
-_R = TypeVar("_R")
-
-
-@dataclass(frozen=True)
-class Column(Generic[_R]):
-    """One column of a table.
-
-    Args:
-        title: its heading.
-        cell: a row's text.
-        is_number: numbers are set flush right.
-    """
-
-    title: str
-    cell: Callable[[_R], str]
-    is_number: bool = True
-
-
-PLAN = Column[Row]("plan", lambda row: row.measurement.plan, is_number=False)
-MEMORY = Column[Row]("peak allocated", lambda row: peak(row.measurement))
-PREDICTED = Column[Row]("predicted", lambda row: predicted(row))
-MEMORY_CHANGE = Column[Row]("vs first", lambda row: change(row.memory_ratio))
-RESERVED = Column[Row]("peak reserved", lambda row: bytes_or_nothing(row.measurement.peak_reserved_bytes))
-HOST = Column[Row]("on host", lambda row: bytes_or_nothing(row.measurement.host_bytes or None))
-SPEED = Column[Row]("samples/s", lambda row: speed(row.measurement))
-SPEED_CHANGE = Column[Row]("vs first", lambda row: change(row.speed_ratio))
-TOKENS = Column[Row]("tokens/s", lambda row: rate(row.measurement.tokens_per_second or math.nan))
-DRIFT = Column[Row]("loss drift", lambda row: drift(row.loss_drift))
-DEVICE = Column[Row]("device", lambda row: row.measurement.device, is_number=False)
-NOTE = Column[Row]("note", lambda row: row.verdict, is_number=False)
-
-
-def columns(comparison: Comparison) -> tuple[Column[Row], ...]:
-    """The columns that say something about this comparison; the note comes last."""
-    measurements = comparison.measurements
-    optional = (
-        (PLAN, True),
-        (DEVICE, len({m.device for m in measurements}) > 1),
-        (MEMORY, True),
-        (PREDICTED, any(row.prediction for row in comparison.rows)),
-        (MEMORY_CHANGE, not comparison.are_ranks),
-        (RESERVED, any(m.peak_reserved_bytes is not None for m in measurements)),
-        (HOST, any(m.host_bytes for m in measurements)),
-        (SPEED, True),
-        (SPEED_CHANGE, not comparison.are_ranks),
-        (TOKENS, any(m.tokens_per_step for m in measurements)),
-        (DRIFT, not comparison.are_ranks and any(m.losses for m in measurements)),
-        (NOTE, any(row.verdict for row in comparison.rows)),
-    )
-    return tuple(column for column, wanted in optional if wanted)
-
-
-def cells(row: Row, chosen: tuple[Column[Row], ...], *, is_first: bool) -> tuple[str, ...]:
-    """The texts of one row; the first row is not compared with itself."""
-    against_itself = (MEMORY_CHANGE, SPEED_CHANGE, DRIFT) if is_first else ()
-    return tuple(NOTHING if column in against_itself else column.cell(row) for column in chosen)
 
 
 def flags(plan: str) -> list[str]:
@@ -122,14 +62,6 @@ def rate(per_second: float) -> str:
     if per_second >= 10:
         return f"{per_second:.1f}"
     return f"{per_second:.2f}" if per_second >= 0.1 else f"{per_second:.2g}"
-
-
-def predicted(row: Row) -> str:
-    """The peak that was predicted; marked where the measured one is outside of the interval."""
-    if row.prediction is None:
-        return NOTHING
-    mark = "≠ " if has_left_interval(row.measurement, row.prediction) else ""
-    return mark + format_bytes(row.prediction.peak_allocated_bytes)
 
 
 def speed(measurement: Measurement, per_second: float | None = None) -> str:

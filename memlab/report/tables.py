@@ -1,16 +1,18 @@
-"""Content of the tables of predictions and of a found plan's trials, before they are text or HTML."""
+"""Tables of records: what stands in them, before it is text or HTML."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 from memlab.records import Measurement, Prediction
-from memlab.records.comparison import Comparison, FoundPlan
-from memlab.report.columns import NOTHING, PLAN, Column, bytes_or_nothing, change, peak, rate, speed
+from memlab.records.comparison import Comparison, FoundPlan, has_left_interval
+from memlab.records.comparison import Row as Compared
 from memlab.report.ranking import Ranking, Refusal, counts, rank, refusals, shown, speed_of, verdict_words
 from memlab.report.segments import ordered, segments
+from memlab.report.table import Bar, Column, Kind, Look, Table, row, wanted
+from memlab.report.wording import NOTHING, bytes_or_nothing, change, drift, peak, rate, speed
 from memlab.units import format_bytes, format_seconds
 
 FRONT_MARK = "•"
@@ -20,104 +22,161 @@ _MOST_NOTES = 6
 _NARROW = 0.3
 
 
-@dataclass(frozen=True)
-class Listing:
-    """A table whose cells are texts.
+def comparison(compared: Comparison) -> Table:
+    """Reduce a comparison to the table that people read: the columns that say something about it.
 
     Args:
-        title: what it shows, on what.
-        columns: headings; the cells are ready.
-        rows: texts, one per column; the column "plan" holds a plan's flags.
-        parts: per row, bytes by category for a bar; empty where no bars are drawn.
-        foot: lines below the table.
+        compared: the settings that were tried; the first row is what the others are compared with.
     """
+    measurements, rows = compared.measurements, compared.rows
+    ranks = compared.are_ranks
 
-    title: str
-    columns: tuple[Column[None], ...]
-    rows: tuple[tuple[str, ...], ...]
-    parts: tuple[Mapping[str, int], ...] = ()
-    foot: tuple[str, ...] = ()
+    def of_others(write: Callable[[Compared], str]) -> Callable[[Compared], str]:
+        return lambda each: NOTHING if each is rows[0] else write(each)
+
+    columns = wanted(
+        (Column[Compared]("plan", lambda each: each.measurement.plan, Kind.PLAN), True),
+        (Column("device", lambda each: each.measurement.device, Kind.WORDS), len({m.device for m in measurements}) > 1),
+        (
+            Column(
+                "peak allocated", lambda each: peak(each.measurement), bar=lambda each: Bar(segments(each.measurement))
+            ),
+            True,
+        ),
+        (Column("predicted", _predicted), any(each.prediction for each in rows)),
+        (Column("vs first", of_others(lambda each: change(each.memory_ratio))), not ranks),
+        (
+            Column("peak reserved", lambda each: bytes_or_nothing(each.measurement.peak_reserved_bytes)),
+            any(m.peak_reserved_bytes is not None for m in measurements),
+        ),
+        (
+            Column("on host", lambda each: bytes_or_nothing(each.measurement.host_bytes or None)),
+            any(m.host_bytes for m in measurements),
+        ),
+        (Column("samples/s", lambda each: speed(each.measurement)), True),
+        (Column("vs first", of_others(lambda each: change(each.speed_ratio))), not ranks),
+        (
+            Column("tokens/s", lambda each: rate(each.measurement.tokens_per_second or math.nan)),
+            any(m.tokens_per_step for m in measurements),
+        ),
+        (
+            Column("loss drift", of_others(lambda each: drift(each.loss_drift))),
+            not ranks and any(m.losses for m in measurements),
+        ),
+        (Column("note", lambda each: each.verdict, Kind.NOTE), any(each.verdict for each in rows)),
+    )
+    return Table(
+        compared.title, columns, tuple(row(columns, each) for each in rows), compared.events, _of_models(measurements)
+    )
 
 
-def models_listing(comparison: Comparison) -> Listing | None:
-    """What each of several models holds at the peak, for every plan; None where one model trained."""
-    measured = [each for each in comparison.measurements if each.models]
+def _predicted(each: Compared) -> str:
+    """The peak that was predicted; marked where the measured one is outside of the interval."""
+    if each.prediction is None:
+        return NOTHING
+    mark = "≠ " if has_left_interval(each.measurement, each.prediction) else ""
+    return mark + format_bytes(each.prediction.peak_allocated_bytes)
+
+
+def _of_models(measurements: Sequence[Measurement]) -> tuple[Table, ...]:
+    """What each of several models holds at the peak, for every plan; nothing where one model trained."""
+    measured = [each for each in measurements if each.models]
     if not measured:
-        return None
+        return ()
     names = ordered({name for each in measured for parts in each.models.values() for name in parts})
     rows = [
         (each.plan if number == 0 else "", model, *(bytes_or_nothing(parts.get(name)) for name in names))
         for each in measured
         for number, (model, parts) in enumerate(each.models.items())
     ]
-    heads = [Column[None](title, lambda _: "", is_number=False) for title in (PLAN.title, "at the peak")]
-    return Listing("", (*heads, *(Column[None](name, lambda _: "") for name in names)), tuple(rows))
+    return (of_texts("", ("plan", "at the peak", *names), rows, words=("at the peak",)),)
 
 
-def predictions_listing(
-    predictions: Sequence[Prediction],
+def of_texts(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str], foot: tuple[str, ...] = ()
+) -> Table:
+    """Make a table of texts that are ready.
+
+    Args:
+        title: what it shows.
+        heads: headings of the columns; "plan" is one of plans.
+        rows: a text for each.
+        words: headings of columns that hold words; the others hold numbers.
+        foot: lines below it.
+    """
+    kinds = {"plan": Kind.PLAN} | dict.fromkeys(words, Kind.WORDS)
+    columns = tuple(
+        Column[Sequence[str]](head, itemgetter(number), kinds.get(head, Kind.NUMBER))
+        for number, head in enumerate(heads)
+    )
+    return Table(title, columns, tuple(row(columns, texts) for texts in rows), foot)
+
+
+def predictions(
+    predicted: Sequence[Prediction],
     budget_bytes: int | None = None,
     *,
     title: str = "",
     every: bool = False,
     how_to_see_all: str = "every=True shows them",
-) -> Listing:
-    """Reduce predictions to the table that people read.
+) -> Table:
+    """Reduce predictions to the table that people read, the best first.
 
     Args:
-        predictions: in any order; the plan as written is what the others are compared with.
+        predicted: in any order; the plan as written is what the others are compared with.
         budget_bytes: what they are to fit into; None leaves out the verdicts.
         title: what was predicted; by default the device.
         every: show every row; otherwise a long list keeps the plan as written, the Pareto-optimal
             plans and the best of each verdict.
         how_to_see_all: said where rows are left out.
     """
-    ranking = rank(predictions, budget_bytes)
-    heading = _heading(predictions, budget_bytes, title)
+    ranking = rank(predicted, budget_bytes)
+    heading = _heading(predicted, budget_bytes, title)
     if ranking is None:
-        return Listing(heading, (), (), foot=_refused_lines(predictions) or ("no plan was predicted",))
+        return Table(heading, foot=_refused_lines(predicted) or ("no plan was predicted",))
     rows = shown(ranking, every=every)
-    chosen = _columns(ranking, rows)
+    columns = _columns(ranking, rows)
     left_out = [each for each in ranking.every if each not in rows]
     foot = [_FRONT_MEANS] if _marks_front(ranking) else []
     if left_out:
         _, _, fits = counts(left_out, budget_bytes).partition(": ")
         foot.append(f"… and {len(left_out)} more{f' ({fits})' if fits else ''}; {how_to_see_all}")
-    return Listing(
-        title=heading,
-        columns=tuple(Column[None](column.title, lambda _: "", column.is_number) for column in chosen),
-        rows=tuple(tuple(column.cell(each) for column in chosen) for each in rows),
-        parts=tuple(segments(each) for each in rows),
-        foot=(*foot, *_refused_lines(predictions), *_note_lines(rows)),
+    return Table(
+        heading,
+        columns,
+        tuple(row(columns, each) for each in rows),
+        (*foot, *_refused_lines(predicted), *_note_lines(rows)),
     )
 
 
-def found_listing(found: FoundPlan) -> Listing:
+def found(result: FoundPlan) -> Table:
     """Reduce a found plan to its evidence: every trial, predicted beside measured, and what was considered."""
-    trials = [(str(number), each, _prediction_of(found, each.plan)) for number, each in enumerate(found.trials, 1)]
-    heads = ("trial", "plan", "predicted", "measured", "off by", "predicted samples/s", "measured samples/s", "outcome")
-    rows = tuple(
+    trials = [(str(number), each, _prediction_of(result, each.plan)) for number, each in enumerate(result.trials, 1)]
+    rows = [
         (
             number,
             each.plan,
-            bytes_or_nothing(None if predicted is None else predicted.needed_bytes),
+            bytes_or_nothing(None if before is None else before.needed_bytes),
             _needed(each),
-            _off_by(each, predicted),
-            interval_speed(predicted) if predicted is not None else NOTHING,
+            _off_by(each, before),
+            interval_speed(before) if before is not None else NOTHING,
             speed(each),
-            _outcome(found, each),
+            _outcome(result, each),
         )
-        for number, each, predicted in trials
+        for number, each, before in trials
+    ]
+    memory = (
+        "peak reserved" if any(each.peak_reserved_bytes is not None for each in result.trials) else "peak allocated"
     )
-    memory = "peak reserved" if any(each.peak_reserved_bytes is not None for each in found.trials) else "peak allocated"
-    return Listing(
-        title=f"{found.title} · budget {format_bytes(found.budget_bytes)}",
-        columns=tuple(Column[None](head, lambda _: "", head not in ("plan", "outcome")) for head in heads),
-        rows=rows,
+    return of_texts(
+        f"{result.title} · budget {format_bytes(result.budget_bytes)}",
+        ("trial", "plan", "predicted", "measured", "off by", "predicted samples/s", "measured samples/s", "outcome"),
+        rows,
+        words=("outcome",),
         foot=(
-            found_sentence(found),
-            f"predicted and measured are the {memory}; considered: {_considered(found)}",
-            *_refused_lines(found.predictions),
+            found_sentence(result),
+            f"predicted and measured are the {memory}; considered: {_considered(result)}",
+            *_refused_lines(result.predictions),
         ),
     )
 
@@ -197,42 +256,38 @@ def _marks_front(ranking: Ranking) -> bool:
 
 def _columns(ranking: Ranking, rows: Sequence[Prediction]) -> tuple[Column[Prediction], ...]:
     first, budget_bytes = ranking.first, ranking.budget_bytes
-    has_samples = any(each.samples_per_step for each in rows)
-    optional = (
-        (Column[Prediction]("plan", lambda each: each.plan, is_number=False), True),
+    speeds = any(map(speed_of, rows))
+    unit = "samples/s" if any(each.samples_per_step for each in rows) else "step time"
+    return wanted(
+        (Column[Prediction]("plan", lambda each: each.plan, Kind.PLAN), True),
         (
-            Column[Prediction](
-                FRONT_MARK, lambda each: FRONT_MARK if each.plan in ranking.front else "", is_number=False
-            ),
+            Column(FRONT_MARK, lambda each: FRONT_MARK if each.plan in ranking.front else "", Kind.WORDS),
             _marks_front(ranking),
         ),
         (
-            Column[Prediction]("peak allocated", lambda each: _peak(each, is_needed=each.peak_reserved_bytes is None)),
+            Column(
+                "peak allocated",
+                lambda each: _peak(each, is_needed=each.peak_reserved_bytes is None),
+                bar=lambda each: Bar(segments(each), Look.PREDICTED),
+            ),
             True,
         ),
         (
-            Column[Prediction]("peak reserved", lambda each: _peak(each, is_needed=True)),
+            Column("peak reserved", lambda each: _peak(each, is_needed=True)),
             any(each.peak_reserved_bytes is not None for each in rows),
         ),
+        (Column("vs first", lambda each: _versus(each.needed_bytes, first.needed_bytes, each is first)), True),
         (
-            Column[Prediction]("vs first", lambda each: _versus(each.needed_bytes, first.needed_bytes, each is first)),
-            True,
-        ),
-        (
-            Column[Prediction]("on host", lambda each: bytes_or_nothing(each.host_bytes or None)),
+            Column("on host", lambda each: bytes_or_nothing(each.host_bytes or None)),
             any(each.host_bytes for each in rows),
         ),
-        (Column[Prediction]("samples/s" if has_samples else "step time", interval_speed), any(map(speed_of, rows))),
+        (Column(unit, interval_speed), speeds),
+        (Column("vs first", lambda each: _versus(speed_of(each), speed_of(first), each is first)), speeds),
         (
-            Column[Prediction]("vs first", lambda each: _versus(speed_of(each), speed_of(first), each is first)),
-            any(map(speed_of, rows)),
-        ),
-        (
-            Column[Prediction]("verdict", lambda each: verdict_words(each, budget_bytes or 0), is_number=False),
+            Column("verdict", lambda each: verdict_words(each, budget_bytes or 0), Kind.WORDS),
             budget_bytes is not None,
         ),
     )
-    return tuple(column for column, wanted in optional if wanted)
 
 
 def _peak(prediction: Prediction, *, is_needed: bool) -> str:
