@@ -24,6 +24,7 @@ from memlab.exporting import export
 from memlab.measuring.runs import compare, measure
 from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
+from memlab.records.shown import Shown
 from memlab.runtime.workload import Workload
 from memlab.search import find_plan, ladder
 from memlab.session import fit
@@ -91,7 +92,15 @@ def _live_engine(plan: Plan, workload: Workload) -> LiveEngine:
     return live_engine(plan, workload)
 
 
+def _reports() -> Any:
+    """What shows records; imported when one is shown."""
+    from memlab.report import showing
+
+    return showing
+
+
 Scaling.makers.append(_live_engine)
+Shown.reports = staticmethod(_reports)
 
 
 def load_ipython_extension(shell: Any) -> None:

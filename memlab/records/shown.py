@@ -1,13 +1,16 @@
-"""`Shown`: records that `print` and notebooks show as `memlab.report` writes them, and not field by field."""
+"""`Shown`: records that `print` and notebooks show as a report writes them, and not field by field."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 
 class Shown:
-    """A record with a way to be shown; which one, `memlab.report.showing` says.
+    """A record with a way to be shown.
+
+    Attributes:
+        reports: gives what writes records, with `text_of` and `html_of`; `memlab` sets it to `memlab.report.showing`.
 
     Example:
         >>> from memlab.records import Measurement
@@ -17,14 +20,11 @@ class Shown:
         peak allocated     1.00 GiB
     """
 
+    reports: ClassVar[Callable[[], Any]]
+
     def __str__(self) -> str:
-        return str(_showing().text_of(self))
+        return str(Shown.reports().text_of(self))
 
     def _repr_html_(self) -> str | None:
-        html: str | None = _showing().html_of(self)
+        html: str | None = Shown.reports().html_of(self)
         return html
-
-
-def _showing() -> ModuleType:
-    # records know nothing of reports; whoever looks at one brings them in
-    return import_module("memlab.report.showing")
