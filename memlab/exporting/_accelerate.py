@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from memlab.exporting._parts import (
-    block_stride,
     has_switch_for_checkpointing,
     header,
     indent,
@@ -82,7 +81,7 @@ def _accelerate_notes(plan: Plan, kind: str) -> list[str]:
 
 
 def _script_notes(plan: Plan, kind: str) -> list[str]:
-    accumulate, every = plan.accumulation, block_stride(plan)
+    accumulate, every = plan.accumulation, plan.checkpointing.every
     kwargs = f", every_n_layers={every}" if every > 1 else ""
     enable = f'model.activation_checkpointing_enable({{"use_reentrant": False}}{kwargs})'
     context = "context_fn of create_selective_checkpoint_contexts, as in memlab.export(plan, to='torch')"
@@ -92,7 +91,7 @@ def _script_notes(plan: Plan, kind: str) -> list[str]:
          "`with accelerator.accumulate(model):` around each; weight losses by target tokens"), accumulate > 1),
         (enable, has_switch_for_checkpointing(plan) and not (kind == "FSDP" and plan.checkpointing == "full")),
         ("checkpointing by budget: checkpoint_blocks of memlab.export(plan, to='torch'), on one of your batches; "
-         "every_n_layers takes blocks by number alone", plan.budget_bytes is not None),
+         "every_n_layers takes blocks by number alone", plan.checkpointing.budget_bytes is not None),
         (f"selective checkpointing: model.activation_checkpointing_enable with {context}",
          plan.checkpointing == "selective"),
         ("model.float() before the optimizer is made", plan.precision is Precision.FP32),

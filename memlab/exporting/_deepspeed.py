@@ -68,7 +68,7 @@ def _deepspeed_optimizer(plan: Plan, stage: int) -> dict[str, Any]:
 
 
 def _deepspeed_checkpointing(plan: Plan) -> dict[str, Any]:
-    if plan.checkpointing == "off" or plan.budget_bytes is not None:
+    if plan.checkpointing == "off" or plan.checkpointing.budget_bytes is not None:
         return {}
     offloaded = plan.tier_of(Offloaded.ACTIVATIONS) is not None
     return {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": offloaded}}
@@ -81,9 +81,9 @@ def _deepspeed_notes(plan: Plan) -> list[str]:
         ("the Trainer takes the rest from memlab.export(plan, to='trainer'); both files agree", True),
         (("activation_checkpointing serves models that call deepspeed.checkpointing; models of transformers are "
          "checkpointed by TrainingArguments(activation_checkpointing=True)"),
-         is_checkpointed and plan.budget_bytes is None),
+         is_checkpointed and plan.checkpointing.budget_bytes is None),
         ("checkpointing by budget: checkpoint_blocks of memlab.export(plan, to='torch'), on one of your batches",
-         plan.budget_bytes is not None),
+         plan.checkpointing.budget_bytes is not None),
         ("tf32: torch.set_float32_matmul_precision('high') in the script", plan.precision is Precision.TF32),
         ("pure-bf16 with this offloaded optimizer: DeepSpeed keeps fp32 master weights; '--optim adamw' avoids it",
          plan.precision is Precision.PURE_BF16 and bool(offloaded) and plan.optimizer is not OptimizerChoice.ADAMW),

@@ -19,15 +19,9 @@ def indent(lines: list[str], spaces: int) -> list[str]:
     return [" " * spaces + line if line else line for line in lines]
 
 
-def block_stride(plan: Plan) -> int:
-    """One block in how many is checkpointed."""
-    kind, _, every = plan.checkpointing.partition(":")
-    return int(every) if kind == "every" else 1
-
-
 def has_switch_for_checkpointing(plan: Plan) -> bool:
     """Return whether frameworks have a switch for the plan's checkpointing; they have none that weighs blocks or operators."""
-    return plan.checkpointing not in ("off", "selective") and plan.budget_bytes is None
+    return plan.checkpointing.kind in ("full", "every")
 
 
 # choice -> (import inside the function, the call)

@@ -11,7 +11,7 @@ from memlab.plan.scale import Scale
 
 def to_ranks(scale: Scale, nproc: int) -> str:
     plan = scale.plan
-    if plan.budget_bytes is not None:
+    if plan.checkpointing.budget_bytes is not None:
         raise PlanError(
             f"--checkpoint {plan.checkpointing} on ranks: blocks are weighed by running the whole model on one device; "
             "use --checkpoint every:N"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memlab.exporting._parts import SELECTIVE_CONTEXT, block_stride, header, indent, optimizer_helper
+from memlab.exporting._parts import SELECTIVE_CONTEXT, header, indent, optimizer_helper
 from memlab.plan import Gradients, Loss, Offloaded, Plan, Precision, Tier
 
 
@@ -31,7 +31,7 @@ def checkpoint_imports(plan: Plan) -> list[str]:
     recomputes = plan.checkpointing != "off" or plan.tiling > 1
     names = "checkpoint, create_selective_checkpoint_contexts" if is_selective else "checkpoint"
     return [
-        *(["from torch.utils._pytree import tree_leaves"] if plan.budget_bytes is not None else []),
+        *(["from torch.utils._pytree import tree_leaves"] if plan.checkpointing.budget_bytes is not None else []),
         *([f"from torch.utils.checkpoint import {names}"] if recomputes else []),
     ]
 
@@ -183,9 +183,9 @@ def checkpoint_blocks(model, budget_bytes, run):
 
 def checkpoint_helper(plan: Plan) -> str:
     """The function that has blocks recomputed."""
-    if plan.budget_bytes is not None:
+    if plan.checkpointing.budget_bytes is not None:
         return _CHECKPOINT_BUDGET
-    every, is_selective = block_stride(plan), plan.checkpointing == "selective"
+    every, is_selective = plan.checkpointing.every, plan.checkpointing == "selective"
     what = "the activations of every block" if every == 1 else f"the activations of one block in {every}"
     return _CHECKPOINT.format(
         what="all activations but products and attention" if is_selective else what,
@@ -302,7 +302,7 @@ def _torch_setup(plan: Plan) -> list[str]:
     lines += _TORCH_PRECISION_SETUP[plan.precision]
     if plan.tiling > 1:
         lines.append(f"tile_feed_forwards(model, {plan.tiling})")
-    if plan.checkpointing != "off" and plan.budget_bytes is None:
+    if plan.checkpointing != "off" and plan.checkpointing.budget_bytes is None:
         lines.append("checkpoint_blocks(model)")
     if not _releases(plan):
         return [*lines, "optimizer = make_optimizer(model, lr)", "model.train()"]
@@ -333,10 +333,10 @@ def _torch_steps(plan: Plan) -> list[str]:
 
 def _torch_budget(plan: Plan) -> list[str]:
     """The choice of blocks, made on the first batch, or on a part of it as they are trained."""
-    if plan.budget_bytes is None:
+    if plan.checkpointing.budget_bytes is None:
         return []
     part = f"split(batch, {plan.accumulation})[0]" if plan.accumulation > 1 else "batch"
-    choose = [f"checkpoint_blocks(model, {plan.budget_bytes}, lambda: {_torch_call(plan, part)})"]
+    choose = [f"checkpoint_blocks(model, {plan.checkpointing.budget_bytes}, lambda: {_torch_call(plan, part)})"]
     autocast = _torch_autocast(plan)
     lines = [f"with {autocast}:", *indent(choose, 4)] if autocast else choose
     return ["if not losses:", *indent(lines, 4)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from memlab.exporting._parts import (
     SELECTIVE_CONTEXT,
-    block_stride,
     has_switch_for_checkpointing,
     header,
     indent,
@@ -63,7 +62,7 @@ def _trainer_arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]
         arguments.append(f"gradient_accumulation_steps={plan.accumulation},")
     is_sharded = scale is not None and scale.engine == "fsdp2"
     if has_switch_for_checkpointing(plan) and not (is_sharded and plan.checkpointing == "full"):
-        every = f', "every_n_layers": {block_stride(plan)}' if block_stride(plan) > 1 else ""
+        every = f', "every_n_layers": {plan.checkpointing.every}' if plan.checkpointing.every > 1 else ""
         arguments.append("activation_checkpointing=True,  # gradient_checkpointing before transformers 5.23")
         arguments.append(f'activation_checkpointing_kwargs={{"use_reentrant": False{every}}},')
     arguments += _TRAINER_PRECISION[plan.precision]
@@ -92,7 +91,7 @@ def _trainer_notes(plan: Plan, scale: Scale | None) -> list[str]:
         (_ACCUMULATION_COMMENT.format(n=plan.accumulation), plan.accumulation > 1),
         (_TRAINER_WEIGHTS, plan.precision in (Precision.FP32, Precision.FP16, Precision.BF16)),
         (_TRAINER_SELECTIVE, plan.checkpointing == "selective"),
-        (_TRAINER_BUDGET, plan.budget_bytes is not None),
+        (_TRAINER_BUDGET, plan.checkpointing.budget_bytes is not None),
         (_TRAINER_PURE_BF16, plan.precision is Precision.PURE_BF16),
         (_trainer_activations(plan), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
         (_TRAINER_STATE, scale is None and plan.tier_of(Offloaded.OPTIMIZER) is not None),

@@ -32,7 +32,8 @@ from memlab.inferring.weights import HalfWeights
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.holdings import gradients_of, parameters_of, state_of
 from memlab.measuring.ledger import Holding
-from memlab.plan import FIELDS, Plan, Precision
+from memlab.plan import Plan, Precision
+from memlab.plan.fields import BY_NAME
 from memlab.records import Category
 from memlab.records.inference import BatchAdvice, CallKind, InferenceRecord
 from memlab.runtime.hooks import ForwardSeam, is_compiled, on_first_step, stand_in
@@ -45,17 +46,6 @@ from memlab.units import parse_bytes
 
 _NO_GRADIENT = ("does not require grad", "does not have a grad_fn")
 _TRAINS = "train it without --inference (from Python: outside of memlab.inference)"
-# why a setting of a plan means nothing where nothing is trained
-_MEANINGLESS = {
-    "accumulation": "rows do not wait for each other without an update: feed fewer rows at a time",
-    "checkpointing": "nothing is kept for a backward pass that could be recomputed",
-    "optimizer": "no optimizer runs",
-    "offload": "no optimizer runs, and no activations are kept",
-    "gradients": "there are none",
-    "tiling": "the tiles save what a backward pass needs",
-    "loss": "the tiles save what a backward pass needs",
-}
-
 # one per model: a second one would round its weights again
 _attached: dict[int, Inference] = {}
 
@@ -477,13 +467,9 @@ def precision_of(plan: Plan) -> Precision:
         >>> precision_of(Plan.parse("--bf16"))
         <Precision.BF16: 'bf16'>
     """
-    flags = {field.name: field.flag for field in FIELDS}
     for name in plan.changes():
-        if name in _MEANINGLESS:
-            raise PlanError(f"{flags[name]} with --inference: {_MEANINGLESS[name]}; leave it out")
-    unknown = set(plan.changes()) - {"precision"}
-    if unknown:
-        raise PlanError(f"{flags[min(unknown)]} with --inference: it works on training only; leave it out")
+        if name != "precision":
+            raise PlanError(f"{BY_NAME[name].flag} with --inference: {BY_NAME[name].untrained}; leave it out")
     if plan.precision not in (Precision.KEEP, Precision.FP16, Precision.BF16):
         raise PlanError(
             f"--precision {plan.precision} with --inference: allowed are --fp16 and --bf16, which keep the weights in that "

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from memlab.records import Measurement, Prediction
+from memlab.records import Measurement, Prediction, speed_of
 from memlab.report import html, pareto, pareto_image, showing, tables, text, timeline_image
 from memlab.report.pareto import Chart
-from memlab.report.ranking import speed_of
 from memlab.report.table import Table
 
 _HOW_TO_SEE_ALL = "%memfit predict --all shows them"

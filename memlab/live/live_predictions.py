@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,7 +11,7 @@ from memlab.live.effects import settings_beside
 from memlab.measuring.batches import shapes_of
 from memlab.plan import Plan
 from memlab.predicting import predict_each
-from memlab.records import Fit, Measurement, Prediction
+from memlab.records import Fit, Measurement, Prediction, fastest
 from memlab.runtime.workload import Workload
 from memlab.search.finding import considered
 from memlab.units import format_bytes
@@ -83,14 +82,14 @@ class LivePredictions:
             MemlabError: none is.
         """
         known = [each for each in self.predictions if not each.refused]
-        fitting = [each for each in known if each.verdict(budget_bytes).fit is Fit.YES]
-        if not fitting:
+        best = fastest(each for each in known if each.verdict(budget_bytes).fit is Fit.YES)
+        if best is None:
             smallest = min(known, key=lambda each: each.needed_bytes)
             raise MemlabError(
                 f"no plan is predicted to fit {format_bytes(budget_bytes)}; the smallest, {smallest.plan}, needs "
                 f"{format_bytes(smallest.needed_bytes)}"
             )
-        return Plan.of_label(max(fitting, key=_merit).plan)
+        return Plan.of_label(best.plan)
 
     def _begin(self, workload: Workload, *, is_calibrated: bool) -> None:
         made_for = (shapes_of(workload.batch), is_calibrated)
@@ -98,9 +97,3 @@ class LivePredictions:
             if self._made_for not in (None, made_for):
                 self._predictions.clear()
             self._made_for = made_for
-
-
-def _merit(prediction: Prediction) -> tuple[float, int]:
-    """Faster is better, then smaller; where no time is predicted, smaller."""
-    speed = prediction.samples_per_second
-    return (speed if math.isfinite(speed) else 0.0, -prediction.needed_bytes)

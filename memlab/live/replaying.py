@@ -23,7 +23,7 @@ from memlab.live.recording import Stretch, changes_of, points_of, stretches_of, 
 from memlab.live.source import Can
 from memlab.live.views import Drawn, Views
 from memlab.plan import FIELDS, Plan
-from memlab.records import Prediction
+from memlab.records import Prediction, fastest
 from memlab.records.live_state import Activity, Asked, Change, Moment, Toggle
 from memlab.records.run_record import RunRecord
 from memlab.units import format_bytes
@@ -224,9 +224,8 @@ class Replay:
             self._draw()
             return
         known = [each for each in self._record.comparison.measurements if each.fits and not plan_of(each.plan)[1]]
-        fitting = [each for each in known if each.needed_bytes <= budget_bytes]
-        if fitting:
-            best = max(fitting, key=lambda each: each.samples_per_second if each.step_seconds else 0.0)
+        best = fastest(each for each in known if each.needed_bytes <= budget_bytes)
+        if best is not None:
             self.ask_plan(plan_of(best.plan)[0])
         else:
             self._say(f"no setting of this recording fits {format_bytes(budget_bytes)}")

@@ -1,6 +1,7 @@
 """Plans: what is applied to a training loop, as values without torch.
 
-`plan` holds the frozen value and its conflicts, `fields` the settings and the table of flags, `space` the plans worth trying.
+`plan` holds the frozen value and its conflicts, `fields` the settings and the table of flags, `savings` what to try next
+and what it usually costs, `space` the plans worth trying.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from memlab.plan.fields import (
     FIELDS,
     BatchNorm,
+    Checkpointing,
     Gradients,
     Loss,
     Offloaded,
@@ -26,6 +28,7 @@ from memlab.plan.plan import (
 __all__ = [
     "FIELDS",
     "BatchNorm",
+    "Checkpointing",
     "Gradients",
     "Loss",
     "Offloaded",

@@ -1,16 +1,19 @@
-"""Settings of a plan, and `FIELDS`: the table from which people's ways to set them are generated.
+"""Settings of a plan, and `FIELDS`: the table of what is known of each.
 
 Everything people type or click comes from `FIELDS`: the flags of the magics, their help, the controls of a panel and
-the text a plan prints as.
+the text a plan prints as. So does what predictions, searches, engines and inference ask about a setting; in which order
+settings are tried is in `savings`.
 """
 
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, Self, TypeVar
 
 from memlab.errors import PlanError
 from memlab.units import exact_size, parse_bytes
@@ -21,6 +24,56 @@ class BatchNorm(StrEnum):
 
     KEEP = "keep"
     MICRO = "micro"
+
+
+class Checkpointing(str):
+    """What is recomputed in the backward pass: the text of the flag, read once.
+
+    Attributes:
+        kind: "off", "full", "every", "selective" or "budget".
+        every: of blocks that are chosen by number, one in how many is recomputed.
+        budget_bytes: what recomputed blocks may keep of each (micro-)batch between forward and backward; None without
+            such a budget.
+
+    Raises:
+        PlanError: another text.
+
+    Example:
+        >>> half, some = Checkpointing("every:2"), Checkpointing("budget:1.5KiB")
+        >>> half.kind, half.every, some, some.budget_bytes, half == "every:2"
+        ('every', 2, 'budget:1536B', 1536, True)
+    """
+
+    __slots__ = ("budget_bytes", "every", "kind")
+    kind: str
+    every: int
+    budget_bytes: int | None
+
+    def __new__(cls, text: str) -> Self:
+        kind, _, amount = text.partition(":")
+        every, budget_bytes = 1, None
+        if kind == "every" and amount.isdecimal() and int(amount) >= 1:
+            every = int(amount)
+            text = f"every:{every}"
+        elif kind == "budget" and amount:
+            budget_bytes = parse_bytes(amount)
+            text = f"budget:{exact_size(budget_bytes)}"
+        elif text not in ("off", "full", "selective"):
+            raise PlanError(
+                f"--checkpoint {text}: allowed are off, full, selective, every:N with N ≥ 1, as in '--checkpoint every:2', "
+                "and budget:SIZE, as in '--checkpoint budget:2GiB'"
+            )
+        self = super().__new__(cls, text)
+        self.kind, self.every, self.budget_bytes = kind, every, budget_bytes
+        return self
+
+    def covers(self, other: Checkpointing) -> bool:
+        """Return whether everything is recomputed that another setting recomputes."""
+        if self in (other, "full") or other == "off":
+            return True
+        return (
+            self.budget_bytes is not None and other.budget_bytes is not None and self.budget_bytes <= other.budget_bytes
+        )
 
 
 class Precision(StrEnum):
@@ -90,6 +143,7 @@ _TIER_NAMES = {"nvme": "disk", "cpu": "host"}
 Offload = tuple[tuple[Offloaded, Tier], ...]
 _E = TypeVar("_E", bound=StrEnum)
 _OF_MANY_PROCESSES = ("ddp", "tp")
+EIGHT_BIT = (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
 
 
 @dataclass(frozen=True)
@@ -110,6 +164,17 @@ class PlanField:
         title: what it is called where people pick.
         names: what choices are called there, where their text does not say it.
         is_predicted: whether what its settings would give can be predicted.
+        is_exact: whether all its settings give the gradient and the update of the loop as written.
+        alike: values with the same numbers, each smaller on the device than the one before.
+        is_of_calls: whether it concerns the model call alone, so that each model of a shared optimizer can have its own.
+        is_beside_engines: whether engines have a way of their own for it.
+        is_graded: whether its settings do the same by degrees, so that half of the error of one is that of another.
+        doubt: by how much more than for others the predicted time may be wrong. What moves data off the device depends on
+            a disk or a bus and on how many pieces there are: on a CPU, activations off it cost steps 0.8 to 4 times what
+            the prediction had for them (`python -m tests.bench.find_plan`).
+        covers: whether one value keeps or raises what another one does; by default the same one, or any over the default.
+        searched: values that a search considers.
+        untrained: why it means nothing where nothing is trained.
     """
 
     name: str
@@ -125,6 +190,30 @@ class PlanField:
     title: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     is_predicted: bool = True
+    is_exact: bool = False
+    alike: tuple[Any, ...] = ()
+    is_of_calls: bool = False
+    is_beside_engines: bool = False
+    is_graded: bool = False
+    doubt: float = 1.0
+    covers: Callable[[Any, Any], bool] | None = None
+    searched: tuple[str, ...] = ()
+    untrained: str = "it works on training only"
+
+    @cached_property
+    def default(self) -> Any:
+        """The value that changes nothing."""
+        return self.parse(self.choices[0])
+
+    def contains(self, larger: Any, smaller: Any) -> bool:
+        """Return whether one value keeps or raises what another one does."""
+        if smaller in (larger, self.default) or (self.covers is not None and self.covers(larger, smaller)):
+            return True
+        return {larger, smaller} <= {*self.alike} and self.alike.index(larger) > self.alike.index(smaller)
+
+    def is_same(self, one: Any, other: Any) -> bool:
+        """Return whether two values compute the same."""
+        return one == other or self.is_exact or {one, other} <= {*self.alike}
 
     def text(self, value: Any) -> str:
         """Text of a value, as `parse` reads it; where it is one of the choices, the choice.
@@ -138,32 +227,13 @@ class PlanField:
         return next(same, self.show(value).removeprefix(self.flag).strip())
 
 
-def _parse_micro_batches(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise PlanError(
-            f"--accumulate {text}: expected a whole number of micro-batches, 1 or more, as in '--accumulate 4'"
-        )
-    return int(text)
+def _count(flag: str, what: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise PlanError(f"{flag} {text}: expected a whole number of {what}, 1 or more, as in '{flag} 4'")
+        return int(text)
 
-
-def _parse_tiles(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise PlanError(f"--tile {text}: expected a whole number of tiles, 1 or more, as in '--tile 4'")
-    return int(text)
-
-
-def _parse_checkpointing(text: str) -> str:
-    if text in ("off", "full", "selective"):
-        return text
-    every, _, blocks = text.partition(":")
-    if every == "every" and blocks.isdecimal() and int(blocks) >= 1:
-        return f"every:{int(blocks)}"
-    if every == "budget" and blocks:
-        return f"budget:{exact_size(parse_bytes(blocks))}"
-    raise PlanError(
-        f"--checkpoint {text}: allowed are off, full, selective, every:N with N ≥ 1, as in '--checkpoint every:2', "
-        "and budget:SIZE, as in '--checkpoint budget:2GiB'"
-    )
+    return parse
 
 
 def _choice(flag: str, enum: type[_E]) -> Callable[[str], _E]:
@@ -216,16 +286,19 @@ def _show_optimizer(optimizer: OptimizerChoice) -> str:
     return "" if optimizer is OptimizerChoice.KEEP else f"--optim {optimizer}"
 
 
-def _show_checkpointing(checkpointing: str) -> str:
+def _show_checkpointing(checkpointing: Checkpointing) -> str:
     return {"off": "", "full": "--checkpoint"}.get(checkpointing, f"--checkpoint {checkpointing}")
 
 
+_COUNTS = ("1", "2", "4", "8", "16")
 FIELDS: tuple[PlanField, ...] = (
     PlanField(
         "accumulation", "--accumulate", "N",
         "split each batch into N micro-batches; the gradient is that of the whole batch",
-        _parse_micro_batches, lambda n: f"--accumulate {n}" if n > 1 else "",
-        choices=("1", "2", "4", "8", "16"), offer="4", title="Gradient accumulation",
+        _count("--accumulate", "micro-batches"), lambda n: f"--accumulate {n}" if n > 1 else "",
+        choices=_COUNTS, offer="4", title="Gradient accumulation", is_exact=True, is_of_calls=True, is_graded=True,
+        covers=operator.ge, searched=_COUNTS,
+        untrained="rows do not wait for each other without an update: feed fewer rows at a time",
         names={"2": "2 micro-batches", "4": "4 micro-batches", "8": "8 micro-batches", "16": "16 micro-batches"},
     ),
     PlanField(
@@ -233,13 +306,16 @@ FIELDS: tuple[PlanField, ...] = (
         "with --accumulate, let BatchNorm take its statistics from each micro-batch, as in accumulation written by hand",
         _choice("--batchnorm", BatchNorm), lambda norm: "" if norm is BatchNorm.KEEP else f"--batchnorm {norm}",
         choices=tuple(BatchNorm), offer="micro", title="BatchNorm", names={"micro": "per micro-batch"}, is_predicted=False,
+        is_of_calls=True,
     ),
     PlanField(
         "checkpointing", "--checkpoint", "[off|full|every:N|selective|budget:SIZE]",
         "recompute activations in the backward pass: of every block, of one block in N, all but matrix products and attention, "
         "or of as few blocks as possible so that what blocks keep between forward and backward fits into SIZE, as in budget:2GiB",
-        _parse_checkpointing, _show_checkpointing, bare="full",
-        choices=("off", "full", "every:2", "selective"), offer="full", title="Checkpointing",
+        Checkpointing, _show_checkpointing, bare="full",
+        choices=("off", "full", "every:2", "selective"), offer="full", title="Checkpointing", is_exact=True,
+        is_of_calls=True, is_beside_engines=True, is_graded=True, covers=Checkpointing.covers,
+        searched=("off", "selective", "full"), untrained="nothing is kept for a backward pass that could be recomputed",
         names={"full": "every block", "every:2": "every second block", "selective": "selective"},
     ),
     PlanField(
@@ -247,6 +323,7 @@ FIELDS: tuple[PlanField, ...] = (
         "number format of forward and backward; fp16 comes with dynamic loss scaling, pure-bf16 also stores parameters and moments in bf16",
         _choice("--precision", Precision), _show_precision,
         shorthands={"--fp16": "fp16", "--bf16": "bf16"}, choices=tuple(Precision), offer="bf16", title="Precision",
+        is_beside_engines=True, is_graded=True, searched=("keep", "bf16"),
         names={"pure-bf16": "pure bf16"},
     ),
     PlanField(
@@ -254,6 +331,7 @@ FIELDS: tuple[PlanField, ...] = (
         "convert the live optimizer with its moments; --adam8bit needs 2.03 instead of 8 bytes per parameter",
         _choice("--optim", OptimizerChoice), _show_optimizer,
         shorthands={"--adam8bit": "adam8bit"}, choices=tuple(OptimizerChoice), offer="adam8bit", title="Optimizer",
+        alike=EIGHT_BIT, searched=("keep", "adam8bit"), untrained="no optimizer runs",
         names={
             "adam8bit": "8-bit Adam", "paged-adam8bit": "paged 8-bit Adam", "adamw": "AdamW", "adafactor": "Adafactor",
             "sgd": "SGD",
@@ -267,7 +345,10 @@ FIELDS: tuple[PlanField, ...] = (
             "none", "optimizer", "activations", "optimizer,activations", "params", "params,optimizer",
             "params,optimizer,activations",
         ),
-        offer="optimizer", title="Offload",
+        offer="optimizer", title="Offload", is_exact=True, is_beside_engines=True, doubt=3.0,
+        covers=lambda larger, smaller: set(smaller) <= set(larger),
+        searched=("none", "optimizer", "activations", "optimizer,activations"),
+        untrained="no optimizer runs, and no activations are kept",
         names={
             "optimizer": "optimizer state", "optimizer,activations": "optimizer state, activations",
             "params": "parameters", "params,optimizer": "parameters, optimizer state",
@@ -279,6 +360,7 @@ FIELDS: tuple[PlanField, ...] = (
         "compute the cross-entropy over a large vocabulary in tiles, without the full logits",
         _choice("--loss", Loss), lambda loss: "--chunk-loss" if loss is Loss.CHUNKED else "",
         shorthands={"--chunk-loss": "chunked"}, choices=tuple(Loss), offer="chunked", title="Chunked loss",
+        is_exact=True, is_of_calls=True, searched=tuple(Loss), untrained="the tiles save what a backward pass needs",
     ),
     PlanField(
         "gradients", "--gradients", "keep|release",
@@ -286,14 +368,15 @@ FIELDS: tuple[PlanField, ...] = (
         _choice("--gradients", Gradients),
         lambda gradients: "--release-grads" if gradients is Gradients.RELEASE else "",
         shorthands={"--release-grads": "release"}, choices=tuple(Gradients), offer="release",
-        title="Gradient release", names={"release": "as soon as used"},
+        title="Gradient release", names={"release": "as soon as used"}, is_exact=True, untrained="there are none",
     ),
     PlanField(
         "tiling", "--tile", "N",
         "compute large linear layers in N tiles: feed-forward parts over rows, each tile run again in the backward pass; "
         "others over output features, under autocast",
-        _parse_tiles, lambda n: f"--tile {n}" if n > 1 else "",
-        choices=("1", "2", "4", "8", "16"), offer="4", title="Tiled layers",
+        _count("--tile", "tiles"), lambda n: f"--tile {n}" if n > 1 else "",
+        choices=_COUNTS, offer="4", title="Tiled layers", is_exact=True, is_of_calls=True, is_graded=True,
+        covers=operator.ge, untrained="the tiles save what a backward pass needs",
         names={"2": "2 tiles", "4": "4 tiles", "8": "8 tiles", "16": "16 tiles"},
     ),
     PlanField(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from memlab.errors import PlanError
@@ -17,6 +17,7 @@ from memlab.plan.fields import (
     BY_NAME,
     FIELDS,
     BatchNorm,
+    Checkpointing,
     Gradients,
     Loss,
     Offload,
@@ -28,7 +29,6 @@ from memlab.plan.fields import (
     Tier,
     unknown_flag,
 )
-from memlab.units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Plan:
     Args:
         accumulation: micro-batches per batch, 1 or more.
         batchnorm: a `BatchNorm`, or its text.
-        checkpointing: "off", "full", "every:N", "selective" or "budget:SIZE" (see `budget_bytes`).
+        checkpointing: a `Checkpointing`, or its text: "off", "full", "every:N", "selective" or "budget:SIZE".
         precision: a `Precision`, or its text.
         optimizer: an `OptimizerChoice`, or its text.
         offload: pairs of what and where, or the text of the flag ("optimizer:disk,activations").
@@ -60,7 +60,7 @@ class Plan:
 
     accumulation: int = 1
     batchnorm: BatchNorm = BatchNorm.KEEP
-    checkpointing: str = "off"
+    checkpointing: Checkpointing = Checkpointing("off")  # noqa: RUF009 - frozen
     precision: Precision = Precision.KEEP
     optimizer: OptimizerChoice = OptimizerChoice.KEEP
     offload: Offload = ()
@@ -82,17 +82,6 @@ class Plan:
         return " ".join(flag for spec in FIELDS if (flag := spec.show(getattr(self, spec.name))))
 
     @property
-    def budget_bytes(self) -> int | None:
-        """Return what the repeated blocks may keep of each (micro-)batch between forward and backward; None without such a budget.
-
-        Example:
-            >>> Plan.parse("--checkpoint budget:1.5KiB").budget_bytes
-            1536
-        """
-        kind, _, size = self.checkpointing.partition(":")
-        return parse_bytes(size) if kind == "budget" else None
-
-    @property
     def label(self) -> str:
         """The flags, or "as written" when the plan changes nothing."""
         return str(self) or "as written"
@@ -101,10 +90,33 @@ class Plan:
         """Return where something is offloaded to, or None when it stays."""
         return dict(self.offload).get(what)
 
-    def changes(self) -> tuple[str, ...]:
-        """Names of the fields that differ from the defaults."""
-        default = Plan()
-        return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name))
+    def changes(self, since: Plan | None = None) -> tuple[str, ...]:
+        """Names of the fields that differ from the defaults, or from those of another plan."""
+        return tuple(
+            spec.name
+            for spec in FIELDS
+            if getattr(self, spec.name) != (spec.default if since is None else getattr(since, spec.name))
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients and updates are those of the loop as written."""
+        return self.has_numbers_of(Plan())
+
+    def has_numbers_of(self, other: Plan) -> bool:
+        """Return whether both compute the same, where one contains the other."""
+        return all(BY_NAME[name].is_same(getattr(self, name), getattr(other, name)) for name in self.changes(other))
+
+    def contains(self, smaller: Plan) -> bool:
+        """Return whether this plan keeps every setting of another, or raises it.
+
+        Example:
+            >>> Plan.parse("--accumulate 4 --checkpoint").contains(Plan.parse("--checkpoint selective"))
+            True
+            >>> Plan.parse("--accumulate 4").contains(Plan.parse("--checkpoint selective"))
+            False
+        """
+        return all(spec.contains(getattr(self, spec.name), getattr(smaller, spec.name)) for spec in FIELDS)
 
     def with_setting(self, name: str, text: str) -> Plan:
         """The same plan with one field set from its text, as a panel does it.
@@ -227,7 +239,7 @@ def _overflow_shows_at_the_end(plan: Plan) -> None:
 
 
 def _nothing_is_kept_where_all_leaves(plan: Plan) -> None:
-    if plan.budget_bytes is not None and plan.tier_of(Offloaded.ACTIVATIONS):
+    if plan.checkpointing.budget_bytes is not None and plan.tier_of(Offloaded.ACTIVATIONS):
         raise PlanError(
             "--checkpoint budget and --offload activations exclude each other: offloaded activations use nothing of the budget; drop one of the two"
         )
@@ -236,7 +248,7 @@ def _nothing_is_kept_where_all_leaves(plan: Plan) -> None:
 def _an_engine_has_its_own_ways(plan: Plan) -> None:
     if plan.scale is ScaleOut.NONE:
         return
-    beside = [name for name in plan.changes() if name not in _BESIDE_AN_ENGINE]
+    beside = [name for name in plan.changes() if name != "scale" and not BY_NAME[name].is_beside_engines]
     if beside:
         flag = BY_NAME[beside[0]].show(getattr(plan, beside[0]))
         raise PlanError(
@@ -268,7 +280,6 @@ def _an_engine_offloads_what_it_can(plan: Plan) -> None:
             )
 
 
-_BESIDE_AN_ENGINE = frozenset({"scale", "checkpointing", "precision", "offload"})
 _CONFLICTS: tuple[Callable[[Plan], None], ...] = (
     _paged_state_is_offloaded_already,
     _sgd_has_no_state,

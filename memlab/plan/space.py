@@ -36,20 +36,9 @@ from itertools import product
 from typing import Any
 
 from memlab.errors import PlanError
-from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan import FIELDS, Offloaded, Plan, Precision
 
-_ACCUMULATION = (1, 2, 4, 8, 16)
-_CHECKPOINTING = ("off", "selective", "full")
-_OPTIMIZERS = (OptimizerChoice.KEEP, OptimizerChoice.ADAM8BIT)
-_OFFLOADS = (
-    (),
-    ((Offloaded.OPTIMIZER, Tier.AUTO),),
-    ((Offloaded.ACTIVATIONS, Tier.AUTO),),
-    ((Offloaded.ACTIVATIONS, Tier.AUTO), (Offloaded.OPTIMIZER, Tier.AUTO)),
-)
 _FIRST_WITH_BF16 = (8, 0)
-# fields whose settings give the gradient and the update of the loop as written
-EXACT_FIELDS = frozenset({"accumulation", "checkpointing", "offload", "loss", "gradients", "tiling"})
 
 
 def plan_space(
@@ -83,14 +72,11 @@ def plan_space(
 '--checkpoint selective --adam8bit --offload optimizer']
     """
     choices: dict[str, tuple[Any, ...]] = {
-        "accumulation": tuple(n for n in _ACCUMULATION if rows is None or n <= max(1, rows)),
-        "checkpointing": _CHECKPOINTING,
-        "precision": (Precision.KEEP, half, *([Precision.PURE_BF16] if wide else [])),
-        "optimizer": _OPTIMIZERS,
-        "offload": _OFFLOADS,
-        "loss": tuple(Loss),
+        spec.name: tuple(spec.parse(text) for text in spec.searched) for spec in FIELDS if spec.searched
     }
-    kept = set(fixed.changes()) | (set() if not lossless else choices.keys() - EXACT_FIELDS)
+    choices["accumulation"] = tuple(n for n in choices["accumulation"] if rows is None or n <= max(1, rows))
+    choices["precision"] = (Precision.KEEP, half, *([Precision.PURE_BF16] if wide else []))
+    kept = set(fixed.changes()) | {spec.name for spec in FIELDS if lossless and not spec.is_exact}
     choices |= {name: (getattr(fixed, name),) for name in kept}
     plans = [plan for values in product(*choices.values()) if (plan := _plan(dict(zip(choices, values, strict=True))))]
     # a stable sort: within a number of changes the order is that of the fields

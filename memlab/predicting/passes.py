@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memlab.hardware.roofline import Bill, Rates
-from memlab.plan import Plan
+from memlab.plan import Checkpointing, Plan
 from memlab.predicting.segments import (
     ACTIVATIONS,
     NOTHING,
@@ -119,12 +119,12 @@ class Passes:
         """Return what serves this number of rows; where calls before it matter, `after` one of so many."""
         # a budget that serves the parts of a batch may be too small for the whole of it
         whole = self._trace(settings if rows == self._rows else without_budget(settings), None, is_split=is_split)
-        if rows not in (1, whole.samples) and settings.budget_bytes is None:
+        if rows not in (1, whole.samples) and settings.checkpointing.budget_bytes is None:
             if settings not in self._scalable:
                 self._scalable[settings] = self._laid_side_by_side(settings, whole)
             if (scalable := self._scalable[settings]) is not None:
                 return scalable
-        after = after if settings.budget_bytes is not None and after != rows else None
+        after = after if settings.checkpointing.budget_bytes is not None and after != rows else None
         key = (settings, rows, is_split, after)
         if key not in self._own:
             trace = whole if rows == whole.samples else self._trace(settings, rows, is_split=is_split, after=after)
@@ -165,4 +165,8 @@ class Passes:
 
 def without_budget(settings: Plan) -> Plan:
     """Settings whose pass is as good as theirs for all but what blocks keep, and is refused for no size."""
-    return settings if settings.budget_bytes is None else replace(settings, checkpointing="full")
+    return (
+        settings
+        if settings.checkpointing.budget_bytes is None
+        else replace(settings, checkpointing=Checkpointing("full"))
+    )

@@ -26,6 +26,8 @@ from memlab.records.prediction import (
     Fit,
     Prediction,
     Verdict,
+    fastest,
+    speed_of,
 )
 
 __all__ = [
@@ -40,9 +42,11 @@ __all__ = [
     "StepRecord",
     "TimelinePoint",
     "Verdict",
+    "fastest",
     "measurement_of_steps",
     "out_of_memory",
     "ratio",
+    "speed_of",
     "thin",
     "timeline_of",
 ]

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 from memlab.errors import MemlabError
 from memlab.plan import FIELDS, Plan, PlanField
-from memlab.plan.space import EXACT_FIELDS
 from memlab.records import Measurement, Prediction, ratio
 from memlab.records.comparison import Comparison, speed_ratio, where_the_peak_is
 from memlab.records.shown import Shown
@@ -227,8 +226,7 @@ def lever_words(before: Plan, after: Plan) -> str:
     """
     changed = [spec for spec in FIELDS if getattr(after, spec.name) != getattr(before, spec.name)]
     said = ", ".join(_setting_words(spec, before, after) for spec in changed)
-    is_exact = all(spec.name in EXACT_FIELDS for spec in changed)
-    return f"{said}; {'same gradient' if is_exact else 'changes numerics'}"
+    return f"{said}; {'same gradient' if after.has_numbers_of(before) else 'changes numerics'}"
 
 
 def added(plan: Plan, lever: Plan) -> Plan:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
-from memlab.records.measurement import Phase, TimelinePoint, phase_of_peak_in, ratio
+from memlab.records.measurement import Measurement, Phase, TimelinePoint, phase_of_peak_in, ratio
 from memlab.records.shown import Shown
 
 
@@ -98,3 +100,18 @@ class Prediction(Shown):
         if self.refused or budget_bytes < low:
             return Verdict(Fit.NO, spare_bytes)
         return Verdict(Fit.YES if budget_bytes >= high else Fit.UNCERTAIN, spare_bytes)
+
+
+_Known = TypeVar("_Known", Prediction, Measurement)
+
+
+def speed_of(known: Prediction | Measurement) -> float:
+    """Samples per second, or steps per second where no samples are counted; 0 where no time is known."""
+    seconds = known.step_seconds if isinstance(known, Prediction) else known.median_step_seconds
+    per_second = ratio(known.samples_per_step or 1, seconds)
+    return per_second if math.isfinite(per_second) else 0.0
+
+
+def fastest(known: Iterable[_Known]) -> _Known | None:
+    """The fastest plan, of equal ones and where no time is known the smallest; None of none."""
+    return max(known, key=lambda each: (speed_of(each), -each.needed_bytes), default=None)

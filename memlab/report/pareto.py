@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memlab.records import Fit, Measurement, Prediction
+from memlab.records import Fit, Measurement, Prediction, speed_of
 from memlab.records.comparison import FoundPlan
-from memlab.report.ranking import pareto_front, speed_of, verdict_words
+from memlab.report.ranking import pareto_front, verdict_words
 from memlab.report.segments import finite
 from memlab.report.tables import FRONT_MARK, found_sentence, interval_speed, predictions_sentence
 from memlab.report.wording import speed

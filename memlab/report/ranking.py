@@ -6,11 +6,10 @@ CUDA, the allocated peak elsewhere) and by its samples per second.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from memlab.records import Fit, Prediction
+from memlab.records import Fit, Prediction, speed_of
 from memlab.units import format_bytes
 
 # a table of more rows than this is thinned
@@ -147,18 +146,6 @@ def refusals(predictions: Iterable[Prediction]) -> tuple[Refusal, ...]:
             by_reason.setdefault(each.refused, []).append(each.plan)
     found = (Refusal(reason, tuple(plans)) for reason, plans in by_reason.items())
     return tuple(sorted(found, key=lambda refusal: -len(refusal.plans)))
-
-
-def speed_of(prediction: Prediction) -> float:
-    """Samples per second, or steps per second where no samples are counted; 0 where no time is predicted."""
-    per_second = (
-        prediction.samples_per_second
-        if prediction.samples_per_step
-        else 1 / prediction.step_seconds
-        if prediction.step_seconds
-        else 0
-    )
-    return per_second if math.isfinite(per_second) else 0.0
 
 
 def _by_verdict(prediction: Prediction, budget_bytes: int) -> tuple[int, float, float]:

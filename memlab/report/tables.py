@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 
-from memlab.records import Measurement, Prediction
+from memlab.records import Measurement, Prediction, speed_of
 from memlab.records.comparison import Comparison, FoundPlan, has_left_interval
 from memlab.records.comparison import Row as Compared
-from memlab.report.ranking import Ranking, Refusal, counts, rank, refusals, shown, speed_of, verdict_words
+from memlab.report.ranking import Ranking, Refusal, counts, rank, refusals, shown, verdict_words
 from memlab.report.segments import ordered, segments
 from memlab.report.table import Bar, Column, Kind, Look, Table, row, wanted
 from memlab.report.wording import NOTHING, bytes_or_nothing, change, drift, peak, rate, speed

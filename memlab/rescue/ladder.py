@@ -2,19 +2,11 @@
 
 Rules of the ladder:
 
-1. A rung *contains* the plan that ran out: it keeps every setting and adds or raises some. Raised are: more
-   micro-batches, more tiles, selective, every-N or budgeted checkpointing to full, 8-bit moments to paged ones (the
-   same numbers, elsewhere). So no rung comes twice, and the ladder ends.
+1. A rung *contains* the plan that ran out (`Plan.contains`): it keeps every setting and adds or raises some. So no rung
+   comes twice, and the ladder ends.
 2. Exact rungs come before *lossy* ones, which change numerics within a documented tolerance.
-3. Where memory ran out in forward, backward or the loop's own code, the order is that of usual cost: micro-batches
-   doubled down to one row each (a few per cent), loss in tiles (about as much, but not for every model), full
-   checkpointing (about 30 %), feed-forward parts in tiles (up to 20 % more: they run once again), activations off the
-   device (depends on bus or disk), optimizer state off the device (it frees nothing of the pass itself), parameters
-   and gradients off the device (they come and go block by block, at every pass); then 8-bit moments and passes in
-   16 bits.
-4. Where it ran out in the optimizer's update, only what makes the update smaller helps: optimizer state off the
-   device, parameters and gradients off it, then 8-bit moments, then paged ones where the first is not to be had (they
-   exclude each other).
+3. The order is that of `memlab.plan.savings`, each raised by its next stronger setting until there is none.
+4. Where memory ran out in the optimizer's update, only what makes the update smaller helps.
 5. Every rung adds one setting to the one before. The loss in tiles comes on top of the micro-batches: going back to
    fewer of them would be a plan that may need more than the last one.
 6. Micro-batches are doubled without leaps. A plan that fails does so in its first micro-batch, so that the n-th
@@ -30,13 +22,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from memlab.errors import PlanError
-from memlab.plan import FIELDS, Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan import FIELDS, Plan, Precision
+from memlab.plan.fields import BY_NAME
+from memlab.plan.savings import SAVINGS, Saving, changed
 from memlab.records import Fit, Prediction
 from memlab.units import format_bytes
 
@@ -127,69 +120,11 @@ def next_plans(
         --accumulate 3 --checkpoint --tile 4 · feed-forward parts in 4 tiles
         --accumulate 3 --checkpoint --bf16 --tile 4 · forward and backward pass in bf16
     """
-    limits = _Limits(plan, rows, _free_settings(place, frozenset(keep), keeps_rows, has_optimizer), half)
+    limits = _Limits(plan, rows, half, _free_savings(place, frozenset(keep), keeps_rows, has_optimizer))
     return _Climb(limits, refused, predictions or {}, budget_bytes).rungs()
 
 
-def contains(larger: Plan, smaller: Plan) -> bool:
-    """Return whether one plan keeps every setting of another, or raises it (rule 1).
-
-    Example:
-        >>> contains(Plan.parse("--accumulate 4 --checkpoint"), Plan.parse("--checkpoint selective"))
-        True
-        >>> contains(Plan.parse("--accumulate 4"), Plan.parse("--checkpoint selective"))
-        False
-    """
-    paged = (smaller.optimizer, larger.optimizer) == (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
-    return (
-        larger.accumulation >= smaller.accumulation
-        and _recomputes_as_much(larger, smaller)
-        and smaller.precision in (larger.precision, Precision.KEEP)
-        and (smaller.optimizer in (larger.optimizer, OptimizerChoice.KEEP) or paged)
-        and set(smaller.offload) <= set(larger.offload)
-        and smaller.loss in (larger.loss, Loss.KEEP)
-        and larger.tiling >= smaller.tiling
-        and smaller.gradients in (larger.gradients, Gradients.KEEP)
-    )
-
-
-def _recomputes_as_much(larger: Plan, smaller: Plan) -> bool:
-    if larger.checkpointing in (smaller.checkpointing, "full") or smaller.checkpointing == "off":
-        return True
-    budgets = larger.budget_bytes, smaller.budget_bytes
-    return budgets[0] is not None and budgets[1] is not None and budgets[0] <= budgets[1]
-
-
 # -- what may change
-
-# a plan's fields; of what is offloaded each thing for itself
-_OFF_DEVICE = {
-    "activations": Offloaded.ACTIVATIONS,
-    "optimizer state": Offloaded.OPTIMIZER,
-    "parameters": Offloaded.PARAMS,
-}
-_SETTINGS = ("accumulation", "loss", "checkpointing", "tiling", *_OFF_DEVICE, "optimizer", "precision")
-_OF_THE_OPTIMIZER = frozenset({"optimizer state", "optimizer"})
-_OF_THE_UPDATE = _OF_THE_OPTIMIZER | {"parameters"}
-
-
-def _free_settings(place: Place, keep: frozenset[str], keeps_rows: bool, has_optimizer: bool) -> frozenset[str]:
-    """Settings that may change, and whose change helps at that place."""
-    free = _OF_THE_UPDATE if place is Place.STEP else frozenset(_SETTINGS)
-    if not has_optimizer:
-        free -= _OF_THE_UPDATE if place is Place.STEP else _OF_THE_OPTIMIZER
-    if keeps_rows:
-        free -= {"accumulation"}
-    return frozenset(setting for setting in free if ("offload" if setting in _OFF_DEVICE else setting) not in keep)
-
-
-def _changed(before: Plan, after: Plan) -> list[str]:
-    """Settings in which two plans differ, in the order of rule 3."""
-    return [setting for setting in _SETTINGS if _value(before, setting) != _value(after, setting)]
-
-
-def _value(plan: Plan, setting: str) -> Any:
-    return plan.tier_of(_OFF_DEVICE[setting]) if setting in _OFF_DEVICE else getattr(plan, setting)
 
 
 @dataclass(frozen=True)
@@ -198,79 +133,47 @@ class _Limits:
 
     plan: Plan
     rows: int
-    free: frozenset[str]
     half: Precision
+    free: frozenset[Saving]
 
     def allow(self, candidate: Plan) -> bool:
+        changes = changed(self.plan, candidate)
         return (
-            candidate != self.plan
-            and contains(candidate, self.plan)
-            and self.free.issuperset(_changed(self.plan, candidate))
+            bool(changes)
+            and candidate.contains(self.plan)
+            and self.free.issuperset(changes)
             and candidate.accumulation <= max(self.rows, self.plan.accumulation)
-            and candidate.precision in (self.plan.precision, self.half)
-            and candidate.optimizer in (self.plan.optimizer, *_8BIT)
-            and candidate.gradients is self.plan.gradients
+            and all(BY_NAME[each.field].is_exact or self._leads_to(each, candidate) for each in changes)
         )
 
+    def _leads_to(self, saving: Saving, candidate: Plan) -> bool:
+        """Return whether a setting is reached by strengthening; of what changes numerics no other one is tried."""
+        plan: Plan | None = self.plan
+        while plan is not None and saving.of(plan) != saving.of(candidate):
+            plan = saving.raised(plan, self.rows, self.half)
+        return plan is not None
+
+    def raised(self, plan: Plan, saving: Saving) -> Plan | None:
+        candidate = saving.raised(plan, self.rows, self.half)
+        return candidate if candidate is not None and self.allow(candidate) else None
+
     def is_lossy(self, candidate: Plan) -> bool:
-        has_other_moments = candidate.optimizer is not self.plan.optimizer and self.plan.optimizer not in _8BIT
-        return has_other_moments or candidate.precision is not self.plan.precision
+        return not candidate.has_numbers_of(self.plan)
 
 
-# -- one setting more
-
-_USUAL_TILES = 4
-_8BIT = (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
-
-
-def _more_micro_batches(plan: Plan, limits: _Limits) -> Plan:
-    return replace(plan, accumulation=max(plan.accumulation, min(2 * plan.accumulation, limits.rows)))
-
-
-def _off_device(what: Offloaded) -> _Raise:
-    def raised(plan: Plan, _limits: _Limits) -> Plan:
-        return replace(plan, offload=(*plan.offload, (what, Tier.AUTO))) if plan.tier_of(what) is None else plan
-
-    return raised
-
-
-def _8bit_moments(plan: Plan, _limits: _Limits) -> Plan:
-    is_free = plan.optimizer is OptimizerChoice.KEEP
-    return replace(plan, optimizer=OptimizerChoice.ADAM8BIT) if is_free else plan
-
-
-def _paged_moments(plan: Plan, _limits: _Limits) -> Plan:
-    has_8bit = plan.optimizer is OptimizerChoice.ADAM8BIT
-    return replace(plan, optimizer=OptimizerChoice.PAGED_ADAM8BIT) if has_8bit else plan
-
-
-def _half_precision(plan: Plan, limits: _Limits) -> Plan:
-    return replace(plan, precision=limits.half) if plan.precision is Precision.KEEP else plan
-
-
-_Raise = Callable[[Plan, _Limits], Plan]
-# in the order of rules 3 and 4
-_RAISES: tuple[_Raise, ...] = (
-    _more_micro_batches,
-    lambda plan, _: replace(plan, loss=Loss.CHUNKED),
-    lambda plan, _: replace(plan, checkpointing="full"),
-    lambda plan, _: replace(plan, tiling=max(plan.tiling, _USUAL_TILES)),
-    _off_device(Offloaded.ACTIVATIONS),
-    _off_device(Offloaded.OPTIMIZER),
-    _off_device(Offloaded.PARAMS),
-    _8bit_moments,
-    _paged_moments,
-    _half_precision,
-)
-
-
-def _raised(plan: Plan, by: _Raise, limits: _Limits) -> Plan | None:
-    """The plan with one setting more; None when it cannot have it."""
-    try:
-        candidate = by(plan, limits)
-    except PlanError:
-        return None  # settings that exclude each other
-    return candidate if candidate != plan and limits.allow(candidate) else None
+def _free_savings(place: Place, keep: frozenset[str], keeps_rows: bool, has_optimizer: bool) -> frozenset[Saving]:
+    """Savings that may change, and whose change helps at that place."""
+    if place is Place.STEP and not has_optimizer:
+        return frozenset()
+    closed = keep | ({"accumulation"} if keeps_rows else frozenset())
+    return frozenset(
+        saving
+        for saving in SAVINGS
+        if saving.stronger is not None
+        and saving.field not in closed
+        and (saving.is_in_update or place is not Place.STEP)
+        and (has_optimizer or not saving.is_of_optimizer)
+    )
 
 
 # -- the climb
@@ -316,8 +219,8 @@ class _Climb:
                 yield Rung(candidate, why, lossy)
 
     def _usual(self, lossy: bool) -> Iterator[Rung]:
-        for by in _RAISES:
-            while (candidate := _raised(self._base, by, self._limits)) is not None:
+        for saving in SAVINGS:
+            while (candidate := self._limits.raised(self._base, saving)) is not None:
                 if self._limits.is_lossy(candidate) != lossy or self._is_refused(candidate):
                     break
                 if not self._has_speed(candidate) and self._fits(candidate):
@@ -339,55 +242,18 @@ class _Climb:
 
     def _is_refused(self, plan: Plan) -> bool:
         refused = [*self._refused, *self._refused_predicted]
-        return any(contains(plan, each) and not contains(self._limits.plan, each) for each in refused)
+        return any(plan.contains(each) and not self._limits.plan.contains(each) for each in refused)
 
     def _place(self, plan: Plan) -> tuple[float, int, str]:
-        changes = _changed(self._limits.plan, plan)
+        changes = changed(self._limits.plan, plan)
         return self._predictions[plan].step_seconds, len(changes), plan.label
 
 
 # -- words
 
-_WORDS: Mapping[str, Callable[[Plan, Plan, int], str]] = {
-    "accumulation": lambda before, after, rows: _rows_at_a_time(before.accumulation, after.accumulation, rows),
-    "loss": lambda _before, _after, _rows: "the loss in tiles, without the full logits",
-    "checkpointing": lambda _before, after, _rows: _recomputed(after.checkpointing),
-    "tiling": lambda _before, after, _rows: f"feed-forward parts in {after.tiling} tiles",
-    "activations": lambda _before, _after, _rows: "activations off the device until the backward pass",
-    "optimizer state": lambda _before, _after, _rows: "optimizer state off the device between updates",
-    "parameters": lambda _before, _after, _rows: "parameters of blocks off the device between uses",
-    "optimizer": lambda before, after, _rows: _moments(before.optimizer, after.optimizer),
-    "precision": lambda _before, after, _rows: f"forward and backward pass in {after.precision}",
-}
-
 
 def _why(before: Plan, after: Plan, rows: int) -> str:
-    return ", ".join(_WORDS[setting](before, after, rows) for setting in _changed(before, after))
-
-
-def _rows_at_a_time(before: int, after: int, rows: int) -> str:
-    if after >= rows:
-        return "one row at a time"
-    if (before, after) == (1, 2):
-        return "half the rows at a time"
-    return f"at most {math.ceil(rows / after)} rows at a time"
-
-
-def _recomputed(checkpointing: str) -> str:
-    kind, _, value = checkpointing.partition(":")
-    if kind == "every":
-        return f"activations of one block in {value} recomputed in the backward pass"
-    if kind == "budget":
-        return f"activations of blocks recomputed in the backward pass until {value} hold the rest"
-    which = "of every block" if checkpointing == "full" else "but for matrix products and attention"
-    return f"activations {which} recomputed in the backward pass"
-
-
-def _moments(before: OptimizerChoice, after: OptimizerChoice) -> str:
-    paged = after is OptimizerChoice.PAGED_ADAM8BIT
-    if before in _8BIT:
-        return "the optimizer's 8-bit moments paged to the host"
-    return "the optimizer's moments in 8 bits" + (", paged to the host" if paged else "")
+    return ", ".join(each.words(each.of(before), each.of(after), rows) for each in changed(before, after))
 
 
 _FIELD_NAMES = tuple(spec.name for spec in FIELDS)

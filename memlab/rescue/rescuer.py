@@ -451,7 +451,7 @@ class Rescuer:
         """Put the plan before in force; where there is no room for it, the last one tried with its number formats."""
         session = self._live_session
         tried = dict.fromkeys(attempt.plan for attempt in reversed(trouble.attempts))
-        alike = [plan for plan in tried if not {"precision", "optimizer"} & _differences(plan, trouble.plan)]
+        alike = [plan for plan in tried if plan.has_numbers_of(trouble.plan)]
         for plan in (trouble.plan, *alike):
             try:
                 session.change_plan(plan, noted=False)
@@ -537,11 +537,6 @@ class _Trouble:
     def is_trying(self) -> bool:
         """Return whether a plan of the ladder is in force."""
         return self.rung is not None
-
-
-def _differences(one: Plan, other: Plan) -> set[str]:
-    """Names of the fields in which two plans differ."""
-    return {name for name in {*one.changes(), *other.changes()} if getattr(one, name) != getattr(other, name)}
 
 
 def _can_be_guarded(model: torch.nn.Module) -> bool:

@@ -23,6 +23,7 @@ import torch
 from memlab.allocator import Settings
 from memlab.errors import PlanError
 from memlab.plan import Plan
+from memlab.plan.savings import more_micro_batches
 from memlab.runtime.observer import Observer
 from memlab.units import format_bytes
 
@@ -162,7 +163,7 @@ def _cure(after: AllocatorSample, settings: Settings, plan: Plan) -> str:
         )
     cause = "tensors fill it" if idle_bytes <= _IDLE_SHARE * after.reserved_bytes else "segments are expandable already"
     instead = f" instead of {plan.accumulation}" if plan.accumulation > 1 else ""
-    return f"{cause}: use smaller micro-batches, with --accumulate {2 * plan.accumulation}{instead}"
+    return f"{cause}: use smaller micro-batches, with {more_micro_batches(plan)}{instead}"
 
 
 def _settings_in_force() -> Settings:

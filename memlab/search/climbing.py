@@ -23,7 +23,8 @@ from memlab.errors import MemlabError, MissingExtraError, PlanError, RefusalErro
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import require_complete, say_when_long
 from memlab.plan import Plan, Precision
-from memlab.plan.space import EXACT_FIELDS, half_format
+from memlab.plan.savings import more_micro_batches, to_measure
+from memlab.plan.space import half_format
 from memlab.predicting.plan_predictor import PlanPredictor
 from memlab.predicting.plans import predicted_by
 from memlab.records import Measurement, Prediction
@@ -34,22 +35,6 @@ from memlab.search.trials import Run, Say, run_trial
 from memlab.units import format_bytes, parse_bytes
 
 Order = Literal["documented", "gain"]
-# by usual cost in time, exact ones first; half precision gains time on a GPU and changes more than 8-bit moments do.
-# Gradient release costs next to no time, but it asks most of the loop: nothing between backward and step
-LEVERS: tuple[str, ...] = (
-    "--chunk-loss",
-    "--accumulate 4",
-    "--checkpoint selective",
-    "--tile 4",
-    "--checkpoint",
-    "--release-grads",
-    "--offload optimizer",
-    "--offload activations",
-    "--offload params",
-    "--adam8bit",
-    "--bf16",
-)
-_USUAL_MICRO_BATCHES = 4
 
 
 def ladder(
@@ -122,7 +107,7 @@ def default_levers(
     *,
     lossless: bool = False,
 ) -> list[Plan]:
-    """The levers of `LEVERS` as they suit a batch and a device, less the fields that are fixed.
+    """The settings that are measured by default, as they suit a batch and a device, less the fields that are fixed.
 
     Args:
         workload: a batch of fewer than four rows is split into as many micro-batches as it has rows; a GPU without
@@ -140,13 +125,13 @@ def default_levers(
     """
     rows = rows_of(workload)
     half = half_format(compute_capability_of(workload.device, None))
-    suited = (_suited(Plan.parse(flags), rows, half) for flags in LEVERS)
+    suited = (_suited(lever, rows, half) for lever in to_measure())
     free = [lever for lever in suited if not set(lever.changes()) & set(fixed.changes())]
-    return [lever for lever in free if not lossless or set(lever.changes()) <= EXACT_FIELDS]
+    return [lever for lever in free if not lossless or lever.is_exact]
 
 
 def _suited(lever: Plan, rows: int | None, half: Precision) -> Plan:
-    if lever.accumulation == _USUAL_MICRO_BATCHES and rows is not None:
+    if lever.accumulation > 1 and rows is not None:
         # a batch of one row keeps the lever, which is then refused with its reason
         return replace(lever, accumulation=max(2, min(lever.accumulation, rows)))
     return replace(lever, precision=half) if lever.precision is Precision.BF16 else lever
@@ -276,9 +261,10 @@ class _Climb:
             return ""
         needed = [rung.ran.needed_bytes for rung in self._rungs if rung.ran is not None]
         least = f"the lowest needs {format_bytes(min(needed))}" if needed else "memory ran out on all of them"
+        more = more_micro_batches(self._plan, rows_of(self._workload))
         return (
-            f"no row fits {format_bytes(self._budget_bytes)}: {least}; more micro-batches (--accumulate 8) or a smaller "
-            "batch lower it further, and %memfit find searches all plans"
+            f"no row fits {format_bytes(self._budget_bytes)}: {least}; {f'more micro-batches ({more}) or ' if more else ''}"
+            "a smaller batch needs less, and %memfit find searches all plans"
         )
 
 

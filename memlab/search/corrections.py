@@ -8,15 +8,14 @@ once, and with them the prediction of every other plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache
 from itertools import product
 
 from memlab.plan import Offloaded, Plan
+from memlab.plan.fields import BY_NAME
 
-_EVERY_PLAN = "every plan"
-# fields whose settings do the same by degrees: half of the error of 4 micro-batches is that of 8 as well
-_GRADED = frozenset({"accumulation", "checkpointing", "precision", "tiling"})
+# what an error is the sum of: that of every plan (), of a field whose settings do the same by degrees, of one setting
+_Part = tuple[str, ...]
 
 
 class Corrections:
@@ -27,7 +26,7 @@ class Corrections:
     Args:
         overall: standard deviation of the error that all plans share.
         setting: standard deviation of one setting's error.
-        doubts: by how much larger it is for the settings of a field.
+        has_doubts: whether it is larger for the settings of some fields (`PlanField.doubt`).
 
     Example:
         >>> errors = Corrections(overall=0.3, setting=0.1)
@@ -36,10 +35,10 @@ class Corrections:
         0.2
     """
 
-    def __init__(self, overall: float, setting: float, doubts: Mapping[str, float] | None = None) -> None:
-        self._overall, self._setting, self._doubts = overall, setting, doubts or {}
-        self._mean: dict[str, float] = {}
-        self._covariance: dict[tuple[str, str], float] = {}
+    def __init__(self, overall: float, setting: float, *, has_doubts: bool = False) -> None:
+        self._overall, self._setting, self._has_doubts = overall, setting, has_doubts
+        self._mean: dict[_Part, float] = {}
+        self._covariance: dict[tuple[_Part, _Part], float] = {}
 
     def expected(self, plan: Plan) -> tuple[float, float]:
         """Mean and standard deviation of the error of a plan."""
@@ -64,18 +63,18 @@ class Corrections:
             (a, b): self._between(a, b) - towards[a] * towards[b] / variance for a, b in product(known, known)
         }
 
-    def _between(self, a: str, b: str) -> float:
+    def _between(self, a: _Part, b: _Part) -> float:
         """Covariance of two parts; a part that was in no observation is still as its prior."""
         found = self._covariance.get((a, b))
         if found is not None:
             return found
         return self._prior(a) if a == b else 0.0
 
-    def _prior(self, part: str) -> float:
-        if part == _EVERY_PLAN:
+    def _prior(self, part: _Part) -> float:
+        if not part:
             return self._overall**2
-        name = part.partition(":")[0]
-        return (self._setting * self._doubts.get(name, 1.0)) ** 2 / (2 if name in _GRADED else 1)
+        spec = BY_NAME[part[0]]
+        return (self._setting * (spec.doubt if self._has_doubts else 1.0)) ** 2 / (2 if spec.is_graded else 1)
 
 
 def settings_of(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -86,8 +85,8 @@ def settings_of(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 @lru_cache(maxsize=4096)
-def _parts(plan: Plan) -> tuple[str, ...]:
+def _parts(plan: Plan) -> tuple[_Part, ...]:
     """Return what the error of a plan is the sum of."""
     settings = settings_of(plan)
-    single = [f"{name}:{value}" for name, values in settings.items() for value in values]
-    return (_EVERY_PLAN, *(name for name in settings if name in _GRADED), *single)
+    single = [(name, value) for name, values in settings.items() for value in values]
+    return ((), *((name,) for name in settings if BY_NAME[name].is_graded), *single)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from memlab.errors import BudgetError, MissingExtraError, RefusalError, WorkloadError
 from memlab.hardware.gpus import gpu_for
-from memlab.plan import FIELDS, Plan
-from memlab.records import Measurement, Prediction
+from memlab.plan import Plan
+from memlab.plan.savings import usual_cost
+from memlab.records import Measurement, Prediction, fastest
 from memlab.records.comparison import FoundPlan
-from memlab.search.corrections import Corrections, settings_of
+from memlab.search.corrections import Corrections
 from memlab.units import format_bytes, format_seconds
 
 # standard deviations of log(measured / predicted) for time: of what all plans share (a wide one says nothing), and of
@@ -20,9 +21,6 @@ from memlab.units import format_bytes, format_seconds
 _OVERALL_TIME = 3.0
 _SETTING_TIME = (0.05, 0.2)
 _SHARE_OF_INTERVAL = 1 / 12
-# what moves data off the device depends on a disk or a bus and on how many pieces there are: on a CPU, activations
-# off it cost steps 0.8 to 4 times what the prediction had for them (`python -m tests.bench.find_plan`)
-_DOUBTS: Mapping[str, float] = {"offload": 3.0}
 # two runs of the same plan differ by about this much
 _LEAST_TIME_NOISE = 0.02
 # memory repeats exactly on the CPU ledger and nearly so on CUDA: all of it is relative to the predicted interval
@@ -31,15 +29,6 @@ _MEMORY_NOISE = 0.1
 _BEYOND_BUDGET = math.log(1.03)
 # expected gain in time below which no other plan is run
 _WORTH_A_TRIAL = 0.005
-# the CUDA context and its kernels are outside the allocator; memory that CUDA reports is up to 4 % below the catalogue's
-# time of a step under one setting, relative to none, where no rate of the device is known: an order, not a prediction
-_USUAL_COST: Mapping[str, float] = {
-    "accumulation": 1.03, "checkpointing:selective": 1.1, "checkpointing:full": 1.3, "checkpointing:every": 1.15,
-    "checkpointing:budget": 1.15, "precision:fp16": 0.6, "precision:bf16": 0.6, "precision:pure-bf16": 0.65,
-    "optimizer:adam8bit": 1.02, "offload:optimizer": 1.3, "offload:activations": 1.4, "offload:params": 1.6,
-    "loss:chunked": 1.02, "tiling:2": 1.2, "tiling:4": 1.2, "tiling:8": 1.2, "tiling:16": 1.2,
-}  # fmt: skip
-_FIELD_NAMES = frozenset(spec.name for spec in FIELDS)
 
 
 @dataclass
@@ -93,7 +82,9 @@ class Search:
             plan: Candidate(plan, prediction, log) for (plan, prediction), log in zip(known, seconds, strict=True)
         }
         self._trials: list[tuple[Plan, Measurement]] = []
-        self._time = Corrections(_OVERALL_TIME, _setting_deviation(prediction for _, prediction in known), _DOUBTS)
+        self._time = Corrections(
+            _OVERALL_TIME, _setting_deviation(prediction for _, prediction in known), has_doubts=True
+        )
         self._memory = Corrections(1.0, 1.0)
         self._outlooks: dict[Plan, Outlook] = {}
 
@@ -165,7 +156,7 @@ class Search:
         """
         # packages are missing for optimizers only
         name = error.technique if isinstance(error, RefusalError) else "optimizer"
-        if name not in _FIELD_NAMES or name not in plan.changes():
+        if name not in plan.changes():
             raise error
         for candidate in self._open():
             if getattr(candidate.plan, name) == getattr(plan, name):
@@ -220,7 +211,7 @@ class Search:
         return [measurement for _, measurement in self._trials if measurement.fits]
 
     def _best(self) -> Measurement | None:
-        return min(self._proven(), key=lambda measurement: measurement.median_step_seconds, default=None)
+        return fastest(self._proven())
 
     def _last_resort(self, is_allowed: bool) -> Plan | None:
         """After as many failures as are allowed: the smallest plan, if it may fit."""
@@ -271,14 +262,7 @@ def _log_seconds(known: Sequence[tuple[Plan, Prediction]]) -> list[float]:
     predicted = [prediction.step_seconds for _, prediction in known if not prediction.refused]
     if all(math.isfinite(seconds) and seconds > 0 for seconds in predicted):
         return [0.0 if prediction.refused else math.log(prediction.step_seconds) for _, prediction in known]
-    return [_usual_log_cost(plan) for plan, _ in known]
-
-
-def _usual_log_cost(plan: Plan) -> float:
-    chosen = settings_of(plan).items()
-    settings = [f"{name}:{value.partition(':')[0]}" for name, values in chosen for value in values]
-    costs = sum(math.log(_USUAL_COST.get(setting, 1.0)) for setting in settings)
-    return costs + math.log2(plan.accumulation) * math.log(_USUAL_COST["accumulation"])
+    return [math.log(usual_cost(plan)) for plan, _ in known]
 
 
 def _setting_deviation(predictions: Iterable[Prediction]) -> float:

@@ -30,7 +30,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
-from memlab.plan import Plan
+from memlab.plan import FIELDS, Plan
 from memlab.rescue.guard import Start
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime import optimizer_step, state_layers
@@ -694,10 +694,6 @@ def train_together(together: Sequence[Session]) -> None:
         each._companions = weakref.WeakSet(other for other in together if other is not each)
 
 
-# settings that concern the model call alone, so that models whose parameters one optimizer holds can have each its own
-_OF_CALLS = ("accumulation", "batchnorm", "checkpointing", "tiling", "loss")
-
-
 def require_compatible(workload: Workload, plan: Plan, others: Sequence[Session]) -> None:
     """Refuse settings that one of several models cannot have by itself.
 
@@ -724,10 +720,8 @@ def require_compatible(workload: Workload, plan: Plan, others: Sequence[Session]
         return
     offloaded = {str(what) for what, _ in plan.offload}
     is_of_optimizer = plan.optimizer is not Plan().optimizer or "optimizer" in offloaded
-    is_of_calls = {*changed} <= {*_OF_CALLS, "precision", "offload", "optimizer"} and plan.precision in (
-        Plan().precision,
-        "bf16",
-    )
+    of_calls = {spec.name for spec in FIELDS if spec.is_of_calls}
+    is_of_calls = {*changed} <= {*of_calls, "precision", "offload", "optimizer"} and plan.precision in ("keep", "bf16")
     own, theirs = ({id(one) for one in each} for each in (workload.optimizers, sharing[0].workload.optimizers))
     if is_of_calls and offloaded <= {"activations", "optimizer"} and (not is_of_optimizer or own == theirs):
         return

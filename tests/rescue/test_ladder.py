@@ -15,7 +15,7 @@ from memlab.errors import PlanError
 from memlab.plan import FIELDS, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.space import plan_space
 from memlab.records import Prediction
-from memlab.rescue.ladder import Place, Rung, contains, next_plans, pinned
+from memlab.rescue.ladder import Place, Rung, next_plans, pinned
 
 PASSES = (Place.FORWARD, Place.BACKWARD, Place.LOOP)
 NAMES = [spec.name for spec in FIELDS]
@@ -45,9 +45,9 @@ def test_a_budget_for_activations_is_raised_to_every_block() -> None:
         "--checkpoint --chunk-loss",
     ]
     smaller, larger = (Plan.parse(f"--checkpoint budget:{size}") for size in ("100MiB", "1GiB"))
-    assert contains(smaller, larger)
-    assert not contains(larger, smaller)
-    assert not contains(Plan.parse("--checkpoint selective"), larger)
+    assert smaller.contains(larger)
+    assert not larger.contains(smaller)
+    assert not Plan.parse("--checkpoint selective").contains(larger)
 
 
 @pytest.mark.parametrize("place", PASSES)
@@ -430,7 +430,7 @@ def test_every_ladder(question: tuple[Plan, Place, dict[str, Any]]) -> None:
     found = [rung.plan for rung in rungs]
     lossy = [rung.lossy for rung in rungs]
 
-    assert all(contains(each, plan) and each != plan for each in found)
+    assert all(each.contains(plan) and each != plan for each in found)
     assert len(set(found)) == len(found)
     assert lossy == sorted(lossy)
     assert all(rung.lossy != same_numerics(rung.plan, plan) for rung in rungs)
@@ -443,7 +443,7 @@ def test_every_ladder(question: tuple[Plan, Place, dict[str, Any]]) -> None:
     if not options["has_optimizer"]:
         assert all(each.optimizer is plan.optimizer for each in found)
         assert all(each.tier_of(Offloaded.OPTIMIZER) is plan.tier_of(Offloaded.OPTIMIZER) for each in found)
-    assert not any(contains(each, no) for each in found for no in options["refused"] if not contains(plan, no))
+    assert not any(each.contains(no) for each in found for no in options["refused"] if not plan.contains(no))
     does_not_fit = _surely_too_large(options)
     assert not any(each in does_not_fit for each in found)
 
@@ -461,12 +461,12 @@ def test_without_predictions_every_rung_adds_one_setting(question: tuple[Plan, P
     found = [plan, *(rung.plan for rung in climbed(plan, place, options))]
 
     for before, after in pairwise(found):
-        assert contains(after, before)
+        assert after.contains(before)
         assert sum(value(before, name) != value(after, name) for name in NAMES) == 1
 
 
 @given(plans, plans, plans)
 def test_containing_is_an_order(first: Plan, second: Plan, third: Plan) -> None:
-    assert contains(first, first)
-    assert not (contains(first, second) and contains(second, first)) or first == second
-    assert not (contains(first, second) and contains(second, third)) or contains(first, third)
+    assert first.contains(first)
+    assert not (first.contains(second) and second.contains(first)) or first == second
+    assert not (first.contains(second) and second.contains(third)) or first.contains(third)

@@ -54,7 +54,7 @@ def test_each_thing_offloaded_is_a_setting() -> None:
 
 
 def test_a_doubtful_field_is_believed_less() -> None:
-    errors = Corrections(overall=0.1, setting=0.1, doubts={"offload": 3.0})
+    errors = Corrections(overall=0.1, setting=0.1, has_doubts=True)
     spilled = Plan.parse("--offload activations")
     assert errors.expected(spilled)[1] == pytest.approx(math.hypot(0.1, 0.3))
     errors.learn(spilled, 1.0, noise=0.01)

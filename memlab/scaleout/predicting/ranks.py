@@ -20,6 +20,7 @@ from torch import nn
 from memlab.errors import RefusalError, ScaleError
 from memlab.hardware.gpus import Gpu
 from memlab.plan import Offloaded, Plan
+from memlab.plan.fields import BY_NAME
 from memlab.plan.scale import ENGINES, Scale
 from memlab.predicting.passes import Passes
 from memlab.predicting.plan_predictor import of_model, require_complete
@@ -63,7 +64,6 @@ _SHARDINGS: dict[str, Callable[..., Sharding]] = {
     "zero2": partial(Zero12, stage=2),
     "zero3": Zero3,
 }
-_KNOWN_FIELDS = frozenset({"checkpointing", "precision", "offload"})
 
 
 def predict_ranks(
@@ -265,7 +265,7 @@ class RankPredictor:
 
 
 def _refuse_what_is_not_known(scale: Scale) -> None:
-    strange = [name for name in scale.plan.changes() if name not in _KNOWN_FIELDS]
+    strange = [name for name in scale.plan.changes() if not BY_NAME[name].is_beside_engines]
     strange += [f"offload of {what}" for what, _ in scale.plan.offload if what is not Offloaded.OPTIMIZER]
     if scale.engine not in _SHARDINGS:
         strange.insert(0, f"the engine {scale.engine}")

@@ -103,12 +103,12 @@ class Checkpointing(Technique):
         self._compiled: CompiledParts | None = None
         self._is_settled = self.was_reached = False
         self._patches: list[Callable[[], Any]] = []
-        self.learns_from_calls = plan.budget_bytes is not None
+        self.learns_from_calls = plan.checkpointing.budget_bytes is not None
 
     @classmethod
     def setting(cls, plan: Plan) -> Any:
         # tiles lie below: a block may be what is tiled, and keeps another number of bytes under it, as in another precision
-        return plan.checkpointing, plan.tiling, plan.precision if plan.budget_bytes is not None else None
+        return plan.checkpointing, plan.tiling, plan.precision if plan.checkpointing.budget_bytes is not None else None
 
     def check(self, workload: Workload) -> None:
         blocks = main_blocks(workload.model)
@@ -149,8 +149,8 @@ class Checkpointing(Technique):
         if self._compiled is not None:
             self.notes = ["recomputed as the compiler chooses, which keeps a tenth of what it would keep"]
             return
-        if self.plan.budget_bytes is not None:
-            self._budget = Budget(self.plan.budget_bytes, workload.name)
+        if self.plan.checkpointing.budget_bytes is not None:
+            self._budget = Budget(self.plan.checkpointing.budget_bytes, workload.name)
             undo.callback(setattr, self, "_budget", None)
         blocks = main_blocks(model)
         self._of_blocks = bool(blocks)
@@ -185,8 +185,7 @@ class Checkpointing(Technique):
     # -- which parts ---------------------------------------------------------------------------
 
     def _put_on(self, parts: Sequence[Part]) -> None:
-        kind, _, every = str(self.plan.checkpointing).partition(":")
-        self._parts = list(parts[:: int(every) if kind == "every" else 1])
+        self._parts = list(parts[:: self.plan.checkpointing.every])
         by_owner: dict[int, list[Part]] = {}
         for part in self._parts:
             by_owner.setdefault(id(part.owner), []).append(part)
