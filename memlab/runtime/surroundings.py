@@ -2,9 +2,7 @@
 
 Numbered rules:
 
-1. Looked at are: buffers; attributes of modules, and what lists, dicts, sets and plain objects among them hold; small frozen
-   parameters; what the user's hooks and forwards reach (closures, bound objects, arguments of partials, globals they name,
-   attributes of the class). Objects of torch's and memlab's own machinery are left alone.
+1. Looked at is what the model can reach (`reach`), and small frozen parameters.
 2. A `Snapshot` knows how all of it was. `effects` lists what has changed since, by name; `restore` puts it back.
 3. A tensor that is written in place is seen by its version, or by its values where it is known to change: writes through `.data`
    and those of BatchNorm leave the version alone. Copies are kept of small tensors that are no parameters, and of whatever was
@@ -26,38 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.errors import RefusalError
-from memlab.runtime.rng import is_generator
+from memlab.runtime.reach import ABSENT, LIBRARIES, PLAIN, SMALL_BYTES, Walk, attributes_of_class, content_of
 
 _FIELD = "accumulation"
 KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
-# tensors up to this size are always copied, so that a change can be taken back
-_SMALL_BYTES = 64 * 1024
 # frozen parameters up to this size are looked at: codebooks, running statistics kept as parameters
 _SMALL_PARAMETER_BYTES = 8 * 1024**2
-_DEPTH = 4
-_MOST_ITEMS = 256  # of a container that is looked into
-_MOST_NODES = 20_000
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_non_persistent_buffers_set",
-)  # fmt: skip
-_NOT_STATE = frozenset(
-    {
-        "_parameters", "_modules", "_buffers", "training", "forward", "__getstate__", "_compiled_call_impl", "_is_full_backward_hook",
-        # recurrent layers list their weights there, which stand-ins replace
-        "_flat_weights", "_flat_weight_refs",
-        # the whole program hangs on these
-        "_trainer", "_fabric", "trainer", "fabric", *_HOOKS,
-    }
-)  # fmt: skip
-_LIBRARIES = ("torch", "memlab", "transformers", "accelerate", "peft", "lightning", "numpy", "torchvision", "builtins")
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
-_ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "nothing"})()
 
 
 @dataclass(frozen=True)
@@ -80,7 +54,7 @@ class Effect:
     write: Callable[[Any], None]
 
 
-class Snapshot:
+class Snapshot(Walk):
     """Everything beside the outputs that a model's forward may change, as it is now.
 
     Args:
@@ -94,6 +68,19 @@ class Snapshot:
         generators: of random numbers, which the forward may draw from.
     """
 
+    most_containers = 20_000
+    left_alone = LIBRARIES
+    attributes_left_alone = frozenset(
+        {
+            "_parameters", "_modules", "_buffers", "training", "forward", "__getstate__", "_compiled_call_impl", "_is_full_backward_hook",
+            # recurrent layers list their weights there, which stand-ins replace
+            "_flat_weights", "_flat_weight_refs",
+            # the whole program hangs on these
+            "_trainer", "_fabric", "trainer", "fabric", *(name for name in vars(nn.Module()) if "hook" in name),
+            "_non_persistent_buffers_set",
+        }
+    )  # fmt: skip
+
     def __init__(
         self,
         model: nn.Module,
@@ -103,20 +90,24 @@ class Snapshot:
         without_buffers_of: type | tuple[type, ...] = (),
         buffers_alone: bool = False,
     ) -> None:
+        super().__init__()
         self._changing = changing
-        self._without = without_buffers_of
         self._complete = complete
-        self._seen: set[int] = set()
         self._nodes: list[_Node] = []
         self._tensors: list[_Tensor] = []
         self.generators: list[Any] = []
-        classes: set[type] = set()
         for path, module in model.named_modules():
             if buffers_alone:
-                self._add_buffers(path, module)
+                self.buffers(path, module)
                 continue
-            self._add_module(path, module, is_new_class=type(module) not in classes)
-            classes.add(type(module))
+            self.module(path, module, buffers=not isinstance(module, without_buffers_of))
+            for name, parameter in module._parameters.items():
+                if (
+                    parameter is not None
+                    and not parameter.requires_grad
+                    and _bytes_of(parameter) <= _SMALL_PARAMETER_BYTES
+                ):
+                    self.met_tensor(parameter, f"parameter {path}.{name}" if path else f"parameter {name}")
 
     def effects(self) -> dict[str, Effect]:
         """Return what has changed since, by name."""
@@ -166,157 +157,46 @@ class Snapshot:
                 tensor.write(tensor.before)
                 tensor.look_again()
 
-    # -- looking around ------------------------------------------------------------------------
+    # -- what the walk meets ---------------------------------------------------------------------------
 
-    def _add_buffers(self, path: str, module: nn.Module) -> None:
-        self._add_dict(module._buffers, lambda key: f"buffer {path}.{key}" if path else f"buffer {key}", 1)
-
-    def _add_module(self, path: str, module: nn.Module, *, is_new_class: bool) -> None:
-        prefix = f"{path}." if path else ""
-        self._add_dict(module.__dict__, lambda key: f"{prefix}{key}", 0, skipped=_NOT_STATE)
-        if not isinstance(module, self._without):
-            self._add_buffers(path, module)
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter.requires_grad:
-                continue
-            if _bytes_of(parameter) <= _SMALL_PARAMETER_BYTES:
-                self._add_tensor(f"parameter {prefix}{name}", parameter)
-        where = path or type(module).__name__
-        for hooks in (getattr(module, key) for key in _HOOKS[:4]):
-            for hook in hooks.values():
-                self._add_function(hook, f"a hook of {where}", 1)
-        if is_new_class and not _is_of_library(type(module)):
-            for name, member in vars(type(module)).items():
-                if isinstance(member, types.FunctionType):
-                    self._add_function(member, f"{type(module).__name__}.{name}", 1)
-            self._nodes.append(_Class(type(module)))
-            for name, member in vars(type(module)).items():
-                if not name.startswith("__"):
-                    self._add(member, f"{type(module).__name__}.{name}", 1)
-
-    def _add(self, value: Any, name: str, depth: int) -> None:
-        if isinstance(value, _PLAIN) or depth > _DEPTH or len(self._nodes) > _MOST_NODES:
-            return
-        if isinstance(value, torch.Tensor):
-            self._add_tensor(name, value)
-        elif isinstance(value, dict):
-            self._add_dict(value, lambda key: f"{name}[{key!r}]", depth)
-        elif isinstance(value, (list, deque)):
-            self._add_list(value, name, depth)
-        elif isinstance(value, set):
-            if self._is_new(value):
-                self._nodes.append(_Set(value, name))
-        elif isinstance(value, tuple):
-            for place, item in enumerate(value[:_MOST_ITEMS]):
-                self._add(item, f"{name}[{place}]", depth + 1)
-        elif type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
-            if self._is_new(value) and value.nbytes <= _SMALL_BYTES:
-                self._tensors.append(_Array(name, value))
-        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            self._add_function(value, name, depth)
-        elif is_generator(value):
-            if self._is_new(value):
-                self.generators.append(value)
-        elif _is_object(value):
-            self._add_dict(value.__dict__, lambda key: f"{name}.{key}", depth)
-
-    def _add_dict(
-        self, values: dict[Any, Any], name: Callable[[Any], str], depth: int, skipped: Collection[str] = ()
-    ) -> None:
-        if not self._is_new(values):
-            return
+    def met_mapping(self, values: dict[Any, Any], name: Callable[[Any], str], skipped: Collection[str]) -> None:
         self._nodes.append(_Dict(values, name, skipped))
-        if len(values) <= _MOST_ITEMS:
-            for key, value in [*values.items()]:
-                if not isinstance(value, _PLAIN) and key not in skipped:
-                    self._add(value, name(key), depth + 1)
 
-    def _add_list(self, values: list[Any] | deque[Any], name: str, depth: int) -> None:
-        if not self._is_new(values):
-            return
+    def met_sequence(self, values: list[Any] | deque[Any], name: str) -> None:
         self._nodes.append(_List(values, name))
-        if len(values) <= _MOST_ITEMS:
-            for place, value in enumerate(values):
-                if not isinstance(value, _PLAIN):
-                    self._add(value, f"{name}[{place}]", depth + 1)
 
-    def _add_function(self, function: Any, name: str, depth: int) -> None:
-        if depth > _DEPTH or not self._is_new(function):
-            return
-        if isinstance(function, functools.partial):
-            for value in (function.func, *function.args, *function.keywords.values()):
-                self._add(value, name, depth + 1)
-        elif isinstance(function, types.MethodType):
-            self._add(function.__self__, name, depth + 1)
-            self._add_function(function.__func__, name, depth + 1)
-        elif isinstance(function, types.FunctionType):
-            if not _is_library_name(function.__module__):
-                self._add_code(function, name, depth)
-        else:
-            self._add(function, name, depth)
+    def met_set(self, values: set[Any], name: str) -> None:
+        self._nodes.append(_Set(values, name))
 
-    def _add_code(self, function: types.FunctionType, name: str, depth: int) -> None:
-        for cell_name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if self._is_new(cell):
-                self._nodes.append(_Cell(cell, f"{cell_name} of {name}"))
-                if (value := _content(cell)) is not _ABSENT:
-                    self._add(value, f"{cell_name} of {name}", depth + 1)
-        world = function.__globals__
-        named = [key for key in function.__code__.co_names if key in world and _is_state(world[key])]
-        if named:
-            self._nodes.append(_Names(world, named))
-            for key in named:
-                self._add(world[key], key, depth + 1)
-        for value in function.__defaults__ or ():
-            self._add(value, name, depth + 1)
+    def met_names(self, world: dict[str, Any], names: Collection[str]) -> None:
+        self._nodes.append(_Names(world, names))
 
-    def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
+    def met_class(self, kind: type) -> None:
+        self._nodes.append(_Class(kind))
+
+    def met_cell(self, cell: types.CellType, name: str) -> None:
+        self._nodes.append(_Cell(cell, name))
+
+    def met_array(self, array: Any, name: str) -> None:
+        self._tensors.append(_Array(name, array))
+
+    def met_generator(self, generator: Any) -> None:
+        self.generators.append(generator)
+
+    def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
         if self._is_new(tensor) and not tensor.is_inference() and not isinstance(tensor, FakeTensor):
             compares = self._complete or name in self._changing
             # frozen parameters are many, and seldom written to: of those a copy is kept that have been
-            keep = compares or (_bytes_of(tensor) <= _SMALL_BYTES and not isinstance(tensor, nn.Parameter))
+            keep = compares or (_bytes_of(tensor) <= SMALL_BYTES and not isinstance(tensor, nn.Parameter))
             self._tensors.append(_Tensor(name, tensor, keep=keep, compares=compares))
-
-    def _is_new(self, value: Any) -> bool:
-        if id(value) in self._seen:
-            return False
-        self._seen.add(id(value))
-        return True
-
-
-def _is_state(value: Any) -> bool:
-    """Return whether a global may be something a forward writes to: no function, class or module."""
-    return not (callable(value) or isinstance(value, (types.ModuleType, type, nn.Module)))
-
-
-def _is_object(value: Any) -> bool:
-    """Return whether attributes of a value may be state: an object of the user's."""
-    # modes of torch see every operator, the trials of the judgement too: what they count is no state of the model
-    is_code = isinstance(value, (nn.Module, type, types.ModuleType, TorchDispatchMode, TorchFunctionMode))
-    return not is_code and hasattr(value, "__dict__") and not _is_of_library(type(value))
-
-
-def _is_of_library(kind: type) -> bool:
-    return _is_library_name(kind.__module__)
-
-
-def _is_library_name(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _ABSENT
-
-
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other)
+    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and one == other)
 
 
 class _Node(ABC):
@@ -338,18 +218,18 @@ class _Dict(_Node):
 
     def effects(self) -> Iterator[Effect]:
         now, before = self._values, self._before
-        for key in [key for key, value in now.items() if not _same(before.get(key, _ABSENT), value)]:
+        for key in [key for key, value in now.items() if not _same(before.get(key, ABSENT), value)]:
             if key not in self._skipped:
-                yield self._effect(key, before.get(key, _ABSENT), now[key])
+                yield self._effect(key, before.get(key, ABSENT), now[key])
         if len(now) < len(before) or before.keys() - now.keys():
             for key in [key for key in before if key not in now and key not in self._skipped]:
-                yield self._effect(key, before[key], _ABSENT)
+                yield self._effect(key, before[key], ABSENT)
 
     def _effect(self, key: Any, before: Any, value: Any) -> Effect:
         return Effect(self._name(key), "set", before, value, functools.partial(self._write, key))
 
     def _write(self, key: Any, value: Any) -> None:
-        if value is _ABSENT:
+        if value is ABSENT:
             self._values.pop(key, None)
         else:
             self._values[key] = value
@@ -358,13 +238,13 @@ class _Dict(_Node):
 class _Names(_Dict):
     """Some of a module's globals."""
 
-    def __init__(self, world: dict[str, Any], names: list[str]) -> None:
+    def __init__(self, world: dict[str, Any], names: Collection[str]) -> None:
         super().__init__(world, str, ())
         self._before = {name: world[name] for name in names}
 
     def effects(self) -> Iterator[Effect]:
         for key, before in self._before.items():
-            now = self._values.get(key, _ABSENT)
+            now = self._values.get(key, ABSENT)
             if not _same(before, now):
                 yield self._effect(key, before, now)
 
@@ -374,19 +254,19 @@ class _Class(_Node):
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
-        self._before = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+        self._before = attributes_of_class(kind)
 
     def effects(self) -> Iterator[Effect]:
-        now = vars(self._kind)
-        for name in {**self._before, **{key: None for key in now if not key.startswith("__")}}:
-            before, value = self._before.get(name, _ABSENT), now.get(name, _ABSENT)
+        now = attributes_of_class(self._kind)
+        for name in {**self._before, **now}:
+            before, value = self._before.get(name, ABSENT), now.get(name, ABSENT)
             if not _same(before, value):
                 yield Effect(
                     f"{self._kind.__name__}.{name}", "set", before, value, functools.partial(self._write, name)
                 )
 
     def _write(self, name: str, value: Any) -> None:
-        if value is _ABSENT:
+        if value is ABSENT:
             delattr(self._kind, name)
         else:
             setattr(self._kind, name, value)
@@ -395,15 +275,15 @@ class _Class(_Node):
 class _Cell(_Node):
     def __init__(self, cell: types.CellType, name: str) -> None:
         self._cell, self._name = cell, name
-        self._before = _content(cell)
+        self._before = content_of(cell)
 
     def effects(self) -> Iterator[Effect]:
-        now = _content(self._cell)
+        now = content_of(self._cell)
         if not _same(self._before, now):
             yield Effect(self._name, "set", self._before, now, self._write)
 
     def _write(self, value: Any) -> None:
-        if value is _ABSENT:
+        if value is ABSENT:
             del self._cell.cell_contents
         else:
             self._cell.cell_contents = value

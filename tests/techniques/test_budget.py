@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -81,15 +81,19 @@ class Stage(nn.Module):
 
 
 class Noting(nn.Module):
-    """Says when it is run; hooks are not run again when a block is recomputed."""
+    """Says when it is run, to a queue: hooks and lists are as if a block had not been recomputed."""
 
-    def __init__(self, inner: nn.Module, said: Callable[[], None]) -> None:
+    def __init__(self, inner: nn.Module, said: SimpleQueue[int], number: int = 0) -> None:
         super().__init__()
-        self.inner, self._said = inner, said
+        self.inner, self._said, self._number = inner, said, number
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self._said()
+        self._said.put(self._number)
         return self.inner(hidden)
+
+
+def _drained(said: SimpleQueue[int]) -> list[int]:
+    return [said.get() for _ in range(said.qsize())]
 
 
 class Uneven(nn.Module):
@@ -109,16 +113,17 @@ def test_of_uneven_blocks_those_are_recomputed_that_suffice_at_the_least_cost() 
     torch.manual_seed(0)
     model = Uneven()
     inputs = torch.randn(256, 64)  # each result takes 64 KiB; of a stage all but the last one are its own
-    passes: list[int] = []
+    passes: SimpleQueue[int] = SimpleQueue()
     for number, stage in enumerate(model.stages):
-        stage.layers[0] = Noting(stage.layers[0], lambda number=number: passes.append(number))
+        stage.layers[0] = Noting(stage.layers[0], passes, number)
 
     def recomputed(budget_bytes: int) -> list[int]:
         with fit(workload(model), f"--checkpoint budget:{budget_bytes}B"):
             model(inputs).backward()
-            passes.clear()
+            _drained(passes)
             model(inputs).backward()
-        return sorted(number for number in range(3) if passes.count(number) == 2)
+        noted = _drained(passes)
+        return sorted(number for number in range(3) if noted.count(number) == 2)
 
     # three inputs of 64 KiB; 0, 3 and 1 results of 64 KiB
     assert recomputed(7 * 64 * KIB) == []
@@ -142,15 +147,15 @@ def test_a_budget_that_recomputing_everything_exceeds_is_refused() -> None:
 
 def test_other_shapes_are_measured_anew_and_smaller_ones_use_the_choice_of_larger_ones() -> None:
     model = gpt2(layers=4)
-    calls: list[int] = []
+    calls: SimpleQueue[int] = SimpleQueue()
     first = model.transformer.h[0]
-    first.ln_1 = Noting(first.ln_1, lambda: calls.append(1))
+    first.ln_1 = Noting(first.ln_1, calls)
     with fit(workload(model), "--checkpoint budget:2MiB") as session:
 
         def forwards(rows: int) -> int:
-            calls.clear()
+            _drained(calls)
             model(**ragged_batch(rows=rows))
-            return len(calls)
+            return calls.qsize()
 
         assert forwards(8) == 2
         chosen = blocks_recomputed(session)

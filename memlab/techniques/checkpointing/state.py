@@ -2,9 +2,9 @@
 
 Rules:
 
-1. State is whatever the part's modules, and objects among its arguments, refer to: attributes, what lists and
-   dictionaries hold, buffers, generators of random numbers, and the random states of torch, Python and NumPy. Objects of
-   torch's and memlab's own machinery are left alone: those of an engine hold gathered parameters for a moment only.
+1. State is whatever the part's modules, and objects among its arguments, can reach (`reach`), and the random states of torch,
+   Python and NumPy. Objects of torch's and memlab's own machinery are left alone: those of an engine hold gathered
+   parameters for a moment only.
 2. It is remembered by reference before a run. Running again puts the references back first, and afterwards what was
    there meanwhile. So counters count once, a cache is filled once, and an attribute keeps the tensor it got in the first run.
 3. Tensors that a run writes to are copied beforehand: small ones always, since some operators write to running statistics
@@ -17,30 +17,22 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import CellType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.runtime.rng import Randomness, is_generator
-from memlab.units import KIB
+from memlab.runtime.reach import ABSENT, SMALL_BYTES, Walk, attributes_of_class, content_of
+from memlab.runtime.rng import Randomness
 
 _StandIns = dict["KeptTensor", torch.Tensor]
-# copied whether or not they are known to be written to
-_SMALL_BYTES = 64 * KIB
-# how far and at how much is looked from a module or an argument
-_DEEPEST, _MOST_CONTAINERS = 4, 300
 # what every module has; `training` is state, as a loop may switch modes between forward and backward
 _OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "__getstate__", "_compiled_call_impl"}
-_ATOMS = frozenset(
-    {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, slice}
-)
-_NO_STATE = (nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.optim.Optimizer)
 _COPIED = (torch.Tensor, FakeTensor)
 
 
@@ -117,7 +109,7 @@ class Repetition:
     counts: bool = False
 
 
-class State:
+class State(Walk):
     """The state before a run.
 
     Args:
@@ -127,27 +119,28 @@ class State:
         device: whose random numbers are drawn, beside the CPU's.
     """
 
+    most_containers = 300
+    attributes_left_alone = _OF_EVERY_MODULE
+
     def __init__(
         self, modules: Iterable[nn.Module], objects: Iterable[Any], written: Written, device: torch.device
     ) -> None:
+        super().__init__()
         self._written = written
         self._contents: list[_Content] = []
         self._tensors: dict[int, KeptTensor] = {}
-        self._generators: dict[int, Any] = {}
-        self._seen: set[int] = set()
+        self._generators: list[Any] = []
         for module in modules:
-            self._add(_Attributes(vars(module)), 0)
+            self.module("", module)
             self._contents.append(_Parameters(module._parameters))
-            if module._buffers:
-                self._add(_Mapping(module._buffers), 0)
         for value in objects:
-            self._look_at(value, 0)
+            self.look_at(value, "", 0)
         for content in self._contents:
             content.hold(self._tensors)
         self._tensors_kept = list(self._tensors.values())
         self._tensors.clear()
         self._seen.clear()
-        self._random = Randomness(device, self._generators.values())
+        self._random = Randomness(device, self._generators)
 
     @property
     def tensors(self) -> Sequence[KeptTensor]:
@@ -186,49 +179,39 @@ class State:
             now.exchange(originals)
             now.put_back({})
 
-    # -- looking around ------------------------------------------------------------------------
+    # -- what the walk meets ---------------------------------------------------------------------------
 
-    def _add(self, content: _Content, depth: int) -> None:
-        if id(content.container) in self._seen or len(self._contents) >= _MOST_CONTAINERS:
-            return
-        self._seen.add(id(content.container))
-        self._contents.append(content)
-        for value in content.values():
-            self._look_at(value, depth + 1)
+    def met_mapping(self, values: dict[Any, Any], name: Callable[[Any], str], skipped: Collection[str]) -> None:
+        self._contents.append(_Attributes(values) if skipped else _Mapping(values))
 
-    def _look_at(self, value: Any, depth: int) -> None:
-        kind = type(value)
-        if kind in _ATOMS or depth > _DEEPEST:
-            return
-        if isinstance(value, torch.Tensor):
-            self._look_at_tensor(value)
-        elif isinstance(value, dict):
-            self._add(_Mapping(value), depth)
-        elif isinstance(value, (list, deque)):
-            self._add(_Sequence(value), depth)
-        elif isinstance(value, set):
-            self._add(_Set(value), depth)
-        elif isinstance(value, tuple):
-            for item in value:
-                self._look_at(item, depth + 1)
-        elif is_generator(value):
-            self._generators.setdefault(id(value), value)
-        elif _is_object(value):
-            self._add(_Mapping(vars(value)), depth)
+    def met_sequence(self, values: list[Any] | deque[Any], name: str) -> None:
+        self._contents.append(_Sequence(values))
 
-    def _look_at_tensor(self, tensor: torch.Tensor) -> None:
+    def met_set(self, values: set[Any], name: str) -> None:
+        self._contents.append(_Set(values))
+
+    def met_names(self, world: dict[str, Any], names: Collection[str]) -> None:
+        self._contents.append(_Names(world, names))
+
+    def met_class(self, kind: type) -> None:
+        self._contents.append(_ClassAttributes(kind))
+
+    def met_cell(self, cell: CellType, name: str) -> None:
+        self._contents.append(_Cell(cell))
+
+    def met_array(self, array: Any, name: str) -> None:
+        self._contents.append(_Array(array))
+
+    def met_generator(self, generator: Any) -> None:
+        self._generators.append(generator)
+
+    def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
         if id(tensor) in self._tensors or isinstance(tensor, nn.Parameter) or type(tensor) not in _COPIED:
             return
         if tensor.layout is not torch.strided or tensor.is_inference():
             return
-        is_small = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+        is_small = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= SMALL_BYTES
         self._tensors[id(tensor)] = KeptTensor(tensor, copied=is_small or tensor in self._written)
-
-
-def _is_object(value: Any) -> bool:
-    kind = type(value)
-    is_machinery = kind.__module__.partition(".")[0] in ("torch", "memlab")
-    return not (is_machinery or isinstance(value, _NO_STATE)) and type(getattr(value, "__dict__", None)) is dict
 
 
 # --- containers -------------------------------------------------------------------------------------
@@ -240,10 +223,6 @@ class _Content(ABC):
     def __init__(self, container: Any, items: Any) -> None:
         self.container = container
         self._items: Any = items
-
-    def values(self) -> Iterable[Any]:
-        items: Iterable[Any] = self._items
-        return items
 
     def hold(self, tensors: dict[int, KeptTensor]) -> None:
         """Hold tensors as they are kept, not those with their graphs."""
@@ -267,9 +246,6 @@ class _Mapping(_Content):
     def __init__(self, container: MutableMapping[Any, Any]) -> None:
         super().__init__(container, dict(container))
 
-    def values(self) -> Iterable[Any]:
-        return list(self._items.values())
-
     def put_back(self, stand_ins: _StandIns) -> None:
         items = {key: _instead(value, stand_ins) for key, value in self._items.items()}
         if not _same_items(self.container, items):
@@ -283,9 +259,6 @@ class _Attributes(_Content):
     def __init__(self, container: dict[str, Any]) -> None:
         super().__init__(container, {k: v for k, v in container.items() if k not in _OF_EVERY_MODULE})
 
-    def values(self) -> Iterable[Any]:
-        return list(self._items.values())
-
     def put_back(self, stand_ins: _StandIns) -> None:
         for name in [name for name in self.container if name not in _OF_EVERY_MODULE and name not in self._items]:
             del self.container[name]
@@ -293,6 +266,93 @@ class _Attributes(_Content):
             wanted = _instead(value, stand_ins)
             if name not in self.container or self.container[name] is not wanted:
                 self.container[name] = wanted
+
+
+class _Some(_Content):
+    """Some items of a mapping, of which others are left alone."""
+
+    def put_back(self, stand_ins: _StandIns) -> None:
+        now = self._now()
+        for name, value in self._items.items():
+            wanted = _instead(value, stand_ins)
+            if now.get(name, ABSENT) is not wanted:
+                self._write(name, wanted)
+
+    @abstractmethod
+    def _now(self) -> dict[Any, Any]:
+        """Return what is there now."""
+
+    @abstractmethod
+    def _write(self, name: Any, value: Any) -> None:
+        """Put a value there; ABSENT takes it away."""
+
+
+class _Names(_Some):
+    """Some of the globals of a file."""
+
+    def __init__(self, container: dict[str, Any], names: Collection[str]) -> None:
+        super().__init__(container, {name: container.get(name, ABSENT) for name in names})
+
+    def taken_again(self) -> _Content:
+        return _Names(self.container, self._items.keys())
+
+    def _now(self) -> dict[Any, Any]:
+        return {name: self.container.get(name, ABSENT) for name in self._items}
+
+    def _write(self, name: Any, value: Any) -> None:
+        if value is ABSENT:
+            self.container.pop(name, None)
+        else:
+            self.container[name] = value
+
+
+class _ClassAttributes(_Some):
+    def __init__(self, container: type) -> None:
+        super().__init__(container, attributes_of_class(container))
+
+    def put_back(self, stand_ins: _StandIns) -> None:
+        for name in [name for name in self._now() if name not in self._items]:
+            delattr(self.container, name)
+        super().put_back(stand_ins)
+
+    def _now(self) -> dict[Any, Any]:
+        return attributes_of_class(self.container)
+
+    def _write(self, name: Any, value: Any) -> None:
+        setattr(self.container, name, value)
+
+
+class _Cell(_Some):
+    """A variable of a closure."""
+
+    def __init__(self, container: CellType) -> None:
+        super().__init__(container, {0: content_of(container)})
+
+    def _now(self) -> dict[Any, Any]:
+        return {0: content_of(self.container)}
+
+    def _write(self, name: Any, value: Any) -> None:
+        if value is ABSENT:
+            del self.container.cell_contents
+        else:
+            self.container.cell_contents = value
+
+
+class _Array(_Content):
+    """Values of an array of NumPy's."""
+
+    def __init__(self, container: Any) -> None:
+        super().__init__(container, container.copy())
+
+    def hold(self, tensors: dict[int, KeptTensor]) -> None:
+        pass
+
+    def exchange(self, others: dict[int, Any]) -> None:
+        pass
+
+    def put_back(self, stand_ins: _StandIns) -> None:
+        if self.container.flags.writeable:
+            self.container[...] = self._items
 
 
 class _Parameters(_Content):

@@ -1,0 +1,251 @@
+"""A walk over what a model's forward can read or change beside its inputs and parameters.
+
+Rules:
+
+1. From a module it leads to its attributes and buffers, and by its class's own code to attributes of the class, cells of closures
+   and globals which that code names; hooks and functions are followed as well. Lists, dictionaries, sets and plain objects are
+   looked into, to a depth.
+2. Objects of torch's and memlab's own machinery are left alone, and so is code of well-known libraries: they keep what they count
+   in modules.
+3. Every container is met once.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memlab.runtime.rng import is_generator
+
+# stands for what is not there
+ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "nothing"})()
+# tensors and arrays up to this size are copied whatever is known of them, since some operators write without a trace
+SMALL_BYTES = 64 * 1024
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
+_PLAIN_TYPES = frozenset(PLAIN)
+_DEPTH = 4
+_MOST_ITEMS = 256  # of a container that is looked into
+_MACHINERY = ("torch", "memlab", "builtins")
+LIBRARIES = (*_MACHINERY, "transformers", "accelerate", "peft", "lightning", "numpy", "torchvision")
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, nn.Module)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Walk(ABC):
+    """A walk that says what it meets.
+
+    Attributes:
+        most_containers: how many are looked into.
+        left_alone: libraries whose objects are not looked into.
+        attributes_left_alone: attributes of modules that are no state.
+    """
+
+    most_containers: ClassVar[int]
+    left_alone: ClassVar[tuple[str, ...]] = _MACHINERY
+    attributes_left_alone: ClassVar[Collection[str]]
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._containers = 0
+
+    def module(self, path: str, module: nn.Module, *, buffers: bool = True) -> None:
+        """Walk from a module, not from its children.
+
+        Args:
+            path: its name.
+            module: the module.
+            buffers: whether its buffers are among it.
+        """
+        attributes = vars(module)
+        self._dict(attributes, lambda key: f"{path}.{key}" if path else str(key), 0, skipped=self.attributes_left_alone)
+        if buffers:
+            self.buffers(path, module)
+        for key in _HOOKS:
+            for hook in attributes[key].values():
+                self._function(hook, f"a hook of {path or type(module).__name__}", 1)
+        if "forward" in attributes:
+            self._function(attributes["forward"], f"forward of {path or type(module).__name__}", 1)
+        for kind in type(module).__mro__:
+            if self._is_new(kind) and not _is_of(kind.__module__, LIBRARIES):
+                self._class(kind)
+
+    def buffers(self, path: str, module: nn.Module) -> None:
+        """Walk from a module's buffers alone."""
+        if module._buffers:
+            self._dict(module._buffers, lambda key: f"buffer {path}.{key}" if path else f"buffer {key}", 1)
+
+    # -- what is met, in the order in which it is: a container before what it holds ---------------------
+
+    @abstractmethod
+    def met_mapping(self, values: dict[Any, Any], name: Callable[[Any], str], skipped: Collection[str]) -> None:
+        """Items of a dictionary, or attributes of a module or an object."""
+
+    @abstractmethod
+    def met_sequence(self, values: list[Any] | deque[Any], name: str) -> None:
+        """Items of a list."""
+
+    @abstractmethod
+    def met_set(self, values: set[Any], name: str) -> None:
+        """Members of a set."""
+
+    @abstractmethod
+    def met_names(self, world: dict[str, Any], names: Collection[str]) -> None:
+        """Some of the globals of a file."""
+
+    @abstractmethod
+    def met_class(self, kind: type) -> None:
+        """Attributes of a class."""
+
+    @abstractmethod
+    def met_cell(self, cell: types.CellType, name: str) -> None:
+        """A variable of a closure."""
+
+    @abstractmethod
+    def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
+        """A tensor that is no container's alone: it may be met again."""
+
+    @abstractmethod
+    def met_array(self, array: Any, name: str) -> None:
+        """A small array of NumPy's."""
+
+    @abstractmethod
+    def met_generator(self, generator: Any) -> None:
+        """A generator of random numbers."""
+
+    # -- where it leads -----------------------------------------------------------------------------
+
+    def look_at(self, value: Any, name: str, depth: int) -> None:
+        """Walk from any value."""
+        if type(value) in _PLAIN_TYPES or isinstance(value, PLAIN) or depth > _DEPTH:
+            return
+        if self._containers > self.most_containers:
+            return
+        if isinstance(value, torch.Tensor):
+            self.met_tensor(value, name)
+        elif isinstance(value, dict):
+            self._dict(value, lambda key: f"{name}[{key!r}]", depth)
+        elif isinstance(value, (list, deque)):
+            if self._is_new(value):
+                self.met_sequence(value, name)
+                self._items(enumerate(value), len(value), lambda place: f"{name}[{place}]", depth)
+        elif isinstance(value, tuple):
+            self._items(enumerate(value), len(value), lambda place: f"{name}[{place}]", depth)
+        elif isinstance(value, set):
+            if self._is_new(value):
+                self.met_set(value, name)
+        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            self._function(value, name, depth)
+        elif is_generator(value):
+            if self._is_new(value):
+                self.met_generator(value)
+        elif type(value).__module__ == "numpy":
+            if type(value).__name__ == "ndarray" and value.nbytes <= SMALL_BYTES and self._is_new(value):
+                self.met_array(value, name)
+        elif self._is_object(value):
+            self._dict(value.__dict__, lambda key: f"{name}.{key}", depth)
+
+    def _dict(
+        self, values: dict[Any, Any], name: Callable[[Any], str], depth: int, skipped: Collection[str] = ()
+    ) -> None:
+        if self._is_new(values):
+            self.met_mapping(values, name, skipped)
+            self._items([item for item in values.items() if item[0] not in skipped], len(values), name, depth)
+
+    def _items(
+        self,
+        items: Collection[tuple[Any, Any]] | Iterator[tuple[Any, Any]],
+        count: int,
+        name: Callable[[Any], str],
+        depth: int,
+    ) -> None:
+        self._containers += 1
+        if count <= _MOST_ITEMS:
+            for key, value in items:
+                if type(value) not in _PLAIN_TYPES:
+                    self.look_at(value, name(key), depth + 1)
+
+    def _class(self, kind: type) -> None:
+        members = [(name, member) for name, member in vars(kind).items() if isinstance(member, types.FunctionType)]
+        for name, member in members:
+            self._function(member, f"{kind.__name__}.{name}", 1)
+        self.met_class(kind)
+        for name, member in [*vars(kind).items()]:
+            if not name.startswith("__") and not isinstance(member, types.FunctionType):
+                self.look_at(member, f"{kind.__name__}.{name}", 1)
+
+    def _function(self, function: Any, name: str, depth: int) -> None:
+        if depth > _DEPTH or not self._is_new(function):
+            return
+        if isinstance(function, functools.partial):
+            for value in (function.func, *function.args, *function.keywords.values()):
+                self.look_at(value, name, depth + 1)
+        elif isinstance(function, types.MethodType):
+            self.look_at(function.__self__, name, depth + 1)
+            self._function(function.__func__, name, depth + 1)
+        elif isinstance(function, types.FunctionType):
+            if not _is_of(function.__module__, LIBRARIES):
+                self._code(function, name, depth)
+        else:
+            self.look_at(function, name, depth)
+
+    def _code(self, function: types.FunctionType, name: str, depth: int) -> None:
+        for cell_name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if self._is_new(cell):
+                self.met_cell(cell, f"{cell_name} of {name}")
+                self.look_at(content_of(cell), f"{cell_name} of {name}", depth + 1)
+        world = function.__globals__
+        named = {key: world[key] for key in function.__code__.co_names if key in world}
+        state = [key for key, value in named.items() if _is_state(value)]
+        if state:
+            self.met_names(world, state)
+        for key, value in named.items():
+            if isinstance(value, types.FunctionType) or key in state:
+                self.look_at(value, key, depth + 1)
+        for value in function.__defaults__ or ():
+            self.look_at(value, name, depth + 1)
+
+    def _is_object(self, value: Any) -> bool:
+        """Whether attributes of a value may be state: an object of the user's."""
+        # modes of torch see every operator, memlab's own runs too: what they count is no state of the model
+        is_code = isinstance(value, (nn.Module, type, types.ModuleType, TorchDispatchMode, TorchFunctionMode))
+        is_machinery = (
+            is_code or isinstance(value, torch.optim.Optimizer) or _is_of(type(value).__module__, self.left_alone)
+        )
+        return not is_machinery and type(getattr(value, "__dict__", None)) is dict
+
+    def _is_new(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        return True
+
+
+def content_of(cell: types.CellType) -> Any:
+    """Return what a cell holds; ABSENT before it holds anything."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def attributes_of_class(kind: type) -> dict[str, Any]:
+    """Return the attributes of a class that code may set: all but Python's own."""
+    return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a global may be something a forward changes: no function, class or module."""
+    return not isinstance(value, _CODE)
+
+
+def _is_of(module: str | None, libraries: tuple[str, ...]) -> bool:
+    return (module or "").partition(".")[0] in libraries
