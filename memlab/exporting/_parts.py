@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from memlab.errors import PlanError
 from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
+from memlab.techniques.optimizer.replacements import REPLACEMENTS, Replacement
 
 
 def header(plan: Plan | Scale) -> str:
@@ -24,33 +26,32 @@ def has_switch_for_checkpointing(plan: Plan) -> bool:
     return plan.checkpointing.kind in ("full", "every")
 
 
-# choice -> (import inside the function, the call)
-TORCH_OPTIMIZERS = {
-    OptimizerChoice.KEEP: ("", "torch.optim.AdamW(model.parameters(), lr=lr)"),
-    OptimizerChoice.ADAMW: ("", "torch.optim.AdamW(model.parameters(), lr=lr)"),
-    OptimizerChoice.ADAM8BIT: ("import bitsandbytes", "bitsandbytes.optim.AdamW8bit(model.parameters(), lr=lr)"),
-    OptimizerChoice.PAGED_ADAM8BIT: (
-        "import bitsandbytes",
-        "bitsandbytes.optim.PagedAdamW8bit(model.parameters(), lr=lr)",
-    ),
-    OptimizerChoice.ADAFACTOR: (
-        "from transformers.optimization import Adafactor",
-        "Adafactor(model.parameters(), lr=lr, scale_parameter=False, relative_step=False, warmup_init=False)",
-    ),
-    OptimizerChoice.SGD: ("", "torch.optim.SGD(model.parameters(), lr=lr)"),
-}
+def replacement_of(plan: Plan) -> Replacement:
+    """What takes the place of the user's optimizer; AdamW stands for one that the plan keeps.
+
+    Raises:
+        PlanError: no single call makes it.
+    """
+    choice = OptimizerChoice.ADAMW if plan.optimizer is OptimizerChoice.KEEP else plan.optimizer
+    row = REPLACEMENTS[choice]
+    if not row.code[1]:
+        raise PlanError(
+            f"--optim {choice} cannot be exported: it is two optimizers, {choice} for the matrices of blocks and AdamW for the "
+            "rest; choose another one with --optim"
+        )
+    return row
 
 
 def optimizer_helper(plan: Plan) -> str:
     """The function that makes the optimizer."""
-    package, call = TORCH_OPTIMIZERS[plan.optimizer]
+    package, call = replacement_of(plan).code
     comment = ["# the plan keeps your optimizer: put it here"] if plan.optimizer is OptimizerChoice.KEEP else []
     body = [*([package, ""] if package else []), *comment, f"return {call}"]
     return "\n".join(["def make_optimizer(model, lr):", *indent(body, 4)])
 
 
 def one_line_optimizer(plan: Plan) -> str:
-    package, call = TORCH_OPTIMIZERS[plan.optimizer]
+    package, call = replacement_of(plan).code
     return f"{call}  ({package})" if package else call
 
 

@@ -7,18 +7,12 @@ from memlab.exporting._parts import (
     has_switch_for_checkpointing,
     header,
     indent,
+    replacement_of,
     torchrun,
 )
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
 
-_TRAINER_OPTIMIZERS = {
-    OptimizerChoice.ADAMW: "adamw_torch",
-    OptimizerChoice.ADAM8BIT: "adamw_bnb_8bit",
-    OptimizerChoice.PAGED_ADAM8BIT: "paged_adamw_8bit",
-    OptimizerChoice.ADAFACTOR: "adafactor",
-    OptimizerChoice.SGD: "sgd",
-}
 _TRAINER_PRECISION: dict[Precision, list[str]] = {
     Precision.KEEP: [],
     Precision.FP32: ["fp16=False,", "bf16=False,", "tf32=False,"],
@@ -66,8 +60,8 @@ def _trainer_arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]
         arguments.append("activation_checkpointing=True,  # gradient_checkpointing before transformers 5.23")
         arguments.append(f'activation_checkpointing_kwargs={{"use_reentrant": False{every}}},')
     arguments += _TRAINER_PRECISION[plan.precision]
-    if plan.optimizer in _TRAINER_OPTIMIZERS:
-        arguments.append(f'optim="{_TRAINER_OPTIMIZERS[plan.optimizer]}",')
+    if plan.optimizer is not OptimizerChoice.KEEP:
+        arguments.append(f'optim="{replacement_of(plan).trainer}",')
     arguments += _trainer_engine(plan, scale)
     return [*batch, "args = TrainingArguments(", *indent(arguments, 4), ")"]
 

@@ -96,6 +96,7 @@ class OptimizerChoice(StrEnum):
     PAGED_ADAM8BIT = "paged-adam8bit"
     ADAFACTOR = "adafactor"
     SGD = "sgd"
+    MUON = "muon"
 
 
 class Loss(StrEnum):
@@ -334,7 +335,7 @@ FIELDS: tuple[PlanField, ...] = (
         alike=EIGHT_BIT, searched=("keep", "adam8bit"), untrained="no optimizer runs",
         names={
             "adam8bit": "8-bit Adam", "paged-adam8bit": "paged 8-bit Adam", "adamw": "AdamW", "adafactor": "Adafactor",
-            "sgd": "SGD",
+            "sgd": "SGD", "muon": "Muon",
         },
     ),
     PlanField(

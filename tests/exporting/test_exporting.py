@@ -414,3 +414,13 @@ def test_unknown_target_lists_the_known_ones() -> None:
     with pytest.raises(PlanError) as caught:
         export(Plan(), "jax")
     assert str(caught.value) == "export to 'jax': allowed are torch, trainer, accelerate, deepspeed, fsdp2"
+
+
+@pytest.mark.parametrize("target", ["torch", "trainer", "accelerate", "deepspeed"])
+def test_two_optimizers_in_one_are_not_exported(target: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        export(Plan.parse("--optim muon"), target)
+    assert str(refused.value) == (
+        "--optim muon cannot be exported: it is two optimizers, muon for the matrices of blocks and AdamW for the rest; "
+        "choose another one with --optim"
+    )

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from memlab import extras
+from memlab import Workload, extras, fit
 from memlab.errors import MissingExtraError, RefusalError
 from memlab.plan import Plan
 from memlab.runtime.optimizer_step import run_step
@@ -492,6 +492,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
         ("--optim adamw", torch.optim.Adam),
         ("--optim sgd", torch.optim.SGD),
         ("--optim adafactor", transformers.Adafactor),
+        ("--optim muon", lambda parameters: torch.optim.Muon(each for each in parameters if each.dim() == 2)),
     ],
 )
 def test_what_is_there_already_is_noted_and_left_alone(flags: str, make: Callable[..., Any]) -> None:
@@ -502,3 +503,89 @@ def test_what_is_there_already_is_noted_and_left_alone(flags: str, make: Callabl
         technique.attach_optimizer(optimizer, undo)
     assert technique.notes == [f"already {type(optimizer).__name__}: --optim {technique.choice} changes nothing"]
     assert technique.stepper(optimizer) is None
+
+
+# --- Muon: two optimizers in one ------------------------------------------------------------------
+
+
+def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Muon on the matrices of blocks and the user's AdamW on the rest, as one writes it."""
+    matrices = [each for name, each in model.named_parameters() if ".h." in name and each.dim() == 2]
+    (group,) = optimizer.param_groups
+    settings = {name: group[name] for name in ("lr", "weight_decay")}
+    muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings)
+    for each in matrices:
+        if state := optimizer.state.pop(each, None):
+            muon.state[each]["momentum_buffer"] = state["exp_avg"]
+    group["params"] = [each for each in group["params"] if not any(each is matrix for matrix in matrices)]
+    losses = []
+    for step in steps:
+        model.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        muon.step()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+@pytest.mark.parametrize("beside", ["", " --offload optimizer", " --release-grads"])
+def test_muon_is_that_of_a_loop_by_hand(trained: int, beside: str) -> None:
+    model, reference = tiny_gpt2(), tiny_gpt2()
+    optimizer, own = adamw(model, weight_decay=0.05), adamw(reference, weight_decay=0.05)
+    for each, its_own in ((model, optimizer), (reference, own)):
+        train(each, its_own, range(trained))
+    with fit(Workload(model, optimizer), f"--optim muon{beside}"):
+        losses = train(model, optimizer, range(trained, trained + 4))
+    assert losses == by_hand(reference, own, range(trained, trained + 4))
+    assert same(dict(model.named_parameters()), dict(reference.named_parameters()))
+
+
+def test_muon_keeps_one_moment_of_matrices_in_blocks_and_both_of_all_else() -> None:
+    model = tiny_gpt2()
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    before = snapshot(model, optimizer)
+    sizes = {True: 0, False: 0}
+    for name, each in model.named_parameters():
+        sizes[".h." in name and each.dim() == 2] += each.numel()
+    with fit(Workload(model, optimizer), "--optim muon") as session:
+        steps = 4 * sum("momentum_buffer" not in state for state in optimizer.state.values())
+        assert state_bytes(optimizer) == 4 * sizes[True] + 8 * sizes[False] + steps
+        assert session.host_bytes >= 8 * sizes[True]
+    assert same(snapshot(model, optimizer), before)
+
+
+def test_after_a_step_muon_gives_back_no_moments_of_its_matrices() -> None:
+    model = tiny_gpt2()
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    with fit(Workload(model, optimizer), "--optim muon"):
+        train(model, optimizer, range(2, 3))
+    for name, each in model.named_parameters():
+        is_matrix = ".h." in name and each.dim() == 2
+        assert bool(optimizer.state.get(each)) != is_matrix, name
+
+
+def test_muon_goes_by_the_blocks_of_one_model() -> None:
+    small = torch.nn.Linear(4, 4)
+    with pytest.raises(RefusalError) as no_blocks:
+        techniques_of("--optim muon")[0].check(Workload(small, adamw(small)))
+    assert str(no_blocks.value) == (
+        "optimizer: Linear repeats no blocks, whose matrices muon updates; use --adam8bit or --optim adafactor"
+    )
+    model = tiny_gpt2()
+    both = torch.optim.AdamW([*model.parameters(), *small.parameters()])
+    with pytest.raises(RefusalError) as other_parameters:
+        techniques_of("--optim muon")[0].check(Workload(model, both))
+    assert str(other_parameters.value) == (
+        "optimizer: muon goes by the blocks of one model, and the optimizer of GPT2LMHeadModel has other parameters too; "
+        "use --adam8bit or --optim adafactor"
+    )
+
+
+def test_muon_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(RefusalError, match=r"^optimizer: torch \S+ has no Muon; install torch 2.9 or later$"):
+        techniques_of("--optim muon")[0].check_optimizer(adamw(tiny_gpt2()))

@@ -47,10 +47,14 @@ class StateFormat(ABC):
     Attributes:
         keeps_first: whether the first moment survives.
         keeps_second: whether the second moment survives, at least approximately.
+        follows_dtype: whether moments must have the dtype of their parameter.
+        counts_updates: whether the optimizer counts the updates of a parameter in its "step".
     """
 
     keeps_first: ClassVar[bool] = True
     keeps_second: ClassVar[bool] = True
+    follows_dtype: ClassVar[bool] = False
+    counts_updates: ClassVar[bool] = True
 
     @abstractmethod
     def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
@@ -71,6 +75,8 @@ class StateFormat(ABC):
 
 class TorchAdamFormat(StateFormat):
     """torch.optim.Adam and AdamW: two tensors like the parameter, and a step tensor."""
+
+    follows_dtype = True
 
     def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
         return {"step", "exp_avg", "exp_avg_sq"} <= state.keys()
@@ -235,6 +241,7 @@ class NoMomentsFormat(StateFormat):
 
     keeps_first = False
     keeps_second = False
+    counts_updates = False
 
     def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
         return state.keys() == {"step"}
@@ -248,3 +255,19 @@ class NoMomentsFormat(StateFormat):
 
     def fresh(self, parameter: torch.nn.Parameter) -> State:
         return {"step": 0}
+
+
+class MuonFormat(NoMomentsFormat):
+    """torch.optim.Muon: a running mean of the gradient, as Adam's first moment is."""
+
+    keeps_first = True
+    follows_dtype = True
+
+    def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
+        return "momentum_buffer" in state
+
+    def encode(self, parameter: torch.nn.Parameter, group: Group, moments: Moments) -> State:
+        return {"step": moments.step, "momentum_buffer": _like(parameter, moments.first)}
+
+    def fresh(self, parameter: torch.nn.Parameter) -> State:
+        return {"step": 0, "momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}

@@ -1,0 +1,242 @@
+"""`REPLACEMENTS`: the optimizers that can stand in for a user's Adam. All that is known of each stands in its row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from memlab.errors import RefusalError
+from memlab.extras import require
+from memlab.plan import OptimizerChoice
+from memlab.runtime.modules import repeated_blocks
+from memlab.techniques.description import Description
+from memlab.techniques.optimizer.state_formats import (
+    AdafactorFormat,
+    BnbAdamFormat,
+    MuonFormat,
+    NoMomentsFormat,
+    StateFormat,
+    TorchAdamFormat,
+)
+
+Optimizer = torch.optim.Optimizer
+Parameter = torch.nn.Parameter
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """An optimizer in place of the user's.
+
+    Args:
+        make: makes one for some parameters.
+        form: makes the format of its state.
+        is_already: whether an optimizer needs no conversion.
+        notes: what the log and the receipt say.
+        description: for the cheat sheet; None where nobody would look for it there.
+        settings: those of a group that it reads.
+        package: what it needs to be installed.
+        dtypes: of the parameters that it can update; empty for all.
+        adds_decay: whether it adds weight decay to the gradient, as Adam does and AdamW does not.
+        refuse: raises a refusal of its own.
+        parameters: those of a model that it updates, where AdamW updates the others.
+        code: in exported code, an import and the call; empty where no call does it.
+        trainer: name in TrainingArguments; empty where it has none.
+    """
+
+    make: Callable[[list[Parameter]], Optimizer]
+    form: Callable[[], StateFormat]
+    is_already: Callable[[Optimizer], bool]
+    notes: tuple[str, ...]
+    description: Description | None = None
+    settings: tuple[str, ...] = ("lr", "weight_decay", "betas", "eps")
+    package: str = ""
+    dtypes: tuple[torch.dtype, ...] = ()
+    adds_decay: bool = False
+    refuse: Callable[[Optimizer], None] = lambda _optimizer: None
+    parameters: Callable[[torch.nn.Module], Collection[Parameter]] | None = None
+    code: tuple[str, str] = ("", "")
+    trainer: str = ""
+
+
+def is_torch_adam(optimizer: Optimizer) -> bool:
+    """Return whether it is torch's Adam, or made from it."""
+    return isinstance(optimizer, torch.optim.Adam)
+
+
+def is_bnb_adam(optimizer: Optimizer) -> bool:
+    """Return whether it is an Adam of bitsandbytes."""
+    own = any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__)
+    return own and getattr(optimizer, "optimizer_name", "") == "adam"
+
+
+def couples_decay(optimizer: Optimizer) -> bool:
+    """Return whether weight decay goes through the moments, as in torch's Adam and unlike in AdamW."""
+    groups = optimizer.param_groups
+    return is_torch_adam(optimizer) and any(g["weight_decay"] and not g.get("decoupled_weight_decay") for g in groups)
+
+
+def bnb_format_of(optimizer: Optimizer) -> BnbAdamFormat:
+    """The format of an Adam of bitsandbytes."""
+    bits, smallest = (int(getattr(optimizer.args, name)) for name in ("optim_bits", "min_8bit_size"))  # type: ignore[attr-defined]
+    return BnbAdamFormat(bits, smallest, bool(getattr(optimizer, "is_paged", False)))
+
+
+def matrices_of_blocks(model: torch.nn.Module) -> list[Parameter]:
+    """Matrices that lie in the blocks a model repeats, and nowhere else; without embeddings.
+
+    Example:
+        >>> blocks = (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)) for _ in range(2))
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Sequential(*blocks), torch.nn.Linear(4, 9))
+        >>> [tuple(parameter.shape) for parameter in matrices_of_blocks(model)]
+        [(4, 4), (4, 4)]
+    """
+    inside = {id(module) for block in repeated_blocks(model) for module in block.modules()}
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    others: set[int] = set()
+    matrices: dict[int, Parameter] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(module) not in inside or isinstance(module, embeddings):
+                others.add(id(parameter))
+            elif parameter.dim() == 2 and parameter.is_floating_point():
+                matrices[id(parameter)] = parameter
+    return [parameter for key, parameter in matrices.items() if key not in others]
+
+
+def _adafactor(parameters: list[Parameter]) -> Optimizer:
+    kind = require("transformers").Adafactor
+    settings = {"scale_parameter": False, "relative_step": False, "warmup_init": False}
+    return kind(parameters, lr=0.0, **settings)  # type: ignore[no-any-return]
+
+
+def _is_8bit(optimizer: Optimizer, *, paged: bool) -> bool:
+    form = bnb_format_of(optimizer) if is_bnb_adam(optimizer) else None
+    return form is not None and form.bits == 8 and (form.paged or not paged)
+
+
+def _refuse_paging_off_cuda(optimizer: Optimizer) -> None:
+    device = optimizer.param_groups[0]["params"][0].device
+    if device.type != "cuda":
+        reason = f"paged-adam8bit needs a CUDA GPU with unified memory, and the model is on {device}"
+        raise RefusalError("optimizer", reason, "nearest: --adam8bit")
+
+
+def _refuse_torch_without_muon(_optimizer: Optimizer) -> None:
+    if not hasattr(torch.optim, "Muon"):
+        raise RefusalError("optimizer", f"torch {torch.__version__} has no Muon", "install torch 2.9 or later")
+
+
+_CODE = "(model.parameters(), lr=lr)"
+_CLOSE = "moments are kept in 8 bits; turning them into fp32 again is close, not bit-exact"
+_NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
+REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
+    OptimizerChoice.ADAMW: Replacement(
+        torch.optim.AdamW,
+        TorchAdamFormat,
+        lambda optimizer: is_torch_adam(optimizer) and not couples_decay(optimizer),
+        ("moments are converted to fp32; going back to 8 bits is not bit-exact",),
+        code=("", f"torch.optim.AdamW{_CODE}"),
+        trainer="adamw_torch",
+    ),
+    OptimizerChoice.ADAM8BIT: Replacement(
+        lambda parameters: require("bitsandbytes").optim.AdamW8bit(parameters),
+        BnbAdamFormat,
+        partial(_is_8bit, paged=False),
+        (_CLOSE,),
+        Description(
+            flags="--adam8bit",
+            saves="moments: 8 → 2.03 bytes per parameter",
+            costs="two conversions an update",
+            exactness="8-bit moments: loss within 0.1 % over 100 steps of fine-tuning",
+            gives_nothing="the peak is mostly activations; parameters below 4096 elements stay as they are; refused for optimizers other than Adam and AdamW",
+        ),
+        package="bitsandbytes",
+        dtypes=_NUMBERS,
+        code=("import bitsandbytes", f"bitsandbytes.optim.AdamW8bit{_CODE}"),
+        trainer="adamw_bnb_8bit",
+    ),
+    OptimizerChoice.PAGED_ADAM8BIT: Replacement(
+        lambda parameters: require("bitsandbytes").optim.PagedAdamW8bit(parameters),
+        partial(BnbAdamFormat, paged=True),
+        partial(_is_8bit, paged=True),
+        (_CLOSE, "bitsandbytes returns paged memory only when the kernel ends"),
+        Description(
+            flags="--optim paged-adam8bit",
+            saves="the same, and moments move to the host when memory is short",
+            costs="copies while memory is short",
+            exactness="as --adam8bit",
+            gives_nothing="as --adam8bit; refused without CUDA",
+        ),
+        package="bitsandbytes",
+        dtypes=_NUMBERS,
+        refuse=_refuse_paging_off_cuda,
+        code=("import bitsandbytes", f"bitsandbytes.optim.PagedAdamW8bit{_CODE}"),
+        trainer="paged_adamw_8bit",
+    ),
+    OptimizerChoice.ADAFACTOR: Replacement(
+        _adafactor,
+        AdafactorFormat,
+        lambda optimizer: type(optimizer).__name__ == "Adafactor",
+        (
+            "Adafactor keeps row and column means of the second moment and no first moment; both come back as they "
+            "were until the first step, after that the first moment starts again from zero",
+        ),
+        Description(
+            flags="--optim adafactor",
+            saves="moments: 8 → 0.02 bytes per parameter",
+            costs="row and column means instead of moments",
+            exactness="another algorithm, without first moments",
+            gives_nothing="the peak is mostly activations",
+        ),
+        settings=("lr", "weight_decay"),
+        package="transformers",
+        code=(
+            "from transformers.optimization import Adafactor",
+            "Adafactor(model.parameters(), lr=lr, scale_parameter=False, relative_step=False, warmup_init=False)",
+        ),
+        trainer="adafactor",
+    ),
+    OptimizerChoice.SGD: Replacement(
+        torch.optim.SGD,
+        NoMomentsFormat,
+        lambda optimizer: isinstance(optimizer, torch.optim.SGD),
+        (
+            "SGD keeps no moments and may need another learning rate; the moments come back as they were until the "
+            "first step, after that they start again from zero",
+        ),
+        Description(
+            flags="--optim sgd",
+            saves="all moments",
+            costs="no time per update, but often more steps",
+            exactness="another algorithm",
+            gives_nothing="the peak is mostly activations",
+        ),
+        settings=("lr", "weight_decay"),
+        adds_decay=True,
+        code=("", f"torch.optim.SGD{_CODE}"),
+        trainer="sgd",
+    ),
+    OptimizerChoice.MUON: Replacement(
+        # scaled to AdamW's size of a step, so that a learning rate and a weight decay chosen for AdamW stay right
+        lambda parameters: torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw"),
+        MuonFormat,
+        lambda optimizer: type(optimizer).__name__ == "Muon",
+        (
+            "Muon updates the matrices of blocks, with Adam's first moment as its momentum, and AdamW all else; the moments "
+            "of those matrices come back as they were until the first step, after that they start again from zero",
+        ),
+        Description(
+            flags="--optim muon",
+            saves="moments of the matrices in blocks: 8 → 4 bytes per parameter",
+            costs="15 products of each matrix with another an update",
+            exactness="another algorithm, at AdamW's learning rate; embeddings, heads, vectors and convolutions stay with AdamW",
+            gives_nothing="the peak is mostly activations, or embeddings; refused without repeated blocks",
+        ),
+        settings=("lr", "weight_decay"),
+        refuse=_refuse_torch_without_muon,
+        parameters=matrices_of_blocks,
+    ),
+}
