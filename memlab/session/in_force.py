@@ -27,7 +27,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime import state_layers
 from memlab.runtime.hooks import is_compiled
@@ -36,6 +35,7 @@ from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.workload import Workload
 from memlab.session.rollback import Rollback
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
+from memlab.techniques.base import Host
 from memlab.techniques.offload.homes import home_of
 
 Optimizer = torch.optim.Optimizer
@@ -98,12 +98,7 @@ class InForce:
 
     Args:
         workload: the live objects.
-        gradients_complete: called in the middle of a backward pass, when gradients are complete and about to go.
-        storage_resized: called with a storage that got or lost memory without an operator.
-        on_trial: whether there is a plan to go back to.
-        withdraw: goes back to it at the next seam; see `Technique`.
-        only_tried: called when what was allocated since the step began was a trial.
-        is_led: whether another session sees to the optimizers, and so to the techniques that work on them alone.
+        host: what the techniques tell and ask; by default nobody listens.
 
     Attributes:
         plan: the plan in force.
@@ -119,23 +114,10 @@ class InForce:
         >>> in_force.change(Plan())
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        gradients_complete: Callable[[], None] = lambda: None,
-        storage_resized: Callable[[torch.UntypedStorage], None] = lambda _storage: None,
-        on_trial: Callable[[], bool] = bool,
-        withdraw: Callable[[RefusalError], bool] = lambda _refusal: False,
-        only_tried: Callable[[], None] = lambda: None,
-        is_led: Callable[[], bool] = bool,
-    ) -> None:
+    def __init__(self, workload: Workload, host: Host | None = None) -> None:
         self.plan = Plan()
-        self.gradients_complete = gradients_complete
-        self.storage_resized = storage_resized
-        self.only_tried = only_tried
-        self.on_trial = on_trial
-        self.withdraw = withdraw
-        self._is_led = is_led
+        self._host = host or Host()
+        self._host.techniques = lambda: self.techniques
         self.techniques: list[Technique] = []
         self.optimizers: list[Optimizer] = []
         self._workload = workload
@@ -243,7 +225,7 @@ class InForce:
         ]
 
     def _wants(self, kind: type[Technique], plan: Plan) -> bool:
-        return is_wanted(kind, plan) and not (kind.is_of_optimizer and self._is_led())
+        return is_wanted(kind, plan) and not (kind.is_of_optimizer and self._host.is_led())
 
     def _leaves(self, kind: type[Technique], plan: Plan) -> bool:
         entry = self._entries.get(kind)
@@ -252,11 +234,7 @@ class InForce:
         )
 
     def _put_in(self, technique: Technique) -> None:
-        technique.in_force = lambda: self.techniques
-        technique.gradients_complete = self.gradients_complete
-        technique.storage_resized = self.storage_resized
-        technique.only_tried = self.only_tried
-        technique.on_trial, technique.withdraw = self.on_trial, self.withdraw
+        technique.host = self._host
         entry = self._entries[type(technique)] = _Entry(technique)
         self._refresh()
         undo = self._undo_of(entry)

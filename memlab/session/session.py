@@ -41,6 +41,7 @@ from memlab.runtime.workload import Batch, Workload, is_made, steps_some_of, unw
 from memlab.session import in_force
 from memlab.session.in_force import InForce
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
+from memlab.techniques.base import Host
 from memlab.techniques.gradient_release import is_loop_known
 
 
@@ -106,15 +107,15 @@ class Session:
         self._before: Plan | None = None  # the plan to go back to
         self._is_on_trial = False
         self._withdrawn: MemlabError | None = None  # why, from the middle of the loop's own code
-        self._in_force = InForce(
-            workload,
-            lambda: self._gradients_complete(),
-            lambda storage: self._storage_resized(storage),
-            lambda: self._is_on_trial,
-            lambda refusal: self._withdraw(refusal),
-            lambda: self._only_tried(),
-            lambda: self._is_led,
+        host = Host(
+            gradients_complete=lambda: self._gradients_complete(),
+            only_tried=lambda: self._only_tried(),
+            storage_resized=lambda storage: self._storage_resized(storage),
+            on_trial=lambda: self._is_on_trial,
+            withdraw=lambda refusal: self._withdraw(refusal),
+            is_led=lambda: self._is_led,
         )
+        self._in_force = InForce(workload, host)
         self._number = next(_numbers)
         self._companions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._seams = ExitStack()

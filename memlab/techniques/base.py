@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -38,6 +39,30 @@ if TYPE_CHECKING:
 ModelCall = Callable[..., Any]
 State = dict[str, Any]
 Stepper = Callable[[Sequence[torch.nn.Parameter]], None]
+
+
+@dataclass
+class Host:
+    """What techniques tell the session they are in, and ask it.
+
+    Args:
+        techniques: all that are on the workload, in the order of their list.
+        gradients_complete: gradients are complete in the middle of a backward pass, and about to go.
+        only_tried: what was allocated since the step began was a trial, and is no peak of the plan.
+        storage_resized: a storage got or lost memory without an operator.
+        on_trial: whether there is a plan to go back to, should this one turn out not to apply.
+        withdraw: called instead of raising a refusal in the middle of the loop's own code or of a backward pass: True when
+            the plan before comes back at the next seam, and the technique does nothing until then.
+        is_led: whether another session sees to the optimizers, and so to the techniques that work on them alone.
+    """
+
+    techniques: Callable[[], Sequence[Technique]] = lambda: ()
+    gradients_complete: Callable[[], None] = lambda: None
+    only_tried: Callable[[], None] = lambda: None
+    storage_resized: Callable[[torch.UntypedStorage], None] = lambda _storage: None
+    on_trial: Callable[[], bool] = bool
+    withdraw: Callable[[RefusalError], bool] = lambda _refusal: False
+    is_led: Callable[[], bool] = bool
 
 
 class Technique:
@@ -63,14 +88,8 @@ class Technique:
         is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
         is_of_optimizer: whether it works on optimizers alone, so that it serves all models of a shared one at once.
         owns_steps: whether `step` does the optimizer's steps.
-        only_tried: to be called when what was allocated since the step began was a trial, and is no peak of the plan.
-        storage_resized: to be called when a storage got or lost memory without an operator.
         predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
-        in_force: all techniques that are on the workload, in the order of their list.
-        gradients_complete: to be called when gradients are complete in the middle of a backward pass, before they go.
-        on_trial: whether there is a plan to go back to, should this one turn out not to apply.
-        withdraw: to be called instead of raising a refusal in the middle of the loop's own code or of a backward pass:
-            True when the plan before comes back at the next seam, and the technique does nothing until then.
+        host: the session it is in.
         notes: lines for the log and the receipt, in words.
     """
 
@@ -89,15 +108,10 @@ class Technique:
     is_of_optimizer: bool = False
     owns_steps: bool = False
     predecessor: Technique | None = None
-    in_force: Callable[[], Sequence[Technique]] = staticmethod(lambda: ())
-    gradients_complete: Callable[[], None] = staticmethod(lambda: None)
-    only_tried: Callable[[], None] = staticmethod(lambda: None)
-    storage_resized: Callable[[torch.UntypedStorage], None] = staticmethod(lambda _storage: None)
-    on_trial: Callable[[], bool] = staticmethod(bool)
-    withdraw: Callable[[RefusalError], bool] = staticmethod(lambda _refusal: False)
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.host = Host()
         self.notes: list[str] = []
 
     @classmethod

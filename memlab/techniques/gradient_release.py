@@ -347,8 +347,8 @@ class GradientRelease(Technique):
         parameters = step.take()
         try:
             with self._watch.paused():
-                self.gradients_complete()
-                optimizer_step.update(optimizer, parameters, self.in_force())
+                self.host.gradients_complete()
+                optimizer_step.update(optimizer, parameters, self.host.techniques())
         except BaseException:
             self._is_broken = True
             raise
@@ -371,7 +371,7 @@ class GradientRelease(Technique):
 
     def bucket_updated(self, optimizer: Optimizer, parameters: Any) -> None:
         if not (self._is_known or optimizer in self._seen):
-            if self.on_trial():
+            if self.host.on_trial():
                 return  # whether the loop drops them itself is seen in the next step
             self._has_dropped = True
         for parameter in parameters:
@@ -406,7 +406,7 @@ class GradientRelease(Technique):
     def _refuse(self, reason: str, nearest: str) -> None:
         """Stand back, where the plan before can come back; else raise the refusal."""
         refusal = self._refusal(reason, nearest)
-        if not self.withdraw(refusal):
+        if not self.host.withdraw(refusal):
             raise refusal
         self._is_withdrawn = True
 

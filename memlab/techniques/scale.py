@@ -120,7 +120,7 @@ class Scaling(Technique):
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         self._engine = engine = self._made_for(workload)
         undo.callback(engine.give_back)
-        engine.start(self.storage_resized)
+        engine.start(self.host.storage_resized)
         self.owns_steps = engine.owns_steps
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:

@@ -364,9 +364,9 @@ def test_the_host_leaves_to_others_what_is_theirs() -> None:
         def stepper(self, optimizer: Any) -> Any:
             return lambda parameters: None
 
-    technique.in_force = lambda: [Other(Plan()), technique]
+    technique.host.techniques = lambda: [Other(Plan()), technique]
     assert technique.stepper(optimizer) is None
-    technique.in_force = lambda: [technique]
+    technique.host.techniques = lambda: [technique]
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     assert technique.stepper(optimizer) is None

@@ -174,7 +174,7 @@ class Accumulation(Technique):
             layout = self._probe.layout(whole)
         self._learnt.needs_graph |= self._probe.needs_graph
         parts = min(self.plan.accumulation, layout.rows)
-        if 1 < parts < self.plan.accumulation and not self._has_split and self.on_trial():
+        if 1 < parts < self.plan.accumulation and not self._has_split and self.host.on_trial():
             raise RefusalError(
                 self.field,
                 f"--accumulate {self.plan.accumulation} needs at least {self.plan.accumulation} rows in a batch of {self._name}, "
@@ -270,9 +270,9 @@ class Accumulation(Technique):
         with self._uncompiled():
             verdict = self._judge.judge(call, whole, layout, parts)
         self._learnt.needs_graph |= verdict is not None and verdict.needs_graph
-        for technique in self.in_force():
+        for technique in self.host.techniques():
             technique.trial_over()
-        self.only_tried()
+        self.host.only_tried()
         if verdict is None:
             self._note_once(
                 "no memory", "no memory to see whether the batch may be split: only a few rows were looked at"

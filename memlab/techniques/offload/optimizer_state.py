@@ -216,7 +216,7 @@ class OffloadOptimizer(Technique):
         update = self._on_host.get(optimizer)
         if update is None or not is_served(optimizer):
             return None
-        others = [technique for technique in self.in_force() if technique is not self]
+        others = [technique for technique in self.host.techniques() if technique is not self]
         # parameters that come for their update are updated where they come to
         is_elsewhere = any(technique.parameters_visit or technique.stepper(optimizer) for technique in others)
         return None if is_elsewhere else update

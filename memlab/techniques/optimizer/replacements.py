@@ -129,22 +129,16 @@ def _refuse_torch_without_muon(_optimizer: Optimizer) -> None:
         raise RefusalError("optimizer", f"torch {torch.__version__} has no Muon", "install torch 2.9 or later")
 
 
-_CODE = "(model.parameters(), lr=lr)"
 _CLOSE = "moments are kept in 8 bits; turning them into fp32 again is close, not bit-exact"
 _NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
 REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
     OptimizerChoice.ADAMW: Replacement(
-        torch.optim.AdamW,
-        TorchAdamFormat,
-        lambda optimizer: is_torch_adam(optimizer) and not couples_decay(optimizer),
+        torch.optim.AdamW, TorchAdamFormat, lambda optimizer: is_torch_adam(optimizer) and not couples_decay(optimizer),
         ("moments are converted to fp32; going back to 8 bits is not bit-exact",),
-        code=("", f"torch.optim.AdamW{_CODE}"),
-        trainer="adamw_torch",
+        code=("", "torch.optim.AdamW(model.parameters(), lr=lr)"), trainer="adamw_torch",
     ),
     OptimizerChoice.ADAM8BIT: Replacement(
-        lambda parameters: require("bitsandbytes").optim.AdamW8bit(parameters),
-        BnbAdamFormat,
-        partial(_is_8bit, paged=False),
+        lambda parameters: require("bitsandbytes").optim.AdamW8bit(parameters), BnbAdamFormat, partial(_is_8bit, paged=False),
         (_CLOSE,),
         Description(
             flags="--adam8bit",
@@ -153,16 +147,12 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
             exactness="8-bit moments: loss within 0.1 % over 100 steps of fine-tuning",
             gives_nothing="the peak is mostly activations; parameters below 4096 elements stay as they are; refused for optimizers other than Adam and AdamW",
         ),
-        package="bitsandbytes",
-        dtypes=_NUMBERS,
-        code=("import bitsandbytes", f"bitsandbytes.optim.AdamW8bit{_CODE}"),
-        trainer="adamw_bnb_8bit",
+        package="bitsandbytes", dtypes=_NUMBERS,
+        code=("import bitsandbytes", "bitsandbytes.optim.AdamW8bit(model.parameters(), lr=lr)"), trainer="adamw_bnb_8bit",
     ),
     OptimizerChoice.PAGED_ADAM8BIT: Replacement(
-        lambda parameters: require("bitsandbytes").optim.PagedAdamW8bit(parameters),
-        partial(BnbAdamFormat, paged=True),
-        partial(_is_8bit, paged=True),
-        (_CLOSE, "bitsandbytes returns paged memory only when the kernel ends"),
+        lambda parameters: require("bitsandbytes").optim.PagedAdamW8bit(parameters), partial(BnbAdamFormat, paged=True),
+        partial(_is_8bit, paged=True), (_CLOSE, "bitsandbytes returns paged memory only when the kernel ends"),
         Description(
             flags="--optim paged-adam8bit",
             saves="the same, and moments move to the host when memory is short",
@@ -170,20 +160,14 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
             exactness="as --adam8bit",
             gives_nothing="as --adam8bit; refused without CUDA",
         ),
-        package="bitsandbytes",
-        dtypes=_NUMBERS,
-        refuse=_refuse_paging_off_cuda,
-        code=("import bitsandbytes", f"bitsandbytes.optim.PagedAdamW8bit{_CODE}"),
+        package="bitsandbytes", dtypes=_NUMBERS, refuse=_refuse_paging_off_cuda,
+        code=("import bitsandbytes", "bitsandbytes.optim.PagedAdamW8bit(model.parameters(), lr=lr)"),
         trainer="paged_adamw_8bit",
     ),
     OptimizerChoice.ADAFACTOR: Replacement(
-        _adafactor,
-        AdafactorFormat,
-        lambda optimizer: type(optimizer).__name__ == "Adafactor",
-        (
-            "Adafactor keeps row and column means of the second moment and no first moment; both come back as they "
-            "were until the first step, after that the first moment starts again from zero",
-        ),
+        _adafactor, AdafactorFormat, lambda optimizer: type(optimizer).__name__ == "Adafactor",
+        ("Adafactor keeps row and column means of the second moment and no first moment; both come back as they "
+         "were until the first step, after that the first moment starts again from zero",),
         Description(
             flags="--optim adafactor",
             saves="moments: 8 → 0.02 bytes per parameter",
@@ -191,22 +175,14 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
             exactness="another algorithm, without first moments",
             gives_nothing="the peak is mostly activations",
         ),
-        settings=("lr", "weight_decay"),
-        package="transformers",
-        code=(
-            "from transformers.optimization import Adafactor",
-            "Adafactor(model.parameters(), lr=lr, scale_parameter=False, relative_step=False, warmup_init=False)",
-        ),
-        trainer="adafactor",
+        settings=("lr", "weight_decay"), package="transformers", trainer="adafactor",
+        code=("from transformers.optimization import Adafactor",
+              "Adafactor(model.parameters(), lr=lr, scale_parameter=False, relative_step=False, warmup_init=False)"),
     ),
     OptimizerChoice.SGD: Replacement(
-        torch.optim.SGD,
-        NoMomentsFormat,
-        lambda optimizer: isinstance(optimizer, torch.optim.SGD),
-        (
-            "SGD keeps no moments and may need another learning rate; the moments come back as they were until the "
-            "first step, after that they start again from zero",
-        ),
+        torch.optim.SGD, NoMomentsFormat, lambda optimizer: isinstance(optimizer, torch.optim.SGD),
+        ("SGD keeps no moments and may need another learning rate; the moments come back as they were until the "
+         "first step, after that they start again from zero",),
         Description(
             flags="--optim sgd",
             saves="all moments",
@@ -214,20 +190,15 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
             exactness="another algorithm",
             gives_nothing="the peak is mostly activations",
         ),
-        settings=("lr", "weight_decay"),
-        adds_decay=True,
-        code=("", f"torch.optim.SGD{_CODE}"),
-        trainer="sgd",
+        settings=("lr", "weight_decay"), adds_decay=True,
+        code=("", "torch.optim.SGD(model.parameters(), lr=lr)"), trainer="sgd",
     ),
     OptimizerChoice.MUON: Replacement(
         # scaled to AdamW's size of a step, so that a learning rate and a weight decay chosen for AdamW stay right
-        lambda parameters: torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw"),
-        MuonFormat,
+        lambda parameters: torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw"), MuonFormat,
         lambda optimizer: type(optimizer).__name__ == "Muon",
-        (
-            "Muon updates the matrices of blocks, with Adam's first moment as its momentum, and AdamW all else; the moments "
-            "of those matrices come back as they were until the first step, after that they start again from zero",
-        ),
+        ("Muon updates the matrices of blocks, with Adam's first moment as its momentum, and AdamW all else; the moments "
+         "of those matrices come back as they were until the first step, after that they start again from zero",),
         Description(
             flags="--optim muon",
             saves="moments of the matrices in blocks: 8 → 4 bytes per parameter",
@@ -235,8 +206,6 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
             exactness="another algorithm, at AdamW's learning rate; embeddings, heads, vectors and convolutions stay with AdamW",
             gives_nothing="the peak is mostly activations, or embeddings; refused without repeated blocks",
         ),
-        settings=("lr", "weight_decay"),
-        refuse=_refuse_torch_without_muon,
-        parameters=matrices_of_blocks,
+        settings=("lr", "weight_decay"), refuse=_refuse_torch_without_muon, parameters=matrices_of_blocks,
     ),
-}
+}  # fmt: skip

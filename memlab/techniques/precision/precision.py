@@ -259,7 +259,7 @@ class PrecisionChoice(Technique):
     def _restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """All masters in their places."""
         split: list[Any] = [t for t in tensors if id(t) in self._masters and t.dtype is not torch.float32]
-        with uninterrupted(), at_home(self.in_force(), split, updates=True), self._with_masters(split):
+        with uninterrupted(), at_home(self.host.techniques(), split, updates=True), self._with_masters(split):
             yield
 
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
