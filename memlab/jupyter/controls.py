@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from memlab.extras import require
-from memlab.live.effects import default_text, effect_of
+from memlab.live.effects import effect_of
 from memlab.live.source import Can, Source
 from memlab.plan import FIELDS, PlanField
 from memlab.records.live_state import Activity, Asked, Moment
@@ -64,7 +64,7 @@ class SettingRow:
         """Show what is in force, what was asked for and what it gives."""
         toggle = next(each for each in moment.toggles if each.field == self._spec.name)
         shown = toggle.wanted if toggle.asked is Asked.PENDING else toggle.value
-        is_on = shown != default_text(self._spec)
+        is_on = shown != self._spec.choices[0]
         if is_on and shown not in self._on_texts:
             self._on_texts = (*self._on_texts, shown)  # a value of a magic that no choice stands for
             self.choice.options = self._options()
@@ -85,7 +85,7 @@ class SettingRow:
         return [(self._spec.names.get(text, text), text) for text in self._on_texts]
 
     def _flipped(self, change: Mapping[str, Any]) -> None:
-        self._source.ask(self._spec.name, self.choice.value if change["new"] else default_text(self._spec))
+        self._source.ask(self._spec.name, self.choice.value if change["new"] else self._spec.choices[0])
 
     def _chosen(self, change: Mapping[str, Any]) -> None:
         if self.box.value:

@@ -22,7 +22,7 @@ from memlab.jupyter.comms import Hearing, let_through, tree
 from memlab.jupyter.controls import BudgetRow, RunRow, setting_rows
 from memlab.jupyter.figure_widget import LiveFigure
 from memlab.jupyter.status import status_class
-from memlab.live.effects import default_text, effect_of
+from memlab.live.effects import effect_of
 from memlab.live.source import Source
 from memlab.plan import FIELDS, Plan
 from memlab.records.comparison import Comparison
@@ -211,8 +211,8 @@ def as_text(source: Source) -> str:
     moment = source.moment()
     lines = [moment.title, f"{'setting':<22}{'now':<16}{'instead':<16}{'gives':<36}by"]
     for spec, toggle in zip(FIELDS, moment.toggles, strict=True):
-        is_off = toggle.value == default_text(spec)
-        instead = spec.offer if is_off else default_text(spec)
+        is_off = toggle.value == spec.choices[0]
+        instead = spec.offer if is_off else spec.choices[0]
         effect = effect_of(moment, spec.name, instead if is_off else toggle.value)
         gives = "not predicted" if effect is None else effect.text if is_off else f"no more {effect.text}"
         by = _magic_for(moment.plan, spec.name, instead)

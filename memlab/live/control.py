@@ -36,7 +36,8 @@ from memlab.measuring.batches import samples_of
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import call_of
 from memlab.measuring.steps import Meter
-from memlab.plan import FIELDS, Plan
+from memlab.plan import Plan
+from memlab.plan.fields import BY_NAME
 from memlab.records import Measurement, Prediction
 from memlab.records.live_state import Activity, Asked, Moment
 from memlab.rescue.rescuer import Rescuer
@@ -613,9 +614,8 @@ class Control(Observer):
         measured = self.feed.measurements.get(plan.label)
         if measured is not None and measured.peak_allocated_bytes:
             parts.append(f"peak {format_bytes(measured.peak_allocated_bytes)}")
-        titles = {spec.name: spec.title.lower() for spec in FIELDS}
         waiting = (each for each in self._pending_changes.toggles if each.asked is Asked.PENDING)
-        parts += [f"{titles[each.field]} {each.text}" for each in waiting]
+        parts += [f"{BY_NAME[each.field].title.lower()} {each.text}" for each in waiting]
         return " · ".join([*parts, *filter(None, [self._doing])])
 
     def _changed(self) -> None:

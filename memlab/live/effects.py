@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from memlab.errors import PlanError
 from memlab.plan import FIELDS, Plan, PlanField
+from memlab.plan.fields import BY_NAME
 from memlab.records import Fit, Prediction, Verdict
 from memlab.records.live_state import Moment
 from memlab.units import format_change, format_difference
@@ -52,11 +53,6 @@ class Effect:
         return " · ".join(parts)
 
 
-def default_text(spec: PlanField) -> str:
-    """Text of the value of a field that changes nothing."""
-    return spec.choices[0]
-
-
 def settings_beside(plan: Plan) -> tuple[Plan, ...]:
     """The plan itself, and every plan that differs from it in one setting, without repetition.
 
@@ -85,7 +81,7 @@ def effect_of(moment: Moment, field: str, text: str) -> Effect | None:
     Returns:
         The effect; None when it is not predicted.
     """
-    spec = next(each for each in FIELDS if each.name == field)
+    spec = BY_NAME[field]
     beside = moment.pending or moment.plan
     for base in dict.fromkeys((beside, Plan())):
         found = _effect(moment, base, spec, text)
@@ -96,7 +92,7 @@ def effect_of(moment: Moment, field: str, text: str) -> Effect | None:
 
 def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Effect | None:
     try:
-        there, without = (base.with_setting(spec.name, each) for each in (text, default_text(spec)))
+        there, without = (base.with_setting(spec.name, each) for each in (text, spec.choices[0]))
     except PlanError as error:
         return Effect(base, refused=str(error))
     predicted = _known(moment, there)

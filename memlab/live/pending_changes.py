@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memlab.errors import PlanError
 from memlab.plan import FIELDS, Plan, PlanField
+from memlab.plan.fields import BY_NAME
 from memlab.records.live_state import Asked, Toggle
 
 
@@ -35,7 +36,7 @@ class PendingChanges:
 
     def toggle(self, field: str) -> Toggle:
         """The state of one setting."""
-        value = _value(self.plan, _spec(field))
+        value = _value(self.plan, BY_NAME[field])
         return self._toggles.get(field) or Toggle(field, value, value)
 
     def ask(self, field: str, text: str) -> Plan | None:
@@ -105,10 +106,6 @@ class PendingChanges:
         """Begin again with a plan in force and nothing asked for."""
         self.plan, self.target = plan, None
         self._toggles.clear()
-
-
-def _spec(field: str) -> PlanField:
-    return next(each for each in FIELDS if each.name == field)
 
 
 def _value(plan: Plan, spec: PlanField) -> str:

@@ -23,6 +23,7 @@ from memlab.live.recording import Stretch, changes_of, points_of, stretches_of, 
 from memlab.live.source import Can
 from memlab.live.views import Drawn, Views
 from memlab.plan import FIELDS, Plan
+from memlab.plan.fields import BY_NAME
 from memlab.records import Prediction, fastest
 from memlab.records.live_state import Activity, Asked, Change, Moment, Toggle
 from memlab.records.run_record import RunRecord
@@ -326,15 +327,13 @@ class Replay:
         before: Plan | None = None
         for each in self._changes_so_far:
             plan, _ = plan_of(each.plan)
-            for spec in FIELDS:
-                # a plan that was in force from the beginning was not asked for in this run
-                if before is not None and getattr(plan, spec.name) != getattr(before, spec.name):
-                    applied[spec.name] = each.step
+            if before is not None:  # a plan that was in force from the beginning was not asked for in this run
+                applied |= dict.fromkeys(plan.changes(before), each.step)
             before = plan
         return applied
 
     def _refuse(self, field: str, text: str, reason: str) -> None:
-        if any(spec.name == field for spec in FIELDS):
+        if field in BY_NAME:
             self._refused[field] = Toggle(field, "", text, Asked.REFUSED, reason=reason)
         else:
             self._say(reason)
@@ -350,8 +349,7 @@ class Replay:
         where = f", step {self._step} of {last}" if self._activity is not Activity.OVER else ""
         words = {Activity.REPLAYING: "replaying", Activity.PAUSED: "replay paused"}
         parts = [words.get(self._activity, "a recorded run, shown whole") + where, label]
-        titles = {spec.name: spec.title.lower() for spec in FIELDS}
-        parts += [f"{titles[toggle.field]} {toggle.text}" for toggle in self._refused.values()]
+        parts += [f"{BY_NAME[toggle.field].title.lower()} {toggle.text}" for toggle in self._refused.values()]
         if unknown:
             parts.append(f"unknown to this version of memlab: {unknown}")
         return " · ".join(parts)

@@ -60,17 +60,9 @@ class Saving:
             return None
 
 
-def _off_device(what: Offloaded, words: str, cost: float, *, is_in_update: bool, is_of_optimizer: bool) -> Saving:
-    return Saving(
-        "offload",
-        lambda _before, _after, _rows: words,
-        lambda tier: cost if tier else 1.0,
-        lambda tier, _rows, _half: tier or Tier.AUTO,
-        measured=(what,),
-        what=what,
-        is_in_update=is_in_update,
-        is_of_optimizer=is_of_optimizer,
-    )
+def _off_device(what: Offloaded, words: str, cost: float, **facts: bool) -> Saving:
+    costs, stronger = lambda tier: cost if tier else 1.0, lambda tier, _rows, _half: tier or Tier.AUTO
+    return Saving("offload", lambda *_: words, costs, stronger, (what,), what, **facts)
 
 
 def _rows_at_a_time(before: int, after: int, rows: int) -> str:
@@ -122,12 +114,10 @@ SAVINGS: tuple[Saving, ...] = (
         "gradients", lambda *_: "gradients freed as soon as they are used", lambda value: 1.3 if value == "release" else 1.0,
         measured=("release",),
     ),
-    _off_device(Offloaded.ACTIVATIONS, "activations off the device until the backward pass", 1.4,
-                is_in_update=False, is_of_optimizer=False),
+    _off_device(Offloaded.ACTIVATIONS, "activations off the device until the backward pass", 1.4),
     _off_device(Offloaded.OPTIMIZER, "optimizer state off the device between updates", 1.3,
                 is_in_update=True, is_of_optimizer=True),
-    _off_device(Offloaded.PARAMS, "parameters of blocks off the device between uses", 1.6,
-                is_in_update=True, is_of_optimizer=False),
+    _off_device(Offloaded.PARAMS, "parameters of blocks off the device between uses", 1.6, is_in_update=True),
     Saving(
         "optimizer", _moments, lambda choice: 1.02 if choice in EIGHT_BIT else 1.0,
         lambda choice, _rows, _half: {OptimizerChoice.KEEP: EIGHT_BIT[0], EIGHT_BIT[0]: EIGHT_BIT[1]}.get(choice, choice),

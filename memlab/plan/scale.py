@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from dataclasses import dataclass, field
 
 from memlab.errors import PlanError, RefusalError
-from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan import Offloaded, Plan, Precision, Tier
+from memlab.plan.fields import EIGHT_BIT, did_you_mean
 
 ENGINES = ("ddp", "fsdp2", "tp", "zero1", "zero2", "zero3")
 # what a rank does within its own model call, under any engine
@@ -36,8 +36,7 @@ class Scale:
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            close = difflib.get_close_matches(self.engine, ENGINES, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(self.engine, [*ENGINES])
             raise PlanError(f"--scale {self.engine}: allowed are {', '.join(ENGINES)}{hint}")
         for refuse in (self._refuse_fields, self._refuse_checkpointing, self._refuse_precision, self._refuse_offload):
             refuse()
@@ -60,7 +59,7 @@ class Scale:
         return f"--scale {self.engine} {self.plan}".strip()
 
     def _refuse_fields(self) -> None:
-        converted = self.plan.optimizer in (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
+        converted = self.plan.optimizer in EIGHT_BIT
         if converted and self.engine != "ddp":
             raise RefusalError(
                 "scale",

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memlab.plan import FIELDS, Plan
+from memlab.plan import Plan
+from memlab.plan.fields import BY_NAME
 from memlab.records import Measurement, Prediction, Rescue
 
 
@@ -57,8 +58,7 @@ class Toggle:
     @property
     def is_off(self) -> bool:
         """Return whether the field was set to what changes nothing."""
-        default = next(spec.choices[0] for spec in FIELDS if spec.name == self.field)
-        return self.asked is Asked.APPLIED and self.value == default
+        return self.asked is Asked.APPLIED and self.value == BY_NAME[self.field].choices[0]
 
     @property
     def text(self) -> str:

@@ -20,15 +20,14 @@ Rules of the ladder:
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from memlab.errors import PlanError
-from memlab.plan import FIELDS, Plan, Precision
-from memlab.plan.fields import BY_NAME
+from memlab.plan import Plan, Precision
+from memlab.plan.fields import BY_FLAG, BY_NAME, did_you_mean
 from memlab.plan.savings import SAVINGS, Saving, changed
 from memlab.records import Fit, Prediction
 from memlab.units import format_bytes
@@ -256,16 +255,12 @@ def _why(before: Plan, after: Plan, rows: int) -> str:
     return ", ".join(each.words(each.of(before), each.of(after), rows) for each in changed(before, after))
 
 
-_FIELD_NAMES = tuple(spec.name for spec in FIELDS)
-_SPELLINGS = {name: name for name in _FIELD_NAMES} | {
-    flag.removeprefix("--"): spec.name for spec in FIELDS for flag in (spec.flag, *spec.shorthands)
-}
+_SPELLINGS = {name: name for name in BY_NAME} | {flag.removeprefix("--"): spec.name for flag, spec in BY_FLAG.items()}
 
 
 def _field_of(name: str) -> str:
     spelled = name.strip().removeprefix("--")
     if spelled not in _SPELLINGS:
-        close = difflib.get_close_matches(spelled, _SPELLINGS, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        raise PlanError(f"--keep {name}: allowed are {', '.join(_FIELD_NAMES)}, and the flags that set them{meant}")
+        meant = did_you_mean(spelled, [*_SPELLINGS])
+        raise PlanError(f"--keep {name}: allowed are {', '.join(BY_NAME)}, and the flags that set them{meant}")
     return _SPELLINGS[spelled]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from memlab.live.effects import default_text, effect_of, settings_beside
+from memlab.live.effects import effect_of, settings_beside
 from memlab.plan import FIELDS, Plan
 from memlab.records import Fit, Prediction
 from memlab.records.live_state import Activity, Moment
@@ -31,7 +31,7 @@ def moment(*predictions: Prediction, plan: str = "", pending: str | None = None)
 
 def test_the_default_of_every_field_is_its_first_choice() -> None:
     for spec in FIELDS:
-        assert spec.parse(default_text(spec)) == getattr(Plan(), spec.name)
+        assert spec.default == getattr(Plan(), spec.name)
         assert spec.offer in spec.choices[1:]
 
 
