@@ -7,8 +7,8 @@ Numbered rules of the mechanism:
    by the `GuardedCall` alone.
 2. The backward pass of that node differentiates the inner graph. When memory runs out there, the autograd
    engine that runs the loop's own graph notices nothing: the inner graph is dropped, the call is run again
-   under another plan, from the random state and the buffers it began with, and differentiated with the
-   gradients the loop has sent.
+   under another plan, from the state it began with (`model_state`), and differentiated with the gradients the
+   loop has sent.
 3. Gradients gather on the aliases and are handed to the parameters at the end, so a backward pass that
    breaks off has changed nothing; hooks of the user's (and of DDP) fire once, on the whole gradient.
 4. What reaches a parameter past the node (a loss on activations that a hook has kept) gathers on the aliases
@@ -16,14 +16,12 @@ Numbered rules of the mechanism:
 5. ``create_graph=True`` runs the model once more on the parameters themselves, as the gradient needs a graph.
    ``retain_graph=True`` keeps the inner graph as it keeps the outer.
 
-Known limitations: a model that changes anything but its buffers in a forward pass does so again when the call is
-repeated; ``torch.autograd.grad`` from tensors that a hook has kept inside the model does not find the parameters.
+Known limitations: files that a forward writes, and objects it reaches in ways `reach` does not know, are written again when the
+call is repeated; ``torch.autograd.grad`` from tensors that a hook has kept inside the model does not find the parameters.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
@@ -39,10 +37,15 @@ from memlab.runtime.aliases import Aliases, RandomState
 from memlab.runtime.autocast import AutocastState
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import real
+from memlab.runtime.model_state import State, Written
+from memlab.runtime.reach import SMALL_BYTES
+from memlab.runtime.rng import Randomness
 
 Run = Callable[..., Any]
 
 _SMALL_ELEMENTS = 4096  # of a buffer that is copied whatever is known of it
+_MOST_CONTAINERS = 20_000  # that a model may reach
+_written = Written()
 _left_alone: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
 
 _TWICE = (
@@ -105,7 +108,7 @@ class GuardedCall:
         self._guardian = guardian
         self._inputs = [i for i, leaf in enumerate(self._leaves) if _requires_grad(leaf)]
         self._autocast = AutocastState()
-        self._before = Start(model, aliases.device)
+        self._before = Start(model, aliases.device, self._leaves)
         self._after: RandomState | None = None
         self._versions = _versions([*self._leaves, *aliases.originals])
         self._graph: dict[Path, torch.Tensor] | None = None
@@ -129,8 +132,7 @@ class GuardedCall:
         """Run the call and return what the model returns, attached to the loop's graph by one node.
 
         Raises:
-            Whatever the model raises; nothing is kept then, and random state and buffers are to be restored by
-            `start_over`.
+            Whatever the model raises; nothing is kept then, and the state is to be restored by `start_over`.
         """
         whole = [self._leaves[i] for i in self._inputs]
         values = _Guarded.apply(self, *whole, *self._aliases.originals)  # type: ignore[no-untyped-call]
@@ -138,7 +140,7 @@ class GuardedCall:
         return replaced(output, dict(zip(self._paths, values or (), strict=True)))
 
     def start_over(self) -> None:
-        """Random state and buffers as they were when the call began."""
+        """Restore the state that the call began with."""
         self._before.restore()
 
     def drop_graph(self) -> None:
@@ -344,35 +346,38 @@ class _Guarded(torch.autograd.Function):
 
 
 class Start:
-    """Start of a model call: random states, and the model's buffers.
+    """Start of a model call: what the model reaches, and random states.
 
     A large buffer that calls have left alone so far (a mask, a table) is not copied.
 
     Args:
         model: whose buffers a call may change, in place or for others.
         device: of the model.
+        objects: among the arguments of the call; None where no more than random states and buffers is worth the time.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = model
-        self._device = device
+    def __init__(self, model: nn.Module, device: torch.device, objects: Iterable[Any] | None = ()) -> None:
+        self._model, self._device, self._objects = model, device, objects
         self.random = RandomState(device)
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state() if numpy is not None else None
+        self._state = None if objects is None else State(model.modules(), objects, _written, device, _MOST_CONTAINERS)
+        self._host = Randomness(device)
         self._buffers = [
             (module, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_inference()
+            if buffer is not None and not buffer.is_inference() and not self._is_in_state(buffer)
         ]
+
+    def _is_in_state(self, buffer: torch.Tensor) -> bool:
+        is_small = buffer.numel() * buffer.element_size() <= SMALL_BYTES
+        return self._state is not None and is_small and type(buffer) is torch.Tensor
 
     def now(self) -> Start:
         """The same things as they are at this moment."""
-        return Start(self._model, self._device)
+        return Start(self._model, self._device, self._objects)
 
     def call_ended(self) -> None:
-        """Learn which buffers a call leaves alone."""
+        """Learn which buffers a call leaves alone, and which other tensors it writes to."""
         for module, name, buffer, copy, version in self._buffers:
             is_there = name in module._buffers and module._buffers[name] is buffer  # of torch.jit, no dict
             is_same = is_there and buffer._version == version
@@ -380,13 +385,14 @@ class Start:
                 _left_alone.pop(buffer, None)
             elif copy is not None and buffer.numel() > _SMALL_ELEMENTS and torch.equal(buffer, copy):
                 _left_alone[buffer] = True  # by values: BatchNorm, and writes to `.data`, leave versions alone
+        if self._state is not None:
+            self._state.learn()
 
     def restore(self) -> None:
         """Put all of it back."""
-        self.random.restore()
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._state is not None:
+            self._state.restore()
+        self._host.restore()
         for module, name, buffer, copy, _ in self._buffers:
             module._buffers[name] = buffer
             if copy is not None:

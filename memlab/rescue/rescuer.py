@@ -161,7 +161,7 @@ class Rescuer:
 
     def _call_unguarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward as the loop wrote it; should memory run out against all evidence, guard it and what follows."""
-        start = Start(self._model, self._live_session.workload.device)
+        start = Start(self._model, self._live_session.workload.device, None)
         shortage: BaseException | None = None
         try:
             return run(*args, **kwargs)

@@ -5,5 +5,6 @@ optimizer step), `optimizer_step` an update in buckets, `state_layers` the forms
 `interrupts` Ctrl-C, `dispatch` and `loop_mode` torch's modes, `observer` who watches.
 
 What techniques share: `modules` (looking into a model), `tree` (leaves of values), `lazy` (tensors computed when looked at), `rng`
-(states of all generators), `surroundings` (what a forward may change beside its output), `aliases` (stand-ins for parameters), `autocast`.
+(states of all generators), `reach` (what a forward may read or change beside
+its inputs; `model_state` restores it for a run again, `surroundings` names what has changed), `aliases` (stand-ins for parameters), `autocast`.
 """

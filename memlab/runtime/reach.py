@@ -16,7 +16,7 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import torch
@@ -49,7 +49,7 @@ class Walk(ABC):
         attributes_left_alone: attributes of modules that are no state.
     """
 
-    most_containers: ClassVar[int]
+    most_containers: int
     left_alone: ClassVar[tuple[str, ...]] = _MACHINERY
     attributes_left_alone: ClassVar[Collection[str]]
 
@@ -125,9 +125,10 @@ class Walk(ABC):
 
     def look_at(self, value: Any, name: str, depth: int) -> None:
         """Walk from any value."""
-        if type(value) in _PLAIN_TYPES or isinstance(value, PLAIN) or depth > _DEPTH:
+        # what was met is asked first: some libraries make it slow to ask for the class of an object
+        if depth > _DEPTH or type(value) in _PLAIN_TYPES or id(value) in self._seen:
             return
-        if self._containers > self.most_containers:
+        if isinstance(value, PLAIN) or self._containers > self.most_containers:
             return
         if isinstance(value, torch.Tensor):
             self.met_tensor(value, name)
@@ -136,9 +137,13 @@ class Walk(ABC):
         elif isinstance(value, (list, deque)):
             if self._is_new(value):
                 self.met_sequence(value, name)
-                self._items(enumerate(value), len(value), lambda place: f"{name}[{place}]", depth)
+                self._items(
+                    [*enumerate(value)] if len(value) <= _MOST_ITEMS else (), lambda place: f"{name}[{place}]", depth
+                )
         elif isinstance(value, tuple):
-            self._items(enumerate(value), len(value), lambda place: f"{name}[{place}]", depth)
+            self._items(
+                [*enumerate(value)] if len(value) <= _MOST_ITEMS else (), lambda place: f"{name}[{place}]", depth
+            )
         elif isinstance(value, set):
             if self._is_new(value):
                 self.met_set(value, name)
@@ -150,7 +155,7 @@ class Walk(ABC):
         elif type(value).__module__ == "numpy":
             if type(value).__name__ == "ndarray" and value.nbytes <= SMALL_BYTES and self._is_new(value):
                 self.met_array(value, name)
-        elif self._is_object(value):
+        elif self._is_new(value) and self._is_object(value):
             self._dict(value.__dict__, lambda key: f"{name}.{key}", depth)
 
     def _dict(
@@ -158,20 +163,15 @@ class Walk(ABC):
     ) -> None:
         if self._is_new(values):
             self.met_mapping(values, name, skipped)
-            self._items([item for item in values.items() if item[0] not in skipped], len(values), name, depth)
+            self._items(values.items(), name, depth, skipped)
 
     def _items(
-        self,
-        items: Collection[tuple[Any, Any]] | Iterator[tuple[Any, Any]],
-        count: int,
-        name: Callable[[Any], str],
-        depth: int,
+        self, items: Collection[tuple[Any, Any]], name: Callable[[Any], str], depth: int, skipped: Collection[str] = ()
     ) -> None:
         self._containers += 1
-        if count <= _MOST_ITEMS:
-            for key, value in items:
-                if type(value) not in _PLAIN_TYPES:
-                    self.look_at(value, name(key), depth + 1)
+        if len(items) <= _MOST_ITEMS:
+            for key, value in [each for each in items if type(each[1]) not in _PLAIN_TYPES and each[0] not in skipped]:
+                self.look_at(value, name(key), depth + 1)
 
     def _class(self, kind: type) -> None:
         members = [(name, member) for name, member in vars(kind).items() if isinstance(member, types.FunctionType)]

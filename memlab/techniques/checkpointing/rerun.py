@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.runtime.dispatch import WatchingMode, defers, written_by
 from memlab.runtime.interrupts import interruptible, uninterrupted
+from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
 from memlab.techniques.checkpointing.observers import Observers
 from memlab.techniques.checkpointing.recomputation import Recomputation
 from memlab.techniques.checkpointing.selective import Products
-from memlab.techniques.checkpointing.state import KeptTensor, Repetition, State, Written
 
 _running = threading.local()
 

@@ -1,4 +1,4 @@
-"""State that a part of a model reads beside its inputs and parameters, so that it can be run again as it was.
+"""State that a model, or a part of one, reads beside its inputs and parameters, so that it can be run again as it was.
 
 Rules:
 
@@ -58,12 +58,13 @@ class KeptTensor:
         copied: whether its values are kept beside it.
     """
 
-    __slots__ = ("__weakref__", "_copy", "_held", "_seen")
+    __slots__ = ("__weakref__", "_copy", "_held", "_seen", "_version")
 
     def __init__(self, tensor: torch.Tensor, *, copied: bool) -> None:
         self._seen = weakref.ref(tensor)
         self._held = tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
         self._copy: torch.Tensor | None = None
+        self._version = tensor._version
         if copied:
             self.copy()
 
@@ -93,6 +94,22 @@ class KeptTensor:
         return self._copy.requires_grad_(self._held.requires_grad).clone()
 
     @property
+    def original(self) -> torch.Tensor:
+        """The tensor that modules refer to; without its graph where nobody holds that any more."""
+        seen = self.seen
+        return self._held if seen is None else seen
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it has been written to since."""
+        return self._held._version != self._version
+
+    def write_back(self) -> None:
+        """Give it the values it had, unnoticed by a graph that has saved it: what a run writes, its backward does not read."""
+        if self._copy is not None:
+            self._held.data.copy_(self._copy)
+
+    @property
     def seen(self) -> torch.Tensor | None:
         """The tensor that modules refer to."""
         return self._seen()
@@ -117,15 +134,21 @@ class State(Walk):
         objects: among its arguments, other than tensors.
         written: tensors known to be written to.
         device: whose random numbers are drawn, beside the CPU's.
+        most_containers: how many are looked into.
     """
 
-    most_containers = 300
     attributes_left_alone = _OF_EVERY_MODULE
 
     def __init__(
-        self, modules: Iterable[nn.Module], objects: Iterable[Any], written: Written, device: torch.device
+        self,
+        modules: Iterable[nn.Module],
+        objects: Iterable[Any],
+        written: Written,
+        device: torch.device,
+        most_containers: int = 300,
     ) -> None:
         super().__init__()
+        self.most_containers = most_containers
         self._written = written
         self._contents: list[_Content] = []
         self._tensors: dict[int, KeptTensor] = {}
@@ -170,6 +193,21 @@ class State(Walk):
                 random_now.restore()
                 for content in reversed(now):
                     content.put_back({})
+
+    def restore(self) -> None:
+        """Put everything back, values of tensors included, for good."""
+        originals = {kept: kept.original for kept in self._tensors_kept}
+        for content in self._contents:
+            content.put_back(originals)
+        for kept in self._tensors_kept:
+            kept.write_back()
+        self._random.restore()
+
+    def learn(self) -> None:
+        """Note which tensors have been written to since, so that the next state keeps copies of them."""
+        for kept in self._tensors_kept:
+            if kept.is_written:
+                self._written.add(kept.original)
 
     def _put_originals(self, stand_ins: _StandIns) -> None:
         """In place of copies, the tensors they were made of, which the first run has written to."""
@@ -257,7 +295,7 @@ class _Attributes(_Content):
     """A module's own attributes."""
 
     def __init__(self, container: dict[str, Any]) -> None:
-        super().__init__(container, {k: v for k, v in container.items() if k not in _OF_EVERY_MODULE})
+        super().__init__(container, {name: container[name] for name in container.keys() - _OF_EVERY_MODULE})
 
     def put_back(self, stand_ins: _StandIns) -> None:
         for name in [name for name in self.container if name not in _OF_EVERY_MODULE and name not in self._items]:
