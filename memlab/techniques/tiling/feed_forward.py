@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.rng import Randomness
+from memlab.runtime.surroundings import Snapshot
 
 # methods that hold the feed-forward part of a block that has no module for it: BERT and its kin, and torch's own
 _METHODS = ("feed_forward_chunk", "_ff_block")
@@ -144,20 +147,32 @@ def _has_nothing_else(module: nn.Module, around: tuple[Linear, ...]) -> bool:
 def treats_rows_alike(part: FeedForward) -> bool:
     """Return whether rows give the same alone as beside others, as seen on three rows of noise in eval mode.
 
-    Where weights have no values, in a prediction, rows are taken to be treated alike.
+    A part whose forward changes state would change it once for each tile, and so does not. Where weights have no values, in a
+    prediction, rows are taken to be treated alike.
     """
     weight = part.linears[0].weight
     if isinstance(weight, FakeTensor):
         return True
     noise = torch.randn(1, 3, part.linears[0].inputs, generator=torch.Generator().manual_seed(0))
+    call = getattr(part.owner, part.method)
+    before = Snapshot(part.owner)
+    random = Randomness(weight.device, before.generators)
+    try:
+        with torch.no_grad(), without_autocast():
+            call(noise.to(weight))  # in train mode, for what it changes
+        return not before.effects() and _are_alike(part, call, noise, weight)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if is_out_of_memory(error):
+            raise
+        return False  # it takes something else than rows of features
+    finally:
+        before.restore(strict=False)
+        random.restore()
+
+
+def _are_alike(part: FeedForward, call: Callable[..., Any], noise: torch.Tensor, weight: torch.Tensor) -> bool:
     with _in_eval_mode(part.owner), torch.no_grad(), without_autocast():
-        try:
-            call = getattr(part.owner, part.method)
-            together, *apart = (call(rows.to(weight)) for rows in (noise, *torch.split(noise, 1, 1)))
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            if is_out_of_memory(error):
-                raise
-            return False  # it takes something else than rows of features
+        together, *apart = (call(rows.to(weight)) for rows in (noise, *torch.split(noise, 1, 1)))
     if not isinstance(together, torch.Tensor) or together.shape[:-1] != noise.shape[:-1]:
         return False
     alone = torch.cat(apart, 1)

@@ -9,7 +9,7 @@ Two forms, by what is large beside a layer:
    backward pass. Here a tile of it is cast at a time, and cast again in the backward pass.
 
 Large is a weight of at least `LARGE_BYTES`. Weights are read where they are, so tied ones stay tied; classes
-and hooks of modules stay, and hooks of layers within a feed-forward part run once for each tile.
+and hooks of modules stay. A feed-forward part that keeps state, in a hook or by itself, stays whole.
 
 Sources of the ideas: Rajbhandari et al., "ZeRO-Infinity", https://arxiv.org/abs/2104.07857 (memory-centric tiling);
 Bekman et al., "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996 (tiled feed-forward parts).
@@ -53,7 +53,7 @@ class Tiling(Technique):
     Known limitations: with dropout within a feed-forward part its masks are drawn tile by tile: other numbers of the
     same distribution. Under checkpointing of whole blocks, feed-forward parts run three times. A gradient of a gradient
     cannot be taken through layers of the second form. Parametrized and quantised layers are left alone, and so are
-    feed-forward parts that are called with more than one tensor, or that mix rows.
+    feed-forward parts that are called with more than one tensor, or that mix rows or keep state.
     """
 
     field = "tiling"
@@ -125,7 +125,7 @@ class Tiling(Technique):
         parts, layers = len(self._tiled["parts"]), len(self._tiled["layers"])
         said = [f"{parts} feed-forward parts over rows"] if parts else []
         said += [f"{layers} linear layers over output features"] if layers else []
-        whole = f"; {self._mixing} that mix rows stay whole" if self._mixing else ""
+        whole = f"; {self._mixing} that mix rows or keep state stay whole" if self._mixing else ""
         if not said:
             return "nothing is computed in tiles: without autocast large layers make no copies that tiles could save"
         return f"in {self.plan.tiling} tiles: {' and '.join(said)}{whole}"
