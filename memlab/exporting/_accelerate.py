@@ -6,6 +6,7 @@ from memlab.exporting._parts import (
     has_switch_for_checkpointing,
     header,
     indent,
+    offloads_model_states,
     one_line_optimizer,
     zero_stage,
 )
@@ -38,8 +39,7 @@ def to_accelerate(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str
 def _distributed_type(plan: Plan, scale: Scale | None) -> str:
     if scale is not None:
         return {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(scale.engine, "DEEPSPEED")
-    offloads = any(plan.tier_of(what) is not None for what in (Offloaded.OPTIMIZER, Offloaded.PARAMS))
-    return "DEEPSPEED" if offloads else repr("NO")
+    return "DEEPSPEED" if offloads_model_states(plan) else repr("NO")
 
 
 def _deepspeed_section(plan: Plan, scale: Scale | None) -> list[str]:
@@ -55,12 +55,11 @@ def _deepspeed_section(plan: Plan, scale: Scale | None) -> list[str]:
 
 
 def _fsdp_section(plan: Plan, _scale: Scale | None) -> list[str]:
-    offloads = any(plan.tier_of(what) is not None for what in (Offloaded.OPTIMIZER, Offloaded.PARAMS))
     settings = [
         "fsdp_version: 2",
         "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP  # the blocks a model of transformers names in _no_split_modules",
         "fsdp_reshard_after_forward: true",
-        f"fsdp_offload_params: {str(offloads).lower()}",
+        f"fsdp_offload_params: {str(offloads_model_states(plan)).lower()}",
         f"fsdp_activation_checkpointing: {str(plan.checkpointing == 'full').lower()}",
         "fsdp_cpu_ram_efficient_loading: false",
         "fsdp_state_dict_type: SHARDED_STATE_DICT",

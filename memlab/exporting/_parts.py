@@ -26,6 +26,11 @@ def has_switch_for_checkpointing(plan: Plan) -> bool:
     return plan.checkpointing.kind in ("full", "every")
 
 
+def offloads_model_states(plan: Plan) -> bool:
+    """Return whether optimizer state or parameters leave the device."""
+    return plan.tier_of(Offloaded.OPTIMIZER) is not None or plan.tier_of(Offloaded.PARAMS) is not None
+
+
 def replacement_of(plan: Plan) -> Replacement:
     """What takes the place of the user's optimizer; AdamW stands for one that the plan keeps.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from memlab.errors import PlanError
-from memlab.exporting._parts import header, indent, optimizer_helper, torchrun
+from memlab.exporting._parts import header, indent, offloads_model_states, optimizer_helper, torchrun
 from memlab.exporting._torch import COUNT_TARGETS, SPLIT, checkpoint_helper, checkpoint_imports
-from memlab.plan import Offloaded, Plan, Precision
+from memlab.plan import Precision
 from memlab.plan.scale import Scale
 
 
@@ -26,7 +26,7 @@ def to_ranks(scale: Scale, nproc: int) -> str:
 def _imports(scale: Scale, nproc: int) -> str:
     plan = scale.plan
     policies = (
-        ("CPUOffloadPolicy", _offloads(plan)),
+        ("CPUOffloadPolicy", offloads_model_states(plan)),
         ("MixedPrecisionPolicy", plan.precision is Precision.BF16),
         ("fully_shard", True),
     )
@@ -72,17 +72,13 @@ def make_batches():
 '''
 
 
-def _offloads(plan: Plan) -> bool:
-    return plan.tier_of(Offloaded.OPTIMIZER) is not None or plan.tier_of(Offloaded.PARAMS) is not None
-
-
 def _placed(scale: Scale) -> str:
     if scale.engine == "ddp":
         return _DDP
     policies = ['"mesh": mesh']
     if scale.plan.precision is Precision.BF16:
         policies.append('"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)')
-    if _offloads(scale.plan):
+    if offloads_model_states(scale.plan):
         policies.append('"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")')
     return _FSDP2.format(policies="\n".join(f"        {policy}," for policy in policies))
 

@@ -7,6 +7,7 @@ from memlab.exporting._parts import (
     has_switch_for_checkpointing,
     header,
     indent,
+    offloads_model_states,
     replacement_of,
     torchrun,
 )
@@ -74,7 +75,7 @@ def _trainer_engine(plan: Plan, scale: Scale | None) -> list[str]:
     settings = ['"version": 2', '"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"']
     if plan.checkpointing == "full":
         settings.append('"activation_checkpointing": True')
-    if plan.tier_of(Offloaded.OPTIMIZER) is not None or plan.tier_of(Offloaded.PARAMS) is not None:
+    if offloads_model_states(plan):
         settings.append('"cpu_offload": True')
     return ["fsdp=True,", "fsdp_config={", *indent([f"{setting}," for setting in settings], 4), "},"]
 

@@ -157,7 +157,7 @@ class PlanField:
         metavar: how its values read in help.
         help: one sentence for help, panel and docs.
         parse: text of the flag's value to the field's value.
-        show: the field's value to the flags that set it; empty for the default.
+        write: the field's value to such a text.
         bare: value when the flag is given without one, or None when a value is needed.
         shorthands: flags without a value, and the value each stands for.
         choices: values offered where one picks instead of typing; the first one is the default.
@@ -183,7 +183,7 @@ class PlanField:
     metavar: str
     help: str
     parse: Callable[[str], Any]
-    show: Callable[[Any], str]
+    write: Callable[[Any], str] = str
     bare: str | None = None
     shorthands: Mapping[str, str] = field(default_factory=dict)
     choices: tuple[str, ...] = ()
@@ -224,8 +224,15 @@ class PlanField:
             >>> spec.text(spec.parse("activations,optimizer")), spec.text(spec.parse("optimizer:disk"))
             ('optimizer,activations', 'optimizer:disk')
         """
-        same = (choice for choice in self.choices if self.parse(choice) == value)
-        return next(same, self.show(value).removeprefix(self.flag).strip())
+        return next((choice for choice in self.choices if self.parse(choice) == value), self.write(value))
+
+    def show(self, value: Any) -> str:
+        """The flag that sets a value, the shortest there is; empty for the default."""
+        if value == self.default:
+            return ""
+        shorter = {text: flag for flag, text in self.shorthands.items()} | ({self.bare: self.flag} if self.bare else {})
+        text = self.write(value)
+        return shorter.get(text, f"{self.flag} {text}")
 
 
 def _count(flag: str, what: str) -> Callable[[str], int]:
@@ -270,25 +277,8 @@ def _parse_scale(text: str) -> ScaleOut:
     return _choice("--scale", ScaleOut)(text)
 
 
-def _show_offload(offload: Offload) -> str:
-    items = (what if where is Tier.AUTO else f"{what}:{where}" for what, where in offload)
-    return f"--offload {','.join(items)}" if offload else ""
-
-
-def _show_precision(precision: Precision) -> str:
-    if precision in (Precision.FP16, Precision.BF16):
-        return f"--{precision}"
-    return "" if precision is Precision.KEEP else f"--precision {precision}"
-
-
-def _show_optimizer(optimizer: OptimizerChoice) -> str:
-    if optimizer is OptimizerChoice.ADAM8BIT:
-        return "--adam8bit"
-    return "" if optimizer is OptimizerChoice.KEEP else f"--optim {optimizer}"
-
-
-def _show_checkpointing(checkpointing: Checkpointing) -> str:
-    return {"off": "", "full": "--checkpoint"}.get(checkpointing, f"--checkpoint {checkpointing}")
+def _offload_text(offload: Offload) -> str:
+    return ",".join(what if where is Tier.AUTO else f"{what}:{where}" for what, where in offload)
 
 
 _COUNTS = ("1", "2", "4", "8", "16")
@@ -296,7 +286,7 @@ FIELDS: tuple[PlanField, ...] = (
     PlanField(
         "accumulation", "--accumulate", "N",
         "split each batch into N micro-batches; the gradient is that of the whole batch",
-        _count("--accumulate", "micro-batches"), lambda n: f"--accumulate {n}" if n > 1 else "",
+        _count("--accumulate", "micro-batches"),
         choices=_COUNTS, offer="4", title="Gradient accumulation", is_exact=True, is_of_calls=True, is_graded=True,
         covers=operator.ge, searched=_COUNTS,
         untrained="rows do not wait for each other without an update: feed fewer rows at a time",
@@ -305,7 +295,7 @@ FIELDS: tuple[PlanField, ...] = (
     PlanField(
         "batchnorm", "--batchnorm", "keep|micro",
         "with --accumulate, let BatchNorm take its statistics from each micro-batch, as in accumulation written by hand",
-        _choice("--batchnorm", BatchNorm), lambda norm: "" if norm is BatchNorm.KEEP else f"--batchnorm {norm}",
+        _choice("--batchnorm", BatchNorm),
         choices=tuple(BatchNorm), offer="micro", title="BatchNorm", names={"micro": "per micro-batch"}, is_predicted=False,
         is_of_calls=True,
     ),
@@ -313,7 +303,7 @@ FIELDS: tuple[PlanField, ...] = (
         "checkpointing", "--checkpoint", "[off|full|every:N|selective|budget:SIZE]",
         "recompute activations in the backward pass: of every block, of one block in N, all but matrix products and attention, "
         "or of as few blocks as possible so that what blocks keep between forward and backward fits into SIZE, as in budget:2GiB",
-        Checkpointing, _show_checkpointing, bare="full",
+        Checkpointing, bare="full",
         choices=("off", "full", "every:2", "selective"), offer="full", title="Checkpointing", is_exact=True,
         is_of_calls=True, is_beside_engines=True, is_graded=True, covers=Checkpointing.covers,
         searched=("off", "selective", "full"), untrained="nothing is kept for a backward pass that could be recomputed",
@@ -322,7 +312,7 @@ FIELDS: tuple[PlanField, ...] = (
     PlanField(
         "precision", "--precision", "|".join(Precision),
         "number format of forward and backward; fp16 comes with dynamic loss scaling, pure-bf16 also stores parameters and moments in bf16",
-        _choice("--precision", Precision), _show_precision,
+        _choice("--precision", Precision),
         shorthands={"--fp16": "fp16", "--bf16": "bf16"}, choices=tuple(Precision), offer="bf16", title="Precision",
         is_beside_engines=True, is_graded=True, searched=("keep", "bf16"),
         names={"pure-bf16": "pure bf16"},
@@ -330,7 +320,7 @@ FIELDS: tuple[PlanField, ...] = (
     PlanField(
         "optimizer", "--optim", "|".join(OptimizerChoice),
         "convert the live optimizer with its moments; --adam8bit needs 2.03 instead of 8 bytes per parameter",
-        _choice("--optim", OptimizerChoice), _show_optimizer,
+        _choice("--optim", OptimizerChoice),
         shorthands={"--adam8bit": "adam8bit"}, choices=tuple(OptimizerChoice), offer="adam8bit", title="Optimizer",
         alike=EIGHT_BIT, searched=("keep", "adam8bit"), untrained="no optimizer runs",
         names={
@@ -341,7 +331,7 @@ FIELDS: tuple[PlanField, ...] = (
     PlanField(
         "offload", "--offload", "WHAT[:host|:disk][,WHAT…]",
         "move optimizer state, activations or the parameters of blocks off the device between uses (WHAT: optimizer, activations, params)",
-        _parse_offload, _show_offload,
+        _parse_offload, write=_offload_text,
         choices=(
             "none", "optimizer", "activations", "optimizer,activations", "params", "params,optimizer",
             "params,optimizer,activations",
@@ -359,7 +349,7 @@ FIELDS: tuple[PlanField, ...] = (
     PlanField(
         "loss", "--loss", "keep|chunked",
         "compute the cross-entropy over a large vocabulary in tiles, without the full logits",
-        _choice("--loss", Loss), lambda loss: "--chunk-loss" if loss is Loss.CHUNKED else "",
+        _choice("--loss", Loss),
         shorthands={"--chunk-loss": "chunked"}, choices=tuple(Loss), offer="chunked", title="Chunked loss",
         is_exact=True, is_of_calls=True, searched=tuple(Loss), untrained="the tiles save what a backward pass needs",
     ),
@@ -367,7 +357,6 @@ FIELDS: tuple[PlanField, ...] = (
         "gradients", "--gradients", "keep|release",
         "update each parameter inside the backward pass, as soon as its gradient is complete, and free the gradient",
         _choice("--gradients", Gradients),
-        lambda gradients: "--release-grads" if gradients is Gradients.RELEASE else "",
         shorthands={"--release-grads": "release"}, choices=tuple(Gradients), offer="release",
         title="Gradient release", names={"release": "as soon as used"}, is_exact=True, untrained="there are none",
     ),
@@ -375,7 +364,7 @@ FIELDS: tuple[PlanField, ...] = (
         "tiling", "--tile", "N",
         "compute large linear layers in N tiles: feed-forward parts over rows, each tile run again in the backward pass; "
         "others over output features, under autocast",
-        _count("--tile", "tiles"), lambda n: f"--tile {n}" if n > 1 else "",
+        _count("--tile", "tiles"),
         choices=_COUNTS, offer="4", title="Tiled layers", is_exact=True, is_of_calls=True, is_graded=True,
         covers=operator.ge, untrained="the tiles save what a backward pass needs",
         names={"2": "2 tiles", "4": "4 tiles", "8": "8 tiles", "16": "16 tiles"},
@@ -383,7 +372,7 @@ FIELDS: tuple[PlanField, ...] = (
     PlanField(
         "scale", "--scale", "|".join(ScaleOut),
         "train under PyTorch's FSDP2 or DeepSpeed's ZeRO, in this process; with --nproc in several",
-        _parse_scale, lambda scale: "" if scale is ScaleOut.NONE else f"--scale {scale}",
+        _parse_scale,
         choices=tuple(ScaleOut), offer="fsdp2", title="Engine",
         names={"fsdp2": "FSDP2", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}, is_predicted=False,
     ),

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 from memlab.errors import PlanError, RefusalError
 from memlab.plan import Offloaded, Plan, Precision, Tier
-from memlab.plan.fields import EIGHT_BIT, did_you_mean
+from memlab.plan.fields import BY_NAME, EIGHT_BIT, did_you_mean
 
 ENGINES = ("ddp", "fsdp2", "tp", "zero1", "zero2", "zero3")
-# what a rank does within its own model call, under any engine
-_WITHIN_A_CALL = frozenset({"accumulation", "checkpointing", "precision", "offload"})
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,8 @@ class Scale:
                 f"8-bit moments have a scale for each block of a whole parameter, and {self.engine} keeps parts of parameters",
                 "use --scale ddp, or leave it out: each rank has only its part of the moments",
             )
-        allowed = _WITHIN_A_CALL | {"optimizer"} if converted else _WITHIN_A_CALL
-        strange = [name for name in self.plan.changes() if name not in allowed]
+        allowed = {"accumulation", *(["optimizer"] if converted else [])}
+        strange = [name for name in self.plan.changes() if name not in allowed and not BY_NAME[name].is_beside_engines]
         if strange:
             raise RefusalError(
                 "scale",
