@@ -37,14 +37,13 @@ from memlab.runtime.aliases import Aliases, RandomState
 from memlab.runtime.autocast import AutocastState
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import real
-from memlab.runtime.model_state import State, Written
+from memlab.runtime.model_state import MOST_CONTAINERS, State, Written
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.rng import Randomness
 
 Run = Callable[..., Any]
 
 _SMALL_ELEMENTS = 4096  # of a buffer that is copied whatever is known of it
-_MOST_CONTAINERS = 20_000  # that a model may reach
 _written = Written()
 _left_alone: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
 
@@ -359,7 +358,7 @@ class Start:
     def __init__(self, model: nn.Module, device: torch.device, objects: Iterable[Any] | None = ()) -> None:
         self._model, self._device, self._objects = model, device, objects
         self.random = RandomState(device)
-        self._state = None if objects is None else State(model.modules(), objects, _written, device, _MOST_CONTAINERS)
+        self._state = None if objects is None else State(model.modules(), objects, _written, device, MOST_CONTAINERS)
         self._host = Randomness(device)
         self._buffers = [
             (module, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)

@@ -30,6 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.runtime.reach import ABSENT, SMALL_BYTES, Walk, attributes_of_class, content_of
 from memlab.runtime.rng import Randomness
 
+# looked into, of a whole model and of a part that is run at every step
+MOST_CONTAINERS = 20_000
+_OF_A_PART = 300
 _StandIns = dict["KeptTensor", torch.Tensor]
 # what every module has; `training` is state, as a loop may switch modes between forward and backward
 _OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "__getstate__", "_compiled_call_impl"}
@@ -145,7 +148,7 @@ class State(Walk):
         objects: Iterable[Any],
         written: Written,
         device: torch.device,
-        most_containers: int = 300,
+        most_containers: int = _OF_A_PART,
     ) -> None:
         super().__init__()
         self.most_containers = most_containers

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memlab.plan import Tier
+from memlab.runtime.model_state import MOST_CONTAINERS, State, Written
 from memlab.runtime.workload import Workload
 from memlab.techniques.offload.spill import Spill, resolve_tier
 
@@ -46,10 +47,13 @@ class Snapshot:
         self._scheduler = copy.deepcopy(workload.scheduler.state_dict()) if workload.scheduler is not None else None
         self._training = {name: module.training for name, module in workload.model.named_modules()}
         self._random = random_states(workload.device)
+        # what else training changes: attributes, globals, generators of the model's own
+        self._reached = State(workload.model.modules(), (), Written(), workload.device, MOST_CONTAINERS)
 
     def restore(self) -> None:
         """Put everything back into the live objects, keeping their tensors where they fit."""
         workload = self._workload
+        self._reached.restore()
         with torch.no_grad():
             for name, tensor in _named_tensors(workload):
                 tensor.copy_(self._tensors[name])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import memlab
 from memlab import Workload, compare, fit, measure
 from memlab.errors import WorkloadError
 from memlab.measuring.device import device_for
@@ -108,3 +112,33 @@ def test_no_steps_is_an_error(load: Workload) -> None:
     with pytest.raises(WorkloadError) as caught:
         measure(load, steps=0)
     assert str(caught.value) == "steps=0: at least one step must be timed"
+
+
+SEEN: list[Any] = []
+
+
+class Noting(nn.Module):
+    """A model whose forward keeps things in a global, in a closure and in itself."""
+
+    def __init__(self, held: list[Any]) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(4, 1), 0
+        self.note = lambda value: held.append(value)
+        self.generator = torch.Generator()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        SEEN.append(inputs)
+        self.note(inputs)
+        return (self.inner(inputs) + torch.randn(1, generator=self.generator)).mean()
+
+
+@pytest.mark.parametrize("run", [memlab.predict, memlab.measure])
+def test_what_a_forward_keeps_elsewhere_is_as_before(run: Callable[..., Any]) -> None:
+    SEEN.clear()
+    held: list[Any] = []
+    model = Noting(held)
+    state = model.generator.get_state()
+    run(Workload(model, torch.optim.SGD(model.parameters()), (torch.ones(2, 4),)), "")
+    assert (SEEN, held, model.calls) == ([], [], 0)
+    assert torch.equal(model.generator.get_state(), state)

@@ -247,7 +247,9 @@ def test_hooks_of_layers_are_called_once_and_nothing_stays() -> None:
     with fit(load, "--tile 2") as session:
         model(**batch).loss.backward()
         assert calls == [1]  # a hook that keeps state sees its part whole
-        assert session.notes == ("in 2 tiles: 1 feed-forward parts over rows; 1 that mix rows or keep state stay whole",)
+        assert session.notes == (
+            "in 2 tiles: 1 feed-forward parts over rows; 1 that mix rows or keep state stay whole",
+        )
         session.switch("--tile 4 --checkpoint", now=True)
         session.switch("--checkpoint", now=True)
         session.switch("--tile 4", now=True)
