@@ -11,7 +11,9 @@ Rules:
    are updated in place through a backup, entries created in the failed update by dropping them.
    Buckets finished earlier stay updated; `done` names them, so that a retry does not count them twice.
 4. Once a bucket is updated its state is packed again, whatever interrupts that.
-5. Optimizers whose update is not known to treat parameters one by one get a single bucket.
+5. Optimizers whose update is not known to treat parameters one by one run their own `step`, once and whole, on
+   state that is unpacked before it and packed after it (`OwnStep`): a class of the user's own may count its steps,
+   return something, or not cope with a stand-in that has no parameters.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import Caller, uninterrupted
 from memlab.runtime.state_layers import SMALL_ELEMENTS, Optimizer, Parameter, at_home, packed, set_state, unpacked
 
 if TYPE_CHECKING:  # techniques import this module
@@ -335,6 +338,60 @@ def is_separable(optimizer: Optimizer) -> bool:
     return f"{kind.__module__}.".startswith(_SEPARABLE_PACKAGES) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
+class OwnStep:
+    """A step that an optimizer makes itself, between two hooks, with state and parameters as it knows them.
+
+    Args:
+        optimizer: the user's.
+        techniques: those in force, in the order in which state was packed.
+        call: the frame of the hooked call. A step that raises comes to no second hook; whether a later call lies within
+            this one is told by its frame.
+    """
+
+    def __init__(self, optimizer: Optimizer, techniques: Sequence[Technique], call: FrameType) -> None:
+        self.optimizer = optimizer
+        self._call = Caller(call)
+        self._open = ExitStack()
+        self._inner = 0
+        with uninterrupted():
+            self._open.enter_context(_opened(optimizer, techniques))
+
+    def is_around(self, frame: FrameType) -> bool:
+        """Return whether a frame is within the step."""
+        return not self._call.is_over(frame)
+
+    def inner_begins(self) -> None:
+        """A class above calls the step of the one below, which runs the hooks again."""
+        self._inner += 1
+
+    def ended(self) -> bool:
+        """Return whether the hook after a step is that of the whole step; if so, close."""
+        self._inner -= 1
+        if self._inner >= 0:
+            return False
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Pack state again."""
+        with uninterrupted():
+            self._open.close()
+
+
+@contextmanager
+def _opened(optimizer: Optimizer, techniques: Sequence[Technique]) -> Iterator[None]:
+    """All state and parameters of an optimizer as its own step expects them."""
+    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with _announced(optimizer, iter([everything]), techniques) as announced:
+        for bucket in announced:
+            with at_home(techniques, bucket, updates=True):
+                with _updating(optimizer, bucket, techniques, None):
+                    yield
+                _close_all(optimizer, bucket, _layers_to_open(techniques))
+            for technique in techniques:
+                technique.bucket_updated(optimizer, bucket)
+
+
 def _update_bucket(
     optimizer: Optimizer,
     bucket: Sequence[Parameter],
@@ -342,6 +399,14 @@ def _update_bucket(
     stepper: Stepper,
     copy: Copy | None,
 ) -> None:
+    with _updating(optimizer, bucket, techniques, copy):
+        stepper(bucket)
+
+
+@contextmanager
+def _updating(
+    optimizer: Optimizer, bucket: Sequence[Parameter], techniques: Sequence[Technique], copy: Copy | None
+) -> Iterator[None]:
     layers = _layers_to_open(techniques)
     before = _Before(optimizer, bucket)
     try:
@@ -352,7 +417,7 @@ def _update_bucket(
                 updating.enter_context(technique.around_update(optimizer, bucket))
             # inside, because a technique may show the update other tensors than are kept
             with before.restored_on_failure(copy):
-                stepper(bucket)
+                yield
     except BaseException:
         before.restore_states()
         raise

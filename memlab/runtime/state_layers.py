@@ -162,10 +162,10 @@ def _exchange_one(optimizer: Optimizer, parameter: Parameter, there: _Mapping, a
         set_state(optimizer, parameter, packed(optimizer, parameter, changed, above) if changed else changed)
 
 
-def _held(optimizer: Optimizer) -> list[tuple[Parameter, State]]:
-    """Parameters that have state; optimizers may keep other things in the same dict."""
+def _held(optimizer: Optimizer) -> list[tuple[Any, State]]:
+    """Parameters that have state, plain tensors too; optimizers may keep other things in the same dict."""
     items = optimizer.state.items()
-    return [(key, state) for key, state in items if isinstance(key, Parameter) and isinstance(state, dict) and state]
+    return [(key, state) for key, state in items if isinstance(key, torch.Tensor) and isinstance(state, dict) and state]
 
 
 def set_state(optimizer: Optimizer, parameter: Parameter, state: State) -> None:

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Self, TypeGuard
 
 import torch
@@ -126,6 +127,7 @@ class Session:
         self._stepped: set[int] = set()  # optimizers that have, before the model was called
         self._skipped = False  # of the step that is under way
         self._held_back: HeldBack | None = None  # while it is
+        self._own_step: optimizer_step.OwnStep | None = None  # likewise, where the optimizer makes it itself
         self._thread = threading.get_ident()
         self._attach()
 
@@ -226,6 +228,7 @@ class Session:
     def loop_was_left(self) -> None:
         """Discard the state of a step that an error has interrupted and that will not be continued."""
         with uninterrupted():
+            self._end_own_step()
             for technique in self.techniques:
                 technique.broken_off()
 
@@ -275,6 +278,7 @@ class Session:
         if not self.attached:
             return
         with uninterrupted():
+            self._end_own_step()
             if self.rescuer is not None:
                 self.rescuer.detach()
             try:
@@ -364,6 +368,7 @@ class Session:
         Raises:
             RefusalError: a technique does not apply here; the old plan stays in force.
         """
+        self._end_own_step()
         require_compatible(self.workload, plan, self.companions)
         with uninterrupted():
             before = self.plan
@@ -423,7 +428,7 @@ class Session:
             return _through([t.evaluate for t in self.techniques], original, args, kwargs)
         self._take_withdrawn_out()
         self.was_called = True
-        if not self._window_open:
+        if self._own_step_around(sys._getframe()) is None and not self._window_open:
             self._at_boundary()
         self._window_open = True
         batch = Batch(args, kwargs)
@@ -497,6 +502,10 @@ class Session:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))  # Accelerate passes None
+        own = self._own_step_around(sys._getframe(2))  # above the hooked call itself
+        if own is not None and own.optimizer is optimizer:
+            own.inner_begins()
+            return None
         if self.techniques and not has_closure:
             self._held_back = hold_back(sys._getframe(1))
         try:
@@ -509,6 +518,9 @@ class Session:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_closure: bool
     ) -> tuple[Any, Any] | None:
         self._take_withdrawn_out()
+        if has_closure and self._makes_own_step(optimizer) and not self._window_open:
+            self._at_boundary()  # no plan can change in the closure's model call, when state is unpacked
+            self._window_open = True
         self._asked_again(lambda: self._tell_step_begins(optimizer, has_closure=has_closure))
         for observer in self.observers:
             observer.step_begins(optimizer)
@@ -519,6 +531,9 @@ class Session:
         may_skip = has_closure and any(technique.may_skip for technique in self.techniques)
         if not (self._skipped or takes_over or may_skip or is_rescued):
             return None
+        if self._makes_own_step(optimizer) and not self._skipped:
+            self._own_step = optimizer_step.OwnStep(optimizer, self.techniques, sys._getframe(2))
+            return None
         try:
             return optimizer_step.take_over(self._update)(optimizer, args, kwargs)
         except BaseException:
@@ -526,8 +541,31 @@ class Session:
                 observer.interrupted()
             raise
 
+    def _makes_own_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        is_served = optimizer_step.is_separable(optimizer)
+        return not (is_served or any(t.owns_steps or t.stepper(optimizer) for t in self.techniques))
+
+    def _own_step_around(self, frame: FrameType) -> optimizer_step.OwnStep | None:
+        """Return the step that an optimizer is making itself, around a frame; one that was broken off ends here."""
+        if self._own_step is not None and not self._own_step.is_around(frame):
+            self._end_own_step()
+        return self._own_step
+
+    def _end_own_step(self) -> None:
+        own, self._own_step = self._own_step, None
+        if own is not None:
+            own.close()
+
     def _tell_step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         for technique in self.techniques:
+            around = technique.changes_state and type(technique).around_update is not Technique.around_update
+            needs_whole = technique.may_skip or technique.parameters_visit or around
+            if has_closure and needs_whole and self._makes_own_step(optimizer):
+                raise RefusalError(
+                    technique.field,
+                    f"{type(optimizer).__name__} evaluates the model inside its step",
+                    f"leave {self.plan.label} out, or call step() without a closure",
+                )
             technique.step_begins(optimizer, has_closure=has_closure)
 
     def _asked_again(self, ask: Callable[[], None]) -> None:
@@ -563,6 +601,11 @@ class Session:
         return optimizer_step.run_step(optimizer, self.techniques, optimizer_step.share_of(optimizer), backup=False)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        own = self._own_step
+        if own is not None and own.optimizer is optimizer:
+            if not own.ended():
+                return
+            self._own_step = None
         if self._rescuing is not None:
             self._rescuing.step_ended()
         if id(optimizer) in self._stepped:
@@ -597,15 +640,25 @@ class Session:
 
     @property
     def passed_by(self) -> str | None:
-        """Text for a loop that updates the model without calling it, while settings work around the model's call; else None."""
-        around = (t for t in self.techniques if type(t).forward is not Technique.forward)
-        idle = [t.field for t in around if not (t.changes_modules and t.was_reached)]
-        idle = [] if self.was_called or not self._stepped else idle
+        """Text for settings that work around calls or updates which the loop never makes; else None."""
+        if not self.was_called:
+            around = [t for t in self.techniques if type(t).forward is not Technique.forward and self._stepped]
+            idle = [t for t in around if not (t.changes_modules and t.was_reached)]
+            why, advice = (
+                self.how_passed_by,
+                f"call {'model.train() before' if self._was_evaluated else 'the model itself'}",
+            )
+        else:
+            idle = [] if self.workload.optimizers else [t for t in self.techniques if t.works_on_updates]
+            why, advice = f"no optimizer updates {self.workload.name}", "train it with one of torch.optim"
         if not idle:
             return None
-        flags = replace(Plan(), **{field: getattr(self.plan, field) for field in idle})
-        advice = "call model.train() before" if self._was_evaluated else "call the model itself"
-        return f"{flags} had no effect: {self.how_passed_by}; {advice}"
+        settings = {t.field: getattr(self.plan, t.field) for t in idle}
+        if "offload" in settings:  # one field for several techniques
+            settings["offload"] = tuple(
+                pair for pair in self.plan.offload if any(t.wanted(Plan(offload=(pair,))) for t in idle)
+            )
+        return f"{replace(Plan(), **settings)} had no effect: {why}; {advice}"
 
 
 def fit(

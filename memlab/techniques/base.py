@@ -87,6 +87,7 @@ class Technique:
         was_reached: whether calls of the modules it changes have come to it.
         is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
         is_of_optimizer: whether it works on optimizers alone, so that it serves all models of a shared one at once.
+        works_on_updates: whether it does nothing for a model that no optimizer updates.
         owns_steps: whether `step` does the optimizer's steps.
         predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
         host: the session it is in.
@@ -106,6 +107,7 @@ class Technique:
     was_reached: bool = True
     is_engine: bool = False
     is_of_optimizer: bool = False
+    works_on_updates: bool = False
     owns_steps: bool = False
     predecessor: Technique | None = None
 

@@ -10,8 +10,9 @@ Numbered rules of the mechanism:
    seen from outside, so the *first step of each optimizer is watched*: it keeps its gradients to the end, as without
    this technique, and a loop that is none gets a `RefusalError` before anything is different from the loop as written.
    The step itself frees them as it goes, so that fresh moments take the place of gradients.
+   The watch begins at the model's call; gradients of steps without one (a loop that calls parts of the model) are kept.
 3. Refused are: a second backward pass before the step (accumulation in the loop); gradients that are read or written
-   between backward and step (clipping by the norm of all of them, a `GradScaler`); learning rates that are changed
+   between backward and step (clipping by the norm of all of them, a `GradScaler`); `autograd.grad` through the weights there; learning rates that are changed
    there; steps with a closure; loops that never zero their gradients. A loop that begins with any of it later is told
    so by the same error, which then says that parameters were updated already. On trial (`Session`) and before any
    parameter was updated, the technique stands back instead, and the loop goes on under the plan before.
@@ -41,7 +42,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -136,11 +137,12 @@ class GradientRelease(Technique):
             gives_nothing="the peak is at the end of the forward pass; with --accumulate; refused for loops that clip, accumulate or look at gradients by hand",
         ),
     )
-    takes_step = True
+    takes_step = works_on_updates = True
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._owners: dict[int, Optimizer | None] = {}  # by id of the parameter; None for one that two update
+        self._heard: set[int] = set()  # parameters with a hook
         self._complete: set[int] = set()  # parameters whose gradient of this step is complete
         self._steps: dict[Optimizer, _Step] = {}  # under way: from the first gradient to the end of `step()`
         self._seen: set[Optimizer] = set()  # a whole step of theirs was watched
@@ -148,13 +150,14 @@ class GradientRelease(Technique):
         self._is_broken = False
         self._is_withdrawn = False
         self._has_dropped = False  # gradients of the watched step
+        self._was_called = False  # the model, since a step: the call is where watching begins
         self._has_zeroed = False  # the loop has asked for gradients before it made new ones
         self._lock = threading.RLock()  # hooks run on one thread for each device
         self._passes: set[int] = (
             set()
         )  # backward passes under way with complete gradients, by number of their graph task
         self._put_off: Callable[[], None] | None = None  # delivers a Ctrl-C that came into the middle of one
-        self._watch = _Watch(self._touched)
+        self._watch = _Watch(self._touched, self._differentiated)
         self._listener: Listener | None = None
 
     @property
@@ -198,17 +201,25 @@ class GradientRelease(Technique):
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         undo.callback(self._forget)
         _hear_of_groups(self, undo)
-        method = weakref.WeakMethod(self._completed)  # hooks are no reason to keep a session
         for parameter in workload.model.parameters():
-            if parameter.requires_grad:
-                undo.callback(parameter.register_post_accumulate_grad_hook(partial(_told_to, method)).remove)  # type: ignore[no-untyped-call]
+            self._hear_of(parameter, undo)
         self.notes.append(_WATCHED)
         if self.plan.accumulation > 1:
             self.notes.append(_SPLIT)
 
+    def _hear_of(self, parameter: torch.Tensor, undo: ExitStack) -> None:
+        if parameter.requires_grad and id(parameter) not in self._heard:
+            self._heard.add(id(parameter))
+            undo.callback(self._heard.discard, id(parameter))
+            method = weakref.WeakMethod(self._completed)  # hooks are no reason to keep a session
+            undo.callback(parameter.register_post_accumulate_grad_hook(partial(_told_to, method)).remove)  # type: ignore[no-untyped-call]
+
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         undo.callback(self._forget_optimizer, optimizer)
         for parameter in _parameters_of(optimizer):
+            # what is no part of the model is updated with it, so that a Ctrl-C finds all updated or none
+            if not any(id(parameter) in other._heard for other in _hearing):
+                self._hear_of(parameter, undo)
             if self._owners.setdefault(id(parameter), optimizer) is not optimizer:
                 self._owners[id(parameter)] = None
 
@@ -282,6 +293,7 @@ class GradientRelease(Technique):
             return call(*args, **kwargs)
         self._notice_broken_pass()
         self._watch_no_more()
+        self._was_called = True
         self._is_known = is_loop_known()
         self._has_zeroed |= self._is_known  # nobody has watched what was before these steps
         output = call(*args, **kwargs)
@@ -293,7 +305,7 @@ class GradientRelease(Technique):
         """The gradient of a parameter is complete."""
         with uninterrupted(), self._lock:
             optimizer = self._owners.get(id(parameter))
-            if optimizer is None or self._is_withdrawn:
+            if optimizer is None or self._is_withdrawn or not self._was_called:
                 return
             if self._is_broken:
                 raise _broken()
@@ -383,6 +395,7 @@ class GradientRelease(Technique):
             self._seen.add(optimizer)
             self._has_zeroed = False
         self._close(optimizer)
+        self._was_called = False
         if self._seen and not self._is_known and (self._complete or not self._has_zeroed):
             self._watch_loop()
 
@@ -402,6 +415,20 @@ class GradientRelease(Technique):
             self._refuse(*_what_is_done())
         if id(tensor) in self._owners:
             self._has_zeroed = True
+
+    def _differentiated(self, outputs: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        """The loop asks for gradients of its own, perhaps through weights that would be updated by then."""
+        seen: set[Any] = {None}
+        waiting = [out.grad_fn for out in ([outputs] if isinstance(outputs, torch.Tensor) else outputs)]
+        while waiting and self._complete and not self._is_withdrawn:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if id(getattr(node, "variable", None)) in self._complete:
+                self._refuse("the loop calls autograd.grad() between backward() and optimizer.step()", _LEAVE_OUT)
+                return
+            waiting += [each for each, _ in node.next_functions]  # type: ignore[union-attr]
 
     def _refuse(self, reason: str, nearest: str) -> None:
         """Stand back, where the plan before can come back; else raise the refusal."""
@@ -426,11 +453,12 @@ class _Watch(LoopMode):
 
     Args:
         touched: called with the tensor whose gradient it is.
+        differentiated: called with what `autograd.grad` is asked to differentiate.
     """
 
-    def __init__(self, touched: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, touched: Callable[[torch.Tensor], None], differentiated: Callable[[Any], None]) -> None:
         super().__init__()
-        self._touched = weakref.WeakMethod(touched)
+        self._touched, self._differentiated = weakref.WeakMethod(touched), weakref.WeakMethod(differentiated)
         self._is_paused = False
 
     @contextmanager
@@ -450,6 +478,8 @@ class _Watch(LoopMode):
             touched = self._touched()
             if touched is not None:
                 touched(args[0])
+        if func is torch.autograd.grad and (differentiated := self._differentiated()) is not None:
+            differentiated((args or tuple((kwargs or {}).values()))[0])
         return func(*args, **kwargs or {})
 
 

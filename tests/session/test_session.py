@@ -203,6 +203,22 @@ class TestRefusals:
         assert rounded[0] == pytest.approx(run("")[0], rel=1e-2)
         assert rounded[-1] < rounded[0] / 10
 
+    def test_what_no_optimizer_updates(self) -> None:
+        """A loop that writes weights by hand is told what had no effect; tensors beside the model are converted like weights."""
+        model = Tower()
+        with fit(Workload(model), "--adam8bit --offload optimizer,activations --release-grads") as session:
+            model(pairs(0)[0]).sum().backward()
+            assert session.passed_by == (
+                "--adam8bit --offload optimizer --release-grads had no effect: no optimizer updates Tower; train it with one of "
+                "torch.optim"
+            )
+        beside = torch.zeros(2, requires_grad=True)
+        optimizer = torch.optim.AdamW([*model.parameters(), beside])
+        with fit(Workload(model, optimizer), "--adam8bit"):
+            (model(pairs(0)[0]).sum() * beside.sum()).backward()
+            optimizer.step()
+        assert {"step", "exp_avg", "exp_avg_sq"} == set(optimizer.state[beside])
+
     def test_an_optimizer_that_evaluates_its_closure_twice(self) -> None:
         """Sharpness-aware steps look at two points; memlab must leave both to them."""
 
@@ -237,6 +253,50 @@ class TestRefusals:
                 return [optimizer.step(closure).item() for _ in range(5)]
 
         assert deviation(run("--accumulate 2 --checkpoint"), run("")) <= 1e-5
+        assert run("--offload optimizer") == run("")
+        assert refusal(lambda: run("--precision pure-bf16")) == (
+            "precision: TwoPoints evaluates the model inside its step; leave --precision pure-bf16 out, or call step() "
+            "without a closure"
+        )
+
+    @pytest.mark.parametrize("plan", ["--offload optimizer", "--offload optimizer:disk", "--precision pure-bf16"])
+    def test_a_step_of_the_users_own_runs_once_and_whole(self, plan: str) -> None:
+        class Own(torch.optim.Adam):
+            steps = 0
+            fails = False
+
+            def step(self, closure: Any = None) -> Any:
+                gradients = [p.grad for p in self.param_groups[0]["params"]]
+                norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+                super().step()
+                self.steps += 1
+                if self.fails:
+                    raise ValueError("in the middle")
+                return float(norm)
+
+        def run(plan: str) -> tuple[list[float], Own, Tower]:
+            torch.manual_seed(0)
+            model = Tower()
+            optimizer = Own(model.parameters(), lr=1e-2, eps=1e-4)
+            norms = []
+            with fit(Workload(model, optimizer), plan) as session:
+                for step in range(4):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(pairs(step)[0]), pairs(step)[1]).backward()
+                    optimizer.fails = step == 2
+                    try:
+                        norms.append(optimizer.step())
+                    except ValueError:
+                        session.loop_was_left()
+            return norms, optimizer, model
+
+        (norms, optimizer, model), (expected_norms, expected, plain) = run(plan), run("")
+        is_lossy = "bf16" in plan
+        assert deviation(norms, expected_norms) <= (0.05 if is_lossy else 0)
+        assert optimizer.steps == expected.steps == 4
+        weights = zip(model.parameters(), plain.parameters(), strict=True)
+        assert all(torch.allclose(*pair, atol=0.01) if is_lossy else torch.equal(*pair) for pair in weights)
+        assert [int(state["step"]) for state in optimizer.state.values()] == [4] * len(optimizer.state)
 
     def test_a_recurrent_model(self) -> None:
         """Recurrent layers keep a second list of their weights; it must be the same one afterwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import signal
 import weakref
@@ -439,6 +440,10 @@ def accumulated(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     loss_of(model, step).backward()
 
 
+def differentiated(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    torch.autograd.grad(loss_of(model, step), next(model.parameters()))
+
+
 CLIPS = (
     "gradients: the loop clips gradients by the norm of all of them, which is not known before the backward pass is "
     "over{}; leave the clipping out (Trainer: max_grad_norm=0), or leave --release-grads out"
@@ -453,6 +458,7 @@ REFUSED: dict[Any, str] = {
     looked_at: USES.format(where=" (in <genexpr>)"),
     written_to: USES.format(where=" (in written_to)"),
     skipped: "gradients: the loop drops gradients after backward() without a step{}; leave --release-grads out",
+    differentiated: "gradients: the loop calls autograd.grad() between backward() and optimizer.step(){}; leave --release-grads out",
     rescheduled: (
         "gradients: the loop changes the optimizer's settings (its learning rate?) between backward() and step(){}; "
         "change them before backward() or after step()"
@@ -529,6 +535,26 @@ def test_gradients_may_be_zeroed_wherever_loops_do_it(order: str) -> None:
                 for parameter in model.parameters():
                     parameter.grad = None
     assert seen.completed > 0
+
+
+def test_a_loop_that_calls_parts_of_the_model_keeps_its_gradients() -> None:
+    """Nothing of such a loop is watched, and it may clip."""
+    model = mlp()
+    expected = copy.deepcopy(model)
+
+    def train(parts: nn.Module) -> None:
+        optimizer = torch.optim.AdamW(parts.parameters(), lr=1e-3)
+        with fit(Workload(parts, optimizer), "--release-grads" if parts is model else "") as session:
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(nn.Sequential(*parts.children()), step).backward()
+                clipped(parts, optimizer, step)
+                optimizer.step()
+            assert "--release-grads had no effect" in str(session.passed_by) or parts is not model
+
+    train(model)
+    train(expected)
+    assert all(map(torch.equal, expected.parameters(), model.parameters()))
 
 
 def test_a_closure_is_refused() -> None:

@@ -68,7 +68,7 @@ class OffloadOptimizer(Technique):
         ),
     )
     changes_state = True
-    is_of_optimizer = True
+    is_of_optimizer = works_on_updates = True
     state_per_step = True
 
     def __init__(self, plan: Plan) -> None:
