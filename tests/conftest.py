@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # a thread, for nothing
@@ -30,6 +31,11 @@ from tests.helpers import tiers  # noqa: E402
 from tests.helpers.fingerprint import differing, global_state  # noqa: E402
 
 torch.set_num_threads(1)
+# the same examples in every run, however busy the machine; MEMLAB_LONG=1 looks for others
+settings.register_profile(
+    "memlab", deadline=None, derandomize=not os.environ.get("MEMLAB_LONG"), suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("memlab")
 # who started the tests may have Ctrl-C ignored (a shell's background job) or blocked (some runners of CI), and what is
 # started from here inherits that: tests that press it would wait for it in vain
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -118,7 +118,7 @@ def check_sums(values: dict[str, int]) -> None:
 
 @EVERY
 @given(steps=STEPS, capacity=CAPACITIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_program(text: str, steps: list[object], capacity: int | None) -> None:
     simulated = Allocator(Settings.parse(text), capacity)
     live = run(simulated, steps)
@@ -134,7 +134,7 @@ def test_any_program(text: str, steps: list[object], capacity: int | None) -> No
 
 @EVERY
 @given(steps=STEPS, capacity=CAPACITIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_history_tells_the_whole_story(text: str, steps: list[object], capacity: int | None) -> None:
     """Bytes added up from the entries alone are what the statistics say, and the most of them is the peak."""
     simulated = Allocator(Settings.parse(text), capacity, history=True)
@@ -155,7 +155,7 @@ def test_the_history_tells_the_whole_story(text: str, steps: list[object], capac
 
 
 @given(steps=STEPS, size=SIZES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_best_fit_is_found(steps: list[object], size: int) -> None:
     """What a search through all blocks finds is what the ordered lists find."""
     simulated = Allocator()
@@ -175,7 +175,7 @@ def test_the_best_fit_is_found(steps: list[object], size: int) -> None:
 
 @EVERY
 @given(steps=STEPS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_same_program_gives_the_same_numbers(text: str, steps: list[object]) -> None:
     first, second = (Allocator(Settings.parse(text), 150 * MIB) for _ in range(2))
     run(first, steps)

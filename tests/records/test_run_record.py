@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memlab.errors import MemlabError
@@ -182,7 +182,6 @@ def test_a_file_that_was_cut_off() -> None:
     assert message(cut).endswith(": copy the whole file again, or record it again")
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3000))
 def test_wherever_a_file_is_cut_off_the_message_is_one_line(length: int) -> None:
     message(full().to_json()[:length])
@@ -261,7 +260,6 @@ junk = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.data(), junk)
 def test_whatever_stands_in_a_field_is_read_or_refused_in_one_line(data: st.DataObject, value: object) -> None:
     root = loaded()

@@ -92,7 +92,7 @@ def moves(plan: st.SearchStrategy[str]) -> st.SearchStrategy[list[Move]]:
 
 def sequences(short: int, long: int) -> settings:
     slow = [HealthCheck.too_slow]
-    return settings(max_examples=long if IS_LONG else short, deadline=None, suppress_health_check=slow)
+    return settings(max_examples=long if IS_LONG else short, suppress_health_check=slow)
 
 
 pytestmark = pytest.mark.timeout(7200 if IS_LONG else 300)
