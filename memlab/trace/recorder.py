@@ -7,7 +7,10 @@ Rules beyond those of the ledger:
 2. A fake has no value. Asked for one outside of the model (by an optimizer, a technique, a loop), the answer is
    the one that means "nothing special": True, or 1. Asked by the model itself, the step cannot be predicted: the
    answer would decide what it computes.
-3. An operator that reaches a live tensor of floats is refused: the twin must never touch what it was made from.
+3. Where the engine of autograd adds two gradients of one tensor, it writes the sum over the first if nobody else holds
+   it (torch/csrc/autograd/input_buffer.cpp), but not while a mode watches. For a GPU, whose allocator is not watched so,
+   it is booked as if it did.
+4. An operator that reaches a live tensor of floats is refused: the twin must never touch what it was made from.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ _VALUES = frozenset(
 )
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 _DEVICE = torch.ops.prim.device.default
+_ADD = _aten.add.Tensor
 _COST = "cost"
 _makes_from_nothing: dict[Any, bool] = {}
 
@@ -111,6 +115,9 @@ class Recorder(Ledger):
         self._price_of = price
         self._live_storages = {tensor.untyped_storage()._cdata for tensor in live if tensor.is_floating_point()}
         self._hidden_bytes = hidden_bytes
+        # births and deaths up to a sum of gradients, what it was written over, the sum
+        self._sum: tuple[int, int, Any] = (0, 0, None)
+        self._node = self._before_node = 0  # which function's backward runs; number of the last storage before it
 
     @property
     def events(self) -> int:
@@ -163,9 +170,35 @@ class Recorder(Ledger):
             except _UNKNOWN as error:
                 raise self._untraceable(func) from error
             if recipe is None or not recipe.bears_nothing:
+                in_backward = self._hidden_bytes is not None and torch._C._current_graph_task_id() != -1
+                if in_backward:
+                    self._note_node()
                 self._book(func, out)
+                if in_backward and func is _ADD:
+                    self._note_sum(args[0], out)
             self._price(recipe, func, args, kwargs, out)
         return out
+
+    def _note_node(self) -> None:
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        if number != self._node:
+            self._node, self._before_node = number, self._born
+
+    def _note_sum(self, first: torch.Tensor, out: torch.Tensor) -> None:
+        old, new = (self._live.get(tensor.untyped_storage()._cdata) for tensor in (first, out))
+        # one that was there before this function's backward came out of another's: the engine adds, and no formula
+        if old is not None and new is not None and old.number <= self._before_node and old.size_bytes == new.size_bytes:
+            self._sum = (len(self._events), old.number, new)
+
+    def _died(self, alive: Any) -> None:
+        events, number, new = self._sum
+        if (events, number) != (len(self._events), alive.number) or self._live.pop(alive.key, None) is None:
+            super()._died(alive)
+            return
+        self._events.pop()  # the birth of the sum
+        self.live_bytes -= alive.size_bytes
+        new.number = number
 
     def _on_real(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """An operator without a fake among its arguments: a factory, or one on integers."""

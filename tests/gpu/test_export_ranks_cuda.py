@@ -1,4 +1,4 @@
-"""Exported programs and files on two GPUs. Not run yet: no machine with two was at hand."""
+"""Exported programs and files on two GPUs; run on emulated ones so far."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ _NAMES = sorted(path.stem for path in NOTEBOOKS.glob("source/*.md"))
 _OF_TWO = "09_beyond_one_gpu"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs(gpu=1 + (name == _OF_TWO))) for name in _NAMES])
 def test_it_runs_to_its_end(name: str) -> None:
     builder = build()

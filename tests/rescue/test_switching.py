@@ -25,7 +25,7 @@ from memlab.session import Session
 from memlab.session.snapshot import Snapshot
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.helpers.switch_faults import NoMemory, happening
-from tests.loops.cases import CASES
+from tests.loops.cases import CASES, Case
 from tests.loops.running import deviation, plain_loop, untouched
 from tests.loops.tolerances import LOSS, LOSSY
 
@@ -68,18 +68,21 @@ class Move:
         return nullcontext()
 
 
-def plans(lossy: tuple[str, ...] = ("",)) -> st.SearchStrategy[str]:
+def plans(
+    lossy: tuple[str, ...] = ("",),
+    offloads: tuple[str, ...] = ("", "optimizer", "activations", "activations,optimizer"),
+) -> st.SearchStrategy[str]:
     parts = st.tuples(
         st.sampled_from(["", "--accumulate 2", "--accumulate 4"]),
         st.sampled_from(["", "--checkpoint", "--checkpoint every:2", "--checkpoint selective"]),
-        st.sampled_from(["", "--offload optimizer", "--offload activations", "--offload activations,optimizer"]),
+        st.sampled_from([f"--offload {what}" if what else "" for what in offloads]),
         st.sampled_from(["", "--chunk-loss"]),
         st.sampled_from(lossy),
     )
     return parts.map(lambda flags: " ".join(filter(None, flags)))
 
 
-def moves(plan: st.SearchStrategy[str]) -> st.SearchStrategy[list[Move]]:
+def moves(plan: st.SearchStrategy[str], most: int = MOST_SWITCHES) -> st.SearchStrategy[list[Move]]:
     one = st.builds(
         Move,
         plan,
@@ -87,7 +90,7 @@ def moves(plan: st.SearchStrategy[str]) -> st.SearchStrategy[list[Move]]:
         st.sampled_from(["none", "none", "memory", "memory once", "error", "interrupt"]),
         st.integers(1, 60),
     )
-    return st.lists(one, min_size=1, max_size=MOST_SWITCHES)
+    return st.lists(one, min_size=1, max_size=most)
 
 
 def sequences(short: int, long: int) -> settings:
@@ -121,9 +124,8 @@ def pythons_own_handler() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def run(name: str, sequence: list[Move]) -> tuple[list[float], Session]:
+def run(case: Case, sequence: list[Move]) -> tuple[list[float], Session]:
     """Train through a sequence of switches; afterwards everything structural is as before."""
-    case = CASES[name]
     model = case.model()
     optimizer = case.optimizer(model)
     workload = Workload(model, optimizer)
@@ -165,7 +167,7 @@ def lossless(plan: str) -> bool:
 @sequences(40, 1000)
 @given(moves(plans()), st.sampled_from(["gpt2", "tied", "tied-criterion"]))
 def test_exact_plans_change_nothing(sequence: list[Move], name: str) -> None:
-    losses, _ = run(name, sequence)
+    losses, _ = run(CASES[name], sequence)
     assert deviation(losses, untouched(name, plain_loop, STEPS)[: len(losses)]) <= LOSS
 
 
@@ -173,7 +175,7 @@ def test_exact_plans_change_nothing(sequence: list[Move], name: str) -> None:
 @sequences(15, 300)
 @given(moves(plans(("", *_STATED))), st.sampled_from(_LOSSY_CASES))
 def test_lossy_plans_stay_within_their_tolerance(sequence: list[Move], name: str) -> None:
-    losses, _ = run(name, sequence)
+    losses, _ = run(CASES[name], sequence)
     reference = untouched(name, plain_loop, STEPS)[: len(losses)]
     largest = max(LOSSY[plan][name] for plan in _STATED)
     assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) <= largest * reference[0]
@@ -182,7 +184,9 @@ def test_lossy_plans_stay_within_their_tolerance(sequence: list[Move], name: str
 @sequences(15, 300)
 @given(moves(plans(("", "--fp16", "--optim sgd", "--optim adafactor", "--adam8bit --fp16"))), st.just("gpt2"))
 def test_any_plans_train_and_come_off(sequence: list[Move], name: str) -> None:
-    losses, _ = run(name, [move for move in sequence if not _excluded(move.plan)] or [Move("", "before", "none", 1)])
+    losses, _ = run(
+        CASES[name], [move for move in sequence if not _excluded(move.plan)] or [Move("", "before", "none", 1)]
+    )
     assert all(map(math.isfinite, losses))
 
 

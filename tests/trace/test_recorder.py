@@ -238,3 +238,22 @@ def test_nothing_is_seen_or_refused_while_it_does_not_watch(mode: FakeTensorMode
 )
 def test_factories_are_known_by_their_schema(func: Any, expected: bool) -> None:
     assert makes_from_nothing(func) is expected
+
+
+def test_on_a_gpu_autograd_adds_to_a_gradient_that_nobody_else_holds(mode: FakeTensorMode) -> None:
+    births = []
+    for hidden_bytes in (None, lambda *_: ()):
+        recorder = Recorder(FastFakes(mode), work_of, hidden_bytes=hidden_bytes)
+        recorder.begin([])
+        inputs = fake(mode, 8, 8).requires_grad_()
+        with recorder:
+            hidden = inputs.sin()
+            twice = hidden.cos() + hidden.cos()  # a sum of the forward pass
+            (twice + hidden.exp()).sum().backward()
+        del hidden, twice, inputs
+        events = sizes(recorder)
+        assert sum(events) == recorder.live_bytes == 0
+        births.append(events.count(256))
+        recorder.close()
+    # three gradients of one tensor are added
+    assert births[0] - births[1] == 2
