@@ -357,9 +357,8 @@ class Start:
 
     def __init__(self, model: nn.Module, device: torch.device, objects: Iterable[Any] | None = ()) -> None:
         self._model, self._device, self._objects = model, device, objects
-        self.random = RandomState(device)
         self._state = None if objects is None else State(model.modules(), objects, _written, device, MOST_CONTAINERS)
-        self._host = Randomness(device)
+        self._random = Randomness(device) if self._state is None else self._state.random
         self._buffers = [
             (module, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)
             for module in model.modules()
@@ -370,6 +369,11 @@ class Start:
     def _is_in_state(self, buffer: torch.Tensor) -> bool:
         is_small = buffer.numel() * buffer.element_size() <= SMALL_BYTES
         return self._state is not None and is_small and type(buffer) is torch.Tensor
+
+    @property
+    def random(self) -> RandomState:
+        """Random state of torch."""
+        return self._random.torch
 
     def now(self) -> Start:
         """The same things as they are at this moment."""
@@ -391,7 +395,8 @@ class Start:
         """Put all of it back."""
         if self._state is not None:
             self._state.restore()
-        self._host.restore()
+        else:
+            self._random.restore()
         for module, name, buffer, copy, _ in self._buffers:
             module._buffers[name] = buffer
             if copy is not None:

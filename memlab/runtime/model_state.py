@@ -138,6 +138,9 @@ class State(Walk):
         written: tensors known to be written to.
         device: whose random numbers are drawn, beside the CPU's.
         most_containers: how many are looked into.
+
+    Attributes:
+        random: states of all generators.
     """
 
     attributes_left_alone = _OF_EVERY_MODULE
@@ -166,7 +169,7 @@ class State(Walk):
         self._tensors_kept = list(self._tensors.values())
         self._tensors.clear()
         self._seen.clear()
-        self._random = Randomness(device, self._generators)
+        self.random = Randomness(device, self._generators)
 
     @property
     def tensors(self) -> Sequence[KeptTensor]:
@@ -182,12 +185,12 @@ class State(Walk):
         """
         repetition = Repetition()
         now = [content.taken_again() for content in self._contents]
-        random_now = self._random.taken_again()
+        random_now = self.random.taken_again()
         stand_ins = {kept: kept.as_it_was(with_graph=with_graphs) for kept in self._tensors_kept}
         try:
             for content in self._contents:
                 content.put_back(stand_ins)
-            self._random.restore()
+            self.random.restore()
             yield repetition
         finally:
             if repetition.counts:
@@ -204,7 +207,7 @@ class State(Walk):
             content.put_back(originals)
         for kept in self._tensors_kept:
             kept.write_back()
-        self._random.restore()
+        self.random.restore()
 
     def learn(self) -> None:
         """Note which tensors have been written to since, so that the next state keeps copies of them."""

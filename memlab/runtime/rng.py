@@ -22,12 +22,15 @@ class Randomness:
     Args:
         device: on which the model is run.
         generators: of its own, see `is_generator`.
+
+    Attributes:
+        torch: states of torch's generators, that of the device and that of the CPU.
     """
 
     def __init__(self, device: torch.device, generators: Iterable[Any] = ()) -> None:
         self._device = device
         self._generators = list(generators)
-        self._torch = RandomState(device)
+        self.torch = RandomState(device)
         # each with what puts its state back
         self._own = [(g, g.get_state()) for g in self._generators if isinstance(g, torch.Generator)]
         self._host = [
@@ -50,7 +53,7 @@ class Randomness:
         Args:
             host: those of Python and NumPy as well.
         """
-        self._torch.restore()
+        self.torch.restore()
         for generator, state in self._own:
             generator.set_state(state)
         if host:
