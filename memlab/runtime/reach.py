@@ -5,7 +5,7 @@ Rules:
 1. From a module it leads to its attributes and buffers, and by its class's own code to attributes of the class, cells of closures
    and globals which that code names; hooks and functions are followed as well. Lists, dictionaries, sets and plain objects are
    looked into, to a depth.
-2. Objects of torch's and memlab's own machinery are left alone, and so is code of well-known libraries: they keep what they count
+2. Objects of torch's, DeepSpeed's and memlab's own machinery are left alone, and so is code of well-known libraries: they keep what they count
    in modules.
 3. Every container is met once.
 """
@@ -34,7 +34,8 @@ PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.d
 _PLAIN_TYPES = frozenset(PLAIN)
 _DEPTH = 4
 _MOST_ITEMS = 256  # of a container that is looked into
-_MACHINERY = ("torch", "memlab", "builtins")
+# objects of an engine hold gathered parameters for a moment only
+_MACHINERY = ("torch", "memlab", "deepspeed", "builtins")
 LIBRARIES = (*_MACHINERY, "transformers", "accelerate", "peft", "lightning", "numpy", "torchvision")
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

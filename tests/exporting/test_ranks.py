@@ -82,7 +82,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from tests.test_export_ranks import namespace_of, ragged
+from tests.exporting.test_ranks import namespace_of, ragged
 
 dist.init_process_group("gloo")
 for path in sorted(Path().glob("program*.py")):
@@ -153,7 +153,7 @@ import torch
 from accelerate import Accelerator
 from memlab.exporting import export
 from tests.helpers.cpu_ranks import take_the_cpu_for_a_gpu, without_compiling
-from tests.test_export_ranks import RATE, namespace_of
+from tests.exporting.test_ranks import RATE, namespace_of
 
 take_the_cpu_for_a_gpu()
 if "DeepSpeed" in sys.argv:
@@ -201,7 +201,7 @@ import torch
 from transformers import Trainer
 from memlab.exporting import export
 from tests.helpers.cpu_ranks import take_the_cpu_for_a_gpu, without_compiling
-from tests.test_export_ranks import RATE, namespace_of
+from tests.exporting.test_ranks import RATE, namespace_of
 
 take_the_cpu_for_a_gpu()
 without_compiling()
