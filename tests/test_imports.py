@@ -94,12 +94,19 @@ def test_the_core_stands_without_its_guests(tmp_path: Path) -> None:
     shutil.copytree(ROOT, tmp_path / "memlab", ignore=bare)
     shutil.copytree(ROOT.parent / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT.parent / "pyproject.toml", tmp_path)
+    # an editable installation would bring the folders back
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in getattr(f, '__module__', '')]\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    asked = f"import importlib.util as u; assert not any(u.find_spec('memlab.' + name) for name in {GUESTS})"
+    subprocess.run([sys.executable, "-c", asked], cwd=tmp_path, env=environment, check=True)
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *OF_THE_CORE],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env=environment,
     )
     assert result.returncode == 0, result.stdout[-3000:]
 

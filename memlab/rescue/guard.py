@@ -37,7 +37,7 @@ from memlab.runtime.aliases import Aliases, RandomState
 from memlab.runtime.autocast import AutocastState
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import real
-from memlab.runtime.model_state import MOST_CONTAINERS, State, Written
+from memlab.runtime.model_state import State, Written
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.rng import Randomness
 
@@ -357,7 +357,7 @@ class Start:
 
     def __init__(self, model: nn.Module, device: torch.device, objects: Iterable[Any] | None = ()) -> None:
         self._model, self._device, self._objects = model, device, objects
-        self._state = None if objects is None else State(model.modules(), objects, _written, device, MOST_CONTAINERS)
+        self._state = None if objects is None else State.of_model(model, device, objects, _written)
         self._random = Randomness(device) if self._state is None else self._state.random
         self._buffers = [
             (module, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)

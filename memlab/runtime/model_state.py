@@ -30,9 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.runtime.reach import ABSENT, SMALL_BYTES, Walk, attributes_of_class, content_of
 from memlab.runtime.rng import Randomness
 
-# looked into, of a whole model and of a part that is run at every step
-MOST_CONTAINERS = 20_000
-_OF_A_PART = 300
+# containers that are looked into
+_OF_A_MODEL, _OF_A_PART = 20_000, 300
 _StandIns = dict["KeptTensor", torch.Tensor]
 # what every module has; `training` is state, as a loop may switch modes between forward and backward
 _OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "__getstate__", "_compiled_call_impl"}
@@ -170,6 +169,13 @@ class State(Walk):
         self._tensors.clear()
         self._seen.clear()
         self.random = Randomness(device, self._generators)
+
+    @classmethod
+    def of_model(
+        cls, model: nn.Module, device: torch.device, objects: Iterable[Any] = (), written: Written | None = None
+    ) -> State:
+        """Return the state of a whole model, which is looked into further than a part that is run at every step."""
+        return cls(model.modules(), objects, Written() if written is None else written, device, _OF_A_MODEL)
 
     @property
     def tensors(self) -> Sequence[KeptTensor]:

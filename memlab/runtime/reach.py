@@ -138,13 +138,9 @@ class Walk(ABC):
         elif isinstance(value, (list, deque)):
             if self._is_new(value):
                 self.met_sequence(value, name)
-                self._items(
-                    [*enumerate(value)] if len(value) <= _MOST_ITEMS else (), lambda place: f"{name}[{place}]", depth
-                )
+                self._places(value, name, depth)
         elif isinstance(value, tuple):
-            self._items(
-                [*enumerate(value)] if len(value) <= _MOST_ITEMS else (), lambda place: f"{name}[{place}]", depth
-            )
+            self._places(value, name, depth)
         elif isinstance(value, set):
             if self._is_new(value):
                 self.met_set(value, name)
@@ -173,6 +169,10 @@ class Walk(ABC):
         if len(items) <= _MOST_ITEMS:
             for key, value in [each for each in items if type(each[1]) not in _PLAIN_TYPES and each[0] not in skipped]:
                 self.look_at(value, name(key), depth + 1)
+
+    def _places(self, values: Collection[Any], name: str, depth: int) -> None:
+        few = values if len(values) <= _MOST_ITEMS else ()
+        self._items([*enumerate(few)], lambda place: f"{name}[{place}]", depth)
 
     def _class(self, kind: type) -> None:
         members = [(name, member) for name, member in vars(kind).items() if isinstance(member, types.FunctionType)]

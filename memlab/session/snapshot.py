@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memlab.plan import Tier
-from memlab.runtime.model_state import MOST_CONTAINERS, State, Written
+from memlab.runtime.model_state import State
 from memlab.runtime.workload import Workload
 from memlab.techniques.offload.spill import Spill, resolve_tier
 
@@ -48,7 +48,7 @@ class Snapshot:
         self._training = {name: module.training for name, module in workload.model.named_modules()}
         self._random = random_states(workload.device)
         # what else training changes: attributes, globals, generators of the model's own
-        self._reached = State(workload.model.modules(), (), Written(), workload.device, MOST_CONTAINERS)
+        self._reached = State.of_model(workload.model, workload.device)
 
     def restore(self) -> None:
         """Put everything back into the live objects, keeping their tensors where they fit."""

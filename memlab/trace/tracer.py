@@ -28,7 +28,7 @@ from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.plan import Plan
 from memlab.records import Category, Phase
 from memlab.runtime.lazy import LazyTensor
-from memlab.runtime.model_state import MOST_CONTAINERS, State, Written
+from memlab.runtime.model_state import State
 from memlab.runtime.modules import accepts_use_cache, without_cache
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Batch, Workload
@@ -375,7 +375,7 @@ class Tracer:
         recorder = Recorder(self._fakes, work_of, live_tensors(self._live), self._choices.hidden_bytes)
         before = _GradientsBefore(self._live)
         # globals, closures and classes that the twin's forward reaches are the user's
-        reached = State(model.modules(), (), Written(), torch.device("cpu"), MOST_CONTAINERS)
+        reached = State.of_model(model, torch.device("cpu"))
         try:
             with (
                 _undisturbed(),

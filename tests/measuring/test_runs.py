@@ -18,6 +18,7 @@ from memlab.measuring.runs import training_step
 from memlab.records import Category
 from memlab.report import tables, text
 from memlab.session.snapshot import Snapshot
+from tests.helpers.chatty import changed, chatty
 from tests.techniques.models import Regressor, gpt2, ragged_batch, regression_batch, workload
 
 PLANS = ["--accumulate 4", "--checkpoint", "--adam8bit", "--precision pure-bf16", "--offload optimizer,activations"]
@@ -114,31 +115,10 @@ def test_no_steps_is_an_error(load: Workload) -> None:
     assert str(caught.value) == "steps=0: at least one step must be timed"
 
 
-SEEN: list[Any] = []
-
-
-class Noting(nn.Module):
-    """A model whose forward keeps things in a global, in a closure and in itself."""
-
-    def __init__(self, held: list[Any]) -> None:
-        super().__init__()
-        self.inner, self.calls = nn.Linear(4, 1), 0
-        self.note = lambda value: held.append(value)
-        self.generator = torch.Generator()
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        SEEN.append(inputs)
-        self.note(inputs)
-        return (self.inner(inputs) + torch.randn(1, generator=self.generator)).mean()
-
-
 @pytest.mark.parametrize("run", [memlab.predict, memlab.measure])
 def test_what_a_forward_keeps_elsewhere_is_as_before(run: Callable[..., Any]) -> None:
-    SEEN.clear()
-    held: list[Any] = []
-    model = Noting(held)
-    state = model.generator.get_state()
-    run(Workload(model, torch.optim.SGD(model.parameters()), (torch.ones(2, 4),)), "")
-    assert (SEEN, held, model.calls) == ([], [], 0)
-    assert torch.equal(model.generator.get_state(), state)
+    model, seen = chatty(2)
+    before = changed(model, seen)
+    optimizer = torch.optim.SGD(model.parameters())
+    run(Workload(model, optimizer, (torch.ones(2, 16), torch.zeros(2, 16)), nn.functional.mse_loss), "")
+    assert changed(model, seen) == before

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from memlab import Workload, fit
 from memlab.rescue.rescuer import Rescuer
+from tests.helpers.chatty import changed, chatty
 from tests.rescue.faults import (
     FAMILIES,
     LONG,
@@ -162,34 +160,9 @@ def test_a_device_that_is_too_small(share: float) -> None:
     assert differences(found, expected, _EXACT["gpt2"]) == []
 
 
-LOG: list[int] = []
-
-
-class Counting(nn.Module):
-    """A block that changes a global, attributes and a buffer, and draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-        self.calls, self.sizes = 0, np.zeros(1)
-        self.seen: list[int] = []
-        self.register_buffer("count", torch.zeros(()))
-        self.generator = torch.Generator()
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        LOG.append(1)
-        self.calls += 1
-        self.sizes += 1
-        self.seen.append(self.calls)
-        self.count += 1
-        return torch.relu(self.inner(hidden)) + 0.1 * torch.randn(hidden.shape, generator=self.generator)
-
-
 def test_what_a_forward_changes_is_changed_once() -> None:
     def trained(at: tuple[int, ...]) -> tuple[int, object]:
-        LOG.clear()
-        torch.manual_seed(0)
-        model = nn.Sequential(Counting(), Counting(), nn.Linear(16, 1))
+        model, seen = chatty(2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         batch, faults = torch.ones(8, 16), Faults(at)
         with fit(Workload(model, optimizer), "") as session:
@@ -199,9 +172,7 @@ def test_what_a_forward_changes_is_changed_once() -> None:
                     model(batch).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        first: Any = model[0]
-        weights = [parameter.tolist() for parameter in model.parameters()]
-        return faults.count, (len(LOG), first.calls, first.sizes.tolist(), first.seen, first.count.item(), weights)
+        return faults.count, changed(model, seen)
 
     count, untouched = trained(())
     assert count > 12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,6 +10,7 @@ from torch import nn
 from memlab import RefusalError, Workload, fit, measure
 from memlab.records import Category
 from memlab.runtime.modules import repeated_blocks
+from tests.helpers.chatty import changed, chatty
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
 PLANS = ["--checkpoint", "--checkpoint every:2", "--checkpoint selective"]
@@ -154,54 +154,16 @@ def test_a_model_that_checkpoints_itself_is_refused() -> None:
         fit(workload(model), "--checkpoint")
 
 
-LOG: list[tuple[int, ...]] = []
-CALLS = 0
-GENERATOR = torch.Generator()
-
-
-def _noted(hidden: torch.Tensor) -> torch.Tensor:
-    """A helper of a forward: what it changes belongs to nobody's module."""
-    global CALLS
-    CALLS += 1
-    LOG.append(tuple(hidden.shape))
-    return hidden + 0.1 * torch.randn(hidden.shape, generator=GENERATOR)
-
-
-class Chatty(nn.Module):
-    """A block whose forward changes what no module holds."""
-
-    calls = 0
-
-    def __init__(self, seen: list[int]) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-        self.totals = np.zeros(2)
-        self._note = lambda: seen.append(len(seen))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        Chatty.calls += 1
-        self._note()
-        self.totals += 1
-        return torch.tanh(self.inner(_noted(hidden)))
-
-
 @pytest.mark.parametrize("flags", ["--checkpoint", "--checkpoint --offload activations"])
 def test_what_a_forward_changes_anywhere_is_changed_once(flags: str) -> None:
     def trained(flags: str) -> tuple[object, ...]:
-        global CALLS
-        CALLS, Chatty.calls = 0, 0
-        LOG.clear()
-        GENERATOR.manual_seed(1)
-        torch.manual_seed(0)
-        seen: list[int] = []
-        model = nn.Sequential(*(Chatty(seen) for _ in range(3)))
+        model, seen = chatty(3)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with fit(Workload(model, optimizer), flags):
             for _ in range(2):
                 model(torch.ones(4, 16)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        weights = [parameter.tolist() for parameter in model.parameters()]
-        return CALLS, Chatty.calls, [*LOG], seen, model[0].totals.tolist(), weights  # type: ignore[union-attr]
+        return changed(model, seen)
 
     assert trained(flags) == trained("")
