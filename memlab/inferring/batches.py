@@ -11,8 +11,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 from memlab.errors import BudgetError, WorkloadError
-from memlab.measuring.batches import samples_of
-from memlab.measuring.ledger import tensors_in
 from memlab.records.inference import BatchAdvice, InferenceRecord, advice_from
 from memlab.runtime.workload import Batch
 from memlab.units import format_bytes
@@ -54,12 +52,12 @@ class Call:
     @property
     def rows(self) -> int:
         """Rows of the batch."""
-        return samples_of(self.batch)
+        return self.batch.rows
 
     @property
     def elements(self) -> int:
         """Elements of all tensors."""
-        return elements_of(self.batch)
+        return self.batch.elements
 
     def with_rows(self, rows: int) -> Batch:
         """The same arguments with so many rows, made by repeating rows of every tensor that has as many as the batch."""
@@ -82,11 +80,6 @@ class Call:
         """Random state as it was, afterwards."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             yield
-
-
-def elements_of(batch: Batch) -> int:
-    """Elements of all tensors of a batch."""
-    return sum(tensor.numel() for tensor in tensors_in((batch.args, batch.kwargs)))
 
 
 def proven(first: BatchAdvice, record: InferenceRecord, peak_of: Callable[[int], int | None]) -> BatchAdvice:

@@ -21,13 +21,13 @@ import torch
 
 from memlab.inferring import cache
 from memlab.inferring.cache import CacheShape
-from memlab.measuring.batches import samples_of
 from memlab.measuring.device import Device, Mark
 from memlab.measuring.holdings import inputs_of
-from memlab.measuring.ledger import Holding, tensors_in
+from memlab.measuring.ledger import Holding
 from memlab.measuring.observation import Observation
 from memlab.records import Category, Phase
 from memlab.records.inference import CacheUse, CallKind, CallRecord, InferenceRecord
+from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Batch
 
 _MOST_CALLS = 10_000
@@ -232,7 +232,7 @@ class CallMeter:
 
     def _begin(self, batch: Batch, *, is_generate: bool) -> None:
         self.device.reset_peaks()
-        run = _Run(self.device.mark(), samples_of(batch), _fed(batch), False, is_generate)
+        run = _Run(self.device.mark(), batch.rows, _fed(batch), False, is_generate)
         run.observed = self._needs_ledger and (self.device.observes_every_step or self._is_larger(run))
         live_bytes = self.device.peaks(None)[0]
         if live_bytes is not None:
@@ -332,7 +332,7 @@ class CallMeter:
 
 def _varying(batch: Batch) -> list[torch.Tensor]:
     """Inputs and caches: what grows with the rows."""
-    return [*tensors_in((batch.args, batch.kwargs)), *cache.tensors_of(cache.caches_in(batch.kwargs))]
+    return [*batch.tensors, *cache.tensors_of(cache.caches_in(batch.kwargs))]
 
 
 def _fed(batch: Batch) -> int:

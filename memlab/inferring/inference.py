@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from memlab.errors import PlanError, RefusalError, SessionError, TraceError, WorkloadError
-from memlab.inferring.batches import Call, elements_of, proven
+from memlab.inferring.batches import Call, proven
 from memlab.inferring.cache import caches_in, shape_of
 from memlab.inferring.calls import CallMeter
 from memlab.inferring.weights import HalfWeights
@@ -280,7 +280,7 @@ class Inference:
         """Note the largest calls: they may be made again."""
         if caches_in(batch.kwargs) or not self._is_mine():
             return
-        elements = elements_of(batch)
+        elements = batch.elements
         is_larger = kind not in self._largest or elements > self._largest[kind].elements
         is_larger_graph = was_on and (self._with_graph is None or elements > self._with_graph.elements)
         if is_larger or is_larger_graph:

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -19,9 +18,7 @@ from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
 from memlab.jupyter.history import History
 from memlab.jupyter.parser import CellOptions, PredictOptions
 from memlab.jupyter.predicted_plans import PredictedPlans
-from memlab.measuring.batches import shapes_of, tokens_of
 from memlab.measuring.device import Device
-from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import Workloads, compare
 from memlab.plan import Plan
 from memlab.plan.scale import Scale
@@ -219,14 +216,17 @@ def _predicted(
 
 def _calibration(history: History, workload: Workload) -> Measurement | None:
     """A measurement on such batches, by which predicted times are put right."""
+    from memlab.search.finding import rows_of
+
     measured = history.comparison.measurements if history.comparison is not None else ()
-    usable = (each for each in measured if each.step_seconds and each.samples_per_step == _rows(workload))
+    rows = rows_of(workload)
+    usable = (each for each in measured if each.step_seconds and each.samples_per_step == rows)
     return next((each for each in usable if _is_of_such_batches(each, workload)), None)
 
 
 def _is_of_such_batches(measured: Measurement, workload: Workload) -> bool:
     """Return whether every step had as many tokens as the batch, or a multiple: texts of other lengths need other memory."""
-    tokens = tokens_of(workload.batch) if isinstance(workload.batch, Batch) else 0
+    tokens = workload.batch.tokens if isinstance(workload.batch, Batch) else 0
     return not tokens or measured.tokens_per_step % tokens == 0
 
 
@@ -294,17 +294,6 @@ def snapshot(workload: Workload, options: PredictOptions, plan: Plan, say: Say) 
     return saved
 
 
-def _rows(workload: Workload) -> int | None:
-    """Rows of the batch; None where it has no tensor."""
-    first = next((each for each in _tensors(workload) if each.dim()), None)
-    return None if first is None else int(first.shape[0])
-
-
-def _tensors(workload: Workload) -> Iterator[torch.Tensor]:
-    batch = workload.batch
-    return tensors_in((batch.args, batch.kwargs) if isinstance(batch, Batch) else batch)
-
-
 def _without_device(workloads: Sequence[Workload]) -> str:
     return describe_all(workloads).rpartition(" · ")[0]
 
@@ -324,7 +313,7 @@ def choice(
         from memlab.search import choose_plan
 
         history = history_of(workloads[0])
-        key = (budget_bytes, fixed, options.lossless, *(shapes_of(each.batch) for each in workloads))
+        key = (budget_bytes, fixed, options.lossless, *(Batch.of(each.batch).shapes for each in workloads))
         if key not in history.chosen:
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
             try:

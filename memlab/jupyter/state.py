@@ -14,7 +14,6 @@ from torch import nn
 from memlab.errors import RefusalError
 from memlab.jupyter.history import History
 from memlab.plan import Plan
-from memlab.rescue.guard import rows_of
 from memlab.rescue.ladder import Place, next_plans
 from memlab.rescue.rescuer import NothingFitsError
 from memlab.runtime.workload import Batch, Workload, unwrap_model
@@ -86,7 +85,7 @@ def out_of_memory_advice(
 
 def _next_plan(session: Session, batch: Batch | None, keep: Collection[str]) -> Plan | None:
     """The first plan of the ladder that applies, as a rescue would find it; None without one."""
-    rows = rows_of((batch.args, batch.kwargs)) if batch is not None else 2 * session.plan.accumulation
+    rows = (batch.rows or 1) if batch is not None else 2 * session.plan.accumulation
     has_optimizer = bool(session.workload.optimizers)
     refused: set[Plan] = set()
     while True:

@@ -30,7 +30,6 @@ from memlab.jupyter.live import Progress
 from memlab.live.control import Control
 from memlab.measuring.beside import Beside, Calls, meter_of
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.ledger import tensors_in
 from memlab.measuring.runs import row_of_failure
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
@@ -327,7 +326,8 @@ class CellWatch:
         )
 
     def _title(self, meter: Meter, steps: int) -> str:
-        sizes = shape_of(self._notes.batch)
+        tensors = self._notes.batch.tensors if self._notes.batch is not None else ()
+        sizes = next((tensor.shape for tensor in tensors if tensor.dim()), ())
         batch = [f"batch {' × '.join(map(str, sizes))}"] if sizes else []
         counted = f"{steps} step{'' if steps == 1 else 's'}"
         described = describe_all([each.workload for each in self.sessions])
@@ -385,7 +385,7 @@ class _Largest(Observer):
         self._most_elements = 0
 
     def forward_begins(self, batch: Batch) -> None:
-        elements = _elements(batch)
+        elements = batch.elements
         if elements >= self._most_elements:
             self.batch, self._most_elements = batch, elements
 
@@ -449,26 +449,15 @@ def without_graph(batch: Batch) -> Batch:
     return Batch(args, kwargs)
 
 
-def _elements(batch: Batch) -> int:
-    """Elements of all tensors of a batch."""
-    return sum(tensor.numel() for tensor in tensors_in((batch.args, batch.kwargs)))
-
-
-def shape_of(batch: Batch | None) -> tuple[int, ...]:
-    """Sizes of the first tensor of a batch; empty without one."""
-    tensors = tensors_in((batch.args, batch.kwargs)) if batch is not None else iter(())
-    return tuple(next((tensor.shape for tensor in tensors if tensor.dim()), ()))
-
-
 def _session_for(workload: Workload, plan: Plan | None) -> Session:
     session = session_of(workload.model)
     if session is None:
-        return fit(workload, plan or Plan())
+        return fit(workload.held_weakly(), plan or Plan())
     if _made_anew(workload, session):
         # the old optimizer, and the moments it keeps, must not live on in the session
         kept = session.plan
         session.undo()
-        return fit(workload, kept if plan is None else plan)
+        return fit(workload.held_weakly(), kept if plan is None else plan)
     if plan is not None:
         session.switch(plan, now=True)
     return session

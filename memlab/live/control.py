@@ -32,7 +32,6 @@ from memlab.live.rehearsing import steps_of
 from memlab.live.source import Can
 from memlab.live.stage import AtOnce, Playing, Stage
 from memlab.live.views import Drawn, Views
-from memlab.measuring.batches import samples_of
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import call_of
 from memlab.measuring.steps import Meter
@@ -163,7 +162,7 @@ class Control(Observer):
             capacity_bytes: size the device is to behave as.
             budget_bytes: where the budget line stands at first; None leaves it.
         """
-        self.follow(session_of(workload.model) or fit(workload))
+        self.follow(session_of(workload.model) or fit(workload.held_weakly()))
         self.loss_fn = workload.loss_fn or self.loss_fn
         self.batch = workload.batch if workload.batch is not None else self.batch
         self.capacity_bytes = capacity_bytes or self.capacity_bytes
@@ -475,7 +474,7 @@ class Control(Observer):
             raise MemlabError(f"{self._name} is deleted")
         session = session_of(model)
         if session is None:
-            session = fit(Workload(model, self._live_optimizers(), name=self._name))
+            session = fit(Workload(model, self._live_optimizers(), name=self._name).held_weakly())
         self.follow(session)
         return session
 
@@ -586,7 +585,7 @@ class Control(Observer):
 
     def _measured_on(self, workload: Workload) -> Measurement | None:
         """Return what was measured on batches of the size at hand."""
-        rows = samples_of(call_of(workload))
+        rows = call_of(workload).rows
         known = self.feed.measurements.values()
         return next((each for each in known if each.step_seconds and each.samples_per_step == rows), None)
 

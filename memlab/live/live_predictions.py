@@ -8,11 +8,10 @@ from typing import Any
 
 from memlab.errors import MemlabError
 from memlab.live.effects import settings_beside
-from memlab.measuring.batches import shapes_of
 from memlab.plan import Plan
 from memlab.predicting import predict_each
 from memlab.records import Fit, Measurement, Prediction, fastest
-from memlab.runtime.workload import Workload
+from memlab.runtime.workload import Batch, Workload
 from memlab.search.finding import considered
 from memlab.units import format_bytes
 
@@ -92,7 +91,7 @@ class LivePredictions:
         return Plan.of_label(best.plan)
 
     def _begin(self, workload: Workload, *, is_calibrated: bool) -> None:
-        made_for = (shapes_of(workload.batch), is_calibrated)
+        made_for = (Batch.of(workload.batch).shapes, is_calibrated)
         with self._lock:
             if self._made_for not in (None, made_for):
                 self._predictions.clear()

@@ -66,10 +66,10 @@ class CudaDevice:
         """The end of what is queued now."""
         return EventMark(self.device)
 
-    def keep(self, loss: torch.Tensor) -> torch.Tensor:
-        """A copy of a loss in host memory, readable once a mark made after it has passed."""
+    def keep(self, loss: torch.Tensor) -> torch.Tensor | float:
+        """A copy of a loss in host memory, readable once a mark made after it has passed; on the CPU its value."""
         if not loss.is_cuda:
-            return loss.clone()
+            return float(loss)
         copy = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
         return copy.copy_(loss, non_blocking=True)
 

@@ -43,7 +43,7 @@ class Device(Protocol):
     def mark(self) -> Mark:
         """This moment."""
 
-    def keep(self, loss: torch.Tensor) -> torch.Tensor:
+    def keep(self, loss: torch.Tensor) -> torch.Tensor | float:
         """A copy of a loss, readable without waiting once a mark made after it has passed."""
 
     def reset_peaks(self) -> None:

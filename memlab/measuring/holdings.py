@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from memlab.measuring.ledger import Holding, tensors_in
+from memlab.measuring.ledger import Holding
 from memlab.records import Category
+from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Batch
 
 
@@ -29,4 +30,4 @@ def state_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Holding]:
 
 def inputs_of(batch: Batch) -> Iterator[Holding]:
     """Tensors of a batch: they grow with it and are kept for backward, as activations are."""
-    return ((Category.ACTIVATIONS, tensor) for tensor in tensors_in((batch.args, batch.kwargs)))
+    return ((Category.ACTIVATIONS, tensor) for tensor in batch.tensors)

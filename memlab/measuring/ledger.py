@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from time import perf_counter
@@ -46,6 +46,7 @@ from memlab.measuring.observation import (
 )
 from memlab.records import Category, Phase
 from memlab.runtime.dispatch import WatchingMode, defers
+from memlab.runtime.tree import tensors_in
 from memlab.techniques.offload.spill import is_spilled
 from memlab.units import format_bytes
 
@@ -327,18 +328,6 @@ def _restack(change: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]
     modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
     for mode in change(modes[::-1]):
         _push_mode(mode)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in a nest of mappings, lists and tuples, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def _storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.UntypedStorage]:

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError
@@ -40,6 +40,7 @@ from memlab.runtime.lazy import real
 from memlab.runtime.model_state import State, Written
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.rng import Randomness
+from memlab.runtime.workload import Batch
 
 Run = Callable[..., Any]
 
@@ -125,7 +126,7 @@ class GuardedCall:
     @property
     def rows(self) -> int:
         """Rows of the batch: the first dimension of the first tensor."""
-        return rows_of(self._leaves)
+        return Batch(tuple(self._leaves), {}).rows or 1
 
     def outputs(self) -> Any:
         """Run the call and return what the model returns, attached to the loop's graph by one node.
@@ -402,16 +403,6 @@ class Start:
             if copy is not None:
                 # unnoticed by a graph that has saved it: what a call writes to a buffer, its backward does not read
                 buffer.data.copy_(copy)
-
-
-def rows_of(arguments: Any) -> int:
-    """Rows of a batch: the first dimension of the first tensor among the arguments of a call."""
-    return next((leaf.size(0) for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
-
-
-def elements_of(arguments: Any) -> int:
-    """Elements of all tensors among the arguments of a call."""
-    return sum(leaf.numel() for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor))
 
 
 def _versions(values: Iterable[Any]) -> list[int]:

@@ -120,21 +120,23 @@ class LoopCode(LoopMode):
         ] = []  # what the backward pass under way is through with when the model's part begins
         self._runs_again = False  # a backward pass that keeps its graph for this class's sake, not the loop's
         self._keeps_all = False  # what was saved is needed until the end of it
+        self._remove_callback: Callable[[], None] | None = None  # from those that torch's compiler calls
         self._can_repeat = False  # as long as the model's part has not begun, or all is kept
 
     def begin(self) -> None:
         if has_compiled_code():
             return
         dynamo = sys.modules.get("torch._dynamo.callback")
-        if dynamo is not None and self._step_aside not in dynamo.callback_handler.start_callbacks:
+        if dynamo is not None and self._remove_callback is None:
             dynamo.callback_handler.register_start_callback(self._step_aside)
+            self._remove_callback = functools.partial(dynamo.callback_handler.remove_start_callback, self._step_aside)
         super().begin()
 
     def end(self) -> None:
         super().end()
-        dynamo = sys.modules.get("torch._dynamo.callback")
-        if dynamo is not None and self._step_aside in dynamo.callback_handler.start_callbacks:
-            dynamo.callback_handler.remove_start_callback(self._step_aside)
+        if self._remove_callback is not None:
+            self._remove_callback()
+            self._remove_callback = None
 
     def _step_aside(self, _compiling: Any) -> None:
         super().end()

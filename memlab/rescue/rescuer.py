@@ -36,7 +36,7 @@ from memlab.errors import MemlabError, RefusalError
 from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
 from memlab.rescue.evidence import Evidence
-from memlab.rescue.guard import GuardedCall, Start, _Guarded, elements_of, rows_of
+from memlab.rescue.guard import GuardedCall, Start, _Guarded
 from memlab.rescue.ladder import Place, Rung, next_plans
 from memlab.rescue.loop_code import LoopCode
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
@@ -44,6 +44,7 @@ from memlab.rescue.update import BrokenUpdateError, Update
 from memlab.runtime import optimizer_step
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.out_of_memory import is_out_of_memory, release, requested_bytes
+from memlab.runtime.workload import Batch
 
 if TYPE_CHECKING:
     from memlab.session import Session
@@ -71,6 +72,7 @@ class Rescuer:
     Attributes:
         rescues: what was rescued, in order.
         is_armed: whether the step under way is guarded.
+        is_idle: whether memory cannot run out on this device, so that there is nothing to do.
 
     Example:
         >>> from memlab import Workload, fit
@@ -93,6 +95,7 @@ class Rescuer:
     ) -> None:
         self._evidence = evidence
         self.is_armed = evidence is None  # for the step under way
+        self.is_idle = evidence is not None and not evidence.is_limited
         self.keep = frozenset(keep)
         self.rescues: list[Rescue] = []
         self._is_in_step = False  # an optimizer is running a step of its own, closure and all
@@ -135,11 +138,9 @@ class Rescuer:
         """
         self._loop_code.end()
         self._work_began = perf_counter()
-        if self._evidence is not None and not self._evidence.is_limited:
-            return run(*args, **kwargs)
         if not _can_be_guarded(self._model):
             return run(*args, **kwargs)
-        self.is_armed = self._evidence is None or self._evidence.is_tight(elements_of((args, kwargs)))
+        self.is_armed = self._evidence is None or self._evidence.is_tight(Batch(args, kwargs).elements)
         if not self.is_armed:
             return self._call_unguarded(run, args, kwargs)
         if any(technique.updates_in_backward for technique in self._live_session.techniques):
@@ -171,7 +172,7 @@ class Rescuer:
             shortage = error
         assert self._evidence is not None
         self._evidence.ran_out()
-        self._rows = rows_of((args, kwargs))
+        self._rows = Batch(args, kwargs).rows or 1
         self._make_room(shortage, Place.FORWARD, start.restore)
         return self.call(run, args, kwargs)
 
@@ -181,7 +182,7 @@ class Rescuer:
         if not self._is_open:
             self._is_open = True
             session.note("memory that runs out in a backward pass is not rescued while it updates parameters")
-        self._rows = rows_of((args, kwargs))
+        self._rows = Batch(args, kwargs).rows or 1
         start = Start(self._model, session.workload.device)
         return self._until_it_fits(
             lambda: run(*args, **kwargs), lambda shortage: self._make_room(shortage, Place.FORWARD, start.restore)

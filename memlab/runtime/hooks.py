@@ -64,9 +64,9 @@ class ForwardSeam:
         if not self._takes_over():
             return call(*args, **kwargs)
         if self.further_in is not None:
-            return self.handle(call, args, kwargs)
+            return self._handled(call, args, kwargs)
         if not _has_hooks(model):
-            return self.handle(model.forward, args, kwargs)
+            return self._handled(model.forward, args, kwargs)
         # torch looks `forward` up before the first hook, and calls what it found between the hooks
         with ExitStack() as undo:
             found = _BetweenHooks(self, model.forward, undo.close)
@@ -94,6 +94,9 @@ class ForwardSeam:
         """Have the handler run one call; what the model calls of itself meanwhile is not taken over."""
         if not self._takes_over():
             return original(*args, **kwargs)
+        return self._handled(original, args, kwargs)
+
+    def _handled(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._handler is not None
         thread = threading.get_ident()
         self._calls[thread] = Caller(sys._getframe())

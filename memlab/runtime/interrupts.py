@@ -20,7 +20,7 @@ are not held back.
 
 from __future__ import annotations
 
-import inspect
+import _signal  # type: ignore[import-not-found]
 import signal
 import sys
 import threading
@@ -32,8 +32,8 @@ from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
 
-# the wrapper around it looks handlers up among the signal numbers, which takes longer than all else at a model call
-_getsignal = inspect.unwrap(signal.getsignal)
+# `signal.getsignal` looks handlers up among the signal numbers, which takes longer than all else at a model call
+_getsignal: Callable[[int], Any] = _signal.getsignal
 
 
 class _Layer:

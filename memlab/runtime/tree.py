@@ -73,6 +73,20 @@ class Structure:
 LEAF = Structure()
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Tensors in a nest of mappings, lists and tuples, in order."""
+    found, waiting = [], [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            waiting += value[::-1]
+        elif isinstance(value, Mapping):
+            waiting += [*value.values()][::-1]
+    return found
+
+
 def flatten(value: Any, is_leaf: Callable[[Any], bool] = lambda _value: False) -> tuple[list[Any], Structure]:
     """Leaves of a value in order, and its structure.
 

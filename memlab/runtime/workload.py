@@ -7,11 +7,14 @@ DDP are recognised by the attribute they keep their inner object under, so memla
 from __future__ import annotations
 
 import ast
+import copy
 import gc
 import re
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress, islice
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
@@ -20,6 +23,7 @@ import torch
 from torch import nn
 
 from memlab.errors import WorkloadError
+from memlab.runtime.tree import tensors_in
 
 _Kind = TypeVar("_Kind")
 
@@ -42,6 +46,43 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors of the call, in order."""
+        return tuple(tensors_in((self.args, self.kwargs)))
+
+    @property
+    def rows(self) -> int:
+        """Rows: the first dimension of the first tensor that has one; 0 without any."""
+        return next((tensor.shape[0] for tensor in self.tensors if tensor.dim()), 0)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all tensors."""
+        return sum(tensor.numel() for tensor in self.tensors)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens: its `input_ids`, or its first positional matrix of integers; 0 without either."""
+        for holder in (self.kwargs, *self.args):
+            if (
+                not isinstance(holder, torch.Tensor)
+                and isinstance(holder, Mapping)
+                and isinstance(holder.get("input_ids"), torch.Tensor)
+            ):
+                return int(holder["input_ids"].numel())
+        return next((value.numel() for value in self.args if _is_token_matrix(value)), 0)
+
+    @property
+    def shapes(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Shapes and dtypes of its tensors: what of it decides what a step needs.
+
+        Example:
+            >>> Batch.of({"inputs": torch.zeros(2, 3)}).shapes
+            (((2, 3), 'torch.float32'),)
+        """
+        return tuple((tuple(each.shape), str(each.dtype)) for each in self.tensors)
+
     @classmethod
     def of(cls, batch: Any) -> Batch:
         """Read what people hand over as a batch: keyword arguments, positional arguments or one input."""
@@ -52,6 +93,11 @@ class Batch:
         if isinstance(batch, (tuple, list)):
             return cls(tuple(batch), {})
         return cls((batch,), {})
+
+
+def _is_token_matrix(value: Any) -> bool:
+    is_integer = isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype is not torch.bool
+    return is_integer and value.dim() == 2
 
 
 class SeveralModelsError(WorkloadError):
@@ -105,7 +151,7 @@ class Workload:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise WorkloadError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-        self.model = unwrap_model(model)
+        self._model: nn.Module | weakref.ref[nn.Module] = unwrap_model(model)
         self.optimizers: list[torch.optim.Optimizer] = [unwrap_optimizer(one) for one in _given(optimizer)]
         self.batch = batch
         self.loss_fn = loss_fn
@@ -113,6 +159,22 @@ class Workload:
         self.name = name or _model_name(self.model)
         self.trained_on: torch.device | None = None
         self._check()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, inside its wrappers."""
+        if not isinstance(self._model, weakref.ref):
+            return self._model
+        model = self._model()
+        if model is None:
+            raise WorkloadError(f"{self.name} is deleted")
+        return model
+
+    def held_weakly(self) -> Workload:
+        """Return the same workload, which keeps its model no longer than others do."""
+        same = copy.copy(self)
+        same._model = weakref.ref(self.model)
+        return same
 
     def _check(self) -> None:
         if not any(p.requires_grad for p in self.model.parameters()):

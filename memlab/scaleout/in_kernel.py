@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.measuring.ledger import tensors_in
 from memlab.plan import Plan, ScaleOut
 from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Workload
 from memlab.scaleout import one_rank
 from memlab.scaleout.replica import Replica, refuse_hooks

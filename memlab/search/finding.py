@@ -21,15 +21,14 @@ import torch
 
 from memlab.errors import PlanError, WorkloadError
 from memlab.hardware.gpus import Gpu, gpu
-from memlab.measuring.batches import samples_of
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.runs import Workloads, each_of, say_when_long
+from memlab.measuring.runs import Workloads, call_of, each_of, say_when_long
 from memlab.plan import Plan
 from memlab.plan.space import half_format, plan_space
 from memlab.predicting import predict_all
 from memlab.records import Prediction
 from memlab.records.comparison import FoundPlan
-from memlab.runtime.workload import Batch, Workload, describe_all
+from memlab.runtime.workload import Workload, describe_all
 from memlab.search.deciding import Search
 from memlab.search.trials import Say, best_of_trials, run_trial
 from memlab.units import parse_bytes
@@ -180,7 +179,4 @@ def compute_capability_of(own: torch.device, named: str | Gpu | None) -> tuple[i
 
 def rows_of(workload: Workload) -> int | None:
     """Rows of the batch; None when it cannot be told."""
-    batch = workload.batch
-    if batch is not None and workload.loss_fn is not None:
-        batch, _ = batch
-    return None if batch is None else samples_of(Batch.of(batch)) or None
+    return None if workload.batch is None else call_of(workload).rows or None

@@ -103,6 +103,7 @@ class InForce:
     Attributes:
         plan: the plan in force.
         techniques: those in force, in the order of `TECHNIQUES`.
+        is_engine: whether one of them is an engine.
         optimizers: those the techniques are attached to.
 
     Example:
@@ -119,6 +120,7 @@ class InForce:
         self._host = host or Host()
         self._host.techniques = lambda: self.techniques
         self.techniques: list[Technique] = []
+        self.is_engine = False
         self.optimizers: list[Optimizer] = []
         self._workload = workload
         self._entries: dict[type[Technique], _Entry] = {}
@@ -184,7 +186,7 @@ class InForce:
         before = Rollback(self._workload.model, self.optimizers, [*self._entries.values()])
         entries, plan = dict(self._entries), self.plan
         # an engine keeps what it shows, so sending that away would free nothing, and it would not be the engine's again
-        spares = sparing and not any(technique.is_engine for technique in self.techniques)
+        spares = sparing and not self.is_engine
         self._exchanged = before.spare if spares else _nothing
         try:
             act()
@@ -205,6 +207,7 @@ class InForce:
 
     def _refresh(self) -> None:
         self.techniques = [self._entries[kind].technique for kind in TECHNIQUES if kind in self._entries]
+        self.is_engine = any(technique.is_engine for technique in self.techniques)
 
     # -- in and out ----------------------------------------------------------------------------
 

@@ -129,7 +129,9 @@ class Session:
         self._held_back: HeldBack | None = None  # while it is
         self._own_step: optimizer_step.OwnStep | None = None  # likewise, where the optimizer makes it itself
         self._thread = threading.get_ident()
+        self._model: nn.Module | None = None  # kept while techniques are on it, whose undo needs it
         self._attach()
+        weakref.finalize(workload.model, _model_deleted, weakref.ref(self)).atexit = False
 
     # -- for people ----------------------------------------------------------------------------
 
@@ -322,8 +324,11 @@ class Session:
 
     def _on_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that is first seen when it steps."""
-        known = any(optimizer is other for other in self._in_force.optimizers)
-        if known or unwrap_optimizer(optimizer) is not optimizer or not steps_some_of(optimizer, self.workload.model):
+        if (
+            optimizer in self._in_force.optimizers
+            or unwrap_optimizer(optimizer) is not optimizer
+            or not steps_some_of(optimizer, self.workload.model)
+        ):
             return
         if self._is_led:
             # an earlier session has just taken it over, and sees to its state
@@ -373,6 +378,7 @@ class Session:
         with uninterrupted():
             before = self.plan
             self._in_force.change(plan, to_the_end=to_the_end)
+            self._model = self.workload.model if self.techniques else None
             if plan == before:
                 return
             self._withdrawn = None
@@ -463,7 +469,8 @@ class Session:
     @property
     def _rescuing(self) -> Rescuer | None:
         """The rescuer, where it can do something: a failed call cannot be taken back within an engine."""
-        return None if any(technique.is_engine for technique in self.techniques) else self.rescuer
+        is_idle = self.rescuer is None or self.rescuer.is_idle or self._in_force.is_engine
+        return None if is_idle else self.rescuer
 
     def _at_boundary(self) -> None:
         self._thread = threading.get_ident()
@@ -525,7 +532,11 @@ class Session:
         for observer in self.observers:
             observer.step_begins(optimizer)
         # a closure runs the backward pass, so what it leaves behind is looked at after it
-        is_rescued = self._rescuing is not None and self._rescuing.step_begins(optimizer)
+        rescuer = self._rescuing
+        is_rescued = rescuer is not None and rescuer.step_begins(optimizer)
+        self._skipped = False
+        if not (is_rescued or self.techniques):
+            return None
         self._skipped = not has_closure and self._must_skip(optimizer)
         takes_over = any(t.takes_step or t.owns_steps or _changes_the_step(t, optimizer) for t in self.techniques)
         may_skip = has_closure and any(technique.may_skip for technique in self.techniques)
@@ -593,8 +604,9 @@ class Session:
         owner = next((technique for technique in self.techniques if technique.owns_steps), None)
         if owner is not None:
             return owner.step(optimizer)
-        if self._rescuing is not None and self._rescuing.is_armed:
-            return self._rescuing.update(optimizer)
+        rescuer = self._rescuing
+        if rescuer is not None and rescuer.is_armed:
+            return rescuer.update(optimizer)
         if any(_changes_the_step(technique, optimizer) for technique in self.techniques):
             return optimizer_step.run_step(optimizer, self.techniques)
         # an update that is the loop's own in all but its order has no copies, as in the loop
@@ -606,8 +618,9 @@ class Session:
             if not own.ended():
                 return
             self._own_step = None
-        if self._rescuing is not None:
-            self._rescuing.step_ended()
+        rescuer = self._rescuing
+        if rescuer is not None:
+            rescuer.step_ended()
         if id(optimizer) in self._stepped:
             self.say_what_was_passed_by()
         if not self.was_called:
@@ -787,6 +800,15 @@ def require_compatible(workload: Workload, plan: Plan, others: Sequence[Session]
         "give each its own optimizer, or use --accumulate, --checkpoint, --bf16, --adam8bit or --offload "
         "activations,optimizer",
     )
+
+
+def _model_deleted(session: weakref.ref[Session]) -> None:
+    """Let the optimizers of a model that is gone go as well; what the session keeps of them is in a cycle with it."""
+    alive = session()
+    if alive is not None:
+        alive._seams.close()
+        alive.workload.optimizers.clear()
+        alive.observers.clear()
 
 
 def session_of(model: nn.Module) -> Session | None:

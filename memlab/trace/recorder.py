@@ -32,8 +32,9 @@ from torch._subclasses.fake_tensor import (
 from memlab.errors import TraceError
 from memlab.hardware.roofline import Work
 from memlab.measuring.effects import effect_of
-from memlab.measuring.ledger import Ledger, tensors_in
+from memlab.measuring.ledger import Ledger
 from memlab.runtime.dispatch import defers
+from memlab.runtime.tree import tensors_in
 from memlab.trace.fast_fakes import FastFakes, Recipe
 from memlab.units import MIB
 

@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.hardware.roofline import Bill
-from memlab.measuring.batches import samples_of, tokens_of
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
-from memlab.measuring.ledger import Holding, tensors_in
+from memlab.measuring.ledger import Holding
 from memlab.measuring.observation import Observation
 from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.plan import Plan
@@ -31,6 +30,7 @@ from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.model_state import State
 from memlab.runtime.modules import accepts_use_cache, without_cache
 from memlab.runtime.observer import Observer
+from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import Session, fit
 from memlab.techniques.accumulation.probe import Probe
@@ -442,8 +442,8 @@ class _Seen(Observer):
     def forward_begins(self, batch: Batch) -> None:
         self.recorder.phase = Phase.FORWARD
         self.recorder.know(inputs_of(batch))
-        self.samples += samples_of(batch)
-        self.tokens += tokens_of(batch)
+        self.samples += batch.rows
+        self.tokens += batch.tokens
 
     def forward_ended(self, loss: torch.Tensor | None) -> None:
         self.recorder.phase = Phase.OTHER

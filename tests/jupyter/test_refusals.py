@@ -290,6 +290,23 @@ def test_a_deleted_model_is_said_and_let_go(shell: Any, made: Cell) -> None:
     assert made("%memfit").out == "memfit: Sequential of the last cell is deleted; no plan is in force on any model\n"
 
 
+@pytest.mark.parametrize("is_made_inside", [False, True])
+def test_a_model_without_a_plan_is_freed_at_once(shell: Any, made: Cell, *, is_made_inside: bool) -> None:
+    made("%memfit panel")
+    anew = "model = torch.nn.Sequential(torch.nn.Linear(8, 2)); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+    loop = "for _ in range(3):\n    loss = model(torch.randn(4, 8)).sum(); loss.backward(); optimizer.step()\n"
+    made(anew)
+    assert made(f"%%memfit\n{anew if is_made_inside else ''}\n{loop}").error is None
+    held = [weakref.ref(shell.user_ns["model"]), weakref.ref(shell.user_ns["model"][0].weight)]
+    gc.collect()
+    gc.disable()
+    try:
+        made("del model, optimizer, loss")
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_a_model_dropped_with_its_optimizer_is_freed(shell: Any, made: Cell) -> None:
     made(f"%%memfit --accumulate 4\n{TRAIN}")
     model = weakref.ref(shell.user_ns["model"])

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from memlab.errors import MemlabError, WorkloadError
 from memlab.measuring import steps
-from memlab.measuring.batches import samples_of, tokens_of
 from memlab.measuring.cpu import CpuDevice
 from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter, steps_between_observations
@@ -383,14 +382,14 @@ def test_host_bytes_are_asked_of_the_session():
 def test_samples_and_tokens_of_batches():
     ids = torch.zeros(2, 7, dtype=torch.long)
     images = torch.zeros(3, 1, 8, 8)
-    assert samples_of(Batch((), {"input_ids": ids, "labels": ids})) == 2
-    assert tokens_of(Batch((), {"input_ids": ids, "labels": ids})) == 14
-    assert tokens_of(Batch(({"input_ids": ids},), {})) == 14
-    assert tokens_of(Batch((ids,), {})) == 14
-    assert samples_of(Batch((images,), {})) == 3
-    assert tokens_of(Batch((images, torch.zeros(3, dtype=torch.long)), {})) == 0
-    assert tokens_of(Batch((torch.zeros(3, 3, dtype=torch.bool),), {})) == 0
-    assert samples_of(Batch((), {})) == 0
+    assert Batch((), {"input_ids": ids, "labels": ids}).rows == 2
+    assert Batch((), {"input_ids": ids, "labels": ids}).tokens == 14
+    assert Batch(({"input_ids": ids},), {}).tokens == 14
+    assert Batch((ids,), {}).tokens == 14
+    assert Batch((images,), {}).rows == 3
+    assert Batch((images, torch.zeros(3, dtype=torch.long)), {}).tokens == 0
+    assert Batch((torch.zeros(3, 3, dtype=torch.bool),), {}).tokens == 0
+    assert Batch((), {}).rows == 0
 
 
 def test_devices_by_kind():

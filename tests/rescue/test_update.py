@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab import Workload, fit
 from memlab.measuring.effects import Effect, effect_of
-from memlab.measuring.ledger import Ledger, tensors_in
+from memlab.measuring.ledger import Ledger
 from memlab.records import Category
 from memlab.rescue.update import BrokenUpdateError, Retrying, Update, free_bytes, may_repeat, need_bytes
 from memlab.runtime.optimizer_step import _writes_gradients, is_separable
 from memlab.runtime.out_of_memory import release
+from memlab.runtime.tree import tensors_in
 from tests.driving import Snapshot, loss_of, mlp, same, snapshot, train
 
 Optimizer = torch.optim.Optimizer
