@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from memlab import RefusalError, Workload, fit
 from memlab.techniques.accumulation import judge as _judge
@@ -451,3 +452,31 @@ def test_rows_that_do_not_fit_together_are_judged_as_far_as_they_fit(monkeypatch
         assert session.notes == ("memory for 2 of 8 rows to see whether the batch may be split",)
     assert tried == [8, 2]
     assert distance(gradients(model), expected) < 1e-6
+
+
+class _Opaque(torch.Tensor):
+    """A tensor around another one, which torch cannot make a list of."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda tensor: tensor.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_is_changed() -> None:
+    model = nn.Linear(4, 2)
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--accumulate 2") as session:
+        with pytest.raises(
+            RefusalError, match=r"Linear does not run on some rows of a batch: RuntimeError: \.tolist\(\)"
+        ):
+            model(_Opaque(torch.randn(4, 4)))
+        session.switch("", now=True)
+        assert isinstance(model(_Opaque(torch.randn(4, 4))), _Opaque)

@@ -195,16 +195,18 @@ class Accumulation(Technique):
             # no target anywhere: the model's own answer (0/0) is the right one
             return whole.run(call)
         for last_try in (False, True):
-            run = MicroRun(
-                self._model, call, micro_batches, layout, weights, self._probe.joins(whole), self._learnt,
-                verdict=self._verdict(call, whole, layout, parts), per_part=self._per_part,
-            )  # fmt: skip
+            run: MicroRun | None = None
             try:
+                run = MicroRun(
+                    self._model, call, micro_batches, layout, weights, self._probe.joins(whole), self._learnt,
+                    verdict=self._verdict(call, whole, layout, parts), per_part=self._per_part,
+                )  # fmt: skip
                 output = run.outputs()
                 self._has_split = True
                 return output
             except UnsettledError:
                 # a forward that does something new, or values that were alike by chance: this batch is judged as well
+                assert run is not None
                 run.start_over()
                 del self._verdicts[self._shape_of(whole, layout)]
                 if last_try:
@@ -214,7 +216,8 @@ class Accumulation(Technique):
             except Exception as error:
                 if is_out_of_memory(error) or isinstance(error, MemlabError):
                     raise
-                run.start_over()
+                if run is not None:
+                    run.start_over()
                 self._raise_as_the_whole_would(call, whole, error)
         raise AssertionError
 

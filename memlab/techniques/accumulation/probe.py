@@ -156,12 +156,12 @@ class Probe:
         for self.goes_on, self.in_turn in ((False, False), (False, True), (True, False)):
             try:
                 whole, parts = self._look(call, layout, range(min(layout.rows, 3)))
+                joins = self._joins_of(whole, parts, [1, min(layout.rows, 3) - 1])
             except Exception as error:
                 if is_out_of_memory(error) or isinstance(error, MemlabError):
                     raise
                 failed.append(error)
                 return False
-            joins = self._joins_of(whole, parts, [1, min(layout.rows, 3) - 1])
             if joins is not None and (not needs_rule or self._is_telling(call, layout, whole, parts)):
                 self._joins[call.kind] = joins
                 return True
