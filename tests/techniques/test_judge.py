@@ -480,3 +480,44 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_changed() -> None
             model(_Opaque(torch.randn(4, 4)))
         session.switch("", now=True)
         assert isinstance(model(_Opaque(torch.randn(4, 4))), _Opaque)
+
+
+class _Residual(nn.Module):
+    """Blocks around which the input goes, and their loss."""
+
+    def __init__(self, mixes: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+        self.mixes = mixes
+
+    def forward(self, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        # a gradient that goes from row to row, in a loss that is a mean over rows
+        inputs = inputs + self.mixes * (inputs - inputs.detach()).mean(0)
+        return F.mse_loss(inputs, target)
+
+
+def test_rounding_is_no_dependence_of_rows() -> None:
+    """At targets that are met the gradient is the difference of nearly equal numbers: most of it is rounding."""
+    torch.manual_seed(0)
+    inputs, target = torch.randn(2, 8, 16)
+    for mixes in (0.0, 0.05):
+        model = _Residual()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(250):
+            optimizer.zero_grad()
+            model(inputs, target).backward()
+            optimizer.step()
+        model.mixes = mixes
+        model(inputs, target).backward()
+        whole = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        with fit(Workload(model, optimizer), "--accumulate 4"):
+            if mixes:
+                with pytest.raises(RefusalError, match="rows of a batch depend on each other"):
+                    model(inputs, target)
+                continue
+            model(inputs, target).backward()
+        apart = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        assert distance(apart, whole) > _judge.TOLERANCE

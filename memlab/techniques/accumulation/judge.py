@@ -8,7 +8,9 @@ Numbered rules:
 2. Held against each other are outputs, the gradient of the loss (without one: of a random combination of the outputs) by every
    parameter and input, and everything left elsewhere. How the latter is put together is found out here as well (`merge`).
 3. A gradient may differ by `TOLERANCE` of its size, or of a partial sum's where parts cancel, or of a twentieth of that of the
-   largest gradient; an output by that share of its largest value. In half precision by `LOW_TOLERANCE`.
+   largest gradient; an output by that share of its largest value. In half precision by `LOW_TOLERANCE`. Where a gradient differs
+   by more, the run together is repeated with products that are rounded otherwise (`rounding`), and may differ by some times as much
+   as that changes it.
 4. It is done with all rows, or if memory does not suffice with those of one micro-batch. Where that is one row, and two do not fit,
    there is no judgement.
 """
@@ -21,6 +23,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -49,6 +52,7 @@ from memlab.techniques.accumulation.merge import (
 )
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
 from memlab.techniques.accumulation.probe import Probe
+from memlab.techniques.accumulation.rounding import Rounding
 from memlab.techniques.accumulation.split import Call, Layout, Outputs, row_ranges
 
 _FIELD = "accumulation"
@@ -59,6 +63,8 @@ _LEAST_SHARE = 5e-2
 # share of the free memory that the run together may be expected to take
 _SHARE_OF_FREE = 0.7
 _LOSS_SCALE = 2.0**12
+# of what rounding changes by chance in one run, and of a gradient's size at the most
+_TIMES_ROUNDING, _MOST_ROUNDING = 8, 0.2
 
 
 @dataclass(frozen=True)
@@ -377,7 +383,7 @@ class _Attempt:
         merges = self._compare_outputs(kept.outputs, [run.outputs for run in ran], weights)
         left = self._compare_left(kept.effects, [run.effects for run in ran])
         self._check_sums(kept.outputs, merges, left)
-        self._compare_gradients(residuals, largest)
+        self._compare_gradients(residuals, largest, lambda: self._rounded(directions, total, in_turn=in_turn))
         self._compare_inputs(whole_inputs, [run.inputs for run in ran])
         changing = frozenset(name for name, effect in kept.effects.items() if effect.kind == "written")
         starts = frozenset({start_of(kept.effects, self._layout.rows)})
@@ -640,19 +646,46 @@ class _Attempt:
             merges.append(merge)
         return tuple(merges)
 
-    def _compare_gradients(self, residuals: Sequence[float], sizes: Sequence[float]) -> None:
+    def _rounded(self, directions: Mapping[int, torch.Tensor], rows: int, *, in_turn: bool) -> list[float]:
+        """Return by how much gradients of rows together differ from those whose products are rounded otherwise."""
+        self._aliases.take_gradients()
+        for sign, rounding in ((1, nullcontext()), (-1, Rounding(self._device))):
+            self._random.restore()
+            self.noise.give(0, rows, of=rows, in_turn=in_turn)
+            with self._aliases.in_place(), torch.enable_grad(), in_groups(self._model, self._per_part, self._rows):
+                with rounding:
+                    run, _ = self._run(self._whole, is_whole=False)
+                    self._backward(run.outputs, {i: sign * direction for i, direction in directions.items()})
+                del run
+                self._snapshot.restore()
+        return self._norms()
+
+    def _compare_gradients(
+        self, residuals: Sequence[float], sizes: Sequence[float], rounded: Callable[[], Sequence[float]]
+    ) -> None:
         largest = max((size for size in sizes if size == size), default=0.0)
-        worst: tuple[float, str] = (0.0, "")
-        for parameter, residual, size in zip(self._aliases.originals, residuals, sizes, strict=True):
+        off: dict[
+            int, tuple[float, float]
+        ] = {}  # by the number of the parameter: the difference, and what it is a share of
+        for number, (residual, size) in enumerate(zip(residuals, sizes, strict=True)):
             scale = max(size, _LEAST_SHARE * largest)
             if size != size or size == float("inf") or not scale:  # the model's own answer is not finite
                 continue
-            off = residual / scale if residual == residual else float("inf")
-            if off > max(worst[0], self._tolerance):
-                worst = (off, self._names.get(id(parameter), "a parameter"))
-        if worst[1]:
+            share = residual / scale if residual == residual else float("inf")
+            if share > self._tolerance:
+                off[number] = share, scale
+        if off and max(share for share, _ in off.values()) < _MOST_ROUNDING:
+            by_rounding = rounded()
+            off = {
+                number: (share, scale)
+                for number, (share, scale) in off.items()
+                if not share * scale <= _TIMES_ROUNDING * by_rounding[number]
+            }
+        if off:
+            worst = max(off, key=lambda number: off[number])
+            name = self._names.get(id(self._aliases.originals[worst]), "a parameter")
             self._refuse(
-                f"the gradient of {self._name} by {worst[1]} is {worst[0]:.2g} of its size off when the batch is split "
+                f"the gradient of {self._name} by {name} is {off[worst][0]:.2g} of its size off when the batch is split "
                 f"(allowed {self._tolerance:.0e}): rows of a batch depend on each other"
             )
 

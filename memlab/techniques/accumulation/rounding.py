@@ -1,0 +1,61 @@
+"""`Rounding`: rounds matrix products otherwise, which tells how much of a gradient is rounding.
+
+The same rows give other last digits in batches of other sizes, as libraries cut products into other blocks. Where outputs
+have come close to their targets, the gradient is a difference of nearly equal numbers, and these digits are most of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memlab.runtime.dispatch import WatchingMode
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.mv.default,
+        _aten.addmv.default,
+        _aten.dot.default,
+        _aten.linear.default,
+        _aten.convolution.default,
+        _aten.convolution_backward.default,
+    }
+)
+
+
+class Rounding(WatchingMode):
+    """Adds to each matrix product what rounding may have: a random share of the precision of its largest values.
+
+    Args:
+        device: of the model.
+
+    Example:
+        >>> one = torch.ones(4, 4)
+        >>> with Rounding(torch.device("cpu")):
+        ...     product = one @ one
+        >>> bool((product == 4).all()), bool(torch.allclose(product, one * 4))
+        (False, True)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if func in _PRODUCTS:
+            for product in result if isinstance(result, tuple) else (result,):
+                if isinstance(product, torch.Tensor) and product.is_floating_point() and product.numel():
+                    self._round(product)
+        return result
+
+    def _round(self, product: torch.Tensor) -> None:
+        drawn = torch.randn(product.shape, generator=self._generator, device=product.device, dtype=product.dtype)
+        size = torch.linalg.vector_norm(product) / product.numel() ** 0.5
+        product.add_(drawn.mul_(size * torch.finfo(product.dtype).eps))
