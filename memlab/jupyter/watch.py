@@ -85,6 +85,7 @@ class CellWatch:
         name_of: Callable[[nn.Module], str] = lambda model: type(model).__name__,
     ) -> None:
         self.sessions: list[Session] = []
+        self._models: list[nn.Module] = []  # for the receipt, also of those that the cell drops
         self.refused: MemlabError | None = None
         self.passed_over = ""
         self._plan = plan
@@ -151,6 +152,7 @@ class CellWatch:
             self._undo.callback(self._device.close)
         session = _session_for(workload, None if self._choose is not None else self._plan)
         self.sessions.append(session)
+        self._models.append(workload.model)
         self._log_from.append(len(session.log))
         train_together(self.sessions)
         if self._meter is None:

@@ -184,8 +184,8 @@ class Measurement(Shown):
 
     @property
     def is_settled(self) -> bool:
-        """Return whether enough steps were timed to compare their speed."""
-        return self.is_warm and len(self.step_seconds) >= SETTLED_STEPS
+        """Return whether enough steps were timed to compare their speed, and they differ by less than they take."""
+        return self.is_warm and len(self.step_seconds) >= SETTLED_STEPS and self.spread < 1
 
     @property
     def needed_bytes(self) -> int:

@@ -66,8 +66,7 @@ def test_a_plan_is_chosen_for_all_of_them() -> None:
 
 def test_what_one_refuses_all_do() -> None:
     plain: Any = workload("actor", 64)
-    odd = workload("linear", 32)
-    odd.model = nn.Linear(32, 8)
-    odd.optimizers = [torch.optim.AdamW(odd.model.parameters())]
+    model = nn.Linear(32, 8)
+    odd = Workload(model, torch.optim.AdamW(model.parameters()), (torch.randn(256, 32),), name="linear")
     (prediction,) = predict_all([plain, odd], plans=["--checkpoint"])
     assert prediction.refused.startswith("checkpointing: no part of linear can be recomputed")
