@@ -11,6 +11,7 @@ from memlab.plan.scale import Scale
 from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io
 from memlab.scaleout.engines import tp
+from memlab.scaleout.engines.deepspeed_engine import check_optimizers
 from memlab.session import session_of
 
 
@@ -60,6 +61,7 @@ def check_engine(workload: Workload, scale: Scale, nproc: int) -> None:
         tp.check(workload.model, workload.name, nproc)
     if scale.engine.startswith("zero"):
         require_installed("deepspeed")
+        check_optimizers(workload)
     if scale.uses_files and (reason := async_io.missing(workload.device)):
         raise ScaleError(
             f"--scale {scale.engine} {scale.plan} needs a C++ compiler and libaio with its header, and {reason}: {async_io.INSTALL}"

@@ -1,26 +1,12 @@
-"""DeepSpeed's ZeRO: optimizer state in shards (1), gradients as well (2), parameters as well (3).
+"""DeepSpeed's ZeRO on a rank: optimizer state in shards (1), gradients as well (2), parameters as well (3).
 
-Rules of handing over live state, which `deepspeed.initialize` would drop:
-
-1. The optimizer goes in without state. DeepSpeed replaces the parameters in its groups by flat shards, and creates
-   their state at the first step. A step with gradients of zero and a learning rate of zero is therefore done first.
-2. Then every entry of state is written into the shards, and the count of steps, which that step advanced, put back.
-3. On the way home entries are gathered parameter by parameter; the count of steps is that of the shard.
-
-A shard has one count of steps, so parameters of one group that were stepped unequally often are refused.
-
-Which backward pass is the last before a step only the step tells, so DeepSpeed does not count micro-steps here
-(``managed_gradient_accumulation`` off): stage 1 gathers gradients on each rank and reduces their sum, stages 2 and 3 reduce every
-backward pass into shards. `clip_grad_norm_` comes before the step and needs the sum, so what DeepSpeed's step would
-begin with is done by whoever comes first.
-
-Source: https://deepspeed.readthedocs.io/en/latest/zero3.html ("Modifying partitioned states")
+Which backward pass is the last before a step only the step tells, so DeepSpeed does not count micro-steps here: stage 1 gathers
+gradients on each rank and reduces their sum, stages 2 and 3 reduce every backward pass into shards. `clip_grad_norm_` comes
+before the step and needs the sum, so what DeepSpeed's step would begin with is done by whoever comes first.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,19 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 from memlab.errors import ScaleError
-from memlab.extras import require
-from memlab.plan import Offloaded, Plan, Tier
+from memlab.plan import Plan
 from memlab.runtime.workload import Workload
-from memlab.scaleout import async_io, tensors
+from memlab.scaleout import tensors
 from memlab.scaleout.engines.base import Engine, exchange_parameters, materialize
+from memlab.scaleout.engines.deepspeed_engine import DeepSpeedEngine
 from memlab.scaleout.engines.micro import SetAside, ShardedLearnt, ShardedRun, Share
-from memlab.scaleout.zero_sizes import ZeroSizes
 from memlab.techniques.base import ModelCall
 
 Optimizer = torch.optim.Optimizer
-_STEP = "step"
-# a shard for each parameter: gradients are read wrongly to where no page of the shard begins
-SHARD_EACH = 1
 # folder beside that of the tensors, for what is offloaded to the disk
 DISK = "offloaded"
 
@@ -88,137 +70,31 @@ class Zero(Engine):
     # -- there ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        model, optimizers = self.workload.model, self.workload.optimizers
-        if len(optimizers) != 1:
-            raise ScaleError(
-                f"ZeRO serves one optimizer, {self.workload.name} has {len(optimizers)}: use --scale fsdp2"
-            )
-        (self._optimizer,) = optimizers
+        model, (self._optimizer,) = self.workload.model, self.workload.optimizers
         before = tensors.names_of(model)
         materialize(model, self.device)
-        exchange_parameters(optimizers, before, model)
+        exchange_parameters([self._optimizer], before, model)
         tensors.fill({**tensors.parameter_keys(model), **tensors.buffer_keys(model)}, self.folder)
         self._names = tensors.names_of(model)
-        states = {self._names[id(parameter)]: state for parameter, state in self._optimizer.state.items()}
+        states = {id(parameter): state for parameter, state in self._optimizer.state.items()}
         self._optimizer.state.clear()
-        groups = [[self._names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
-        self._initialize()
-        if states:
-            self._hand_over(states, groups)
-
-    def _initialize(self) -> None:
-        deepspeed = _deepspeed(self.device)
-        with async_io.loaded_from_there(self.device):
-            self._engine, *_ = deepspeed.initialize(
-                model=self.inner, optimizer=self._optimizer, config=self._config(), dist_init_required=False
-            )
-        self._zero = self._engine.optimizer
+        self._there = DeepSpeedEngine(
+            self.inner, self._optimizer, self._stage, self._plan, self.device, self.folder.parent / DISK
+        )
+        self._engine, self._zero = self._there.engine, self._there.zero
         # the engine drops gradients after each step; the loop's call would drop the buffers it gathers them in
         self._optimizer.zero_grad = self._drop_gradients  # type: ignore[method-assign]
         self._zero.register_grad_acc_post_hook(self._backward_ended)
-
-    def _config(self) -> dict[str, Any]:
-        sizes = ZeroSizes.of(sum(p.numel() for p in self.workload.model.parameters()))
-        zero: dict[str, Any] = {"stage": self._stage, **sizes.configuration(self._stage)}
-        for what, name in ((Offloaded.OPTIMIZER, "offload_optimizer"), (Offloaded.PARAMS, "offload_param")):
-            tier = self._plan.tier_of(what)
-            if tier is not None:
-                zero[name] = self._offloaded_to(tier)
-            if tier is Tier.DISK:
-                zero["sub_group_size"] = SHARD_EACH
-        return {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "managed_gradient_accumulation": False,
-            "steps_per_print": 2**31,
-            # the default clips; the loop says whether gradients are clipped
-            "gradient_clipping": 0.0,
-            "zero_optimization": zero,
-            # the user's own optimizer, wherever its state is
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        }
-
-    def _offloaded_to(self, tier: Tier) -> dict[str, Any]:
-        pinned = self.device.type == "cuda"
-        if tier is Tier.DISK:
-            return {"device": "nvme", "nvme_path": str(self.folder.parent / DISK), "pin_memory": pinned}
-        return {"device": "cpu", "pin_memory": pinned}
-
-    def _hand_over(self, states: dict[str, dict[str, Any]], groups: list[list[str]]) -> None:
-        steps = [_steps_of(states, names) for names in groups]
-        self._create_state()
         kept = tensors.stored(self.folder)
-        by_name = {self._names[id(parameter)]: parameter for parameter in self.workload.model.parameters()}
-        for name, parameter in by_name.items():
-            for entry, value in states.get(name, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    key = tensors.state_key(0, name, entry)
-                    size, dtype = kept[key]
-                    whole = torch.empty(size, dtype=dtype)
-                    tensors.fill({key: whole}, self.folder)
-                    self._write(parameter, whole, entry)
-        for shard, count in self._shards(steps):
-            _set_steps(self._optimizer.state[shard], count)
 
-    def _create_state(self) -> None:
-        """Rule 1: a step that changes nothing."""
-        with self._no_learning():
-            if self._stage < 3:
-                for shard in self._zero.single_partition_of_fp32_groups:
-                    shard.grad = torch.zeros_like(shard)
-                self._optimizer.step()
-                for shard in self._zero.single_partition_of_fp32_groups:
-                    shard.grad.zero_() if self._offloads else setattr(shard, "grad", None)
-                self._zero._lazy_init_hp_params_optimizer_state()
-                return
-            for number, shard in enumerate(self._zero.fp32_partitioned_groups_flat):
-                swaps = self._zero._swappable_optimizer_subgroup(number)
-                if swaps:
-                    self._zero._optimizer_states_and_gradient_swap_in(number)
-                gradient, shard.grad = shard.grad, torch.zeros_like(shard)
-                self._zero._optimizer_step(number)
-                shard.grad = gradient
-                if swaps:
-                    self._zero._optimizer_states_and_gradient_swap_out(number)
+        def read(parameter: nn.Parameter, entry: str) -> torch.Tensor:
+            key = tensors.state_key(0, self._names[id(parameter)], entry)
+            size, dtype = kept[key]
+            whole = torch.empty(size, dtype=dtype)
+            tensors.fill({key: whole}, self.folder)
+            return whole
 
-    @property
-    def _offloads(self) -> bool:
-        return self._plan.tier_of(Offloaded.OPTIMIZER) is not None
-
-    @contextmanager
-    def _no_learning(self) -> Iterator[None]:
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        self.is_stepping = True
-        try:
-            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-            yield
-        finally:
-            self.is_stepping = False
-            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-
-    def _write(self, parameter: nn.Parameter, whole: torch.Tensor, entry: str) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
-
-        if self._stage < 3:
-            safe_set_full_optimizer_state(parameter, whole.to(self.device), entry)
-            return
-        length = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-        start = min(dist.get_rank() * length, whole.numel())
-        mine = torch.zeros(length, dtype=whole.dtype)  # the last shard is filled up
-        part = whole.flatten()[start : start + length]
-        mine[: part.numel()] = part
-        safe_set_local_optimizer_state(parameter, mine.to(self.device), entry)
-
-    def _shards(self, per_group: list[Any]) -> Iterator[tuple[torch.Tensor, Any]]:
-        """Every flat shard with what belongs to its group."""
-        if self._stage < 3:
-            yield from zip(self._zero.single_partition_of_fp32_groups, per_group, strict=True)
-            return
-        for number, shard in enumerate(self._zero.fp32_partitioned_groups_flat):
-            yield shard, per_group[self._zero.sub_group_to_group_id[number]]
+        self._there.give_state(states, read)
 
     # -- training ------------------------------------------------------------------------------
 
@@ -321,55 +197,30 @@ class Zero(Engine):
     # -- home ----------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        whole: dict[str, torch.Tensor] = dict(tensors.buffer_keys(self.workload.model))
-        counts = self._counts()
-        for parameter in self.workload.model.parameters():
-            name = self._names[id(parameter)]
-            whole[f"parameter.{name}"] = self._whole(parameter)
-            for entry in self._entries(parameter):
-                whole[tensors.state_key(0, name, entry)] = self._whole_state(parameter, entry)
-            if name in counts and counts[name] is not None:
-                whole[tensors.state_key(0, name, _STEP)] = counts[name]
+        model, there = self.workload.model, self._there
+        whole: dict[str, torch.Tensor] = dict(tensors.buffer_keys(model))
+        for number in range(len(there.flats)):
+            with there.in_memory(number) as flat:
+                state = there.kept_state(number)
+                for place in there.places_in(number):
+                    name = self._names[id(place.parameter)]
+                    whole[f"parameter.{name}"] = there.whole(place, flat).cpu()
+                    for entry, value in there.whole_state(place, state).items():
+                        if isinstance(value, torch.Tensor):
+                            whole[tensors.state_key(0, name, entry)] = value.cpu()
+        for parameter in model.parameters():
+            key = f"parameter.{self._names[id(parameter)]}"
+            if key not in whole:  # the optimizer does not step it
+                whole[key] = self._gathered(parameter)
         if dist.get_rank() == 0:
             tensors.store(whole, folder)
         dist.barrier()
 
-    def _whole(self, parameter: nn.Parameter) -> torch.Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
+    def _gathered(self, parameter: nn.Parameter) -> torch.Tensor:
+        import deepspeed
 
-        value = safe_get_full_fp32_param(parameter)
-        if value is None:  # frozen
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
-                return parameter.detach().cpu().clone()
-        whole: torch.Tensor = value.detach().cpu().clone()
-        return whole
-
-    def _entries(self, parameter: nn.Parameter) -> list[str]:
-        if not parameter.requires_grad:
-            return []
-        shard = next(iter(self._optimizer.state), None)
-        state = self._optimizer.state.get(shard, {}) if shard is not None else {}
-        return [entry for entry, value in state.items() if isinstance(value, torch.Tensor) and value.dim()]
-
-    def _whole_state(self, parameter: nn.Parameter, entry: str) -> torch.Tensor:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        value: torch.Tensor = safe_get_full_optimizer_state(parameter, entry)
-        return value.detach().cpu().clone()
-
-    def _counts(self) -> dict[str, Any]:
-        """Count of steps of each parameter's shard."""
-        ids = self._zero.bit16_groups if self._stage < 3 else self._zero.fp16_groups
-        shards = (
-            self._zero.single_partition_of_fp32_groups if self._stage < 3 else self._zero.fp32_partitioned_groups_flat
-        )
-        return {
-            self._names[id(parameter)]: self._optimizer.state.get(shard, {}).get(_STEP)
-            for parameters, shard in zip(ids, shards, strict=True)
-            for parameter in parameters
-        }
+        with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
+            return parameter.detach().cpu().clone()
 
     def stop(self) -> None:
         self._engine.destroy()
@@ -377,35 +228,3 @@ class Zero(Engine):
 
 def _nothing() -> None:
     """What is done already."""
-
-
-def _steps_of(states: dict[str, dict[str, Any]], names: list[str]) -> Any:
-    """The count of steps the parameters of a group share."""
-    counts = {name: float(states[name][_STEP]) for name in names if _STEP in states.get(name, {})}
-    if len(set(counts.values())) > 1:
-        fewest, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
-        raise ScaleError(
-            f"ZeRO keeps one count of steps per group, and {fewest} was stepped {counts[fewest]:.0f} times, {most} "
-            f"{counts[most]:.0f} times: put them into groups of their own, or use --scale fsdp2"
-        )
-    return next(iter(counts.values()), None)
-
-
-def _set_steps(state: dict[str, Any], count: float | None) -> None:
-    if _STEP not in state:
-        return
-    before = state[_STEP]
-    state[_STEP] = (
-        torch.full_like(before, count or 0.0) if isinstance(before, torch.Tensor) else type(before)(count or 0)
-    )
-
-
-def _deepspeed(device: torch.device) -> Any:
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    deepspeed = require("deepspeed")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # gloo reduces as well; this operator would be compiled first, for a minute, and a run that is ended meanwhile
-    # leaves a lock behind for which every later one waits
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
