@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -48,23 +48,21 @@ def live_engine(plan: Plan, workload: Workload) -> LiveEngine:
         workload: the live objects.
     """
     if plan.scale is ScaleOut.FSDP2:
-        from memlab.scaleout.live_fsdp2 import LiveFsdp2
+        from memlab.scaleout.engines.fsdp2 import LiveFsdp2
 
         return LiveFsdp2(plan, workload)
-    from memlab.scaleout.live_zero import LiveZero
+    from memlab.scaleout.engines.live_zero import LiveZero
 
     return LiveZero(plan, workload)
 
 
-class InKernel(ABC):
+class InKernel(LiveEngine):
     """Base of the engines in this process.
 
     Args:
         plan: the engine and what it offloads; checkpointing and precision apply to its model.
         workload: the live objects.
     """
-
-    owns_steps = False
 
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self.plan = plan
@@ -81,11 +79,6 @@ class InKernel(ABC):
     # -- on ------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse what it cannot serve.
-
-        Raises:
-            RefusalError: several ranks, or parameters that are no plain ones.
-        """
         one_rank.check()
         name = self.workload.name
         for key, parameter in self.workload.model.named_parameters():
@@ -93,11 +86,7 @@ class InKernel(ABC):
                 raise RefusalError("scale", f"{key} of {name} is a {type(parameter).__name__}", "train without --scale")
             refuse_hooks(key, parameter)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most serve any
-        """Refuse an optimizer it cannot serve; most serve any."""
-
     def start(self, storage_resized: Resized) -> None:
-        """Take the model over: wholly, or not at all."""
         self._require_one_device()
         self._storage_resized = storage_resized
         with ExitStack() as undo:
@@ -130,17 +119,15 @@ class InKernel(ABC):
         """Have the engine take the replica apart; `undo` ends it."""
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Take an optimizer over."""
         self._take_over(optimizer)
         self._optimizers.append(optimizer)
 
-    def _take_over(self, optimizer: Optimizer) -> None:  # noqa: B027 - most have nothing to do
+    def _take_over(self, optimizer: Optimizer) -> None:
         """Have the engine see to an optimizer's state."""
 
     # -- training ------------------------------------------------------------------------------
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a training forward."""
         output = self._called("forward", args, kwargs)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -148,7 +135,6 @@ class InKernel(ABC):
         return output
 
     def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a forward in eval mode or without gradients."""
         return self._called("evaluate", args, kwargs)
 
     def _called(self, moment: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -197,20 +183,9 @@ class InKernel(ABC):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model under the engine."""
 
-    def step(self, optimizer: Optimizer) -> bool:
-        """Do a step, where it `owns_steps`; False when nothing was updated."""
-        return False
-
-    def step_ended(self) -> None:  # noqa: B027 - most have nothing to do
-        """A step is over."""
-
     # -- off -----------------------------------------------------------------------------------
 
-    def give_back_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most have nothing to do
-        """Give an optimizer its state back."""
-
     def give_back(self) -> None:
-        """Give the model its values back, in memory of its own; all of it, or nothing."""
         if self._replica is None:
             return
         values = [_at_home(parameter.detach(), self.device, stride) for parameter, stride in self._homes]
@@ -219,7 +194,6 @@ class InKernel(ABC):
             show(parameter, value, gradient)
 
     def close(self) -> None:
-        """End the engine; harmless when it never started."""
         self._undo.close()
         self._replica = self._techniques = None
         self._homes, self._optimizers, self._is_under_way = [], [], False
@@ -227,13 +201,7 @@ class InKernel(ABC):
         gc.collect()
 
     @property
-    def held_tensors(self) -> Sequence[torch.Tensor]:
-        """Copies of parameters on the device, beside those the model shows."""
-        return ()
-
-    @property
     def host_bytes(self) -> int:
-        """Bytes of parameters, gradients and state off the device."""
         if self.device.type == "cpu":
             return 0
         return sum(tensor.nbytes for tensor in self._tensors() if tensor.device.type == "cpu")

@@ -200,7 +200,7 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     techniques = InForce(Workload(workload.model, name=job.name))
     # rows are split again by `rows`, and what is offloaded is the engine's
     techniques.change(replace(scale.plan, offload=(), accumulation=1))
-    engine = engine_for(scale)(workload, folder / OUT, device)
+    engine = engine_for(scale)(workload, folder / OUT, device, scale)
     meter = Meter(workload.model, workload.optimizers, device_for(device, job.capacity_bytes))
     with meter.engine_starts():
         engine.start()

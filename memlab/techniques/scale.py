@@ -6,9 +6,10 @@ it. It stands on the model alone; the rest of the plan applies where the engine 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,51 +23,63 @@ from memlab.techniques.description import Description
 Optimizer = torch.optim.Optimizer
 
 
-class LiveEngine(Protocol):
-    """An engine over live objects, in this process."""
+class LiveEngine(ABC):
+    """An engine over live objects, in this process.
 
-    @property
-    def owns_steps(self) -> bool:
-        """Return whether it does the optimizer's steps."""
+    Attributes:
+        owns_steps: whether it does the optimizer's steps.
+    """
+
+    owns_steps = False
 
     @property
     def held_tensors(self) -> Sequence[torch.Tensor]:
-        """Copies of parameters that it keeps on the device, beside those the model shows."""
+        """Return copies of parameters that it keeps on the device, beside those the model shows."""
+        return ()
 
     @property
     def host_bytes(self) -> int:
-        """Bytes it keeps off the device."""
+        """Return bytes of parameters, gradients and state that it keeps off the device."""
+        return 0
 
+    @abstractmethod
     def check(self) -> None:
         """Refuse what it cannot serve; nothing is touched yet."""
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most serve any
         """Refuse an optimizer it cannot serve."""
 
+    @abstractmethod
     def start(self, storage_resized: Callable[[torch.UntypedStorage], None]) -> None:
-        """Take the model over."""
+        """Take the model over: wholly, or not at all."""
 
+    @abstractmethod
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer over."""
 
+    @abstractmethod
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a training forward."""
 
+    @abstractmethod
     def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward in eval mode or without gradients."""
 
     def step(self, optimizer: Optimizer) -> bool:
         """Do a step, where it `owns_steps`; False when nothing was updated."""
+        return False
 
-    def step_ended(self) -> None:
+    def step_ended(self) -> None:  # noqa: B027 - most have nothing to do
         """A step is over."""
 
-    def give_back_optimizer(self, optimizer: Optimizer) -> None:
+    def give_back_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most have nothing to do
         """Give an optimizer its state back; the engine stays as it is."""
 
+    @abstractmethod
     def give_back(self) -> None:
-        """Give the model its values back; the engine stays as it is."""
+        """Give the model its values back, in memory of its own, all of it or nothing; the engine stays as it is."""
 
+    @abstractmethod
     def close(self) -> None:
         """End the engine; harmless when it never started."""
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from memlab import Workload, fit, measure
 from memlab.errors import RefusalError, ScaleError
-from memlab.scaleout import live_fsdp2
+from memlab.scaleout.engines import fsdp2
 from memlab.session import Session
 from memlab.session.snapshot import Snapshot
 from tests.helpers.needs import needs
@@ -276,7 +276,7 @@ def test_a_change_that_fails_goes_back_to_an_engine_that_runs(monkeypatch: pytes
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError, match="no room"):
-        patched.setattr(live_fsdp2, "shard", no_room)
+        patched.setattr(fsdp2, "shard", no_room)
         session.switch("--scale fsdp2", now=True)
     assert session.plan.label == "--scale zero3"
     go(workload, 3, 5)

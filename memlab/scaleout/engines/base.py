@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from memlab.plan.scale import Scale
 from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.micro import EngineRun, SetAside, Share
@@ -28,6 +30,7 @@ class Engine(ABC):
         workload: the objects as they arrived; parameters, buffers and optimizer state are placeholders.
         folder: where their values are stored (see `tensors`).
         device: of this rank.
+        scale: the engine and the plan, of which the offload counts here.
 
     Attributes:
         inner: the model without what is hooked to the outermost module, which stays the user's.
@@ -42,10 +45,11 @@ class Engine(ABC):
     is_stepping = False
     shares_rows = True
 
-    def __init__(self, workload: Workload, folder: Path, device: torch.device) -> None:
+    def __init__(self, workload: Workload, folder: Path, device: torch.device, scale: Scale) -> None:
         self.workload = workload
         self.folder = folder
         self.device = device
+        self.scale = scale
         self.inner = inner_of(workload.model)
         self.learnt = Learnt()
         # engines add settings of their own to the groups
@@ -54,9 +58,53 @@ class Engine(ABC):
         }
         self.settings.discard("params")
 
-    @abstractmethod
     def start(self) -> None:
         """Give the placeholders their values, sharded as the engine has it, and wire the engine to the model."""
+        model = self.workload.model
+        names = tensors.names_of(model)
+        self._place()
+        self._exchange_parameters(names)
+        tensors.fill({**tensors.parameter_keys(model), **tensors.buffer_keys(model)}, self.folder)
+        self._hand_over()
+
+    def _place(self) -> None:
+        """Give every placeholder of the model memory, in place of the object that is there."""
+        made: dict[int, torch.Tensor] = {}
+        for module in self.workload.model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        if id(tensor) not in made:
+                            made[id(tensor)] = _real(tensor, self.device)
+                        held[name] = made[id(tensor)]  # type: ignore[assignment] # a parameter for a parameter
+
+    def _exchange_parameters(self, names: dict[int, str]) -> None:
+        """Have optimizers step the parameters the model has now, with the state they had; `names` are those of before."""
+        now = dict(self.workload.model.named_parameters())
+        for optimizer in self.workload.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
+            states = [(now[names[id(parameter)]], state) for parameter, state in optimizer.state.items()]
+            optimizer.state.clear()
+            optimizer.state.update(states)
+
+    def _hand_over(self) -> None:
+        """Give placeholders in optimizer state their values."""
+        names = tensors.names_of(self.workload.model)
+        made: dict[str, torch.Tensor] = {}
+        for number, optimizer in enumerate(self.workload.optimizers):
+            for parameter, state in optimizer.state.items():
+                for entry, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.is_meta:
+                        key = tensors.state_key(number, names[id(parameter)], entry)
+                        state[entry] = made[key] = self._state_like(parameter, value)
+        tensors.fill(made, self.folder)
+
+    def _state_like(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """An empty tensor for an entry of a parameter's state; counters of steps stay on the host, as torch keeps them."""
+        if value.shape == parameter.shape and isinstance(parameter, DTensor):
+            return torch.empty_like(parameter.detach(), dtype=value.dtype)
+        return torch.empty(value.shape, dtype=value.dtype, device=self.device if value.dim() else "cpu")
 
     @abstractmethod
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,63 +164,9 @@ def inner_of(model: nn.Module) -> nn.Module:
     return inner
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give every placeholder of a model memory on a device, in place of the object that is there."""
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _real(tensor, device)
-                    held[name] = made[id(tensor)]  # type: ignore[assignment] # a parameter for a parameter
-
-
 def _real(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not tensor.is_meta:
         moved = tensor.detach().to(device)
         return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
     empty = torch.empty_like(tensor, device=device)
     return nn.Parameter(empty.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def exchange_parameters(optimizers: list[Optimizer], names: dict[int, str], model: nn.Module) -> None:
-    """Have optimizers step the parameters a model has now, with the state they had.
-
-    Args:
-        optimizers: whose groups name the parameters of before.
-        names: name of each parameter of before, by its id.
-        model: with the parameters of now.
-    """
-    now = dict(model.named_parameters())
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
-        states = [(now[names[id(parameter)]], state) for parameter, state in optimizer.state.items()]
-        optimizer.state.clear()
-        optimizer.state.update(states)
-
-
-def fill_state(
-    optimizers: list[Optimizer],
-    model: nn.Module,
-    folder: Path,
-    like: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> None:
-    """Give placeholders in optimizer state their values.
-
-    Args:
-        optimizers: whose state has placeholders.
-        model: whose parameters they step.
-        folder: where the values are stored.
-        like: makes an empty tensor for the placeholder of an entry of a parameter's state.
-    """
-    names = tensors.names_of(model)
-    made: dict[str, torch.Tensor] = {}
-    for number, optimizer in enumerate(optimizers):
-        for parameter, state in optimizer.state.items():
-            for entry, value in state.items():
-                if isinstance(value, torch.Tensor) and value.is_meta:
-                    key = tensors.state_key(number, names[id(parameter)], entry)
-                    state[entry] = made[key] = like(parameter, value)
-    tensors.fill(made, folder)

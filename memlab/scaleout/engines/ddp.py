@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from memlab.scaleout import tensors
-from memlab.scaleout.engines.base import Engine, exchange_parameters, fill_state, materialize
+from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.engines.micro import Share
 from memlab.techniques.accumulation.micro import MicroRun
 from memlab.techniques.base import ModelCall
@@ -26,23 +26,12 @@ class Ddp(Engine):
     """`DistributedDataParallel` over the inner model."""
 
     def start(self) -> None:
-        model, optimizers = self.workload.model, self.workload.optimizers
-        names = tensors.names_of(model)
-        materialize(model, self.device)
-        exchange_parameters(optimizers, names, model)
-        tensors.fill({**tensors.parameter_keys(model), **tensors.buffer_keys(model)}, self.folder)
-        fill_state(
-            optimizers, model, self.folder, lambda _, value: value.new_empty(value.shape, device=self._home(value))
-        )
+        super().start()
         self._forward: ModelCall = self.inner.forward
         self._split: Callable[[], Any] | None = None
         vars(self.inner)["forward"] = self._within
         # a loop may train parts of a model in turn; with `device_ids` the wrapper moves inputs, and a split call has none
         self._wrapped = DistributedDataParallel(self.inner, find_unused_parameters=True)
-
-    def _home(self, value: Any) -> Any:
-        """Counters of steps stay on the host, as torch keeps them."""
-        return self.device if value.dim() else "cpu"
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapped(*args, **kwargs)

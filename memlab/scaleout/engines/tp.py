@@ -136,7 +136,7 @@ class Tp(Fsdp2):
     shares_rows = False
     owns_steps = True
 
-    def _shard(self) -> None:
+    def _place(self) -> None:
         model = self.workload.model
         self._entries = entries(model)
         self._tied = [tie for tie in _ties(model) if any(name in self._entries for name in tie)]
@@ -145,10 +145,7 @@ class Tp(Fsdp2):
             if how in _STYLES:
                 # nothing is to be sent around: these are placeholders
                 parallelize_module(model.get_submodule(name), mesh, _STYLES[how](), src_data_rank=None)
-
-    def _allocate(self) -> None:
-        super()._allocate()
-        model = self.workload.model
+        self._allocate()
         for first, *others in self._tied:
             for other in others:
                 model.get_submodule(other)._parameters["weight"] = model.get_submodule(first)._parameters["weight"]

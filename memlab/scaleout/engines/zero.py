@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from memlab.errors import ScaleError
-from memlab.plan import Plan
+from memlab.plan.scale import Scale
 from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
-from memlab.scaleout.engines.base import Engine, exchange_parameters, materialize
+from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.engines.deepspeed_engine import DeepSpeedEngine
 from memlab.scaleout.engines.micro import SetAside, ShardedLearnt, ShardedRun, Share
 from memlab.techniques.base import ModelCall
@@ -30,15 +30,6 @@ Optimizer = torch.optim.Optimizer
 DISK = "offloaded"
 
 
-def zero_engine(stage: int, plan: Plan) -> Callable[[Workload, Path, torch.device], Engine]:
-    """The engine of a stage, with what the plan offloads."""
-
-    def make(workload: Workload, folder: Path, device: torch.device) -> Engine:
-        return Zero(workload, folder, device, stage, plan)
-
-    return make
-
-
 class Zero(Engine):
     """A DeepSpeed engine over the inner model.
 
@@ -46,8 +37,7 @@ class Zero(Engine):
         workload: as for `Engine`.
         folder: as for `Engine`.
         device: as for `Engine`.
-        stage: 1, 2 or 3.
-        plan: of which the offload counts here.
+        scale: as for `Engine`.
 
     Attributes:
         owns_steps: always.
@@ -58,10 +48,9 @@ class Zero(Engine):
     owns_steps = True
     learnt: ShardedLearnt
 
-    def __init__(self, workload: Workload, folder: Path, device: torch.device, stage: int, plan: Plan) -> None:
-        super().__init__(workload, folder, device)
-        self._stage = stage
-        self._plan = plan
+    def __init__(self, workload: Workload, folder: Path, device: torch.device, scale: Scale) -> None:
+        super().__init__(workload, folder, device, scale)
+        self._stage = int(scale.engine.removeprefix("zero"))
         self._names: dict[int, str] = {}
         self._gradients_finished = False
         self._splitting = 0
@@ -69,17 +58,13 @@ class Zero(Engine):
 
     # -- there ---------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def _hand_over(self) -> None:
         model, (self._optimizer,) = self.workload.model, self.workload.optimizers
-        before = tensors.names_of(model)
-        materialize(model, self.device)
-        exchange_parameters([self._optimizer], before, model)
-        tensors.fill({**tensors.parameter_keys(model), **tensors.buffer_keys(model)}, self.folder)
         self._names = tensors.names_of(model)
         states = {id(parameter): state for parameter, state in self._optimizer.state.items()}
         self._optimizer.state.clear()
         self._there = DeepSpeedEngine(
-            self.inner, self._optimizer, self._stage, self._plan, self.device, self.folder.parent / DISK
+            self.inner, self._optimizer, self._stage, self.scale.plan, self.device, self.folder.parent / DISK
         )
         self._engine, self._zero = self._there.engine, self._there.zero
         # the engine drops gradients after each step; the loop's call would drop the buffers it gathers them in

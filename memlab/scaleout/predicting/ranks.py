@@ -390,9 +390,9 @@ class _Outputs:
 
 def _marked(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Modules that engines hook, the model first, and the blocks among them."""
-    from memlab.scaleout.engines.fsdp2 import _shardable
+    from memlab.scaleout.engines.fsdp2 import shardable
 
-    blocks = _shardable(repeated_blocks(model), model)
+    blocks = shardable(repeated_blocks(model), model)
     within = {id(block) for block in blocks}
     others = [
         module

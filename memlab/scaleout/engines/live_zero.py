@@ -38,7 +38,7 @@ from memlab.scaleout.engines.deepspeed_engine import (
     check_optimizers,
     load_deepspeed,
 )
-from memlab.scaleout.gathered import Gathered
+from memlab.scaleout.engines.gathered import Gathered
 from memlab.scaleout.in_kernel import InKernel, on_gradient
 from memlab.scaleout.resizes import Resized
 
