@@ -12,6 +12,7 @@ chunked loss serves causal language models with a plain linear head.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,7 +23,8 @@ from memlab.exporting._ranks import to_ranks
 from memlab.exporting._torch import to_torch
 from memlab.exporting._trainer import to_trainer
 from memlab.plan import Plan, ScaleOut
-from memlab.plan.scale import ENGINES, Scale
+from memlab.plan.fields import ENGINES
+from memlab.plan.scale import Scale, take_engine
 
 _ZERO = tuple(engine for engine in ENGINES if engine.startswith("zero"))
 _PLANS: dict[str, Callable[[Plan], str]] = {
@@ -104,4 +106,5 @@ def parsed(text: str) -> Plan | Scale:
         >>> parsed("--scale ddp --bf16").engine
         'ddp'
     """
-    return Scale.parse(text) if "--scale" in text.replace("=", " ").split() else Plan.parse(text)
+    engine, _ = take_engine(shlex.split(text))
+    return Scale.parse(text) if engine is not None else Plan.parse(text)

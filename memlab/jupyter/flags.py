@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memlab.plan.scale import ENGINES
+from memlab.plan.fields import ENGINES
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from memlab.errors import PlanError
 from memlab.jupyter.flags import CELL_FLAGS, LAST_FLAG, PREDICT_FLAGS, WORDS, Flag
 from memlab.plan import Plan, ScaleOut, unknown_flag
-from memlab.plan.scale import ENGINES, Scale
+from memlab.plan.fields import ENGINES
+from memlab.plan.scale import Scale, take_engine
 from memlab.rescue.ladder import pinned
 from memlab.units import parse_bytes
 
@@ -270,14 +271,7 @@ def _engine_of_processes(words: list[str]) -> tuple[str | None, list[str]]:
     """The engine that several processes train under, and the other words; in this process it is part of the plan."""
     if not any(word.partition("=")[0] == "--nproc" for word in words):
         return None, words
-    flag = Flag("scale", "--scale", "|".join(ENGINES), "")
-    split = [part for word in words for part in (word.split("=", 1) if word.startswith("--scale=") else [word])]
-    if flag.flag not in split:
-        return None, words
-    at = split.index(flag.flag)
-    if at + 1 == len(split) or split[at + 1].startswith("-"):
-        raise PlanError(f"{flag.flag} needs a value: {flag.usage}")
-    return split[at + 1], [*split[:at], *split[at + 2 :]]
+    return take_engine(words)
 
 
 def _scale(plan: Plan, engine: str | None, given: dict[str, str]) -> Scale | None:

@@ -139,11 +139,19 @@ class ScaleOut(StrEnum):
     ZERO3 = "zero3"
 
 
+# every engine, and what it can keep off the device
+ENGINES: Mapping[str, frozenset[Offloaded]] = {
+    "ddp": frozenset(),
+    "fsdp2": frozenset({Offloaded.OPTIMIZER, Offloaded.PARAMS}),
+    "tp": frozenset(),
+    "zero1": frozenset(),
+    "zero2": frozenset({Offloaded.OPTIMIZER}),
+    "zero3": frozenset({Offloaded.OPTIMIZER, Offloaded.PARAMS}),
+}
 # what others call a tier
 _TIER_NAMES = {"nvme": "disk", "cpu": "host"}
 Offload = tuple[tuple[Offloaded, Tier], ...]
 _E = TypeVar("_E", bound=StrEnum)
-_OF_MANY_PROCESSES = ("ddp", "tp")
 EIGHT_BIT = (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
 
 
@@ -270,7 +278,7 @@ def _parse_offload(text: str) -> Offload:
 
 
 def _parse_scale(text: str) -> ScaleOut:
-    if text in _OF_MANY_PROCESSES:
+    if text in ENGINES.keys() - {*ScaleOut}:
         raise PlanError(
             f"--scale {text} is of several processes: give it to a cell, as in '%%memfit --nproc 2 --scale {text}'"
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from memlab.errors import PlanError
 from memlab.plan.fields import (
     BY_FLAG,
     BY_NAME,
+    EIGHT_BIT,
+    ENGINES,
     FIELDS,
     BatchNorm,
     Checkpointing,
@@ -246,38 +248,61 @@ def _nothing_is_kept_where_all_leaves(plan: Plan) -> None:
 
 
 def _an_engine_has_its_own_ways(plan: Plan) -> None:
-    if plan.scale is ScaleOut.NONE:
-        return
-    beside = [name for name in plan.changes() if name != "scale" and not BY_NAME[name].is_beside_engines]
-    if beside:
-        flag = BY_NAME[beside[0]].show(getattr(plan, beside[0]))
-        raise PlanError(
-            f"--scale {plan.scale} and {flag} exclude each other: the engine has the model; drop one of the two"
+    if plan.scale is not ScaleOut.NONE:
+        for what, instead in engine_conflicts(plan.scale, replace(plan, scale=ScaleOut.NONE), in_ranks=False):
+            raise PlanError(f"{what}; {instead}")
+
+
+def engine_conflicts(engine: str, plan: Plan, *, in_ranks: bool) -> Iterator[tuple[str, str]]:
+    """Yield what does not go together with an engine, and what to do instead.
+
+    Args:
+        engine: one of `ENGINES`.
+        plan: what applies beside it.
+        in_ranks: whether it trains in processes of its own, where batches are split among them as well.
+    """
+    for conflicts in (_settings_beside, _offloads_beside):
+        for flag, reason, instead in conflicts(engine, plan, in_ranks):
+            yield f"--scale {engine} and {flag} exclude each other: {reason}", instead
+
+
+def _settings_beside(engine: str, plan: Plan, in_ranks: bool) -> Iterator[tuple[str, str, str]]:
+    converts = plan.optimizer in EIGHT_BIT and in_ranks
+    if converts and engine != "ddp":
+        yield (
+            BY_NAME["optimizer"].show(plan.optimizer),
+            f"8-bit moments have a scale for each block of a whole parameter, and {engine} keeps parts of parameters",
+            "use --scale ddp, or leave it out: each rank has only its part of the moments",
         )
+    allowed = {"accumulation" if in_ranks else "", "optimizer" if converts else ""}
+    for name in plan.changes():
+        if name not in allowed and not BY_NAME[name].is_beside_engines:
+            yield BY_NAME[name].show(getattr(plan, name)), "the engine has the model", "drop one of the two"
     if plan.precision in (Precision.FP16, Precision.PURE_BF16):
-        raise PlanError(
-            f"--scale {plan.scale} and --precision {plan.precision} exclude each other: it needs scaled losses or converted "
-            "moments; use --bf16"
-        )
+        yield f"--precision {plan.precision}", "it needs scaled losses or converted moments", "use --bf16"
+    if in_ranks and engine == "zero3" and plan.checkpointing == "selective":
+        reason = "it replays operators one by one, and zero3 gathers parameters among them"
+        yield "--checkpoint selective", reason, "use --checkpoint, or --scale fsdp2"
 
 
-def _an_engine_offloads_what_it_can(plan: Plan) -> None:
-    for what, tier in plan.offload if plan.scale is not ScaleOut.NONE else ():
-        flag = f"--scale {plan.scale} and --offload {what}{'' if tier is Tier.AUTO else f':{tier}'} exclude each other"
+def _offloads_beside(engine: str, plan: Plan, in_ranks: bool) -> Iterator[tuple[str, str, str]]:
+    needs_state = engine == ("fsdp2" if in_ranks else "zero3") and plan.tier_of(Offloaded.OPTIMIZER) is None
+    for what, tier in plan.offload:
+        flag = f"--offload {what}{'' if tier is Tier.AUTO else f':{tier}'}"
+        able = [name for name, offloads in ENGINES.items() if what in offloads]
         if what is Offloaded.ACTIVATIONS:
-            raise PlanError(f"{flag}: the engine runs the model; use --checkpoint")
-        if plan.scale is ScaleOut.ZERO1:
-            raise PlanError(f"{flag}: ZeRO 1 keeps all on the device; use --scale zero2")
-        if plan.scale is ScaleOut.ZERO2 and what is Offloaded.PARAMS:
-            raise PlanError(f"{flag}: ZeRO 2 keeps parameters on the device; use --scale zero3")
-        if tier is Tier.DISK and (plan.scale is not ScaleOut.ZERO3 or what is Offloaded.PARAMS):
-            raise PlanError(
-                f"{flag}: of the engines only ZeRO 3 offloads to files, and optimizer state only; drop ':disk'"
-            )
-        if plan.scale is ScaleOut.ZERO3 and plan.tier_of(Offloaded.OPTIMIZER) is None:
-            raise PlanError(
-                f"{flag}: ZeRO 3 offloads parameters only with the optimizer's state; use --offload optimizer,params"
-            )
+            yield flag, "the engine runs the model", "use --checkpoint"
+        elif engine not in able:
+            kept = "optimizer state" if what is Offloaded.OPTIMIZER else "parameters"
+            yield flag, f"{engine} keeps {kept} on the device", f"use --scale {', '.join(able[:-1])} or {able[-1]}"
+        elif tier is Tier.DISK and engine != "zero3":
+            yield flag, f"{engine} does not offload to files", "drop ':disk', or use --scale zero3"
+        elif tier is Tier.DISK and what is Offloaded.PARAMS:
+            reason = "parameters that DeepSpeed 0.19 swaps to files come back with other values"
+            yield flag, reason, "use --offload optimizer:disk,params"
+        elif what is Offloaded.PARAMS and needs_state:
+            reason = f"{engine} has the optimizer's state where parameters are"
+            yield flag, reason, "use --offload optimizer,params"
 
 
 _CONFLICTS: tuple[Callable[[Plan], None], ...] = (
@@ -286,5 +311,4 @@ _CONFLICTS: tuple[Callable[[Plan], None], ...] = (
     _overflow_shows_at_the_end,
     _nothing_is_kept_where_all_leaves,
     _an_engine_has_its_own_ways,
-    _an_engine_offloads_what_it_can,
 )

@@ -16,7 +16,8 @@ from memlab.errors import PlanError, RefusalError
 from memlab.exporting import TARGETS, export
 from memlab.exporting._ranks import to_ranks
 from memlab.plan import Plan
-from memlab.plan.scale import ENGINES, Scale
+from memlab.plan.fields import ENGINES
+from memlab.plan.scale import Scale
 from tests.helpers.needs import needs
 
 pytest.importorskip("transformers")
@@ -266,7 +267,7 @@ def test_every_engine_has_a_target_and_every_text_names_its_plan(engine: str) ->
 
 def test_a_plan_without_an_engine_becomes_a_program_under_fsdp2() -> None:
     assert export(Plan.parse("--checkpoint"), "fsdp2") == export("--scale fsdp2 --checkpoint", "torch")
-    with pytest.raises(RefusalError, match=r"not available under --scale fsdp2"):
+    with pytest.raises(RefusalError, match=r"--scale fsdp2 and --chunk-loss exclude each other"):
         export(Plan.parse("--chunk-loss"), "fsdp2")
 
 

@@ -94,7 +94,7 @@ def test_a_rank_that_fails_shows_its_line_and_one_sentence(cell: Cell) -> None:
             "--nproc 2 --scale ddp --budget 1GiB",
             "--budget with --nproc: plans are chosen for one process; leave it out",
         ),
-        ("--nproc 2 --scale ddp --release-grads", "scale: gradients is not available under --scale ddp"),
+        ("--nproc 2 --scale ddp --release-grads", "scale: --scale ddp and --release-grads exclude each other"),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(cell: Cell, line: str, said: str) -> None:

@@ -205,21 +205,21 @@ def test_flags_are_listed() -> None:
         ),
         (
             "--scale zero1 --offload optimizer",
-            "--scale zero1 and --offload optimizer exclude each other: ZeRO 1 keeps all on the device; use --scale zero2",
+            "--scale zero1 and --offload optimizer exclude each other: zero1 keeps optimizer state on the device; use --scale fsdp2, zero2 or zero3",
         ),
         (
             "--scale zero2 --offload params",
-            "--scale zero2 and --offload params exclude each other: ZeRO 2 keeps parameters on the device; use --scale zero3",
+            "--scale zero2 and --offload params exclude each other: zero2 keeps parameters on the device; use --scale fsdp2 or zero3",
         ),
         (
             "--scale zero2 --offload optimizer:disk",
-            "--scale zero2 and --offload optimizer:disk exclude each other: of the engines only ZeRO 3 offloads to files, "
-            "and optimizer state only; drop ':disk'",
+            "--scale zero2 and --offload optimizer:disk exclude each other: zero2 does not offload to files; "
+            "drop ':disk', or use --scale zero3",
         ),
         (
             "--scale zero3 --offload params",
-            "--scale zero3 and --offload params exclude each other: ZeRO 3 offloads parameters only with the optimizer's "
-            "state; use --offload optimizer,params",
+            "--scale zero3 and --offload params exclude each other: zero3 has the optimizer's state where "
+            "parameters are; use --offload optimizer,params",
         ),
         (
             "--precision fp61",

@@ -20,8 +20,8 @@ from torch import nn
 from memlab.errors import RefusalError, ScaleError
 from memlab.hardware.gpus import Gpu
 from memlab.plan import Offloaded, Plan
-from memlab.plan.fields import BY_NAME
-from memlab.plan.scale import ENGINES, Scale
+from memlab.plan.fields import BY_NAME, ENGINES
+from memlab.plan.scale import Scale
 from memlab.predicting.passes import Passes
 from memlab.predicting.plan_predictor import of_model, require_complete
 from memlab.predicting.segments import TracedPass
@@ -100,7 +100,7 @@ def compare_ranks(
     workload: Workload,
     plan: Plan | str = "",
     *,
-    engines: Sequence[str] = ENGINES,
+    engines: Sequence[str] = tuple(ENGINES),
     nprocs: Sequence[int] = (1, 2, 4, 8),
     device: str | Gpu | None = None,
 ) -> PredictedRanks:
