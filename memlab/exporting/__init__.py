@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memlab.errors import PlanError
-from memlab.exporting._accelerate import to_accelerate
-from memlab.exporting._deepspeed import to_deepspeed
-from memlab.exporting._ranks import to_ranks
-from memlab.exporting._torch import to_torch
-from memlab.exporting._trainer import to_trainer
+from memlab.exporting.accelerate import to_accelerate
+from memlab.exporting.deepspeed import to_deepspeed
+from memlab.exporting.ranks import to_ranks
+from memlab.exporting.torch import to_torch
+from memlab.exporting.trainer import to_trainer
 from memlab.plan import Plan, ScaleOut
 from memlab.plan.fields import ENGINES
 from memlab.plan.scale import Scale, take_engine

@@ -14,7 +14,7 @@ import torch
 
 from memlab.errors import PlanError, RefusalError
 from memlab.exporting import TARGETS, export
-from memlab.exporting._ranks import to_ranks
+from memlab.exporting.ranks import to_ranks
 from memlab.plan import Plan
 from memlab.plan.fields import ENGINES
 from memlab.plan.scale import Scale

@@ -70,8 +70,7 @@ class Zero12(Sharding):
         if self.offloads:
             largest_bytes = self._largest_bytes
             account.add(Part.PARAMETERS, self._part_bytes, host=True)
-            # those DeepSpeed makes, and those that the state is made with (`memlab.scaleout.engines.zero`)
-            account.add(Part.GRADIENTS, 2 * self._part_elements * _FP32_BYTES, host=True)
+            account.add(Part.GRADIENTS, self._part_elements * _FP32_BYTES, host=True)
             account.add(Part.GRADIENTS, self._owned_bytes if self._stage == 2 else 0, host=True)
             account.add(Part.BUFFERS, largest_bytes, host=True)
             account.add(Part.BUFFERS, largest_bytes)

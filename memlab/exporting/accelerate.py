@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memlab.exporting._parts import (
+from memlab.exporting.parts import (
     has_switch_for_checkpointing,
     header,
     indent,

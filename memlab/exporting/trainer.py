@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memlab.exporting._parts import (
+from memlab.exporting.parts import (
     SELECTIVE_CONTEXT,
     has_switch_for_checkpointing,
     header,

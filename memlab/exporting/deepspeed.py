@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from memlab.exporting._parts import one_line_optimizer, torchrun, zero_stage
+from memlab.exporting.parts import one_line_optimizer, torchrun, zero_stage
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memlab.exporting._parts import SELECTIVE_CONTEXT, header, indent, optimizer_helper
+from memlab.exporting.parts import SELECTIVE_CONTEXT, header, indent, optimizer_helper
 from memlab.plan import Gradients, Loss, Offloaded, Plan, Precision, Tier
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from memlab.errors import PlanError
-from memlab.exporting._parts import header, indent, offloads_model_states, optimizer_helper, torchrun
-from memlab.exporting._torch import COUNT_TARGETS, SPLIT, checkpoint_helper, checkpoint_imports
+from memlab.exporting.parts import header, indent, offloads_model_states, optimizer_helper, torchrun
+from memlab.exporting.torch import COUNT_TARGETS, SPLIT, checkpoint_helper, checkpoint_imports
 from memlab.plan import Precision
 from memlab.plan.scale import Scale
 
