@@ -17,6 +17,7 @@ _MIXED_PRECISION = {Precision.FP16: "fp16", Precision.BF16: "bf16"}
 
 
 def to_accelerate(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
+    """Return the YAML file of a plan."""
     kind = _distributed_type(plan, scale)
     sections = {"DEEPSPEED": _deepspeed_section, "FSDP": _fsdp_section}
     lines = [

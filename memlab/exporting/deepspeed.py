@@ -11,6 +11,7 @@ from memlab.plan.scale import Scale
 
 
 def to_deepspeed(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
+    """Return the JSON file of a plan."""
     start = [] if scale is None else [f"{torchrun(nproc)}, or deepspeed --num_gpus {nproc} train.py"]
     flags = str(plan if scale is None else scale)
     notes = [flags, *start, *_deepspeed_notes(plan)] if flags else []

@@ -9,6 +9,7 @@ from memlab.techniques.optimizer.replacements import REPLACEMENTS, Replacement
 
 
 def header(plan: Plan | Scale) -> str:
+    """Return the comment that names the plan."""
     return f"# memlab plan: {str(plan) or 'none, as written'}"
 
 
@@ -18,6 +19,7 @@ def torchrun(nproc: int) -> str:
 
 
 def indent(lines: list[str], spaces: int) -> list[str]:
+    """Return lines further to the right; empty ones stay empty."""
     return [" " * spaces + line if line else line for line in lines]
 
 
@@ -56,6 +58,7 @@ def optimizer_helper(plan: Plan) -> str:
 
 
 def one_line_optimizer(plan: Plan) -> str:
+    """Return the call that makes the optimizer, and the package it needs."""
     package, call = replacement_of(plan).code
     return f"{call}  ({package})" if package else call
 

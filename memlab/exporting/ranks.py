@@ -10,6 +10,7 @@ from memlab.plan.scale import Scale
 
 
 def to_ranks(scale: Scale, nproc: int) -> str:
+    """Return the program for torchrun."""
     plan = scale.plan
     if plan.checkpointing.budget_bytes is not None:
         raise PlanError(

@@ -7,6 +7,7 @@ from memlab.plan import Gradients, Loss, Offloaded, Plan, Precision, Tier
 
 
 def to_torch(plan: Plan) -> str:
+    """Return the training loop of a plan."""
     parts = [_torch_imports(plan), optimizer_helper(plan), *_torch_helpers(plan), _torch_loop(plan)]
     return "\n\n\n".join(parts) + "\n"
 

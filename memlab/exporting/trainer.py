@@ -29,6 +29,7 @@ _ACCUMULATION_COMMENT = """
 
 
 def to_trainer(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
+    """Return TrainingArguments, and the code they have no argument for."""
     names = "Trainer, TrainingArguments" if plan.tier_of(Offloaded.ACTIVATIONS) else "TrainingArguments"
     imports = [*_trainer_imports(plan), f"from transformers import {names}"]
     start = [] if scale is None else [f"# {torchrun(nproc)}"]

@@ -125,6 +125,19 @@ def test_there_and_back_makes_no_difference_at_all(flags: str, make: Callable[[]
     assert same(reference, workload) == []
 
 
+@engines("--scale zero2", "--scale zero3")
+def test_state_with_several_single_numbers_comes_back(flags: str) -> None:
+    reference, workload = tower(), tower()
+    for run in (reference, workload):
+        run.optimizers[0] = torch.optim.NAdam(run.model.parameters(), lr=1e-3)
+        run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizers[0], 2)
+        go(run, 0, 2)
+    with fit(workload, flags):
+        assert go(workload, 2, 4) == go(reference, 2, 4)
+    assert go(workload, 4, 5) == go(reference, 4, 5)
+    assert same(reference, workload) == []
+
+
 @needs(extra="deepspeed")
 def test_zero3_adds_up_three_gradients_in_another_order() -> None:
     """Query, key and value of BERT and what goes past them: each has hooks of DeepSpeed's in front of it."""

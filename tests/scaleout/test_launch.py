@@ -17,7 +17,7 @@ from IPython.lib.pretty import pretty
 from torch import nn
 
 from memlab import Plan, Workload, fit, launch
-from memlab.errors import ScaleError
+from memlab.errors import RefusalError, ScaleError
 from memlab.session.snapshot import Snapshot
 from tests.scaleout.handing import engines, handed_over
 from tests.scaleout.runs import gpt2, texts, trained, trained_by_own_criterion
@@ -208,6 +208,23 @@ def test_bad_input_is_refused_before_anything_starts() -> None:
         pytest.raises(ScaleError, match=r"^--accumulate 2 is in force on .*: undo it first"),
     ):
         launch(lambda: None, workload, "--scale ddp")
+
+
+@needs(extra="deepspeed")
+def test_an_optimizer_that_zero_would_step_otherwise_is_refused_before_anything_starts() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    adafactor = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(
+        RefusalError, match=r"^scale: ZeRO updates many parameters as one, which Adafactor is not known"
+    ):
+        launch(lambda: None, Workload(model, adafactor), "--scale zero1")
+    optimizer = torch.optim.Adam(model.parameters())
+    model[0](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(
+        RefusalError, match=r"ZeRO keeps one count of steps .* 1.weight was stepped 0 times, 0.weight 1 "
+    ):
+        launch(lambda: None, Workload(model, optimizer), "--scale zero3")
 
 
 @pytest.mark.full
