@@ -19,6 +19,7 @@ from torch import nn
 from memlab import Plan, Workload, fit, launch
 from memlab.errors import RefusalError, ScaleError
 from memlab.session.snapshot import Snapshot
+from tests.helpers.needs import needs
 from tests.scaleout.handing import engines, handed_over
 from tests.scaleout.runs import gpt2, texts, trained, trained_by_own_criterion
 
