@@ -126,7 +126,7 @@ def test_how_many_says_which_engines_are_left_out() -> None:
     workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.zeros(4, 64),))
     found = how_many(workload, "--offload optimizer", engines=["ddp", "fsdp2"], of=["T4"])
     assert [row.engine for row in found.rows] == ["fsdp2"]
-    assert "--scale ddp is left out: scale: ddp keeps optimizer state on the device" in found.notes[-1]
+    assert "--offload optimizer exclude each other: ddp keeps optimizer state on the device" in found.notes[-1]
     with pytest.raises(RefusalError, match="ddp keeps optimizer state on the device"):
         how_many(workload, "--offload optimizer", engines=["ddp"], of=["T4"])
     with pytest.raises(ScaleError, match="most=0"):
