@@ -48,6 +48,7 @@ from memlab.runtime.workload import (
     unwrap_model,
 )
 from memlab.session import Session, fit, require_compatible, session_of, train_together
+from memlab.techniques.gradient_release import is_loop_known
 
 # a loop that accumulates by hand calls its model several times before the first step; after so many, no other is expected
 _MOST_CALLS_OF_A_STEP = 64
@@ -178,7 +179,7 @@ class CellWatch:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look for a further model when an optimizer steps that updates none of those found."""
-        if id(optimizer) in self._known or self._thread not in (None, threading.get_ident()):
+        if id(optimizer) in self._known or self._thread not in (None, threading.get_ident()) or is_loop_known():
             return
         self._known.add(id(optimizer))
         if not any(steps_some_of(optimizer, each.workload.model) for each in self.sessions):
@@ -193,6 +194,8 @@ class CellWatch:
 
     def _found(self, model: nn.Module) -> bool:
         """Attach to a model that is called; True when there is no other one to expect."""
+        if is_loop_known():
+            return False
         called = unwrap_model(model)
         calls = self._calls[id(called)] = self._calls.get(id(called), 0) + 1
         holder = next(

@@ -26,6 +26,7 @@ from memlab.jupyter.watch import without_graph
 from memlab.live.control import control_of
 from memlab.plan import Plan, Precision
 from memlab.plan.space import plan_space
+from memlab.predicting import predict_all
 from memlab.records import Measurement, Prediction
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.run_record import RunRecord
@@ -367,6 +368,16 @@ def test_a_budget_chooses_the_plan_of_the_first_step(shell: Any, made: Cell, ora
     assert ", measured " in ran.out
     assert "predicted" in ran.out.splitlines()[1]
     assert session.observers == [control_of(session.workload.model)]
+
+
+def test_what_predictions_train_is_no_model_of_the_cell(made: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose_plan(workload: Any, *_args: Any, **_kwargs: Any) -> tuple[Plan, list[Prediction]]:
+        return Plan(), predict_all(workload, plans=["", "--checkpoint --offload activations"])
+
+    monkeypatch.setattr("memlab.search.choose_plan", choose_plan)
+    ran = made(f"%%memfit --budget 1GiB\n{TRAIN}")
+    assert ran.error is None, ran.err
+    assert " + " not in ran.out.splitlines()[0]
 
 
 def test_flags_beside_a_budget_are_kept(shell: Any, made: Cell, oracle: Oracle) -> None:
