@@ -231,7 +231,9 @@ class State(Walk):
 
     # -- what the walk meets ---------------------------------------------------------------------------
 
-    def met_mapping(self, values: dict[Any, Any], name: Callable[[Any], str], skipped: Collection[str]) -> None:
+    def met_mapping(
+        self, values: MutableMapping[Any, Any], name: Callable[[Any], str], skipped: Collection[str]
+    ) -> None:
         self._contents.append(_Attributes(values) if skipped else _Mapping(values))
 
     def met_sequence(self, values: list[Any] | deque[Any], name: str) -> None:
@@ -306,7 +308,7 @@ class _Mapping(_Content):
 class _Attributes(_Content):
     """A module's own attributes."""
 
-    def __init__(self, container: dict[str, Any]) -> None:
+    def __init__(self, container: MutableMapping[str, Any]) -> None:
         super().__init__(container, {name: container[name] for name in container.keys() - _OF_EVERY_MODULE})
 
     def put_back(self, stand_ins: _StandIns) -> None:

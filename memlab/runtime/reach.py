@@ -3,8 +3,8 @@
 Rules:
 
 1. From a module it leads to its attributes and buffers, and by its class's own code to attributes of the class, cells of closures
-   and globals which that code names; hooks and functions are followed as well. Lists, dictionaries, sets and plain objects are
-   looked into, to a depth.
+   and globals which that code names; hooks and functions are followed as well. Lists, dictionaries, sets and plain objects, with
+   `__slots__` or without, are looked into, to a depth.
 2. Objects of torch's, DeepSpeed's and memlab's own machinery are left alone, and so is code of well-known libraries: they keep what they count
    in modules.
 3. Every container is met once.
@@ -16,7 +16,7 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from typing import Any, ClassVar
 
 import torch
@@ -87,7 +87,9 @@ class Walk(ABC):
     # -- what is met, in the order in which it is: a container before what it holds ---------------------
 
     @abstractmethod
-    def met_mapping(self, values: dict[Any, Any], name: Callable[[Any], str], skipped: Collection[str]) -> None:
+    def met_mapping(
+        self, values: MutableMapping[Any, Any], name: Callable[[Any], str], skipped: Collection[str]
+    ) -> None:
         """Items of a dictionary, or attributes of a module or an object."""
 
     @abstractmethod
@@ -153,14 +155,22 @@ class Walk(ABC):
             if type(value).__name__ == "ndarray" and value.nbytes <= SMALL_BYTES and self._is_new(value):
                 self.met_array(value, name)
         elif self._is_new(value) and self._is_object(value):
-            self._dict(value.__dict__, lambda key: f"{name}.{key}", depth)
+            if type(getattr(value, "__dict__", None)) is dict:
+                self._dict(value.__dict__, lambda key: f"{name}.{key}", depth)
+            if slots := Slots(value):
+                self._mapping(slots, lambda key: f"{name}.{key}", depth)
 
     def _dict(
         self, values: dict[Any, Any], name: Callable[[Any], str], depth: int, skipped: Collection[str] = ()
     ) -> None:
         if self._is_new(values):
-            self.met_mapping(values, name, skipped)
-            self._items(values.items(), name, depth, skipped)
+            self._mapping(values, name, depth, skipped)
+
+    def _mapping(
+        self, values: MutableMapping[Any, Any], name: Callable[[Any], str], depth: int, skipped: Collection[str] = ()
+    ) -> None:
+        self.met_mapping(values, name, skipped)
+        self._items(values.items(), name, depth, skipped)
 
     def _items(
         self, items: Collection[tuple[Any, Any]], name: Callable[[Any], str], depth: int, skipped: Collection[str] = ()
@@ -221,13 +231,53 @@ class Walk(ABC):
         is_machinery = (
             is_code or isinstance(value, torch.optim.Optimizer) or _is_of(type(value).__module__, self.left_alone)
         )
-        return not is_machinery and type(getattr(value, "__dict__", None)) is dict
+        return not is_machinery
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen:
             return False
         self._seen.add(id(value))
         return True
+
+
+class Slots(MutableMapping[str, Any]):
+    """Attributes of an object that its classes list in `__slots__`, as a mapping that writes through.
+
+    Args:
+        owner: the object.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        # by descriptors, past a `__setattr__` that forbids to write
+        self._places = {
+            name: member
+            for kind in reversed(type(owner).__mro__)
+            if "__slots__" in vars(kind)
+            for name, member in vars(kind).items()
+            if isinstance(member, types.MemberDescriptorType)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._places[name].__get__(self._owner)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._places[name].__set__(self._owner, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._places[name].__delete__(self._owner)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._places if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
 
 
 def content_of(cell: types.CellType) -> Any:

@@ -16,7 +16,7 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -159,7 +159,9 @@ class Snapshot(Walk):
 
     # -- what the walk meets ---------------------------------------------------------------------------
 
-    def met_mapping(self, values: dict[Any, Any], name: Callable[[Any], str], skipped: Collection[str]) -> None:
+    def met_mapping(
+        self, values: MutableMapping[Any, Any], name: Callable[[Any], str], skipped: Collection[str]
+    ) -> None:
         self._nodes.append(_Dict(values, name, skipped))
 
     def met_sequence(self, values: list[Any] | deque[Any], name: str) -> None:
@@ -212,7 +214,7 @@ class _Node(ABC):
 
 
 class _Dict(_Node):
-    def __init__(self, values: dict[Any, Any], name: Callable[[Any], str], skipped: Collection[str]) -> None:
+    def __init__(self, values: MutableMapping[Any, Any], name: Callable[[Any], str], skipped: Collection[str]) -> None:
         self._values, self._name, self._skipped = values, name, skipped
         self._before = dict(values)
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import copy
 import random
 from collections.abc import Callable
 from typing import Any, Self
@@ -53,6 +55,49 @@ def same_as_plain(make: Callable[[], nn.Module], loop: Loop, steps: int = 3) -> 
 
 def inputs(rows: int = 8) -> torch.Tensor:
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(2))
+
+
+def test_a_loss_that_depends_on_other_rows_from_the_second_batch_on() -> None:
+    class Centred(nn.Linear):
+        seen: torch.Tensor | None = None
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            hidden = super().forward(rows)
+            near = torch.zeros(2) if self.seen is None else hidden.mean(0) - self.seen
+            self.seen = inputs(2)[0, :2]
+            return hidden.square().mean() + near.square().sum()
+
+    notes = same_as_plain(lambda: Centred(6, 2), lambda model, step: model(inputs() + step))
+    assert notes == [
+        "a batch is run whole, since the loss of Centred is not a mean or sum over rows or targets, so micro-batches cannot give its gradient"
+    ]
+
+
+@pytest.mark.parametrize("flags", ["--accumulate 2", "--checkpoint"])
+def test_objects_with_slots_are_put_back(flags: str) -> None:
+    class Calls:
+        __slots__ = ("count", "unset")
+
+        def __init__(self) -> None:
+            self.count = 0
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(6, 6), Calls()
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.calls.count += 1
+            return self.layer(rows).tanh() * self.calls.count
+
+    model = nn.Sequential(Block(), Block(), Block())
+    untouched = copy.deepcopy(model)
+    expected = trained(untouched, lambda model, _: model(inputs()).square().mean(), "")
+    found = trained(model, lambda model, _: model(inputs()).square().mean(), flags)
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert distance(found[1], expected[1]) < 1e-5
+    assert [block.calls.count for block in model] == [3, 3, 3]
+    assert not hasattr(model[0].calls, "unset")
 
 
 def test_a_batch_of_one_that_comes_first_is_run_whole() -> None:
@@ -351,14 +396,12 @@ class TestRefusals:
         )
 
     def test_a_tensor_that_leaves_where_nobody_looks(self) -> None:
-        class Hidden:
-            __slots__ = ("kept",)
-
-        hidden = Hidden()
+        hidden: contextvars.ContextVar[Any] = contextvars.ContextVar("hidden")
         keep = nn.Linear(6, 2)
         layer = nn.Sequential(keep, nn.Tanh())
-        keep.register_forward_hook(lambda _m, _i, output: setattr(hidden, "kept", output))
+        keep.register_forward_hook(lambda _m, _i, output: hidden.set(output) and None)
         line = self.refusal(layer, inputs())
+        hidden.set(None)
         assert line.startswith("accumulation: a tensor [8, 2] with a graph leaves Sequential past its output")
 
     def test_a_hook_that_keeps_something_of_the_backward_pass(self) -> None:

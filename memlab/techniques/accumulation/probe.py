@@ -115,14 +115,13 @@ class Probe:
                 else f"{self._name} does not run on some rows of a batch: {type(failed[0]).__name__}: {first_line(failed[0])}",
                 KEEP_WHOLE,
             )
-        reason = (
-            f"rows of a batch depend on each other in {self._name}: run apart they give another result than together"
-        )
         if self._draws_on_host:
-            reason = (
-                f"the random numbers that {self._name} draws with Python or NumPy do not follow the rows of its batch"
+            raise RefusalError(
+                _FIELD,
+                f"the random numbers that {self._name} draws with Python or NumPy do not follow the rows of its batch",
+                KEEP_WHOLE,
             )
-        raise RefusalError(_FIELD, reason, KEEP_WHOLE)
+        raise self._refusal_of_rows()
 
     def joins(self, call: Call) -> tuple[int | None, ...]:
         """For each output, the dimension along which parts are joined; None for scalars and shared values."""
@@ -143,6 +142,42 @@ class Probe:
                 return {position: [0.0] * len(parts) for position in known}
             self._rules[call.kind] = known
         return {position: rules[0].weights(parts, layout) for position, rules in known.items()}
+
+    def look_again(self, call: Call, layout: Layout) -> None:
+        """Look at a few rows of a later batch: in the first ones a loss may have been the same for parts by chance.
+
+        Raises:
+            RefusalError: rows apart give something else than rows together.
+        """
+        known = self._rules.get(call.kind)
+        if known:
+            seen = layout.view(call)
+            every = loss_rules(seen, layout, class_weights_of(self._model, seen, layout))
+            # those that tell rules apart, and as many as parts that are alike by chance seldom have
+            for rows in (self._telling_rows(seen, layout, every), range(min(layout.rows, _FEW_ROWS))):
+                found, outputs = self._holding(seen, layout, rows, lambda position: known.get(position, []))
+                values = outputs[0].leaves
+                if any(position not in found and not values[position].isnan() for position in known):
+                    raise self._refusal_of_loss()
+            return
+        rows = min(layout.rows, 3)
+        whole, apart = self._look(call, layout, range(rows))
+        if rows > 1 and self._joins_of(whole, apart, [1, rows - 1]) is None:
+            raise self._refusal_of_rows()
+
+    def _refusal_of_loss(self) -> RefusalError:
+        return RefusalError(
+            _FIELD,
+            f"the loss of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient",
+            "let the loop compute the loss from the outputs (any loss works then), or use --checkpoint",
+        )
+
+    def _refusal_of_rows(self) -> RefusalError:
+        return RefusalError(
+            _FIELD,
+            f"rows of a batch depend on each other in {self._name}: run apart they give another result than together",
+            KEEP_WHOLE,
+        )
 
     def _fits(self, call: Call, layout: Layout, failed: list[Exception], *, needs_rule: bool) -> bool:
         """Return whether outputs of rows run apart are those of rows run together.
@@ -223,11 +258,7 @@ class Probe:
         if whole.loss >= 0 and whole.loss not in found:
             if whole.leaves[whole.loss].isnan():
                 return {whole.loss: []}
-            raise RefusalError(
-                _FIELD,
-                f"the loss of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient",
-                "let the loop compute the loss from the outputs (any loss works then), or use --checkpoint",
-            )
+            raise self._refusal_of_loss()
         return found
 
     def _holding(
