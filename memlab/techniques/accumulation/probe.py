@@ -154,8 +154,8 @@ class Probe:
             seen = layout.view(call)
             every = loss_rules(seen, layout, class_weights_of(self._model, seen, layout))
             # those that tell rules apart, and as many as parts that are alike by chance seldom have
-            for rows in (self._telling_rows(seen, layout, every), range(min(layout.rows, _FEW_ROWS))):
-                found, outputs = self._holding(seen, layout, rows, lambda position: known.get(position, []))
+            for looked_at in (self._telling_rows(seen, layout, every), range(min(layout.rows, _FEW_ROWS))):
+                found, outputs = self._holding(seen, layout, looked_at, lambda position: known.get(position, []))
                 values = outputs[0].leaves
                 if any(position not in found and not values[position].isnan() for position in known):
                     raise self._refusal_of_loss()
