@@ -52,7 +52,7 @@ from memlab.techniques.accumulation.merge import (
 )
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
 from memlab.techniques.accumulation.probe import Probe
-from memlab.techniques.accumulation.rounding import Rounding
+from memlab.techniques.accumulation.rounding import TIMES, Rounding
 from memlab.techniques.accumulation.split import Call, Layout, Outputs, row_ranges
 
 _FIELD = "accumulation"
@@ -63,8 +63,8 @@ _LEAST_SHARE = 5e-2
 # share of the free memory that the run together may be expected to take
 _SHARE_OF_FREE = 0.7
 _LOSS_SCALE = 2.0**12
-# of what rounding changes by chance in one run, and of a gradient's size at the most
-_TIMES_ROUNDING, _MOST_ROUNDING = 8, 0.2
+# share of a gradient's size that may be rounding
+_MOST_ROUNDING = 0.2
 
 
 @dataclass(frozen=True)
@@ -679,7 +679,7 @@ class _Attempt:
             off = {
                 number: (share, scale)
                 for number, (share, scale) in off.items()
-                if not share * scale <= _TIMES_ROUNDING * by_rounding[number]
+                if not share * scale <= TIMES * by_rounding[number]
             }
         if off:
             worst = max(off, key=lambda number: off[number])

@@ -20,6 +20,7 @@ from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Snapshot
 from memlab.techniques.accumulation.merge import found_merge, joining_dim
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
+from memlab.techniques.accumulation.rounding import TIMES, Rounding
 from memlab.techniques.accumulation.split import Call, Layout, LossRule, Outputs, layouts_of, loss_rules
 
 _FIELD = "accumulation"
@@ -157,13 +158,28 @@ class Probe:
             for looked_at in (self._telling_rows(seen, layout, every), range(min(layout.rows, _FEW_ROWS))):
                 found, outputs = self._holding(seen, layout, looked_at, lambda position: known.get(position, []))
                 values = outputs[0].leaves
-                if any(position not in found and not values[position].isnan() for position in known):
+                missed = [position for position in known if position not in found and not values[position].isnan()]
+                if missed and not self._is_rounding(seen, layout, looked_at, {p: known[p] for p in missed}, outputs):
                     raise self._refusal_of_loss()
             return
         rows = min(layout.rows, 3)
         whole, apart = self._look(call, layout, range(rows))
         if rows > 1 and self._joins_of(whole, apart, [1, rows - 1]) is None:
             raise self._refusal_of_rows()
+
+    def _is_rounding(
+        self, call: Call, layout: Layout, rows: Sequence[int], missed: dict[int, list[LossRule]], outputs: list[Outputs]
+    ) -> bool:
+        """Return whether rules are missed by no more than rounding changes: by much of a loss that is nearly zero."""
+        parts = [layout.pick(call, rows[:1]), layout.pick(call, rows[1:])]
+        with Rounding(next(self._model.parameters()).device):
+            rounded = [self._look(call, layout, rows)[0] for _ in range(3)]
+        for position, rules in missed.items():
+            target, *values = (float(output.leaves[position]) for output in outputs)
+            least = min(_misses([rule.weights(parts, layout) for rule in rules], values, target))
+            if not least <= TIMES * max(abs(float(each.leaves[position]) - target) for each in rounded):
+                return False
+        return True
 
     def _refusal_of_loss(self) -> RefusalError:
         return RefusalError(
@@ -403,12 +419,17 @@ def _closest(
     if not rules:
         return []
     size = max(abs(target), *(abs(value) for value in values), 1e-6)
-    errors = [
-        abs(sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) - target) / size
-        for weights in weightings
-    ]
+    errors = [miss / size for miss in _misses(weightings, values, target)]
     bound = min(tolerance, 10 * min(errors) + 1e-6)
     return [rule for rule, error in zip(rules, errors, strict=True) if error <= bound]
+
+
+def _misses(weightings: list[list[float]], values: list[float], target: float) -> list[float]:
+    """By how much each weighted sum misses the target."""
+    return [
+        abs(sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) - target)
+        for weights in weightings
+    ]
 
 
 def _alike(outputs: Sequence[Outputs]) -> bool:

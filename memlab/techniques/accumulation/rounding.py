@@ -12,6 +12,8 @@ import torch
 
 from memlab.runtime.dispatch import WatchingMode
 
+# what comes from rounding, in times of what it changes by chance in one run
+TIMES = 8
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
     {
