@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from memlab.errors import TraceError
-from memlab.runtime.workload import Workload
+from memlab.runtime.workload import Batch, Workload
 from memlab.session import session_of
 
 _CPU = torch.device("cpu")
@@ -185,13 +185,21 @@ class Twin:
 
     def _copied_batch(self, batch: Any) -> Any:
         def copied(leaf: Any) -> Any:
+            if isinstance(leaf, Batch):
+                return Batch(*tree_map(copied, (leaf.args, dict(leaf.kwargs))))
             if not isinstance(leaf, torch.Tensor):
-                return leaf
+                return self._copied_if_possible(leaf)  # mappings and records of other classes hold tensors too
             if id(leaf) not in self._memo:  # labels may be the very tensor the inputs are
                 self._memo[id(leaf)] = self._counterpart(leaf)
             return self._memo[id(leaf)]
 
         return tree_map(copied, batch)
+
+    def _copied_if_possible(self, value: Any) -> Any:
+        try:
+            return self._copied(value, "batch")
+        except TraceError:
+            return value
 
     def _copied_loss(self, loss_fn: Any) -> Any:
         return self._copied(loss_fn, "loss_fn") if isinstance(loss_fn, nn.Module) else loss_fn

@@ -7,6 +7,7 @@ import random
 import threading
 import tracemalloc
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from memlab import Workload, fit, measure
 from memlab.errors import TraceError
 from memlab.plan import Plan
 from memlab.predicting import predict
+from memlab.runtime.workload import Batch
 from memlab.session.snapshot import Snapshot
 from memlab.trace.tracer import Tracer
 from memlab.trace.twin import Twin, is_fake
@@ -104,10 +106,16 @@ def test_the_optimizer_has_settings_but_no_state() -> None:
     assert optimizer.state
 
 
-def test_the_batch_is_copied_with_what_it_shares() -> None:
+_FORMS = [dict, lambda values: Batch((), values), lambda values: Batch((UserDict(values), threading.Lock()), {})]
+
+
+@pytest.mark.parametrize("form", _FORMS, ids=["mapping", "call", "call with an object"])
+def test_the_batch_is_copied_with_what_it_shares(form: Callable[[dict[str, Any]], Any]) -> None:
     ids = torch.arange(12).reshape(3, 4)
-    live = Workload(gpt2(64), batch={"input_ids": ids, "labels": ids, "names": ["a", "b"], "weights": torch.rand(3)})
-    batch = Twin(live).workload.batch
+    values = {"input_ids": ids, "labels": ids, "names": ["a", "b"], "weights": torch.rand(3)}
+    live = Workload(gpt2(64), batch=form(values))
+    call = Batch.of(Twin(live).workload.batch)
+    batch = call.kwargs or call.args[0]
     assert batch["labels"] is batch["input_ids"]
     assert batch["input_ids"] is not ids
     assert torch.equal(batch["input_ids"], ids)
