@@ -7,19 +7,25 @@ an allocator, for its peaks (here), or note them down with times and labels (`me
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from memlab.allocator import Allocator, Block, Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_SEGMENT_BYTES
 from memlab.predicting.plan_predictor import Parts
+from memlab.predicting.segments import OUTSIDE
 from memlab.records import Category
 
 _MOST_STEPS = 4  # state that the first makes, and what later ones replace, may take places that activations had
 # the first pass differs from the second, which adds to gradients; all that follow are like the second
 _MOST_PASSES = 3
 # the place of a category in events
-_GRADIENTS = tuple(Category).index(Category.GRADIENTS)
+_GRADIENTS, _WORKSPACES = (tuple(Category).index(each) for each in (Category.GRADIENTS, Category.WORKSPACES))
+# numbers of workspaces among a stretch's storages, downwards
+_FIRST_WORKSPACE = -(2**40)
+# the stretch of the look at a few rows
+_LOOK = -1
 
 # bytes, number of the storage, category, moment
 Events = Sequence[tuple[int, int, int, int]]
@@ -67,7 +73,8 @@ class Script:
         state: sizes of optimizer state, likewise.
         passes: stretches of a step but the last: bytes, number of the storage, category, moment of each event.
         last: the last stretch, which may replace what is owned.
-        workspaces: sizes of what libraries allocate once, at the first pass.
+        workspaces: what libraries allocate once, by stretch of the first step: after which storage's birth (None for
+            at once), and sizes in bytes.
         look: what accumulation does once before its first step.
         has_state: whether there is optimizer state before the first step; otherwise its update creates it.
     """
@@ -77,7 +84,7 @@ class Script:
     state: Mapping[int, int]
     passes: Sequence[Events]
     last: Events
-    workspaces: Iterable[int] = ()
+    workspaces: Mapping[int, Sequence[tuple[int | None, int]]] = field(default_factory=dict)
     look: Events = ()
     has_state: bool = False
 
@@ -118,16 +125,23 @@ def _rounded(size_bytes: int, multiple: int) -> int:
     return -(-size_bytes // multiple) * multiple
 
 
-def script_of(parts: Parts, workspaces: Iterable[int]) -> Script:
+def script_of(parts: Parts, workspaces: Sequence[int]) -> Script:
     """Return what two steps of a plan ask for.
 
     Args:
         parts: the step.
-        workspaces: sizes of what libraries allocate once.
+        workspaces: sizes of what libraries allocate once; the second half is that of backward's thread.
     """
     *passes, last = [segment.events for segment in parts.segments]
     look = () if parts.look is None else parts.look.events
-    return Script(parts.inputs, parts.owned, parts.state, passes, last, tuple(workspaces), look, parts.has_state)
+    taken: dict[int, list[tuple[int | None, int]]] = {}
+    for number, size_bytes in enumerate(workspaces):
+        in_backward = 2 * number >= len(workspaces)
+        # a thread takes its workspace when it first multiplies matrices, and after it has made room for the result
+        is_in_look = parts.look is not None and in_backward in parts.look.products
+        place, stretch = (_LOOK, parts.look) if is_in_look else (0, parts.segments[0])
+        taken.setdefault(place, []).append((stretch.products.get(in_backward), size_bytes))
+    return Script(parts.inputs, parts.owned, parts.state, passes, last, taken, look, parts.has_state)
 
 
 def _until_settled(allocator: Allocator) -> Iterator[int]:
@@ -155,19 +169,16 @@ def play_steps(script: Script, player: Player[ServedT], steps: Iterable[int] = r
     if script.has_state:
         held |= _born(player, script.state, Category.OPTIMIZER_STATE)
     if script.look:
-        player.begin(0, -1)
-        _end(player, _played(player, script.look).values())
+        player.begin(0, _LOOK)
+        _end(player, _played(player, script.look, script.workspaces.get(_LOOK, ())).values())
     for step in steps:
         left: list[ServedT] = []
         outputs: list[ServedT] = []
         for place, events in enumerate((*script.passes, script.last)):
             player.begin(step, place)
-            if step == 0 and place == 0:
-                for size_bytes in filter(None, script.workspaces):
-                    player.born(size_bytes, Category.WORKSPACES)
             if place == len(script.passes):
                 break
-            live = _played(player, events)
+            live = _played(player, events, () if step else script.workspaces.get(place, ()))
             if len(script.passes) > 1:
                 # a split batch keeps its outputs until it is whole: see `accumulation.micro`
                 kept = {number for _, number, category, _ in events if category != _GRADIENTS and number in live}
@@ -176,7 +187,8 @@ def play_steps(script: Script, player: Player[ServedT], steps: Iterable[int] = r
         _end(player, outputs)
         if step == 0 and not script.has_state:
             held |= _born(player, script.state, Category.OPTIMIZER_STATE)
-        player.play(script.last, held)
+        is_first = step == 0 and not script.passes
+        held = _played(player, script.last, script.workspaces.get(0, ()) if is_first else (), held)
         # what an update leaves in place of what it found counts again from there
         held, gone = _renumbered(held, {**script.owned, **script.state})
         _end(player, [*left, *gone])
@@ -264,11 +276,24 @@ def _born(player: Player[ServedT], sizes: Mapping[int, int], category: Category)
     return {number: player.born(size_bytes, category) for number, size_bytes in sizes.items() if size_bytes}
 
 
-def _played(player: Player[ServedT], events: Events) -> dict[int, ServedT]:
-    """Serve a stretch that owns what it bears, and return what it left."""
-    live: dict[int, ServedT] = {}
-    player.play(events, live)
-    return live
+def _played(
+    player: Player[ServedT],
+    events: Events,
+    workspaces: Sequence[tuple[int | None, int]],
+    held: Mapping[int, ServedT] = MappingProxyType({}),
+) -> dict[int, ServedT]:
+    """Serve a stretch, and return what is held after it, without the workspaces that are taken in it: they stay."""
+    live = dict(held)
+    player.play(_with_workspaces(events, workspaces), live)
+    return {number: storage for number, storage in live.items() if number > _FIRST_WORKSPACE}
+
+
+def _with_workspaces(events: Events, workspaces: Sequence[tuple[int | None, int]]) -> Events:
+    found = list(events) if workspaces else events
+    for number, (after, size_bytes) in enumerate(workspaces):
+        births = (at for at, event in enumerate(found, 1) if event[1] == after and event[0] > 0)
+        found.insert(next(births, 0), (size_bytes, _FIRST_WORKSPACE - number, _WORKSPACES, OUTSIDE))
+    return found
 
 
 def _end(player: Player[ServedT], storages: Iterable[ServedT]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from memlab.hardware.roofline import Bill, Rates, Work
@@ -62,11 +62,13 @@ class Segment:
         events: bytes, number of the storage, place of its category, moment; in order.
         bill: the work of its operators.
         rates: how fast the device works.
+        products: number of the storage that the first product of matrices filled, outside of backward and in it.
     """
 
     events: Sequence[tuple[int, int, int, int]]
     bill: Bill
     rates: Rates
+    products: Mapping[bool, int] = field(default_factory=dict)
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -243,7 +245,7 @@ class TracedPass:
         bill = self.trace.bill
         if self._other is not None and share:
             bill = bill.towards(self._other.bill, share)
-        return Segment(events, bill, self._rates)
+        return Segment(events, bill, self._rates, self.trace.products)
 
 
 def laid_beside(one: Trace, other: Trace) -> Resized | None:

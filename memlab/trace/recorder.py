@@ -44,6 +44,9 @@ _VALUES = frozenset(
     (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default, _aten.allclose.default)
 )
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+_PRODUCTS = frozenset(
+    getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
+)  # those of cuBLAS
 _DEVICE = torch.ops.prim.device.default
 _ADD = _aten.add.Tensor
 _COST = "cost"
@@ -97,6 +100,7 @@ class Recorder(Ledger):
         priced: the operators that did work, in order.
         hidden: what lived inside operators, in order; not among the births and deaths.
         settled: number of births and deaths booked before a gradient was complete, by number of its storage.
+        products: number of the storage that the first product of matrices filled, outside of backward and in it.
         in_model: whether the model itself runs, rather than what surrounds it.
     """
 
@@ -111,6 +115,7 @@ class Recorder(Ledger):
         self.priced: list[Priced] = []
         self.hidden: list[Hidden] = []
         self.settled: dict[int, int] = {}
+        self.products: dict[bool, int] = {}
         self.in_model = False
         self._fakes = fakes
         self._price_of = price
@@ -147,7 +152,7 @@ class Recorder(Ledger):
 
     def begin(self, holdings: Any) -> None:
         super().begin(holdings)
-        self.priced, self.hidden, self.settled = [], [], {}
+        self.priced, self.hidden, self.settled, self.products = [], [], {}, {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -175,6 +180,10 @@ class Recorder(Ledger):
                 if in_backward:
                     self._note_node()
                 self._book(func, out)
+                if func in _PRODUCTS:
+                    in_graph = torch._C._current_graph_task_id() != -1
+                    for number in self.numbers_of([out]):
+                        self.products.setdefault(in_graph, number)
                 if in_backward and func is _ADD:
                     self._note_sum(args[0], out)
             self._price(recipe, func, args, kwargs, out)

@@ -75,6 +75,7 @@ class Trace:
         outputs: numbers of the storages the model's outputs lie in, beside scalars.
         trained: numbers of the parameters that got a gradient.
         settled: number of births and deaths before a gradient was complete, by number of its storage.
+        products: number of the storage that the first product of matrices filled, outside of backward and in it.
         marks: of the modules that were to be marked, in order.
     """
 
@@ -88,6 +89,7 @@ class Trace:
     outputs: tuple[int, ...] = ()
     trained: frozenset[int] = frozenset()
     settled: Mapping[int, int] = field(default_factory=dict)
+    products: Mapping[bool, int] = field(default_factory=dict)
     marks: tuple[Mark, ...] = ()
 
     @property
@@ -433,6 +435,7 @@ class _Seen(Observer):
             tuple(self.outputs),
             trained,
             dict(self.recorder.settled),
+            dict(self.recorder.products),
         )
 
     def note(self, text: str) -> None:

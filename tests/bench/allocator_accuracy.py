@@ -184,6 +184,7 @@ def rows_of(name: str, plans: Sequence[str]) -> Iterator[Row]:
             _say(f"{name} {prediction.plan}: {prediction.refused}")
             continue
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # they would hold segments of the plan before
         torch.cuda.empty_cache()
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{mode == 'expandable'}")
         try:

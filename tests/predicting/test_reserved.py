@@ -9,8 +9,10 @@ import pytest
 
 from memlab.allocator import Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES
+from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
-from memlab.predicting.reserved import Script, play_steps, reserved_by
+from memlab.predicting.plan_predictor import PlanPredictor
+from memlab.predicting.reserved import Script, play_steps, reserved_by, script_of
 from memlab.records import Category
 from tests.predicting.families import family
 
@@ -115,10 +117,34 @@ def test_gradients_stay_until_the_update_is_over() -> None:
     assert seen == [7, 9, 7, 9]
 
 
-def test_workspaces_are_taken_once() -> None:
-    noting = Noting()
-    play_steps(script(workspaces=(3 * MIB, 0)), noting)
-    assert [size for category, size in noting.categories if category is Category.WORKSPACES] == [3 * MIB]
+@pytest.mark.parametrize("passes", [(PASS, PASS), ()])
+def test_workspaces_are_taken_once_where_matrices_are_first_multiplied(passes: Sequence[Sequence[Event]]) -> None:
+    played: list[list[int]] = []
+
+    class Looking(Noting):
+        def play(self, events: Sequence[Event], live: dict[int, Noted]) -> None:
+            played.append([size_bytes // MIB for size_bytes, *_ in events])
+            super().play(events, live)
+
+    noting = Looking()
+    play_steps(script(passes=passes, last=PASS, workspaces={0: [(3, 5 * MIB), (None, 3 * MIB)]}), noting)
+    assert played[0] == [3, 4, 8, -8, 2, 5, -4]
+    assert all(sizes == [4, 8, -8, 2, -4] for sizes in played[1:])
+    assert noting.live_bytes == (2 + 1 + 4 + 5 + 3) * MIB
+
+
+def test_threads_take_their_workspaces_at_their_first_products() -> None:
+    workload = family("masked bert")
+    parts = PlanPredictor(workload, "A100 80GB").parts(Plan.parse("--accumulate 2"))
+    assert parts.look is not None
+    of_forward, of_backward = 7 * MIB, 9 * MIB
+    taken = script_of(parts, (of_forward, of_backward)).workspaces
+    [(in_look, sizes), (in_pass, others)] = [(after, size_bytes) for place in sorted(taken) for after, size_bytes in taken[place]]
+    assert sorted(taken) == [-1, 0]
+    assert (sizes, others) == (of_forward, of_backward)
+    assert in_look in {number for size_bytes, number, _, _ in parts.look.events if size_bytes > 0}
+    moments = {number: moment for size_bytes, number, _, moment in parts.segments[0].events if size_bytes > 0}
+    assert moments[in_pass] == BACKWARD
 
 
 def test_the_look_at_rows_comes_before_the_first_step_and_leaves_nothing() -> None:
