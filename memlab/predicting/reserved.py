@@ -138,8 +138,9 @@ def script_of(parts: Parts, workspaces: Sequence[int]) -> Script:
     for number, size_bytes in enumerate(workspaces):
         in_backward = 2 * number >= len(workspaces)
         # a thread takes its workspace when it first multiplies matrices, and after it has made room for the result
-        is_in_look = parts.look is not None and in_backward in parts.look.products
-        place, stretch = (_LOOK, parts.look) if is_in_look else (0, parts.segments[0])
+        place, stretch = 0, parts.segments[0]
+        if parts.look is not None and in_backward in parts.look.products:
+            place, stretch = _LOOK, parts.look
         taken.setdefault(place, []).append((stretch.products.get(in_backward), size_bytes))
     return Script(parts.inputs, parts.owned, parts.state, passes, last, taken, look, parts.has_state)
 
@@ -289,7 +290,9 @@ def _played(
 
 
 def _with_workspaces(events: Events, workspaces: Sequence[tuple[int | None, int]]) -> Events:
-    found = list(events) if workspaces else events
+    if not workspaces:
+        return events
+    found = list(events)
     for number, (after, size_bytes) in enumerate(workspaces):
         births = (at for at, event in enumerate(found, 1) if event[1] == after and event[0] > 0)
         found.insert(next(births, 0), (size_bytes, _FIRST_WORKSPACE - number, _WORKSPACES, OUTSIDE))

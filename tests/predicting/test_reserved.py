@@ -139,7 +139,9 @@ def test_threads_take_their_workspaces_at_their_first_products() -> None:
     assert parts.look is not None
     of_forward, of_backward = 7 * MIB, 9 * MIB
     taken = script_of(parts, (of_forward, of_backward)).workspaces
-    [(in_look, sizes), (in_pass, others)] = [(after, size_bytes) for place in sorted(taken) for after, size_bytes in taken[place]]
+    [(in_look, sizes), (in_pass, others)] = [
+        (after, size_bytes) for place in sorted(taken) for after, size_bytes in taken[place]
+    ]
     assert sorted(taken) == [-1, 0]
     assert (sizes, others) == (of_forward, of_backward)
     assert in_look in {number for size_bytes, number, _, _ in parts.look.events if size_bytes > 0}
