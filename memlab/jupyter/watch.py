@@ -120,7 +120,8 @@ class CellWatch:
 
     def let_go(self) -> None:
         """Keep nothing of the user's any more."""
-        self.sessions, self._meter, self._control, self._device = [], None, None, None
+        self.sessions, self._models = [], []
+        self._meter, self._control, self._device = None, None, None
         self._notes = _Notes(self._step_ended, self._broke_off)
         self._largest = [self._notes]
 

@@ -266,7 +266,7 @@ class Accumulation(Technique):
             known[grain] = found
         self._calls[shape] += 1
         if _is_looked_at_again(self._calls[shape]):
-            self._look_again(whole, layout, known, grain)
+            self._look_again(whole, layout, known, grain, rows=max(2, -(-layout.rows // parts)))
         return found
 
     def _look_again(
@@ -275,18 +275,22 @@ class Accumulation(Technique):
         layout: Layout,
         known: dict[int, Verdict | RefusalError | None],
         grain: int,
+        *,
+        rows: int,
     ) -> None:
-        """See whether a few rows of a later batch agree as those of the judged one did; where they do not run, say nothing."""
+        """See whether a few rows of a later batch, at most a micro-batch, agree as those of the judged one did."""
         assert self._probe is not None
         try:
             with self._uncompiled():
-                self._probe.look_again(whole, layout)
+                self._probe.look_again(whole, layout, rows)
         except RefusalError as refusal:
             known.clear()
             known[grain] = refusal
             raise
-        except Exception as error:  # noqa: BLE001 - too few rows for the model, or no memory: the parts will tell
-            release(error)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            release(error)  # too few rows for the model: the parts will tell
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         """Run the model's own code where it is compiled: a look at some rows is made once, and would be compiled for them."""

@@ -144,8 +144,13 @@ class Probe:
             self._rules[call.kind] = known
         return {position: rules[0].weights(parts, layout) for position, rules in known.items()}
 
-    def look_again(self, call: Call, layout: Layout) -> None:
+    def look_again(self, call: Call, layout: Layout, most: int) -> None:
         """Look at a few rows of a later batch: in the first ones a loss may have been the same for parts by chance.
+
+        Args:
+            call: the model call.
+            layout: how it splits.
+            most: rows to run together, at least 2.
 
         Raises:
             RefusalError: rows apart give something else than rows together.
@@ -155,14 +160,16 @@ class Probe:
             seen = layout.view(call)
             every = loss_rules(seen, layout, class_weights_of(self._model, seen, layout))
             # those that tell rules apart, and as many as parts that are alike by chance seldom have
-            for looked_at in (self._telling_rows(seen, layout, every), range(min(layout.rows, _FEW_ROWS))):
+            telling = self._telling_rows(seen, layout, every)
+            telling = telling if len(telling) <= most else [telling[0], *telling[1 - most :]]
+            for looked_at in (telling, range(min(layout.rows, _FEW_ROWS, most))):
                 found, outputs = self._holding(seen, layout, looked_at, lambda position: known.get(position, []))
                 values = outputs[0].leaves
                 missed = [position for position in known if position not in found and not values[position].isnan()]
                 if missed and not self._is_rounding(seen, layout, looked_at, {p: known[p] for p in missed}, outputs):
                     raise self._refusal_of_loss()
             return
-        rows = min(layout.rows, 3)
+        rows = min(layout.rows, 3, most)
         whole, apart = self._look(call, layout, range(rows))
         if rows > 1 and self._joins_of(whole, apart, [1, rows - 1]) is None:
             raise self._refusal_of_rows()
