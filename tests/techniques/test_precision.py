@@ -17,7 +17,8 @@ from memlab import RefusalError, Workload, fit
 from memlab.measuring.runs import training_step
 from memlab.session import Session, check
 from memlab.session.snapshot import Snapshot
-from memlab.techniques.precision.precision import FIRST_SCALE, PrecisionChoice
+from memlab.techniques.precision.loss_scale import FIRST_SCALE
+from memlab.techniques.precision.precision import PrecisionChoice
 from tests.techniques.models import Regressor, distance, gpt2, gradients, ragged_batch, regression_batch, workload
 
 
@@ -99,7 +100,7 @@ def test_two_optimizers_of_one_model_skip_together() -> None:
 
 
 def test_the_scale_doubles_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memlab.techniques.precision.precision._GROWTH_STEPS", 3)
+    monkeypatch.setattr("memlab.techniques.precision.loss_scale._GROWTH_STEPS", 3)
     model, batch = Regressor(), regression_batch()
     load = workload(model)
     with fit(load, "--fp16") as session:

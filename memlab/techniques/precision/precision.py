@@ -1,14 +1,6 @@
 """Number formats of a training step: fp32, tf32, fp16 with loss scaling, bf16, and pure bf16.
 
-fp16, without a `GradScaler` in the loop, in numbered rules:
-
-1. The forward runs under autocast; its outputs are returned in fp32.
-2. The gradient is scaled where it enters the outputs, in fp32, before it is cast down: after the cast
-   a small one would be zero already.
-3. A hook on each parameter divides by the scale before the gradient is accumulated, so gradient
-   clipping in the loop sees true gradients, and the scale may change between two backward passes.
-4. The same hook notes gradients that are not finite; the optimizer step is then skipped and the
-   scale halved. After 2000 good steps it doubles. (The rules of `torch.amp.GradScaler`.)
+fp16 runs the forward under autocast and returns its outputs in fp32; the loop needs no `GradScaler` (`loss_scale`).
 
 Pure bf16 keeps each parameter as bf16 for forward and backward, and the 16 bits it lacks beside it:
 together they are the fp32 master, bit for bit, which is what the optimizer updates. Nothing is
@@ -33,7 +25,6 @@ from memlab.errors import MemlabError, RefusalError
 from memlab.plan import Plan, Precision
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
 from memlab.runtime.state_layers import at_home
@@ -42,11 +33,10 @@ from memlab.runtime.tree import flatten
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import ModelCall, State, Technique
 from memlab.techniques.description import Description
+from memlab.techniques.precision.loss_scale import LossScale, scaled_gradient
 from memlab.techniques.precision.moments import join_master, round_stochastically, split_master
 from memlab.techniques.precision.own_form import OwnForm
 
-FIRST_SCALE = 2.0**16
-_GROWTH_STEPS = 2000
 _AUTOCAST_DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
 
@@ -151,7 +141,7 @@ class PrecisionChoice(Technique):
             case Precision.TF32:
                 _set_matmul_precision("high", undo)
             case Precision.FP16:
-                self._scaler.watch(workload.model, undo)
+                self._scaler.watch(workload.model, workload.name, undo)
             case Precision.PURE_BF16:
                 self._split_parameters(workload.model, undo)
 
@@ -219,13 +209,14 @@ class PrecisionChoice(Technique):
         dtype = _AUTOCAST_DTYPES[self.plan.precision]
         device_type = _device_type(args, kwargs)
         if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is dtype:
+            self._scaler.is_off = True
             self._note_once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
             return call(*args, **kwargs)
         scale = self._scaler.scale if self._is(Precision.FP16) else 1.0
-        args, kwargs = tree_map(lambda leaf: _scaled_gradient(leaf, 1 / scale), (args, dict(kwargs)))
+        args, kwargs = tree_map(lambda leaf: scaled_gradient(leaf, 1 / scale), (args, dict(kwargs)))
         with torch.autocast(device_type, dtype=dtype):
             output = call(*args, **kwargs)
-        return _in_leaves(lambda leaf: _scaled_gradient(_as_fp32(leaf), scale), output)
+        return _in_leaves(lambda leaf: scaled_gradient(_as_fp32(leaf), scale), output)
 
     def _in_bf16(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = tree_map(as_bf16, (args, dict(kwargs)))
@@ -341,83 +332,6 @@ class PrecisionChoice(Technique):
             # the update is done, and must not be repeated because its last step failed; half of this has been freed
             split_master(parameter.data, halves)
         parameter.data = halves[0]
-
-
-class LossScale:
-    """Dynamic loss scale by the rules of `torch.amp.GradScaler`, without a scaler in the loop.
-
-    Attributes:
-        scale: factor by which gradients are multiplied on entering the backward pass.
-    """
-
-    def __init__(self) -> None:
-        self.scale = FIRST_SCALE
-        self._good_steps = 0
-        self._sums: list[torch.Tensor] = []
-        self._last_were_bad = False
-
-    def watch(self, model: nn.Module, undo: ExitStack) -> None:
-        """Unscale every parameter's gradient before it is accumulated."""
-        undo.callback(self._sums.clear)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                undo.callback(parameter.register_hook(self._unscale).remove)  # type: ignore[no-untyped-call]
-
-    def _unscale(self, gradient: torch.Tensor) -> torch.Tensor:
-        true_gradient = gradient / self.scale
-        # the sum of a gradient is finite when all of it is: one cheap pass, read at the step
-        self._sums.append(true_gradient.detach().sum())
-        return true_gradient
-
-    def found_bad_gradients(self) -> bool:
-        """Return whether a gradient since the last step was inf or nan; adapts the scale (waits for the device).
-
-        Several optimizers of one model ask in turn; the later ones get the answer of the first.
-        """
-        sums, self._sums[:] = list(self._sums), []
-        if sums:
-            self._last_were_bad = not all(map(_all_finite, _by_device(sums)))
-            self._update()
-        return self._last_were_bad
-
-    def _update(self) -> None:
-        """Halve the scale after bad gradients, double it after 2000 good steps."""
-        self._good_steps = 0 if self._last_were_bad else self._good_steps + 1
-        if self._last_were_bad:
-            self.scale = max(self.scale / 2, 1.0)
-        elif self._good_steps == _GROWTH_STEPS:
-            self.scale, self._good_steps = self.scale * 2, 0
-
-
-def _by_device(scalars: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Gradients of parameters that rest on the host may be there."""
-    devices = dict.fromkeys(scalar.device for scalar in scalars)
-    return [[scalar for scalar in scalars if scalar.device == device] for device in devices]
-
-
-def _all_finite(scalars: list[torch.Tensor]) -> bool:
-    return bool(torch.stack(scalars).isfinite().all())
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """Identity whose gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.scale, None
-
-
-def _scaled_gradient(leaf: Any, scale: float) -> Any:
-    if scale == 1.0 or not isinstance(leaf, torch.Tensor):
-        return leaf
-    if isinstance(leaf, LazyTensor):
-        return leaf.with_gradient(lambda tensor: _scaled_gradient(tensor, scale))
-    return _ScaledGradient.apply(leaf, scale) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
 
 
 def _as_fp32(leaf: Any) -> Any:

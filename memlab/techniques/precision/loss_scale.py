@@ -1,0 +1,211 @@
+"""Loss scaling for fp16, for loops without a `GradScaler`.
+
+Numbered rules:
+
+1. The gradient is scaled where it enters the outputs of the model's call, in fp32, before it is cast down: after the cast
+   a small one would be zero already. Where it leaves by an input of the call it is unscaled.
+2. A hook on each parameter divides by the scale before the gradient is accumulated, so gradient clipping in the loop sees
+   true gradients, and the scale may change between two backward passes.
+3. What reaches a parameter past the call (a penalty on weights, a part or a method that the loop calls) is scaled before it
+   gets there. The scale is a power of two, so it is divided out again without a trace. Which nodes these are is looked up when
+   a backward pass begins, from the loss to the calls.
+4. The hook of rule 2 notes gradients that are not finite; the optimizer step is then skipped and the scale halved. After 2000 good
+   steps it doubles. (The rules of `torch.amp.GradScaler`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab.errors import RefusalError
+from memlab.runtime.backward import around_backward_passes
+from memlab.runtime.lazy import LazyTensor
+
+FIRST_SCALE = 2.0**16
+_GROWTH_STEPS = 2000
+_Nodes = dict[int, Any]  # by identity; they are kept, so that no other gets theirs
+
+
+class LossScale:
+    """Dynamic loss scale by the rules of `torch.amp.GradScaler`, without a scaler in the loop.
+
+    Attributes:
+        scale: factor by which gradients are multiplied on entering the backward pass; a power of two.
+        is_off: whether gradients are left as they are, since the loop sees to its precision itself.
+    """
+
+    def __init__(self) -> None:
+        self.scale = FIRST_SCALE
+        self.is_off = False
+        self._good_steps = 0
+        self._sums: list[torch.Tensor] = []
+        self._last_were_bad = False
+        self._parameters: set[int] = set()
+        self._name = ""
+        self._outside: list[
+            _Nodes
+        ] = []  # for each backward pass under way: nodes up to the calls, and those of the calls
+
+    def watch(self, model: nn.Module, name: str, undo: ExitStack) -> None:
+        """Unscale every parameter's gradient before it is accumulated.
+
+        Args:
+            model: whose parameters.
+            name: of the model, for messages.
+            undo: ends it.
+        """
+        self._name = name
+        undo.callback(self._sums.clear)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                undo.callback(parameter.register_hook(self._unscale).remove)  # type: ignore[no-untyped-call]
+                self._parameters.add(id(parameter))
+        undo.callback(self._parameters.clear)
+        around_backward_passes(self._scaled_past_calls, undo)
+
+    @contextmanager
+    def _scaled_past_calls(self, roots: Sequence[Any]) -> Iterator[None]:
+        """Scale, during a backward pass, what reaches parameters past the model's calls.
+
+        Args:
+            roots: what is derived.
+
+        Raises:
+            RefusalError: a node gets gradients both with the scale and without it.
+        """
+        if self.is_off:
+            yield
+            return
+        within = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+        if within is not None and not any(id(within) in nodes for nodes in self._outside):
+            yield  # a pass in the middle of a call, whose gradients are scaled
+            return
+        past, calls = _nodes_from(map(_node_of, roots))
+        ends = {key: places for key, node in past.items() if (places := self._places(node))}
+        if ends:
+            inside, _ = _nodes_from(following for call in calls.values() for following, _ in call.next_functions)
+            self._refuse_both_ways(past.keys() & inside.keys())
+        hooks = [past[key].register_hook(partial(_multiplied, places, self.scale)) for key, places in ends.items()]
+        self._outside.append(past | calls)
+        try:
+            yield
+        finally:
+            self._outside.pop()
+            for hook in hooks:
+                hook.remove()
+
+    def _refuse_both_ways(self, both_ways: Collection[int]) -> None:
+        if both_ways:
+            raise RefusalError(
+                "precision",
+                f"the loss and a gradient of a gradient go through the same call of {self._name}: --fp16 scales the one and "
+                "not the other",
+                "use --bf16",
+            )
+
+    def _places(self, node: Any) -> frozenset[int]:
+        """Return which gradients of a node go to parameters directly."""
+        return frozenset(
+            place
+            for place, (following, _) in enumerate(node.next_functions)
+            if id(getattr(following, "variable", None)) in self._parameters
+        )
+
+    def _unscale(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.is_off:
+            return gradient
+        true_gradient = gradient / self.scale
+        # the sum of a gradient is finite when all of it is: one cheap pass, read at the step
+        self._sums.append(true_gradient.detach().sum())
+        return true_gradient
+
+    def found_bad_gradients(self) -> bool:
+        """Return whether a gradient since the last step was inf or nan; adapts the scale (waits for the device).
+
+        Several optimizers of one model ask in turn; the later ones get the answer of the first.
+        """
+        sums, self._sums[:] = list(self._sums), []
+        if sums:
+            self._last_were_bad = not all(map(_all_finite, _by_device(sums)))
+            self._update()
+        return self._last_were_bad
+
+    def _update(self) -> None:
+        """Halve the scale after bad gradients, double it after 2000 good steps."""
+        self._good_steps = 0 if self._last_were_bad else self._good_steps + 1
+        if self._last_were_bad:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self._good_steps == _GROWTH_STEPS:
+            self.scale, self._good_steps = self.scale * 2, 0
+
+
+def _by_device(scalars: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Gradients of parameters that rest on the host may be there."""
+    devices = dict.fromkeys(scalar.device for scalar in scalars)
+    return [[scalar for scalar in scalars if scalar.device == device] for device in devices]
+
+
+def _all_finite(scalars: list[torch.Tensor]) -> bool:
+    return bool(torch.stack(scalars).isfinite().all())
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Identity whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.scale, None
+
+
+def scaled_gradient(leaf: Any, scale: float) -> Any:
+    """Return a tensor of the same values whose gradient is multiplied by a number; anything else as it is."""
+    if scale == 1.0 or not isinstance(leaf, torch.Tensor):
+        return leaf
+    if isinstance(leaf, LazyTensor):
+        return leaf.with_gradient(lambda tensor: scaled_gradient(tensor, scale))
+    return _ScaledGradient.apply(leaf, scale) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+
+
+def _multiplied(places: frozenset[int], scale: float, gradients: Sequence[Any], _outer: Any) -> tuple[Any, ...]:
+    """A hook of a node: some of its gradients, scaled."""
+    return tuple(
+        gradient * scale if place in places and gradient is not None else gradient
+        for place, gradient in enumerate(gradients)
+    )
+
+
+def _node_of(root: Any) -> Any:
+    return root.grad_fn if isinstance(root, torch.Tensor) else root.node
+
+
+def _nodes_from(roots: Iterable[Any]) -> tuple[_Nodes, _Nodes]:
+    """Walk a graph as far as memlab's own functions, which stand around calls.
+
+    Returns:
+        The nodes on the way but those of leaves, and the functions.
+    """
+    past: _Nodes = {}
+    calls: _Nodes = {}
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in past or hasattr(node, "variable"):
+            continue
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and function.__module__.partition(".")[0] == "memlab":
+            calls[id(node)] = node
+            continue
+        past[id(node)] = node
+        waiting += [following for following, _ in node.next_functions]
+    return past, calls

@@ -1,0 +1,98 @@
+"""Gradients under --fp16 that reach parameters past the model's call are the true ones, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memlab import RefusalError, Workload, fit
+from tests.techniques.models import distance, gradients
+
+
+class _Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+        self.outer = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def score(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.inner(rows)))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.score(rows)
+
+
+Loop = Callable[[_Tower, torch.Tensor], None]
+
+
+def penalty(model: _Tower, rows: torch.Tensor) -> None:
+    (model(rows).square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+
+
+def method(model: _Tower, rows: torch.Tensor) -> None:
+    model.score(rows).square().mean().backward()
+
+
+def part(model: _Tower, rows: torch.Tensor) -> None:
+    (model(rows).square().mean() + model.inner(rows).square().mean()).backward()
+
+
+def in_eval_mode(model: _Tower, rows: torch.Tensor) -> None:
+    model.eval()
+    model(rows).square().mean().backward()
+
+
+def recomputed(model: _Tower, rows: torch.Tensor) -> None:
+    scores = checkpoint(model.score, rows.clone().requires_grad_(), use_reentrant=True)
+    (model(rows).square().mean() + scores.square().mean()).backward()
+
+
+def under_autocast(model: _Tower, rows: torch.Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.float16):
+        scores = model(rows)
+    scores.float().square().mean().backward()
+
+
+def by_grad(model: _Tower, rows: torch.Tensor) -> None:
+    parameters = list(model.parameters())
+    loss = model(rows).square().mean() + model.inner.weight.square().sum()
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+
+
+def through_one_call(model: _Tower, rows: torch.Tensor) -> None:
+    rows = rows.clone().requires_grad_()
+    scores = model(rows)
+    (gradient,) = torch.autograd.grad(scores.mean(), rows, create_graph=True)
+    (scores.square().mean() + gradient.square().sum()).backward()
+
+
+@pytest.mark.parametrize("flags", ["--fp16", "--fp16 --accumulate 2"])
+@pytest.mark.parametrize("loop", [penalty, method, part, in_eval_mode, recomputed, under_autocast, by_grad])
+def test_gradients_past_the_call_are_true(loop: Loop, flags: str) -> None:
+    found = []
+    backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined] # what is exchanged meanwhile
+    for plan in ("", flags):
+        torch.manual_seed(0)
+        model, rows = _Tower(), torch.randn(16, 8)
+        with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), plan):
+            loop(model, rows)
+            found.append(gradients(model))
+    assert distance(found[1], found[0]) < 1e-2
+    assert torch.autograd._engine_run_backward is backward  # type: ignore[attr-defined]
+
+
+def test_what_is_scaled_and_is_not_is_refused() -> None:
+    model, rows = _Tower(), torch.randn(16, 8)
+    with (
+        fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--fp16"),
+        pytest.raises(
+            RefusalError, match="go through the same call of _Tower: --fp16 scales the one and not the other"
+        ),
+    ):
+        through_one_call(model, rows)
+    assert all(p.grad is None for p in model.parameters())
