@@ -564,3 +564,17 @@ def test_rounding_is_no_dependence_of_rows() -> None:
             model(inputs, target).backward()
         apart = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         assert distance(apart, whole) > _judge.TOLERANCE
+
+
+@pytest.mark.parametrize("drawn", [lambda rows: torch.randperm(rows), lambda rows: torch.randint(rows, (rows,))])
+def test_drawn_numbers_of_rows_do_not_follow_them(drawn: Callable[[int], torch.Tensor]) -> None:
+    class Mixing(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(0.7 * rows + 0.3 * rows[drawn(len(rows))])
+
+    model = Mixing(4, 2)
+    with (
+        fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--accumulate 2"),
+        pytest.raises(RefusalError, match="the random numbers that Mixing draws do not follow the rows of its batch"),
+    ):
+        model(torch.randn(8, 4))

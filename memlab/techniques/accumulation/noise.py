@@ -43,6 +43,10 @@ class StrangeDrawError(Exception):
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 
+_aten = torch.ops.aten
+# operators whose numbers lie in a range that is asked for, as numbers of rows do
+_OF_A_RANGE = frozenset({_aten.randperm, _aten.randint, _aten.randint_like, _aten.random_})
+
 
 class Noise(WatchingMode):
     """Keeps random numbers, then gives them out again.
@@ -63,7 +67,7 @@ class Noise(WatchingMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._drawn: list[tuple[Any, list[torch.Tensor]]] = []
+        self._drawn: list[tuple[Any, list[Any], list[torch.Tensor]]] = []
         self._giving = False
         self._in_turn = False
         self._next = 0
@@ -129,24 +133,26 @@ class Noise(WatchingMode):
         if not self._giving:
             if given is None and not self._repeating:
                 self._given_at[place] = [tensor.detach().clone() for tensor in numbers]
-                self._drawn.append((func, self._given_at[place]))
+                self._drawn.append((func, _numbers_in(args, kwargs), self._given_at[place]))
             return result
         if given is None:
             if self._repeating:
                 return result
-            given = self._given_at[place] = self._given(func, numbers)
+            given = self._given_at[place] = self._given(func, _numbers_in(args, kwargs), numbers)
         if func is torch.ops.aten.native_dropout.default:
             result[0].copy_(args[0] * given[0] / (1 - args[1]) if args[1] < 1 else torch.zeros_like(args[0]))
         for tensor, value in zip(numbers, given, strict=True):
             tensor.copy_(value)
         return result
 
-    def _given(self, func: Any, numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _given(self, func: Any, asked: list[Any], numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._next >= len(self._drawn):
             raise StrangeDrawError
-        drawn_by, drawn = self._drawn[self._next]
+        drawn_by, asked_before, drawn = self._drawn[self._next]
         self._next += 1
         if drawn_by is not func or len(drawn) != len(numbers):
+            raise StrangeDrawError
+        if func.overloadpacket in _OF_A_RANGE and asked != asked_before:  # numbers of rows of a larger batch
             raise StrangeDrawError
         return [self._share(kept, wanted.shape) for kept, wanted in zip(drawn, numbers, strict=True)]
 
@@ -164,14 +170,17 @@ class Noise(WatchingMode):
         return kept.narrow(dim, start * each, (stop - start) * each)
 
 
+def _numbers_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    return [each for each in (*args, *kwargs.values()) if isinstance(each, (int, float, bool))]
+
+
 def _state_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
     """Return what an operator is asked for beside tensors, and the state of the generators that it may draw from."""
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
     states = [generator.get_state() for generator in given] or [torch.get_rng_state()]
     if not given and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
         states.append(torch.cuda.get_rng_state())
-    plain = [each for each in (*args, *kwargs.values()) if isinstance(each, (int, float, bool))]
-    return b"".join([f"{func}{plain}".encode(), *(state.numpy().tobytes() for state in states)])
+    return b"".join([f"{func}{_numbers_in(args, kwargs)}".encode(), *(state.numpy().tobytes() for state in states)])
 
 
 @functools.cache
