@@ -41,6 +41,10 @@ def part(model: _Tower, rows: torch.Tensor) -> None:
     (model(rows).square().mean() + model.inner(rows).square().mean()).backward()
 
 
+def part_before(model: _Tower, rows: torch.Tensor) -> None:
+    model(model.inner(rows)[:, :8]).square().mean().backward()
+
+
 def in_eval_mode(model: _Tower, rows: torch.Tensor) -> None:
     model.eval()
     model(rows).square().mean().backward()
@@ -72,7 +76,9 @@ def through_one_call(model: _Tower, rows: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("flags", ["--fp16", "--fp16 --accumulate 2"])
-@pytest.mark.parametrize("loop", [penalty, method, part, in_eval_mode, recomputed, under_autocast, by_grad])
+@pytest.mark.parametrize(
+    "loop", [penalty, method, part, part_before, in_eval_mode, recomputed, under_autocast, by_grad]
+)
 def test_gradients_past_the_call_are_true(loop: Loop, flags: str) -> None:
     found = []
     backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined] # what is exchanged meanwhile

@@ -15,13 +15,14 @@ Numbered rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from memlab.errors import RefusalError
 from memlab.runtime.backward import around_backward_passes
@@ -48,6 +49,7 @@ class LossScale:
         self._last_were_bad = False
         self._parameters: set[int] = set()
         self._name = ""
+        self._has_graph_before = False  # whether a call has had inputs with gradients
         self._outside: list[
             _Nodes
         ] = []  # for each backward pass under way: nodes up to the calls, and those of the calls
@@ -69,6 +71,14 @@ class LossScale:
         undo.callback(self._parameters.clear)
         around_backward_passes(self._scaled_past_calls, undo)
 
+    def entered(self, arguments: Any) -> Any:
+        """Return the arguments of a call, by which gradients leave it unscaled."""
+        return tree_map(self._entered, arguments)
+
+    def _entered(self, leaf: Any) -> Any:
+        self._has_graph_before |= isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        return scaled_gradient(leaf, 1 / self.scale)
+
     @contextmanager
     def _scaled_past_calls(self, roots: Sequence[Any]) -> Iterator[None]:
         """Scale, during a backward pass, what reaches parameters past the model's calls.
@@ -86,10 +96,12 @@ class LossScale:
         if within is not None and not any(id(within) in nodes for nodes in self._outside):
             yield  # a pass in the middle of a call, whose gradients are scaled
             return
-        past, calls = _nodes_from(map(_node_of, roots))
-        ends = {key: places for key, node in past.items() if (places := self._places(node))}
+        roots = [*map(_node_of, roots)]
+        past, calls, inside = _walk(roots, enters=self._has_graph_before)
+        ends = self._ends_among(past)
+        if ends and not inside:
+            inside = _walk(roots, enters=True)[2]
         if ends:
-            inside, _ = _nodes_from(following for call in calls.values() for following, _ in call.next_functions)
             self._refuse_both_ways(past.keys() & inside.keys())
         hooks = [past[key].register_hook(partial(_multiplied, places, self.scale)) for key, places in ends.items()]
         self._outside.append(past | calls)
@@ -108,6 +120,9 @@ class LossScale:
                 "not the other",
                 "use --bf16",
             )
+
+    def _ends_among(self, nodes: _Nodes) -> dict[int, frozenset[int]]:
+        return {key: places for key, node in nodes.items() if (places := self._places(node))}
 
     def _places(self, node: Any) -> frozenset[int]:
         """Return which gradients of a node go to parameters directly."""
@@ -189,23 +204,33 @@ def _node_of(root: Any) -> Any:
     return root.grad_fn if isinstance(root, torch.Tensor) else root.node
 
 
-def _nodes_from(roots: Iterable[Any]) -> tuple[_Nodes, _Nodes]:
-    """Walk a graph as far as memlab's own functions, which stand around calls.
+def _walk(roots: Sequence[Any], *, enters: bool) -> tuple[_Nodes, _Nodes, _Nodes]:
+    """Walk a graph as far as leaves.
+
+    Args:
+        roots: where to begin.
+        enters: go on through calls, to what is before them.
 
     Returns:
-        The nodes on the way but those of leaves, and the functions.
+        Nodes outside of calls, memlab's own functions, which stand around calls, and nodes inside of calls.
     """
-    past: _Nodes = {}
+    outside: _Nodes = {}
     calls: _Nodes = {}
-    waiting = list(roots)
+    inside: _Nodes = {}
+    waiting = [(node, False) for node in roots]
     while waiting:
-        node = waiting.pop()
-        if node is None or id(node) in past or hasattr(node, "variable"):
+        node, is_inside = waiting.pop()
+        met = inside if is_inside else outside
+        if node is None or id(node) in met or id(node) in calls or hasattr(node, "variable"):
             continue
         function = getattr(type(node), "_forward_cls", None)
-        if function is not None and function.__module__.partition(".")[0] == "memlab":
+        if function is _ScaledGradient:
             calls[id(node)] = node
-            continue
-        past[id(node)] = node
-        waiting += [following for following, _ in node.next_functions]
-    return past, calls
+            is_inside = node.scale > 1
+        elif function is not None and function.__module__.partition(".")[0] == "memlab" and not is_inside:
+            calls[id(node)] = node
+        else:
+            met[id(node)] = node
+        if enters or not is_inside:
+            waiting += [(following, is_inside) for following, _ in node.next_functions]
+    return outside, calls, inside

@@ -213,7 +213,8 @@ class PrecisionChoice(Technique):
             self._note_once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
             return call(*args, **kwargs)
         scale = self._scaler.scale if self._is(Precision.FP16) else 1.0
-        args, kwargs = tree_map(lambda leaf: scaled_gradient(leaf, 1 / scale), (args, dict(kwargs)))
+        if self._is(Precision.FP16):
+            args, kwargs = self._scaler.entered((args, dict(kwargs)))
         with torch.autocast(device_type, dtype=dtype):
             output = call(*args, **kwargs)
         return _in_leaves(lambda leaf: scaled_gradient(_as_fp32(leaf), scale), output)
