@@ -16,7 +16,8 @@ Around = Callable[[Sequence[Any]], AbstractContextManager[None]]
 
 _NAME = "_engine_run_backward"
 _original: Callable[..., Any] = getattr(torch.autograd, _NAME)
-_around: list[Around] = []
+# remembered by a change of plans, which may be taken back
+around: list[Around] = []
 
 
 def around_backward_passes(context: Around, undo: ExitStack) -> None:
@@ -26,19 +27,20 @@ def around_backward_passes(context: Around, undo: ExitStack) -> None:
         context: made with what is derived (tensors, or edges of a graph).
         undo: ends it.
     """
-    _around.append(context)
     undo.callback(_remove, context)
+    around.append(context)
     setattr(torch.autograd, _NAME, _run)
 
 
 def _remove(context: Around) -> None:
-    _around.remove(context)
-    if not _around and getattr(torch.autograd, _NAME) is _run:
-        setattr(torch.autograd, _NAME, _original)
+    """Forget a context; harmless when done."""
+    around[:] = [each for each in around if each != context]
 
 
 def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    if not around and getattr(torch.autograd, _NAME) is _run:
+        setattr(torch.autograd, _NAME, _original)
     with ExitStack() as contexts:
-        for context in tuple(_around):
+        for context in tuple(around):
             contexts.enter_context(context(roots))
         return _original(roots, *args, **kwargs)

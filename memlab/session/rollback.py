@@ -6,7 +6,7 @@ Rules:
    reference to an old tensor is a copy of it, and going back is bit for bit.
 2. Remembered are: attributes and hooks of modules; data, gradient, attributes and hooks of parameters and buffers;
    state, groups and hooks of optimizers; the fields of techniques and of memlab's own objects within them,
-   with the state of their random generators; torch's precision of matrix products.
+   with the state of their random generators; torch's precision of matrix products, and what runs around backward passes.
 3. References keep old tensors alive beside the new ones. Where there is no room for both, `spare` moves
    those that have been replaced off the device. Going back then needs the memory they took before, and by
    then everything newer has been dropped.
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from memlab.plan import Plan, Tier
+from memlab.runtime import backward
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.base import Technique
 from memlab.techniques.offload.spill import Spill, resolve_tier
@@ -61,6 +62,7 @@ class Rollback:
             *(part for tensor in _tensors(model, optimizers) for part in _parts_of_tensor(tensor)),
             *(part for optimizer in optimizers for part in _parts_of_optimizer(optimizer)),
             *_parts_of_owned(owned),
+            _Sequence(backward.around),
         ]
         self._unspared = self._parts
 
