@@ -103,3 +103,14 @@ def test_what_is_scaled_and_is_not_is_refused() -> None:
     ):
         through_one_call(model, rows)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_calls_under_autocast_and_without_are_refused() -> None:
+    model, rows = _Tower(), torch.randn(16, 8)
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--fp16"):
+        model(rows)
+        with (
+            torch.autocast("cpu", dtype=torch.float16),
+            pytest.raises(RefusalError, match="the loop calls _Tower both under autocast of its own and without"),
+        ):
+            model(rows)

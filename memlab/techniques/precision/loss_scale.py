@@ -38,21 +38,19 @@ class LossScale:
 
     Attributes:
         scale: factor by which gradients are multiplied on entering the backward pass; a power of two.
-        is_off: whether gradients are left as they are, since the loop sees to its precision itself.
     """
 
     def __init__(self) -> None:
         self.scale = FIRST_SCALE
-        self.is_off = False
+        self._is_off: bool | None = None  # whether the loop sees to its precision itself; known from the first call on
         self._good_steps = 0
         self._sums: list[torch.Tensor] = []
         self._last_were_bad = False
         self._parameters: set[int] = set()
         self._name = ""
         self._has_graph_before = False  # whether a call has had inputs with gradients
-        self._outside: list[
-            _Nodes
-        ] = []  # for each backward pass under way: nodes up to the calls, and those of the calls
+        # for each backward pass under way: nodes up to the calls, and those of the calls
+        self._outside: list[_Nodes] = []
 
     def watch(self, model: nn.Module, name: str, undo: ExitStack) -> None:
         """Unscale every parameter's gradient before it is accumulated.
@@ -70,6 +68,22 @@ class LossScale:
                 self._parameters.add(id(parameter))
         undo.callback(self._parameters.clear)
         around_backward_passes(self._scaled_past_calls, undo)
+
+    def call_begins(self, *, is_own: bool) -> None:
+        """Leave gradients as they are where the loop calls the model under autocast of its own.
+
+        Raises:
+            RefusalError: it does so for some calls and not for others, whose gradients could not be told apart.
+        """
+        if self._is_off is None:
+            self._is_off = is_own
+        elif self._is_off is not is_own:
+            raise RefusalError(
+                "precision",
+                f"the loop calls {self._name} both under autocast of its own and without: --fp16 scales gradients of all calls "
+                "or of none",
+                "leave autocast out of the loop, or use --bf16",
+            )
 
     def entered(self, arguments: Any) -> Any:
         """Return the arguments of a call, by which gradients leave it unscaled."""
@@ -89,7 +103,7 @@ class LossScale:
         Raises:
             RefusalError: a node gets gradients both with the scale and without it.
         """
-        if self.is_off:
+        if self._is_off:
             yield
             return
         within = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
@@ -133,7 +147,7 @@ class LossScale:
         )
 
     def _unscale(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self.is_off:
+        if self._is_off:
             return gradient
         true_gradient = gradient / self.scale
         # the sum of a gradient is finite when all of it is: one cheap pass, read at the step

@@ -208,8 +208,10 @@ class PrecisionChoice(Technique):
     def _autocast(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         dtype = _AUTOCAST_DTYPES[self.plan.precision]
         device_type = _device_type(args, kwargs)
-        if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is dtype:
-            self._scaler.is_off = True
+        is_own = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is dtype
+        if self._is(Precision.FP16):
+            self._scaler.call_begins(is_own=is_own)
+        if is_own:
             self._note_once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
             return call(*args, **kwargs)
         scale = self._scaler.scale if self._is(Precision.FP16) else 1.0
