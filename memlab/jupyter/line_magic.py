@@ -224,8 +224,9 @@ class LineMagic:
         _no_more([] if everywhere else words, "undo")
         undone = self._notebook.sessions() if everywhere else self._notebook.together()
         for session in undone:
+            model = session.workload.model
             session.undo()
-            history = self._notebook.histories.get(session.workload.model)
+            history = self._notebook.histories.get(model)
             if history is not None:
                 history.batch = None
             print(f"memfit: {session.workload.name} is as it was")  # noqa: T201

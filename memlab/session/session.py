@@ -129,6 +129,7 @@ class Session:
         self._held_back: HeldBack | None = None  # while it is
         self._own_step: optimizer_step.OwnStep | None = None  # likewise, where the optimizer makes it itself
         self._thread = threading.get_ident()
+        self._model_id = id(workload.model)
         self._model: nn.Module | None = None  # kept while techniques are on it, whose undo needs it
         self._attach()
         weakref.finalize(workload.model, _model_deleted, weakref.ref(self)).atexit = False
@@ -148,7 +149,7 @@ class Session:
     @property
     def attached(self) -> bool:
         """Return whether the session is in force; False after `undo`."""
-        return _attached.get(id(self.workload.model)) is self
+        return _attached.get(self._model_id) is self
 
     @property
     def steps(self) -> int:
@@ -279,6 +280,7 @@ class Session:
         """
         if not self.attached:
             return
+        _alive = self.workload.model  # until the end: without a plan the session does not keep it
         with uninterrupted():
             self._end_own_step()
             if self.rescuer is not None:

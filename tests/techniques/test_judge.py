@@ -57,22 +57,6 @@ def inputs(rows: int = 8) -> torch.Tensor:
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(2))
 
 
-def test_a_loss_that_depends_on_other_rows_from_the_second_batch_on() -> None:
-    class Centred(nn.Linear):
-        seen: torch.Tensor | None = None
-
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            hidden = super().forward(rows)
-            near = torch.zeros(2) if self.seen is None else hidden.mean(0) - self.seen
-            self.seen = inputs(2)[0, :2]
-            return hidden.square().mean() + near.square().sum()
-
-    notes = same_as_plain(lambda: Centred(6, 2), lambda model, step: model(inputs() + step))
-    assert notes == [
-        "a batch is run whole, since the loss of Centred is not a mean or sum over rows or targets, so micro-batches cannot give its gradient"
-    ]
-
-
 @pytest.mark.parametrize("flags", ["--accumulate 2", "--checkpoint"])
 def test_objects_with_slots_are_put_back(flags: str) -> None:
     class Calls:

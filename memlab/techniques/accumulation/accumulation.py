@@ -17,8 +17,7 @@ Numbered rules of the mechanism:
    used last, because the loop's own scaling comes too late for it.
 6. The first batch of each shape is judged (`judge`): run together and apart in train mode with the same random
    numbers, it has to give the same, or the plan is refused with what differs. What cannot be told then (a forward that
-   does something new, values that were alike by chance) is judged when it comes. A few rows of the second and
-   third batch, and of each whose number is a power of two, are looked at again without gradients.
+   does something new, values that were alike by chance) is judged when it comes.
 7. Each micro-batch begins with the buffers, attributes and lists the call began with; what they leave is put together and
    written once (`surroundings`, `merge`), so that it is what the whole batch would have left.
 8. A later batch that cannot be split is run whole, and the receipt says so: a loop that has come so far goes on. A batch of
@@ -34,7 +33,6 @@ Limited Setup", https://arxiv.org/abs/2101.06983
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -50,7 +48,7 @@ from memlab.errors import MemlabError, RefusalError
 from memlab.plan import BatchNorm, Plan, Precision
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.modules import refuse_kept_weights, without_cache
-from memlab.runtime.out_of_memory import is_out_of_memory, release
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import KEEP_WHOLE, Snapshot
 from memlab.runtime.workload import Workload
@@ -98,7 +96,6 @@ class Accumulation(Technique):
         self._verdicts: dict[tuple[Any, ...], dict[int, Verdict | RefusalError | None]] = {}
         # what was in the places that forwards write to, when they were judged
         self._starts: dict[tuple[Any, ...], set[Any]] = {}
-        self._calls: collections.Counter[tuple[Any, ...]] = collections.Counter()
         self._has_split = False
         self._learnt = Learnt()
 
@@ -144,7 +141,6 @@ class Accumulation(Technique):
         self._model = self._probe = self._judge = None
         self._verdicts.clear()
         self._starts.clear()
-        self._calls.clear()
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         self._learnt.foresee_reads()
@@ -264,33 +260,7 @@ class Accumulation(Technique):
                 known[grain] = refusal
                 raise
             known[grain] = found
-        self._calls[shape] += 1
-        if _is_looked_at_again(self._calls[shape]):
-            self._look_again(whole, layout, known, grain, rows=max(2, -(-layout.rows // parts)))
         return found
-
-    def _look_again(
-        self,
-        whole: Call,
-        layout: Layout,
-        known: dict[int, Verdict | RefusalError | None],
-        grain: int,
-        *,
-        rows: int,
-    ) -> None:
-        """See whether a few rows of a later batch, at most a micro-batch, agree as those of the judged one did."""
-        assert self._probe is not None
-        try:
-            with self._uncompiled():
-                self._probe.look_again(whole, layout, rows)
-        except RefusalError as refusal:
-            known.clear()
-            known[grain] = refusal
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            release(error)  # too few rows for the model: the parts will tell
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         """Run the model's own code where it is compiled: a look at some rows is made once, and would be compiled for them."""
@@ -352,8 +322,3 @@ class Accumulation(Technique):
     def _note_once(self, kind: str, line: str) -> None:
         if not any(kind in note for note in self.notes):
             self.notes.append(line)
-
-
-def _is_looked_at_again(number: int) -> bool:
-    """Return whether the batch of this number is looked at although its shape has been judged."""
-    return number == 3 or (number > 1 and number.bit_count() == 1)

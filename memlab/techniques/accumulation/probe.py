@@ -20,7 +20,6 @@ from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Snapshot
 from memlab.techniques.accumulation.merge import found_merge, joining_dim
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
-from memlab.techniques.accumulation.rounding import TIMES, Rounding
 from memlab.techniques.accumulation.split import Call, Layout, LossRule, Outputs, layouts_of, loss_rules
 
 _FIELD = "accumulation"
@@ -143,50 +142,6 @@ class Probe:
                 return {position: [0.0] * len(parts) for position in known}
             self._rules[call.kind] = known
         return {position: rules[0].weights(parts, layout) for position, rules in known.items()}
-
-    def look_again(self, call: Call, layout: Layout, most: int) -> None:
-        """Look at a few rows of a later batch: in the first ones a loss may have been the same for parts by chance.
-
-        Args:
-            call: the model call.
-            layout: how it splits.
-            most: rows to run together, at least 2.
-
-        Raises:
-            RefusalError: rows apart give something else than rows together.
-        """
-        known = self._rules.get(call.kind)
-        if known:
-            seen = layout.view(call)
-            every = loss_rules(seen, layout, class_weights_of(self._model, seen, layout))
-            # those that tell rules apart, and as many as parts that are alike by chance seldom have
-            telling = self._telling_rows(seen, layout, every)
-            telling = telling if len(telling) <= most else [telling[0], *telling[1 - most :]]
-            for looked_at in (telling, range(min(layout.rows, _FEW_ROWS, most))):
-                found, outputs = self._holding(seen, layout, looked_at, lambda position: known.get(position, []))
-                values = outputs[0].leaves
-                missed = [position for position in known if position not in found and not values[position].isnan()]
-                if missed and not self._is_rounding(seen, layout, looked_at, {p: known[p] for p in missed}, outputs):
-                    raise self._refusal_of_loss()
-            return
-        rows = min(layout.rows, 3, most)
-        whole, apart = self._look(call, layout, range(rows))
-        if rows > 1 and self._joins_of(whole, apart, [1, rows - 1]) is None:
-            raise self._refusal_of_rows()
-
-    def _is_rounding(
-        self, call: Call, layout: Layout, rows: Sequence[int], missed: dict[int, list[LossRule]], outputs: list[Outputs]
-    ) -> bool:
-        """Return whether rules are missed by no more than rounding changes: by much of a loss that is nearly zero."""
-        parts = [layout.pick(call, rows[:1]), layout.pick(call, rows[1:])]
-        with Rounding(next(self._model.parameters()).device):
-            rounded = [self._look(call, layout, rows)[0] for _ in range(3)]
-        for position, rules in missed.items():
-            target, *values = (float(output.leaves[position]) for output in outputs)
-            least = min(_misses([rule.weights(parts, layout) for rule in rules], values, target))
-            if not least <= TIMES * max(abs(float(each.leaves[position]) - target) for each in rounded):
-                return False
-        return True
 
     def _refusal_of_loss(self) -> RefusalError:
         return RefusalError(
