@@ -132,7 +132,6 @@ class Session:
         self._model_id = id(workload.model)
         self._model: nn.Module | None = None  # kept while techniques are on it, whose undo needs it
         self._attach()
-        weakref.finalize(workload.model, _model_deleted, weakref.ref(self)).atexit = False
 
     # -- for people ----------------------------------------------------------------------------
 
@@ -302,7 +301,11 @@ class Session:
 
     def __repr__(self) -> str:
         state = f"plan {self.plan.label!r}" if self.attached else "undone"
-        return f"<memlab session on {self.workload.describe()}: {state}, {self._steps} steps>"
+        try:
+            on = self.workload.describe()
+        except WorkloadError as deleted:
+            on = str(deleted)
+        return f"<memlab session on {on}: {state}, {self._steps} steps>"
 
     # -- attaching -----------------------------------------------------------------------------
 
@@ -320,6 +323,9 @@ class Session:
                 self._add_optimizer(optimizer, seams)
                 self._tell_found(optimizer)
             on_first_step(self._on_any_step, seams)
+            deleted = weakref.finalize(model, _model_deleted, weakref.ref(self))
+            deleted.atexit = False
+            seams.callback(deleted.detach)
             if self.rescuer is not None:
                 self.rescuer.attach(self)
             self._seams = seams.pop_all()
@@ -536,10 +542,9 @@ class Session:
         # a closure runs the backward pass, so what it leaves behind is looked at after it
         rescuer = self._rescuing
         is_rescued = rescuer is not None and rescuer.step_begins(optimizer)
-        self._skipped = False
+        self._skipped = not has_closure and self._must_skip(optimizer)
         if not (is_rescued or self.techniques):
             return None
-        self._skipped = not has_closure and self._must_skip(optimizer)
         takes_over = any(t.takes_step or t.owns_steps or _changes_the_step(t, optimizer) for t in self.techniques)
         may_skip = has_closure and any(technique.may_skip for technique in self.techniques)
         if not (self._skipped or takes_over or may_skip or is_rescued):
@@ -809,7 +814,7 @@ def _model_deleted(session: weakref.ref[Session]) -> None:
     alive = session()
     if alive is not None:
         alive._seams.close()
-        alive.workload.optimizers.clear()
+        alive.workload.optimizers = []
         alive.observers.clear()
 
 

@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -767,3 +768,21 @@ class TestSeveral:
             return losses
 
         assert deviation(run("--accumulate 2 --checkpoint --offload optimizer"), run("")) <= 1e-5
+
+
+def test_a_session_keeps_a_model_without_a_plan_no_longer_than_others_do() -> None:
+    model = nn.Linear(2, 2)
+    workload = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    first = fit(workload.held_weakly())
+    first.undo()
+    session = fit(workload.held_weakly(), "--accumulate 2")
+    alive = weakref.ref(model)
+    del model, workload
+    assert alive() is not None  # its undo needs it
+    session.switch("", now=True)
+    assert alive() is None
+    assert not session.attached
+    assert session.workload.optimizers == []
+    assert repr(session) == "<memlab session on Linear is deleted: undone, 0 steps>"
+    # one that was undone before has nothing to do with it any more
+    assert len(first.workload.optimizers) == 1

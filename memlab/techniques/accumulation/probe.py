@@ -115,13 +115,14 @@ class Probe:
                 else f"{self._name} does not run on some rows of a batch: {type(failed[0]).__name__}: {first_line(failed[0])}",
                 KEEP_WHOLE,
             )
+        reason = (
+            f"rows of a batch depend on each other in {self._name}: run apart they give another result than together"
+        )
         if self._draws_on_host:
-            raise RefusalError(
-                _FIELD,
-                f"the random numbers that {self._name} draws with Python or NumPy do not follow the rows of its batch",
-                KEEP_WHOLE,
+            reason = (
+                f"the random numbers that {self._name} draws with Python or NumPy do not follow the rows of its batch"
             )
-        raise self._refusal_of_rows()
+        raise RefusalError(_FIELD, reason, KEEP_WHOLE)
 
     def joins(self, call: Call) -> tuple[int | None, ...]:
         """For each output, the dimension along which parts are joined; None for scalars and shared values."""
@@ -142,20 +143,6 @@ class Probe:
                 return {position: [0.0] * len(parts) for position in known}
             self._rules[call.kind] = known
         return {position: rules[0].weights(parts, layout) for position, rules in known.items()}
-
-    def _refusal_of_loss(self) -> RefusalError:
-        return RefusalError(
-            _FIELD,
-            f"the loss of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient",
-            "let the loop compute the loss from the outputs (any loss works then), or use --checkpoint",
-        )
-
-    def _refusal_of_rows(self) -> RefusalError:
-        return RefusalError(
-            _FIELD,
-            f"rows of a batch depend on each other in {self._name}: run apart they give another result than together",
-            KEEP_WHOLE,
-        )
 
     def _fits(self, call: Call, layout: Layout, failed: list[Exception], *, needs_rule: bool) -> bool:
         """Return whether outputs of rows run apart are those of rows run together.
@@ -236,7 +223,11 @@ class Probe:
         if whole.loss >= 0 and whole.loss not in found:
             if whole.leaves[whole.loss].isnan():
                 return {whole.loss: []}
-            raise self._refusal_of_loss()
+            raise RefusalError(
+                _FIELD,
+                f"the loss of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient",
+                "let the loop compute the loss from the outputs (any loss works then), or use --checkpoint",
+            )
         return found
 
     def _holding(
@@ -381,17 +372,12 @@ def _closest(
     if not rules:
         return []
     size = max(abs(target), *(abs(value) for value in values), 1e-6)
-    errors = [miss / size for miss in _misses(weightings, values, target)]
-    bound = min(tolerance, 10 * min(errors) + 1e-6)
-    return [rule for rule, error in zip(rules, errors, strict=True) if error <= bound]
-
-
-def _misses(weightings: list[list[float]], values: list[float], target: float) -> list[float]:
-    """By how much each weighted sum misses the target."""
-    return [
-        abs(sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) - target)
+    errors = [
+        abs(sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) - target) / size
         for weights in weightings
     ]
+    bound = min(tolerance, 10 * min(errors) + 1e-6)
+    return [rule for rule, error in zip(rules, errors, strict=True) if error <= bound]
 
 
 def _alike(outputs: Sequence[Outputs]) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from memlab.runtime.dispatch import WatchingMode
 
-# what comes from rounding, in times of what it changes by chance in one run
+# what may come from rounding, in times of what it changes by chance in one run
 TIMES = 8
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
