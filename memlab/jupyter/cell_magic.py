@@ -29,8 +29,8 @@ from memlab.runtime.workload import Batch, SeveralModelsError, Workload, is_trai
 from memlab.session import Session
 
 _NO_MODEL = (
-    "no model found: no variable of this notebook is a trainable torch.nn.Module, and the cell made no training "
-    "call; make the model first, or train it in this cell"
+    "no model found: the cell names no torch.nn.Module with values to train, and trains none by calling it (calls within "
+    "transforms of torch.func do not count); make the model first, or train it in this cell"
 )
 _PASSED_OVER = (
     "no model that trains was found: the cell called {0} once, and no optimizer updates its parameters; name a model "

@@ -1,7 +1,8 @@
 """Taking values apart into leaves, and putting them together again: whatever a model gets or returns.
 
 Beside what torch's pytrees know (dicts, lists, tuples, named tuples, outputs of Transformers), these are opened: subclasses of
-dicts, lists and tuples, dataclasses, other objects that hold tensors, and packed sequences (as padded rows and lengths).
+dicts, lists and tuples, dataclasses, other objects that hold tensors, packed sequences (as padded rows and lengths), and nested
+tensors of torch's jagged layout (as lengths and values).
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 # how deep objects are opened; the caches of transformers within a model output need four
 _DEPTH = 6
@@ -140,7 +143,7 @@ def _names(slots: str | Iterable[str]) -> Iterable[str]:
 
 
 def _structure(value: Any, leaves: list[Any], depth: int, is_leaf: Callable[[Any], bool]) -> Structure:
-    parts = None if isinstance(value, torch.Tensor) or depth == 0 or is_leaf(value) else _parts(value)
+    parts = None if depth == 0 or is_leaf(value) else _parts(value)
     if parts is None:
         leaves.append(value)
         return LEAF
@@ -153,6 +156,8 @@ _Parts = tuple[list[str], list[Any], Callable[[list[Any]], Any]]
 
 
 def _parts(value: Any) -> _Parts | None:
+    if isinstance(value, torch.Tensor):
+        return _jagged(value) if value.layout is torch.jagged else None
     if isinstance(value, PackedSequence):
         return _packed(value)
     kind = _pytree._get_node_type(value)
@@ -213,3 +218,21 @@ def _packed(value: PackedSequence) -> _Parts:
         return pack_padded_sequence(children[0], children[1], batch_first=True, enforce_sorted=is_sorted)
 
     return [".data", ".lengths"], [rows, lengths], build
+
+
+# torch takes the lengths of two nested tensors for the same where they have one tensor of offsets
+_offsets = WeakIdKeyDictionary()
+
+
+def _jagged(value: Any) -> _Parts | None:
+    if value.lengths() is not None or value._ragged_idx != 1:  # with holes, or transposed
+        return None
+    _offsets[value.offsets()] = None
+
+    def build(children: list[Any]) -> Any:
+        lengths, values = children
+        offsets = F.pad(lengths.cumsum(0), (1, 0))
+        known = (each for each in _offsets if each.device == offsets.device and torch.equal(each, offsets))
+        return torch.nested.nested_tensor_from_jagged(values, next(known, offsets))
+
+    return [".lengths", ".values"], [value.offsets().diff(), value.values()], build

@@ -27,6 +27,7 @@ from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.modules import without_cache
 from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.engines.micro import Share
+from memlab.techniques.accumulation.merge import Join
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Call, Outputs, row_ranges
 from memlab.techniques.base import ModelCall
@@ -77,7 +78,7 @@ class Rows:
         rows = sum(layout.rows_in(part) for part in parts[own])
         return outputs.rebuild(
             [
-                self._whole(leaf, loss_weights.get(i), joins[i], layout.rows / rows)
+                self._whole(leaf, loss_weights.get(i), joins[i], rows, layout.rows)
                 for i, leaf in enumerate(outputs.leaves)
             ]
         )
@@ -105,18 +106,19 @@ class Rows:
         outputs = Outputs.of(share.micro_batches[0].run(self._around(self._engine.call)))
         return outputs, {i: weights[0] for i, weights in share.weights.items()}
 
-    def _whole(self, leaf: Any, weight: float | None, dim: int | None, batches: float) -> Any:
-        """An output for all rows; `batches` is how many times as many they are."""
+    def _whole(self, leaf: Any, weight: float | None, join: Join | None, own: int, rows: int) -> Any:
+        """An output for all rows, of that for the rank's own."""
         if self._ranks == 1 or not isinstance(leaf, torch.Tensor):
             return leaf
         if weight is not None:
             return _Sum.apply(leaf, weight, self._ranks)  # type: ignore[no-untyped-call]
-        if dim is None:
+        if join is None:
             return leaf
         if isinstance(leaf, LazyTensor):
-            shape = [*leaf.shape[:dim], round(leaf.size(dim) * batches), *leaf.shape[dim + 1 :]]
-            return LazyTensor(shape, leaf.dtype, leaf.device, lambda: self._whole(leaf.value(), None, dim, batches))
-        return _Gather.apply(leaf, dim, self._rank, self._ranks)  # type: ignore[no-untyped-call]
+            shape = [*leaf.shape[: join.dim], leaf.size(join.dim) * rows // own, *leaf.shape[join.dim + 1 :]]
+            return LazyTensor(shape, leaf.dtype, leaf.device, lambda: self._whole(leaf.value(), None, join, own, rows))
+        gathered = _Gather.apply(join.opened(leaf, own), join.at, self._rank, self._ranks)  # type: ignore[no-untyped-call]
+        return join.closed(gathered)
 
     def _own_random(self, seed: int) -> RandomState:
         loops = RandomState(self._engine.device)

@@ -117,8 +117,8 @@ def test_the_line(made: Cell, unchanged: Any, line: str, said: str) -> None:
 
 def test_no_model(cell: Cell) -> None:
     expected = (
-        "no model found: no variable of this notebook is a trainable torch.nn.Module, and the cell made no training call; "
-        "make the model first, or train it in this cell"
+        "no model found: the cell names no torch.nn.Module with values to train, and trains none by calling it (calls within "
+        "transforms of torch.func do not count); make the model first, or train it in this cell"
     )
     assert one_line(cell("%%memfit --accumulate 4\nx = 1")) == f"{expected}; --accumulate 4 was not applied"
     assert cell("%%memfit\nx = 1").out == f"memfit: {expected}\n"
@@ -135,8 +135,8 @@ def test_of_several_models_the_one_that_trains_is_taken_unless_one_is_named(shel
 
 
 REFUSED = (
-    "accumulation: rows of a batch depend on each other in Sequential: run apart they give another result than together; "
-    "use --checkpoint or --offload activations, which keep the batch whole"
+    "accumulation: rows of a batch depend on each other in Sequential: run apart they give another result than together "
+    "(output is "
 )
 _CENTRED = "register_forward_hook(lambda module, given, output: output - output.mean(0))\n"
 
@@ -171,7 +171,8 @@ def test_a_refusal_is_one_line_wherever_it_comes_from(
         "        except Exception as error: raise RuntimeError('training failed') from error\n"
     )
     text = one_line(made(f"%%memfit --accumulate 4\n{body}"))
-    assert text == REFUSED
+    assert text.startswith(REFUSED)
+    assert text.endswith("; use --checkpoint or --offload activations, which keep the batch whole")
     assert "after" not in shell.user_ns
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from queue import SimpleQueue
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from memlab import RefusalError, Workload, fit
 from memlab.errors import SessionError
@@ -40,6 +42,70 @@ class Calls:
     def rows(self) -> list[int]:
         """Those since this was last asked."""
         return [self._queue.get() for _ in range(self._queue.qsize())]
+
+
+class Packed(nn.GRU):
+    """Packs rows of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, rows: torch.Tensor, lengths: torch.Tensor) -> Any:
+        return super().forward(pack_padded_sequence(rows, lengths, batch_first=True))[0]
+
+
+class TimeFirst(nn.LSTM):
+    """Returns rows and positions in one dimension, and takes a matrix of positions first of all in size."""
+
+    def forward(self, inputs: torch.Tensor, state: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        outputs, _ = super().forward(torch.einsum("ts,sbc->tbc", mask, inputs), (state, state))
+        return outputs.flatten(0, 1)
+
+
+class Transcriber(nn.Linear):
+    """Has its targets one after another."""
+
+    def forward(self, sound: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(sound).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, targets, torch.full_like(lengths, sound.size(1)), lengths)
+
+
+class Jagged(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows).tanh()
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.randn(n, 5) for n in (3, 1, 4, 2, 2, 5)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [
+        (lambda: TimeFirst(5, 4), lambda: (torch.randn(7, 6, 5), torch.zeros(1, 6, 4), torch.rand(7, 7).tril())),
+        (
+            lambda: Transcriber(5, 4),
+            lambda: (torch.randn(6, 9, 5), torch.randint(1, 4, (14,)), torch.tensor([3, 1, 4, 2, 2, 2])),
+        ),
+        (lambda: Jagged(5, 4), lambda: (jagged(),)),
+    ],
+    ids=["positions and rows in one dimension", "targets one after another", "nested tensor"],
+)
+def test_where_the_rows_are_is_found(make: Any, batch: Any) -> None:
+    torch.manual_seed(0)
+    model, given = make(), batch()
+
+    def train() -> list[torch.Tensor]:
+        model.zero_grad()
+        output = model(*given)
+        (output * given[0].sum(-1, keepdim=True) if output.is_nested else output).sin().sum().backward()
+        return gradients(model)
+
+    expected = train()
+    with fit(workload(model), "--accumulate 2") as session:
+        assert distance(train(), expected) < 1e-6
+        assert session.notes == ()
 
 
 @pytest.mark.parametrize("parts", [2, 3, 8])
@@ -426,9 +492,36 @@ class TestRefusals:
         model = Centred(5, 3)
         with fit(workload(model), "--accumulate 2"), pytest.raises(RefusalError) as caught:
             model(torch.randn(6, 4, 5))
+        assert re.fullmatch(
+            "accumulation: rows of a batch depend on each other in Centred: run apart they give another result than together "
+            r"\(output is 0\.\d+ of its size off, allowed 1e-04\); use --checkpoint or --offload activations, which keep the "
+            "batch whole",
+            str(caught.value),
+        )
+
+    def test_outputs_as_long_as_the_longest_row(self) -> None:
+        class Tagger(Packed):
+            def forward(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+                return self.head(pad_packed_sequence(super().forward(rows, lengths), batch_first=True)[0])
+
+        lengths = torch.tensor([7, 6, 3, 2])
+        with fit(workload(model := Tagger()), "--accumulate 2"), pytest.raises(RefusalError) as caught:
+            model(torch.randn(4, 7, 5), lengths)
         assert str(caught.value) == (
-            "accumulation: rows of a batch depend on each other in Centred: run apart they give another result than "
-            "together; use --checkpoint or --offload activations, which keep the batch whole"
+            "accumulation: output of Tagger is as long in dimension 1 as the longest row it is given, and not zero beyond "
+            "others; give it one length (`total_length=` of pad_packed_sequence), or use --checkpoint or --offload "
+            "activations, which keep the batch whole"
+        )
+
+    def test_nodes_of_one_graph(self) -> None:
+        class Graph(nn.Linear):
+            def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+                return super().forward(edges @ nodes)
+
+        with fit(workload(model := Graph(5, 3)), "--accumulate 2"), pytest.raises(RefusalError) as caught:
+            model(torch.randn(6, 5), torch.rand(6, 6))
+        assert "(one of its arguments is [6, 6], rows by rows, as of the nodes of one graph); use --checkpoint" in str(
+            caught.value
         )
 
     def test_a_batch_too_small_for_a_plan_on_trial(self) -> None:
@@ -502,11 +595,11 @@ class TestRefusals:
 
     def test_gradients_of_gradients(self) -> None:
         model, batch = Regressor(), regression_batch()
-        with fit(workload(model), "--accumulate 3"), pytest.raises(SessionError) as caught:
+        with fit(workload(model), "--accumulate 3"), pytest.raises(RefusalError) as caught:
             torch.autograd.grad(model(*batch), list(model.parameters()), create_graph=True)
         assert str(caught.value) == (
-            "create_graph=True through a split batch: its gradients have no graph; "
-            "use --checkpoint, or switch accumulation off for this loop"
+            "accumulation: create_graph=True through a split batch, whose gradients have no graph; "
+            "use --checkpoint, or leave --accumulate out for this loop"
         )
 
     def test_a_parameter_reached_past_its_module(self) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from memlab.techniques.accumulation.merge import Join
 from memlab.techniques.accumulation.micro import Learnt, MicroRun
 from memlab.techniques.accumulation.split import Call, Layout, Outputs
 
@@ -33,13 +34,13 @@ class Share:
         micro_batches: its rows, a few at a time.
         layout: along which dimension they were cut.
         weights: for each scalar output that has a rule, the weight of each micro-batch in the whole batch.
-        joins: for each output the dimension to join along, or None.
+        joins: for each output where it is joined, or None.
     """
 
     micro_batches: list[Call]
     layout: Layout
     weights: Mapping[int, list[float]]
-    joins: tuple[int | None, ...]
+    joins: tuple[Join | None, ...]
 
 
 @dataclass

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +42,7 @@ from memlab.runtime.tree import flatten
 from memlab.techniques.accumulation.batchnorm import in_groups
 from memlab.techniques.accumulation.merge import (
     Chain,
+    Join,
     Merge,
     agree,
     close,
@@ -49,6 +51,7 @@ from memlab.techniques.accumulation.merge import (
     equal,
     found_merge,
     runs_later,
+    why_apart,
 )
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
 from memlab.techniques.accumulation.probe import Probe
@@ -380,10 +383,11 @@ class _Attempt:
                 largest = [max(one, other) for one, other in zip(largest, self._norms(), strict=True)]
             residuals = self._norms()
             needs_graph = kept.outputs.loss not in directions and self._needs_graph(parts[0], ran[0], in_turn=in_turn)
-        merges = self._compare_outputs(kept.outputs, [run.outputs for run in ran], weights)
+        rounded = cache(lambda: self._rounded(directions, total, in_turn=in_turn))
+        merges = self._compare_outputs(kept.outputs, [run.outputs for run in ran], weights, rounded)
         left = self._compare_left(kept.effects, [run.effects for run in ran])
         self._check_sums(kept.outputs, merges, left)
-        self._compare_gradients(residuals, largest, lambda: self._rounded(directions, total, in_turn=in_turn))
+        self._compare_gradients(residuals, largest, lambda: rounded()[1])
         self._compare_inputs(whole_inputs, [run.inputs for run in ran])
         changing = frozenset(name for name, effect in kept.effects.items() if effect.kind == "written")
         starts = frozenset({start_of(kept.effects, self._layout.rows)})
@@ -467,12 +471,9 @@ class _Attempt:
                 # what all rows share is its own mean
                 shares[i] = -direction * (1.0 if i in self._sums else self._rows[place] / sum(self._rows))
             else:
-                dim = self._dim_of(i, leaf, target)
-                begin = sum(run.outputs.leaves[i].size(dim) for run in before)
-                share = -direction.narrow(dim, begin, leaf.size(dim))
-                for other in range(leaf.dim()):
-                    share = share if other == dim else share.narrow(other, 0, leaf.size(other))
-                shares[i] = share
+                join = self._join_of(i, leaf, target)
+                sizes = [each.leaves[i].size(join.dim) for each in (*(run.outputs for run in before), part)]
+                shares[i] = -join.share(direction, place, sizes, self._rows, leaf.shape)
         return shares
 
     def _check_sums(self, outputs: Outputs, merges: Mapping[int, Merge], left: Mapping[str, Left]) -> None:
@@ -484,7 +485,7 @@ class _Attempt:
             self._sums |= sums
             raise _SumsError
 
-    def _dim_of(self, position: int, part: torch.Tensor, whole: torch.Tensor) -> int:
+    def _join_of(self, position: int, part: torch.Tensor, whole: torch.Tensor) -> Join:
         joins = self._probe.joins(self._whole)
         known = joins[position] if position < len(joins) else None
         if known is not None:
@@ -494,10 +495,9 @@ class _Attempt:
         fitting = [d for d in fitting if part.size(d) * total == whole.size(d) * rows] or fitting
         if not fitting:
             self._refuse(
-                f"rows of a batch depend on each other in {self._name}: apart they give shape {tuple(part.shape)}, "
-                f"together {tuple(whole.shape)}"
+                *why_apart(f"output {position}", self._name, whole, [part], self._rows[:1], Join(0), self._tolerance)
             )
-        return fitting[0]
+        return Join(fitting[0])
 
     def _backward(self, outputs: Outputs, directions: Mapping[int, torch.Tensor]) -> None:
         pairs = [(real(outputs.leaves[i]), direction * self._scale) for i, direction in directions.items()]
@@ -536,7 +536,11 @@ class _Attempt:
         )
 
     def _compare_outputs(
-        self, whole: Outputs, parts: Sequence[Outputs], weights: Mapping[int, list[float]]
+        self,
+        whole: Outputs,
+        parts: Sequence[Outputs],
+        weights: Mapping[int, list[float]],
+        rounded: Callable[[], tuple[Outputs, Sequence[float]]],
     ) -> dict[int, Merge]:
         merges: dict[int, Merge] = {}
         joins = self._probe.joins(self._whole)
@@ -545,14 +549,12 @@ class _Attempt:
             if i in weights:
                 together = sum(piece * share for piece, share in zip(pieces, weights[i], strict=True) if share)
                 apart = _number(together) - _number(leaf)
-                size = max(
-                    abs(_number(leaf)),
-                    max(abs(_number(p)) for p, s in zip(pieces, weights[i], strict=True) if s)
-                    if any(weights[i])
-                    else 0.0,
-                    1e-6,
-                )
-                if not abs(apart) <= self._tolerance * size and _number(leaf) == _number(leaf):
+                size = max(abs(_number(p)) for p, s in zip([leaf, *pieces], [1.0, *weights[i]], strict=True) if s)
+                if (
+                    not abs(apart) <= self._tolerance * size
+                    and _number(leaf) == _number(leaf)
+                    and not abs(apart) <= TIMES * abs(_number(rounded()[0].leaves[i]) - _number(leaf))
+                ):
                     self._refuse_loss(whole, i, abs(apart) / size)
                 continue
             known = joins[i] if i < len(joins) else None
@@ -588,11 +590,7 @@ class _Attempt:
             self._refuse_loss(whole, position, self._off(pieces, leaf, Merge("mean")))
         joins = self._probe.joins(self._whole)
         known = joins[position] if position < len(joins) else None
-        off = self._off(pieces, leaf, Merge("join", known or 0))
-        self._refuse(
-            f"rows of a batch depend on each other in {self._name}: run apart they give another result than together "
-            f"({name} is {off:.2g} of its size off, allowed {self._tolerance:.0e})"
-        )
+        self._refuse(*why_apart(name, self._name, leaf, pieces, self._rows, known or Join(0), self._tolerance))
 
     def _off(self, pieces: Sequence[Any], leaf: torch.Tensor, merge: Merge) -> float:
         try:
@@ -646,8 +644,10 @@ class _Attempt:
             merges.append(merge)
         return tuple(merges)
 
-    def _rounded(self, directions: Mapping[int, torch.Tensor], rows: int, *, in_turn: bool) -> list[float]:
-        """Return by how much gradients of rows together differ from those whose products are rounded otherwise."""
+    def _rounded(
+        self, directions: Mapping[int, torch.Tensor], rows: int, *, in_turn: bool
+    ) -> tuple[Outputs, list[float]]:
+        """Outputs of rows together whose products are rounded otherwise, and by how much their gradients differ."""
         self._aliases.take_gradients()
         for sign, rounding in ((1, nullcontext()), (-1, Rounding(self._device))):
             self._random.restore()
@@ -656,9 +656,10 @@ class _Attempt:
                 with rounding:
                     run, _ = self._run(self._whole, is_whole=False)
                     self._backward(run.outputs, {i: sign * direction for i, direction in directions.items()})
+                outputs = run.without_graph().outputs
                 del run
                 self._snapshot.restore()
-        return self._norms()
+        return outputs, self._norms()
 
     def _compare_gradients(
         self, residuals: Sequence[float], sizes: Sequence[float], rounded: Callable[[], Sequence[float]]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.runtime.lazy import real
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.runtime.surroundings import Effect
+from memlab.runtime.surroundings import KEEP_WHOLE, Effect
 from memlab.runtime.tree import holds_tensors
 
 # numbers that are compared at a time
@@ -27,20 +29,71 @@ class UnsettledError(Exception):
 
 
 @dataclass(frozen=True)
+class Join:
+    """Place where rows of parts stand one after another.
+
+    Args:
+        dim: the dimension.
+        is_inner: whether it counts rows within something else, as in ``[positions · rows, classes]``.
+    """
+
+    dim: int
+    is_inner: bool = False
+
+    @property
+    def at(self) -> int:
+        """Return the dimension of rows in what `opened` gives."""
+        return self.dim + self.is_inner
+
+    def opened(self, value: torch.Tensor, rows: int) -> torch.Tensor:
+        """The same value with a dimension in which parts are joined; of so many rows."""
+        return value.unflatten(self.dim, (-1, rows)) if self.is_inner else value  # type: ignore[no-untyped-call]
+
+    def closed(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what `opened` was given."""
+        return value.flatten(self.dim, self.at) if self.is_inner else value
+
+    def of(self, parts: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
+        """Parts one after another; parts that are shorter in other dimensions are filled up with zeros."""
+        parts = [self.opened(part, count) for part, count in zip(parts, rows, strict=True)]
+        longest = [max(part.size(place) for part in parts) for place in range(parts[0].dim())]
+        return self.closed(torch.cat([_filled(part, longest, self.at) for part in parts], self.at))
+
+    def share(
+        self, whole: torch.Tensor, index: int, sizes: Sequence[int], rows: Sequence[int], shape: Sequence[int]
+    ) -> torch.Tensor:
+        """What of a joined value belongs to one part.
+
+        Args:
+            whole: the value.
+            index: number of the part.
+            sizes: of the parts up to this one, along `dim`.
+            rows: of all parts.
+            shape: of the part, which may have been filled up.
+        """
+        sizes = rows if self.is_inner else sizes
+        share = self.opened(whole, sum(rows)).narrow(self.at, sum(sizes[:index]), sizes[index])
+        share = self.closed(share)
+        for dim, size in enumerate(shape):
+            share = share if dim == self.dim else share.narrow(dim, 0, size)
+        return share
+
+
+@dataclass(frozen=True)
 class Merge:
     """Rule by which values of micro-batches make the value of the batch.
 
     Args:
         kind: "same" (all have it), "join" (along a dimension), "mean" (by rows), "sum", "change" (the value before, and what each
             changed), "largest", "smallest".
-        dim: of "join".
+        join: of "join".
         has_graph: whether the value of the whole batch has a gradient.
         others: ways that made the same value of the parts that were looked at.
         tolerance: up to which values count as the same.
     """
 
     kind: str
-    dim: int = 0
+    join: Join = Join(0)
     has_graph: bool = False
     others: tuple[Merge, ...] = ()
     tolerance: float = 0.0
@@ -65,7 +118,7 @@ class Merge:
 
     def _value(self, before: Any, parts: Sequence[Any], rows: Sequence[int]) -> Any:
         if self.kind == "join":
-            return joined(parts, self.dim)
+            return self.join.of(parts, rows)
         if self.kind == "mean":
             return sum(part * (count / sum(rows)) for part, count in zip(parts, rows, strict=True))
         if self.kind == "sum":
@@ -103,9 +156,9 @@ def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[in
         if all(close(part, whole, tolerance) for part in parts):
             # what has a gradient is taken as a mean, which is the same, so that each part has its share of it
             found += [] if graph else [Merge("same", tolerance=tolerance)]
-        dim = joining_dim(whole, parts, tolerance)
-        if dim is not None:
-            return Merge("join", dim, has_graph=graph, tolerance=tolerance)
+        join = found_join(whole, parts, rows, tolerance)
+        if join is not None:
+            return Merge("join", join, has_graph=graph, tolerance=tolerance)
         kinds = ["mean", "sum"] if whole.is_floating_point() else ["sum"]
         if not (graph or is_array or whole.is_complex()):
             kinds += ["largest", "smallest"]
@@ -129,6 +182,46 @@ def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[in
         if close(merge._value(before, parts, rows), whole, tolerance):
             found.append(merge)
     return replace(found[0], others=tuple(found[1:])) if found else None
+
+
+def why_apart(
+    name: str,
+    of: str,
+    whole: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    rows: Sequence[int],
+    join: Join,
+    tolerance: float,
+) -> tuple[str, str]:
+    """Return why parts of an output do not make the whole, and what to do instead.
+
+    Args:
+        name: of the output.
+        of: of the model.
+        whole: of all rows.
+        parts: of some of them each.
+        rows: how many each has.
+        join: where they should be joined.
+        tolerance: up to which values count as the same.
+    """
+    whole, parts = real(whole).detach(), [real(part).detach() for part in parts]
+    if len({part.dim() for part in (whole, *parts)}) == 1:
+        for dim in range(whole.dim()):
+            shortest = min(part.size(dim) for part in parts)
+            short = [part.narrow(dim, 0, shortest) for part in parts]
+            is_longest = max(part.size(dim) for part in parts) == whole.size(dim) > shortest
+            if is_longest and found_join(whole.narrow(dim, 0, shortest), short, rows, tolerance):
+                return (
+                    f"{name} of {of} is as long in dimension {dim} as the longest row it is given, and not zero beyond others",
+                    f"give it one length (`total_length=` of pad_packed_sequence), or {KEEP_WHOLE}",
+                )
+    off = f", for {[*parts[0].shape]} of its first rows"
+    with suppress(RuntimeError, IndexError):
+        off = f" is {distance(join.of(parts, rows), whole):.2g} of its size off, allowed {tolerance:.0e}"
+    return (
+        f"rows of a batch depend on each other in {of}: run apart they give another result than together ({name}{off})",
+        KEEP_WHOLE,
+    )
 
 
 def agree(one: Any, other: Any, tolerance: float) -> bool:
@@ -197,12 +290,6 @@ def runs_later(value: Any) -> bool:
     return callable(value) or hasattr(value, "__next__")
 
 
-def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Parts one after another; parts that are shorter in other dimensions are filled up with zeros."""
-    longest = [max(part.size(place) for part in parts) for place in range(parts[0].dim())]
-    return torch.cat([_filled(part, longest, dim) for part in parts], dim)
-
-
 def _filled(part: torch.Tensor, longest: Sequence[int], dim: int) -> torch.Tensor:
     missing = [0 if place == dim else longest[place] - part.size(place) for place in range(part.dim())]
     if not any(missing):
@@ -210,19 +297,22 @@ def _filled(part: torch.Tensor, longest: Sequence[int], dim: int) -> torch.Tenso
     return F.pad(part, [amount for each in reversed(missing) for amount in (0, each)])
 
 
-def joining_dim(whole: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float) -> int | None:
-    """The dimension along which the parts make the whole."""
-    for dim in range(whole.dim()):
+def found_join(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], rows: Sequence[int], tolerance: float
+) -> Join | None:
+    """Return where the parts have to be joined to make the whole; None where nowhere."""
+    for dim, is_inner in product(range(whole.dim()), (False, True)):
         if any(part.dim() != whole.dim() for part in parts) or sum(part.size(dim) for part in parts) != whole.size(dim):
             continue
+        join = Join(dim, is_inner)
         try:
-            value = joined(parts, dim)
+            value = join.of(parts, rows)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             continue
         if close(value, whole, tolerance):
-            return dim
+            return join
     return None
 
 

@@ -20,9 +20,8 @@ from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Effect, Snapshot
 from memlab.runtime.tree import Structure, flatten
 from memlab.techniques.accumulation.judge import Verdict, start_of
-from memlab.techniques.accumulation.merge import Chain, Merge, UnsettledError, closed, opened
+from memlab.techniques.accumulation.merge import Chain, Join, Merge, UnsettledError, closed, opened
 from memlab.techniques.accumulation.merge import equal as _is_same
-from memlab.techniques.accumulation.merge import joined as joined_parts
 from memlab.techniques.accumulation.split import Call, Layout, Outputs
 from memlab.units import MIB
 
@@ -69,15 +68,17 @@ class Joined:
     """One output, gathered over micro-batches.
 
     Args:
-        dim: dimension to join along; None for scalars and values all micro-batches share.
+        join: where it is joined; None for scalars and values all micro-batches share.
         weights: one per micro-batch for a scalar, else None.
-        shape: shape of one part; along `dim` only the sum counts.
-        sizes: size of each part along `dim`.
+        rows: of each micro-batch.
+        shape: shape of one part; where it is joined only the sum counts.
+        sizes: size of each part where it is joined.
         parts: detached parts until a backward pass is over, empty when the output is computed on demand.
     """
 
-    dim: int | None
+    join: Join | None
     weights: list[float] | None
+    rows: Sequence[int]
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -89,24 +90,21 @@ class Joined:
         if self.weights is not None:
             weighted = [part * weight for part, weight in zip(self.parts, self.weights, strict=True) if weight]
             return torch.stack(weighted).sum(0) if weighted else torch.zeros_like(self.parts[0])
-        if self.dim is None:
+        if self.join is None:
             return self.parts[0].clone()
-        return joined_parts(self.parts, self.dim)
+        return self.join.of(self.parts, self.rows)
 
     def whole_shape(self) -> list[int]:
-        assert self.dim is not None
-        return [*self.shape[: self.dim], sum(self.sizes), *self.shape[self.dim + 1 :]]
+        assert self.join is not None
+        return [*self.shape[: self.join.dim], sum(self.sizes), *self.shape[self.join.dim + 1 :]]
 
     def share(self, gradient: torch.Tensor, index: int, shape: torch.Size) -> torch.Tensor | None:
         """The part of the joined output's gradient that belongs to one micro-batch."""
         if self.weights is not None:
             return gradient * self.weights[index]
-        if self.dim is None:
+        if self.join is None:
             return gradient if index == 0 else None
-        share = gradient.narrow(self.dim, sum(self.sizes[:index]), self.sizes[index])
-        for dim, size in enumerate(shape):  # a part that was filled up
-            share = share if dim == self.dim else share.narrow(dim, 0, size)
-        return share
+        return self.join.share(gradient, index, self.sizes, self.rows, shape)
 
 
 class Gatherer(Protocol):
@@ -143,7 +141,7 @@ class MicroRun:
         micro_batches: the parts of the call.
         layout: along which dimension they were cut.
         weights: for each scalar output that has a rule, one weight per micro-batch.
-        joins: for each output the dimension to join along, or None.
+        joins: for each output where it is joined, or None.
         learnt: what earlier calls taught; updated here.
         random_states: of an earlier run, to be repeated; None for a first run.
         gatherer: where gradients gather; None for aliases of the model's parameters.
@@ -161,7 +159,7 @@ class MicroRun:
         micro_batches: list[Call],
         layout: Layout,
         weights: Mapping[int, list[float]],
-        joins: tuple[int | None, ...],
+        joins: tuple[Join | None, ...],
         learnt: Learnt,
         random_states: list[Randomness] | None = None,
         gatherer: Gatherer | None = None,
@@ -404,8 +402,8 @@ class MicroRun:
             if not isinstance(leaf, torch.Tensor):
                 continue
             joined = self._joined.get(position) or self._new_joined(position, leaf, outputs)
-            if joined.dim is not None:
-                joined.sizes.append(leaf.size(joined.dim))
+            if joined.join is not None:
+                joined.sizes.append(leaf.size(joined.join.dim))
             if not self._may_wait(joined, leaf):
                 value = real(leaf)
                 joined.differentiable |= value.requires_grad or (self._repeats and value.is_floating_point())
@@ -429,11 +427,15 @@ class MicroRun:
     def _new_joined(self, position: int, leaf: torch.Tensor, outputs: Outputs) -> Joined:
         merge = self._merge_of_leaf(position, outputs)
         if merge is not None:
-            dim = merge.dim if merge.kind == "join" else None
-            joined = self._joined[position] = Joined(
-                dim, merge.weights(self._rows), leaf.shape, leaf.dtype, leaf.device
-            )
-            return joined
+            join = merge.join if merge.kind == "join" else None
+            weights = merge.weights(self._rows)
+        else:
+            join, weights = self._known_join(position, outputs)
+        joined = self._joined[position] = Joined(join, weights, self._rows, leaf.shape, leaf.dtype, leaf.device)
+        return joined
+
+    def _known_join(self, position: int, outputs: Outputs) -> tuple[Join | None, list[float] | None]:
+        """Where an output is joined, or what that of each part weighs, by what the probe has found."""
         # of one row, an output for each row looks like a scalar
         is_scalar = position in outputs.scalars and not (
             position < len(self._joins) and self._joins[position] is not None
@@ -441,13 +443,11 @@ class MicroRun:
         weights = self._weights.get(position) if is_scalar else None
         if is_scalar and weights is None:
             weights = [1 / len(self._micro_batches)] * len(self._micro_batches)
-        dim = None if is_scalar else self._joins[position]
-        joined = self._joined[position] = Joined(dim, weights, leaf.shape, leaf.dtype, leaf.device)
-        return joined
+        return None if is_scalar else self._joins[position], weights
 
     def _may_wait(self, joined: Joined, leaf: torch.Tensor) -> bool:
         """Return whether an output is left out until somebody looks at it: a large one, or one not computed anyway."""
-        if not self._fused or joined.dim is None or self._learnt.reads_outputs:
+        if not self._fused or joined.join is None or self._learnt.reads_outputs:
             return False
         size_bytes = leaf.numel() * leaf.element_size() * len(self._micro_batches)
         return isinstance(leaf, LazyTensor) or size_bytes > LAZY_FROM_BYTES
@@ -595,9 +595,10 @@ class _SplitCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # as autograd has it under create_graph
-            raise SessionError(
-                "create_graph=True through a split batch: its gradients have no graph; "
-                "use --checkpoint, or switch accumulation off for this loop"
+            raise RefusalError(
+                _FIELD,
+                "create_graph=True through a split batch, whose gradients have no graph",
+                "use --checkpoint, or leave --accumulate out for this loop",
             )
         (holder,) = ctx.saved_tensors  # torch's own error where the graph is gone
         run = ctx.run or holder.run

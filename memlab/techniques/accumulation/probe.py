@@ -18,7 +18,7 @@ from memlab.runtime.autocast import without_autocast
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Snapshot
-from memlab.techniques.accumulation.merge import found_merge, joining_dim
+from memlab.techniques.accumulation.merge import Join, found_join, found_merge, why_apart
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
 from memlab.techniques.accumulation.split import Call, Layout, LossRule, Outputs, layouts_of, loss_rules
 
@@ -75,7 +75,9 @@ class Probe:
         self._draws_on_host = self._draws = False
         # whether a call without gradients fails
         self.needs_graph = False
-        self._joins: dict[tuple[Any, ...], tuple[int | None, ...]] = {}
+        self._joins: dict[tuple[Any, ...], tuple[Join | None, ...]] = {}
+        # why the first way in which a call might split is none, and what to do instead
+        self._apart: tuple[str, str] | None = None
 
     def layout(self, call: Call) -> Layout:
         """Return how this call splits.
@@ -99,6 +101,7 @@ class Probe:
         for needs_graph in (self.needs_graph,) if self.needs_graph or self._buffers_alone else (False, True):
             self.needs_graph = needs_graph
             failed.clear()
+            self._apart = None
             for needs_rule in (True, False):
                 for layout in candidates:
                     if self._fits(call, layout, failed, needs_rule=needs_rule):
@@ -107,25 +110,21 @@ class Probe:
             if len(failed) < 2 * len(candidates):
                 break
         self.needs_graph = False
-        if failed and len(failed) == 2 * len(candidates):
-            raise RefusalError(
-                _FIELD,
-                first_line(failed[-1])
-                if isinstance(failed[-1], StrangeDrawError)
-                else f"{self._name} does not run on some rows of a batch: {type(failed[0]).__name__}: {first_line(failed[0])}",
-                KEEP_WHOLE,
-            )
-        reason = (
-            f"rows of a batch depend on each other in {self._name}: run apart they give another result than together"
-        )
-        if self._draws_on_host:
+        assert self._apart is not None
+        reason, instead = self._apart
+        if len(failed) < 2 * len(candidates) and self._draws_on_host:
             reason = (
                 f"the random numbers that {self._name} draws with Python or NumPy do not follow the rows of its batch"
             )
-        raise RefusalError(_FIELD, reason, KEEP_WHOLE)
+        elif failed and isinstance(failed[-1], StrangeDrawError):
+            reason = first_line(failed[-1])
+        square = (candidates[0].rows,) * 2
+        if any(isinstance(leaf, torch.Tensor) and leaf.shape == square for leaf in call.leaves):
+            reason += f" (one of its arguments is {[*square]}, rows by rows, as of the nodes of one graph)"
+        raise RefusalError(_FIELD, reason, instead)
 
-    def joins(self, call: Call) -> tuple[int | None, ...]:
-        """For each output, the dimension along which parts are joined; None for scalars and shared values."""
+    def joins(self, call: Call) -> tuple[Join | None, ...]:
+        """For each output, where parts are joined; None for scalars and shared values."""
         return self._joins.get(call.kind, ())
 
     def weights(self, call: Call, layout: Layout, parts: Sequence[Call]) -> dict[int, list[float]]:
@@ -161,6 +160,8 @@ class Probe:
                 if is_out_of_memory(error) or isinstance(error, MemlabError):
                     raise
                 failed.append(error)
+                why = f"{self._name} does not run on some rows of a batch: {type(error).__name__}: {first_line(error)}"
+                self._apart = self._apart or (why, KEEP_WHOLE)
                 return False
             if joins is not None and (not needs_rule or self._is_telling(call, layout, whole, parts)):
                 self._joins[call.kind] = joins
@@ -185,18 +186,23 @@ class Probe:
             for i in tensors
         )
 
-    def _joins_of(self, whole: Outputs, parts: list[Outputs], sizes: list[int]) -> tuple[int | None, ...] | None:
-        """For each output the dimension to join along; None where the parts do not make the whole."""
-        joins: list[int | None] = []
+    def _joins_of(self, whole: Outputs, parts: list[Outputs], sizes: list[int]) -> tuple[Join | None, ...] | None:
+        """For each output where it is joined; None where the parts do not make the whole."""
+        joins: list[Join | None] = []
         if any(part.spec != whole.spec for part in parts):
+            other = f"what {self._name} returns has another structure for some rows of a batch than for more"
+            self._apart = self._apart or (other, KEEP_WHOLE)
             return None
         for i, leaf in enumerate(whole.leaves):
             if i in whole.scalars or not isinstance(leaf, torch.Tensor):
                 joins.append(None)
                 continue
             pieces = [part.leaves[i] for part in parts]
-            joins.append(joining_dim(leaf, pieces, self._tolerance))
+            joins.append(found_join(leaf, pieces, sizes, self._tolerance))
             if joins[-1] is None and found_merge(None, pieces, leaf, sizes, self._tolerance) is None:
+                name = whole.name_of(i)
+                why = why_apart(name, self._name, leaf, pieces, sizes, Join(0), self._tolerance)
+                self._apart = self._apart or why
                 return None
         return tuple(joins)
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.runtime.tree import Structure, flatten
 
@@ -74,11 +75,13 @@ class Layout:
         dims: for each leaf that is split, its position and the dimension of the batch; the others go whole into every
             micro-batch.
         in_lists: rows are items of lists; leaves are those of `Call.listed`.
+        lengths: where rows of different lengths follow one another in a leaf, its position and that of their lengths.
     """
 
     rows: int
     dims: tuple[tuple[int, int], ...]
     in_lists: bool = False
+    lengths: tuple[tuple[int, int], ...] = ()
 
     @property
     def split(self) -> tuple[int, ...]:
@@ -104,24 +107,33 @@ class Layout:
         return _rows(part.leaves[position], dim)
 
     def take(self, call: Call, start: int, stop: int) -> Call:
-        def taken(leaf: Any, dim: int) -> Any:
-            return leaf[start:stop] if isinstance(leaf, (list, tuple)) else leaf.narrow(dim, start, stop - start)
+        def taken(leaf: Any, dim: int, ends: Sequence[int]) -> Any:
+            if isinstance(leaf, (list, tuple)):
+                return leaf[start:stop]
+            return leaf.narrow(dim, ends[start], ends[stop] - ends[start])
 
         return self._of_leaves(call, taken)
 
     def pick(self, call: Call, rows: Sequence[int]) -> Call:
-        def picked(leaf: Any, dim: int) -> Any:
+        def picked(leaf: Any, dim: int, ends: Sequence[int]) -> Any:
             if isinstance(leaf, (list, tuple)):
                 return type(leaf)(leaf[row] for row in rows)
-            return leaf.index_select(dim, torch.tensor(rows, device=leaf.device))
+            places = [place for row in rows for place in range(ends[row], ends[row + 1])]
+            return leaf.index_select(dim, torch.tensor(places, device=leaf.device, dtype=torch.long))
 
         return self._of_leaves(call, picked)
 
-    def _of_leaves(self, call: Call, part: Callable[[Any, int], Any]) -> Call:
+    def _of_leaves(self, call: Call, part: Callable[[Any, int, Sequence[int]], Any]) -> Call:
         call = self.view(call)
         dims = dict(self.dims)
+        ends = {i: [0, *accumulate(_numbers(call.leaves[of]))] for i, of in self.lengths}
+        every = range(self.rows + 1)
         # models tell by identity that they are given one tensor several times
-        parts = {(id(leaf), dims[i]): part(leaf, dims[i]) for i, leaf in enumerate(call.leaves) if i in dims}
+        parts = {
+            (id(leaf), dims[i]): part(leaf, dims[i], ends.get(i, every))
+            for i, leaf in enumerate(call.leaves)
+            if i in dims
+        }
         return call.with_leaves([parts[id(leaf), dims[i]] if i in dims else leaf for i, leaf in enumerate(call.leaves)])
 
 
@@ -134,14 +146,15 @@ def layouts_of(call: Call) -> list[Layout]:
 
     A square matrix among them may be a mask over positions that is as large as the batch by chance: such ways
     are followed by ones that leave such matrices whole. Where tensors differ (states of a recurrent layer have their batch
-    in dimension 1), each is split where it has as many rows as the first.
+    in dimension 1), each is split where it has as many rows as the first. Ways for which numbers among the rows are the
+    lengths of what follows one another in another tensor come before those that leave it whole.
     """
     found: list[Layout] = []
     sized = [(i, leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
     for dim in (0, 1):
         sizes = [(i, leaf.size(dim)) for i, leaf in sized if leaf.dim() > dim]
-        if sizes:
-            rows = max(size for _, size in sizes) if dim else sizes[0][1]
+        first = [sizes[0][1]] if sizes else []
+        for rows in dict.fromkeys([max(size for _, size in sizes), *first] if dim and sizes else first):
             split = tuple((i, dim) for i, size in sizes if size == rows)
             without_squares = tuple(
                 (i, dim) for i, _ in split if i == split[0][0] or call.leaves[i].shape != (rows, rows)
@@ -156,7 +169,32 @@ def layouts_of(call: Call) -> list[Layout]:
                 found.append(Layout(rows, mixed))
         if dim == 0:
             found += _along_lists(call.listed())
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(each for layout in found for each in (*_with_lengths(call, layout), layout)))
+
+
+def _with_lengths(call: Call, layout: Layout) -> list[Layout]:
+    """The same layout with whatever consists of rows whose lengths are among what it splits."""
+    call = layout.view(call)
+    whole = [
+        (i, leaf.size(0))
+        for i, leaf in enumerate(call.leaves)
+        if i not in layout.split and isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
+    found = []
+    for position in layout.split if whole else ():
+        total = sum(_numbers(call.leaves[position]))
+        lengths = tuple((i, position) for i, size in whole if size == total > 0)
+        if lengths:
+            found.append(replace(layout, dims=(*layout.dims, *((i, 0) for i, _ in lengths)), lengths=lengths))
+    return found
+
+
+def _numbers(leaf: Any) -> list[int]:
+    """What may be lengths: a list of whole numbers, or a tensor of them, [rows]; else nothing."""
+    if isinstance(leaf, torch.Tensor):
+        is_number = leaf.dim() == 1 and not leaf.is_floating_point() and not leaf.is_complex()
+        leaf = leaf.tolist() if is_number and not isinstance(leaf, FakeTensor) else []
+    return [*leaf] if all(type(each) is int and each >= 0 for each in leaf) else []
 
 
 def _along_lists(listed: Call) -> list[Layout]:
