@@ -433,7 +433,7 @@ class Meter(Observer):
     def _begin_step(self, batch: Batch) -> _OpenStep:
         observed = self.device.observes_every_step or self._is_due()
         step = _OpenStep(begin=self._last_end or self.device.mark(), observed=observed)
-        self._forget_peaks(step, inputs_of(batch))
+        self._forget_peaks(step, inputs_of(batch) if observed else ())
         if observed:
             self._ledger.start()
         return step

@@ -651,3 +651,30 @@ def test_casts_of_recomputed_blocks_do_not_add_up() -> None:
         torch.autocast_decrement_nesting()
     with torch.autocast("cpu", dtype=torch.bfloat16), without_autocast():
         assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "draws"),
+    [
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), True),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), True),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)), False),
+    ],
+    ids=["dropout", "dropout in attention", "none"],
+)
+def test_a_model_that_draws_random_numbers_is_said_once(model: Any, draws: bool) -> None:
+    model = model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), "--accumulate 2") as session:
+        for _ in range(2):
+            model(torch.randn(4, 3, 8)).sum().backward()
+            optimizer.step()
+        said = [note for note in session.notes if "draws random numbers" in note]
+    assert said == (
+        [
+            f"{type(model).__name__} draws random numbers: each micro-batch draws its own, as in accumulation written by hand, "
+            "so losses differ from those of whole batches as they do from seed to seed"
+        ]
+        if draws
+        else []
+    )

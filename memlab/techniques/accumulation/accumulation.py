@@ -79,7 +79,7 @@ class Accumulation(Technique):
             flags="--accumulate N",
             saves="activations and logits ÷ N",
             costs="smaller kernels, which use a GPU less well; with a separate loss function each forward pass runs twice",
-            exactness="same gradient (≤ 1e-6 relative in fp32)",
+            exactness="same gradient (≤ 1e-6 relative in fp32); dropout and noise are drawn for each micro-batch, as by hand",
             gives_nothing="the peak is in the optimizer step, or is mostly parameters, gradients and moments; refused with BatchNorm unless `--batchnorm micro` is given, and where rows depend on each other",
         ),
     )
@@ -281,6 +281,12 @@ class Accumulation(Technique):
                 "no memory", "no memory to see whether the batch may be split: only a few rows were looked at"
             )
             return None
+        if verdict.draws:
+            self._note_once(
+                "draws random numbers",
+                f"{self._name} draws random numbers: each micro-batch draws its own, as in accumulation written by hand, "
+                "so losses differ from those of whole batches as they do from seed to seed",
+            )
         if verdict.rows < layout.rows:
             self._note_once(
                 "memory for", f"memory for {verdict.rows} of {layout.rows} rows to see whether the batch may be split"

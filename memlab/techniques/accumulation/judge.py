@@ -94,6 +94,7 @@ class Verdict:
         starts: what was in the places before, see `start_of`.
         goes_on: whether numbers of Python and NumPy are drawn one after another, part by part; else each part draws the same.
         needs_graph: whether a call without gradients gives something else.
+        draws: whether the model draws random numbers with torch.
     """
 
     merges: Mapping[int, Merge]
@@ -104,6 +105,7 @@ class Verdict:
     starts: frozenset[Any] = frozenset()
     goes_on: bool = True
     needs_graph: bool = False
+    draws: bool = False
 
     def knows(self, outputs: Outputs) -> bool:
         """Return whether a call has left something in the places where the judged one did, and in no other."""
@@ -392,7 +394,10 @@ class _Attempt:
         changing = frozenset(name for name, effect in kept.effects.items() if effect.kind == "written")
         starts = frozenset({start_of(kept.effects, self._layout.rows)})
         goes_on = goes_on or not self.draws_on_host
-        return Verdict(merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph)
+        draws = self.noise.any_drawn or self.noise.draws_inside
+        return Verdict(
+            merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph, draws
+        )
 
     def _needs_graph(self, part: Call, ran: _Run, *, in_turn: bool) -> bool:
         """Return whether the first part gives something else, or nothing, without gradients."""

@@ -53,6 +53,8 @@ class Noise(WatchingMode):
 
     Attributes:
         computes_low: whether an operator of the run together computed in TF32, in half precision or in less.
+        draws_inside: whether dropout inside of a kernel was left out.
+        draws_inside: whether a kernel would have drawn that cannot be given numbers (rule 3).
 
     Example:
         >>> noise = Noise()
@@ -76,6 +78,7 @@ class Noise(WatchingMode):
         self._repeating = False
         self._given_at: dict[bytes, list[torch.Tensor]] = {}
         self.computes_low = False
+        self.draws_inside = False
 
     @property
     def survivors(self) -> set[int]:
@@ -121,7 +124,8 @@ class Noise(WatchingMode):
     def _answered(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         inner, draws = _kind_of(func)
         if inner is not None:
-            args, kwargs = _without_dropout(inner, args, kwargs)
+            rate, args, kwargs = _without_dropout(inner, args, kwargs)
+            self.draws_inside |= bool(rate)
         if not draws or _is_idle(func, args):
             return func(*args, **kwargs)
         place = _state_of(func, args, kwargs)
@@ -200,10 +204,12 @@ def _kind_of(func: Any) -> tuple[int | None, bool]:
 
 def _without_dropout(
     place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """Return the share that a kernel was to drop, and arguments by which it drops nothing."""
     if place < len(args):
-        return (*args[:place], 0.0, *args[place + 1 :]), kwargs
-    return args, {key: 0.0 if key in ("dropout_p", "dropout") else value for key, value in kwargs.items()}
+        return args[place], (*args[:place], 0.0, *args[place + 1 :]), kwargs
+    name = "dropout_p" if "dropout_p" in kwargs else "dropout"
+    return kwargs.get(name), args, {**kwargs, name: 0.0} if name in kwargs else kwargs
 
 
 def _is_idle(func: Any, args: tuple[Any, ...]) -> bool:
