@@ -26,7 +26,7 @@ from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
 from memlab.records.shown import Shown
 from memlab.runtime.workload import Workload
-from memlab.search import find_plan, ladder
+from memlab.search import ablation, find_plan
 from memlab.session import fit
 from memlab.techniques.scale import LiveEngine, Scaling
 
@@ -45,6 +45,7 @@ __all__ = [
     "PlanError",
     "RefusalError",
     "Workload",
+    "ablation",
     "build",
     "compare",
     "compare_ranks",
@@ -53,7 +54,6 @@ __all__ = [
     "fit",
     "how_many",
     "inference",
-    "ladder",
     "launch",
     "measure",
     "panel",

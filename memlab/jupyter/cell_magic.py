@@ -110,7 +110,7 @@ class CellMagic:
             self._run_watched(watch, options, source, place, budget_bytes, line)
         finally:
             # IPython keeps the error that ends a cell, and with it the variables of this function
-            watch.let_go()
+            watch.forget()
 
     def _run_watched(
         self,

@@ -1,6 +1,6 @@
 """Receipts in every format a front end may want.
 
-A `Comparison`, a `PredictedPlans`, a `FoundPlan`, a `Ladder` and what is predicted for ranks are taught to the shell's formatters, so they show as tables and
+A `Comparison`, a `PredictedPlans`, a `FoundPlan`, an `Ablation` and what is predicted for ranks are taught to the shell's formatters, so they show as tables and
 pictures wherever a notebook shows values: HTML for live pages, PNG for pages that drop HTML, plain text for terminals and GitHub's diff.
 All three are static: a saved notebook needs no kernel, no widget and no script to show them.
 """
@@ -17,14 +17,14 @@ from IPython.display import display, update_display
 from memlab.extras import available
 from memlab.jupyter.config import MemLab
 from memlab.jupyter.predicted_plans import PredictedPlans
-from memlab.records.ablation import Ladder
+from memlab.records.ablation import Ablation
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.ranks import HowMany, PredictedRanks
 from memlab.report import (
+    ablation,
+    ablation_image,
     figure,
     image,
-    ladder,
-    ladder_image,
     pareto,
     pareto_figure,
     pareto_image,
@@ -56,7 +56,7 @@ _PICTURES: dict[type, Callable[[Any], bytes | None]] = {
     FoundPlan: lambda found: pareto_image.png(pareto.found_chart(found)),
     HowMany: lambda _: None,
     PredictedRanks: ranks.png,
-    Ladder: ladder_image.png,
+    Ablation: ablation_image.png,
 }
 
 
@@ -83,14 +83,14 @@ def replace_shown(data: Any, **options: Any) -> None:
     update_display(data, **options)  # type: ignore[no-untyped-call] # unannotated in IPython
 
 
-def show_figure(shell: Any, shown: Comparison | PredictedPlans | FoundPlan | Ladder) -> None:
+def show_figure(shell: Any, shown: Comparison | PredictedPlans | FoundPlan | Ablation) -> None:
     """Show the plotly figure, where there is a front end and plotly to show it."""
     if not is_rich(shell) or not available("plotly"):
         return
     if isinstance(shown, Comparison):
         drawn, said = figure.comparison(shown), text.summary(shown)
-    elif isinstance(shown, Ladder):
-        drawn, said = figure.comparison(shown.comparison), ladder.sentence(shown)
+    elif isinstance(shown, Ablation):
+        drawn, said = figure.comparison(shown.comparison), ablation.sentence(shown)
     elif isinstance(shown, FoundPlan):
         drawn, said = pareto_figure.figure(pareto.found_chart(shown)), tables.found_sentence(shown)
     elif shown.closely is not None:

@@ -129,7 +129,7 @@ PREDICT_FLAGS: dict[str, tuple[Flag, ...]] = {
         *_WORKLOAD_FLAGS,
     ),
     "find": (_BUDGET, _LOSSLESS, *_WORKLOAD_FLAGS),
-    "ladder": (
+    "ablation": (
         _BUDGET,
         Flag(
             "order",
@@ -138,7 +138,7 @@ PREDICT_FLAGS: dict[str, tuple[Flag, ...]] = {
             "order of the techniques: exact and cheap ones first, or the largest predicted gain first",
         ),
         Flag("steps", "--steps", "N", "steps to time in each row; by default 5"),
-        Flag("levers", "--levers", '"FLAGS" …', "these settings, in this order; the last flag of the line"),
+        Flag("plans", "--plans", '"FLAGS" …', "add these settings, in this order; the last flag of the line"),
         _LOSSLESS,
         *_WORKLOAD_FLAGS,
     ),
@@ -155,7 +155,7 @@ PREDICT_FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
 }
 # flags that take the rest of the line
-LAST_FLAG = {"predict": "--plans", "ladder": "--levers"}
+LAST_FLAG = dict.fromkeys(("predict", "ablation"), "--plans")
 
 WORDS = (
     Word("panel", "[--budget SIZE] [--batch NAME]", "switch settings with the mouse, and watch memory and throughput"),
@@ -170,9 +170,9 @@ WORDS = (
         "search for the fastest plan that fits, and verify it by running it; returns the FoundPlan",
     ),
     Word(
-        "ladder",
+        "ablation",
         "[--budget SIZE] [FLAGS]",
-        "add one technique after another and measure what each saves, then put everything back; returns the Ladder",
+        "add one technique after another and measure what each saves, then put everything back; returns the Ablation",
     ),
     Word("report", "", "the settings measured so far, as a table and as figures; returns the Comparison"),
     Word(

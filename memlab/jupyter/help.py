@@ -46,8 +46,8 @@ Examples:
     %memfit predict --accumulate 4 --device T4   # one plan, on another GPU
     p = %memfit predict --plans "--fp16" "--bf16 --checkpoint"
     found = %memfit find --budget 8GiB           # the fastest plan that fits, run and measured
-    l = %memfit ladder --budget 8GiB             # what each technique gives, added one after another until it fits
-    %memfit ladder --levers "--bf16" "--checkpoint" "--adam8bit"
+    a = %memfit ablation --budget 8GiB           # what each technique gives, added one after another until it fits
+    %memfit ablation --plans "--bf16" "--checkpoint" "--adam8bit"
     c = %memfit compare "--accumulate 4" "--checkpoint"
     %memfit snapshot step.pickle --predicted --accumulate 4
     %memfit export trainer
@@ -90,7 +90,7 @@ def line_help() -> str:
             "",
             *_table((word.usage, word.help) for word in WORDS),
             "",
-            "Flags are those of %%memfit (see %%memfit?); %config MemLab holds defaults. predict, find, ladder and",
+            "Flags are those of %%memfit (see %%memfit?); %config MemLab holds defaults. predict, find, ablation and",
             "snapshot change nothing, and also know these flags:",
             "",
             *_table((flag.usage, flag.help) for flag in _predict_flags()),

@@ -21,7 +21,7 @@ from memlab.jupyter.state import state_text
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import compare
 from memlab.plan import Plan
-from memlab.records.ablation import Ladder
+from memlab.records.ablation import Ablation
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.ranks import PredictedRanks
 from memlab.records.run_record import RunRecord
@@ -29,7 +29,7 @@ from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions, switch_together
 from memlab.units import parse_bytes
 
-Shown = Comparison | PredictedPlans | PredictedRanks | FoundPlan | Ladder
+Shown = Comparison | PredictedPlans | PredictedRanks | FoundPlan | Ablation
 
 
 class LineMagic:
@@ -65,7 +65,7 @@ class LineMagic:
             "panel": self._panel,
             "predict": self._predict,
             "find": self._find_plan,
-            "ladder": self._ladder,
+            "ablation": self._ablation,
             "snapshot": self._snapshot,
             "report": self._report,
             "compare": self._compare,
@@ -153,20 +153,20 @@ class LineMagic:
         print(f"memfit: to apply it: %memfit {str(found.plan) or '--accumulate 1'}")  # noqa: T201
         return found
 
-    def _ladder(self, words: list[str]) -> Ladder:
-        options = predict_options("ladder", words)
-        workload = prediction.only_one("ladder", self._notebook.subject("ladder", options)[0])
+    def _ablation(self, words: list[str]) -> Ablation:
+        options = predict_options("ablation", words)
+        workload = prediction.only_one("ablation", self._notebook.subject("ablation", options)[0])
         device = device_for(workload.device, self._notebook.config.capacity_bytes)
         with self._notebook.saying() as say:
             try:
-                climbed = prediction.climbed(
+                found = prediction.ablated(
                     workload, options, options.budget or self._notebook.config.budget, device, say
                 )
             finally:
                 device.close()
-        show_figure(self._notebook.shell, climbed)
-        print(f"memfit: to apply it: %memfit {climbed.plan if climbed.plan != Plan().label else '--accumulate 1'}")  # noqa: T201
-        return climbed
+        show_figure(self._notebook.shell, found)
+        print(f"memfit: to apply it: %memfit {found.plan if found.plan != Plan().label else '--accumulate 1'}")  # noqa: T201
+        return found
 
     def _snapshot(self, words: list[str]) -> None:
         options = predict_options("snapshot", words)
@@ -270,7 +270,7 @@ class LineMagic:
 
 
 # they change the model, or need it to stand still
-_NOT_WHILE_TRAINING = frozenset({"predict", "find", "ladder", "compare", "snapshot", "undo"})
+_NOT_WHILE_TRAINING = frozenset({"predict", "find", "ablation", "compare", "snapshot", "undo"})
 
 
 def _no_more(words: list[str], command: str) -> None:

@@ -57,12 +57,12 @@ class CellOptions:
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """Arguments of a `%memfit predict`, `find`, `ladder`, `panel` or `snapshot` line.
+    """Arguments of a `%memfit predict`, `find`, `ablation`, `panel` or `snapshot` line.
 
     Args:
         words: what is no flag.
         plan: the plan its flags make, or None when it gives none.
-        plans: plans to predict, as given after `--plans`, or levers to add, after `--levers`.
+        plans: plans to predict, as given after `--plans`; of an ablation what to add.
         budget: what the plans are to fit into, as it was typed; empty when not given.
         device: name of a GPU to predict for, or None for the model's own device.
         batch: names of the variables that make a batch.
@@ -72,7 +72,7 @@ class PredictOptions:
         lossless: exact techniques only.
         every: show every row.
         predicted: predict instead of recording.
-        order: which lever is added next.
+        order: which technique is added next.
         steps: steps to time.
         nproc: most processes to predict ranks of.
         scale: what they would train under, or None for one process.
@@ -97,7 +97,7 @@ class PredictOptions:
 
 
 def predict_options(command: str, words: list[str]) -> PredictOptions:
-    """Read the words after `%memfit predict`, `find`, `ladder`, `panel` or `snapshot`.
+    """Read the words after `%memfit predict`, `find`, `ablation`, `panel` or `snapshot`.
 
     Raises:
         PlanError: as for `cell_options`.

@@ -23,7 +23,7 @@ from memlab.measuring.runs import Workloads, compare
 from memlab.plan import Plan
 from memlab.plan.scale import Scale
 from memlab.records import Measurement, Prediction
-from memlab.records.ablation import Ladder
+from memlab.records.ablation import Ablation
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.ranks import PredictedRanks
 from memlab.report.ranking import verdict_words
@@ -142,7 +142,7 @@ def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
     return namespace[name]
 
 
-# -- %memfit predict, find, ladder, snapshot ---------------------------------------------------------------
+# -- %memfit predict, find, ablation, snapshot ---------------------------------------------------------------
 
 
 def predicted_ranks(workload: Workload, options: PredictOptions, scale: Scale, history: History) -> PredictedRanks:
@@ -249,14 +249,14 @@ def found(workloads: Sequence[Workload], options: PredictOptions, budget: str, h
     return answer
 
 
-def climbed(workload: Workload, options: PredictOptions, budget: str, device: Device, say: Say) -> Ladder:
-    """Add lever after lever, running steps that leave nothing behind."""
-    from memlab.search import ladder
+def ablated(workload: Workload, options: PredictOptions, budget: str, device: Device, say: Say) -> Ablation:
+    """Add technique after technique, running steps that leave nothing behind."""
+    from memlab.search import ablation
 
     if options.words:
-        raise PlanError(f"%memfit ladder {options.words[0]}: unknown; see %memfit help")
-    say("climbing the ladder")
-    answer = ladder(
+        raise PlanError(f"%memfit ablation {options.words[0]}: unknown; see %memfit help")
+    say("adding techniques")
+    answer = ablation(
         workload,
         options.plans or None,
         order=options.order,  # type: ignore[arg-type] # checked there, in words
@@ -265,9 +265,9 @@ def climbed(workload: Workload, options: PredictOptions, budget: str, device: De
         lossless=options.lossless,
         steps=options.steps,
         device=device,
-        progress=lambda line: say(f"ladder, {line}"),
+        progress=lambda line: say(f"ablation, {line}"),
     )
-    return replace(answer, title=f"memfit ladder · {answer.title}")
+    return replace(answer, title=f"memfit ablation · {answer.title}")
 
 
 def measured_instead(workload: Workload, device: Device, say: Say) -> Comparison:

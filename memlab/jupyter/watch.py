@@ -118,7 +118,7 @@ class CellWatch:
         if self._progress is not None:
             self._progress.end()
 
-    def let_go(self) -> None:
+    def forget(self) -> None:
         """Keep nothing of the user's any more."""
         self.sessions, self._models = [], []
         self._meter, self._control, self._device = None, None, None

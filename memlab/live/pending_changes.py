@@ -40,13 +40,13 @@ class PendingChanges:
         return self._toggles.get(field) or Toggle(field, value, value)
 
     def ask(self, field: str, text: str) -> Plan | None:
-        """Wish for one setting beside the others.
+        """Ask for one setting beside the others.
 
         Returns:
             The plan that is wanted now; None when the setting is refused at once.
         """
         if self.toggle(field).asked is Asked.REFUSED:
-            del self._toggles[field]  # what was refused is past: this is another wish
+            del self._toggles[field]  # what was refused is past: this is asked anew
         try:
             plan = (self.target or self.plan).with_setting(field, text)
         except PlanError as error:
@@ -56,7 +56,7 @@ class PendingChanges:
         return plan
 
     def ask_plan(self, plan: Plan) -> None:
-        """Wish for a whole plan."""
+        """Ask for a whole plan."""
         self.target = plan if plan != self.plan else None
         for spec in FIELDS:
             value, wanted = _value(self.plan, spec), _value(plan, spec)

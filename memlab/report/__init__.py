@@ -5,7 +5,7 @@
 - `timeline_image`: the memory of a step over time, likewise, or of several steps on one scale
 - `figure`: the live twins of the pictures, by plotly
 - `pareto`: memory against throughput, drawn by `pareto_image` and `pareto_figure`
-- `ladder`: what its table says; drawn by `ladder_image`
+- `ablation`: what its table says; drawn by `ablation_image`
 - `inference`: calls that only run forward, in words and as a receipt
 - `showing`: which of them `print` and a cell use for which record
 - `ranks`: ranks of a run in many processes, and how many of which GPU do
@@ -17,12 +17,12 @@ matplotlib and plotly are imported when a picture is asked for, never before.
 from __future__ import annotations
 
 from memlab.report import (
+    ablation,
+    ablation_image,
     figure,
     html,
     image,
     inference,
-    ladder,
-    ladder_image,
     pareto,
     pareto_figure,
     pareto_image,
@@ -34,12 +34,12 @@ from memlab.report import (
 )
 
 __all__ = [
+    "ablation",
+    "ablation_image",
     "figure",
     "html",
     "image",
     "inference",
-    "ladder",
-    "ladder_image",
     "pareto",
     "pareto_figure",
     "pareto_image",

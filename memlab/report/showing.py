@@ -6,10 +6,10 @@ from functools import singledispatch
 from typing import Any
 
 from memlab.records import Measurement, Prediction
-from memlab.records.ablation import Ladder
+from memlab.records.ablation import Ablation
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.ranks import HowMany, PredictedRanks, RankPrediction
-from memlab.report import html, ladder, ranks, tables, text
+from memlab.report import ablation, html, ranks, tables, text
 from memlab.report.table import Table
 
 
@@ -21,7 +21,7 @@ def table_of(_record: Any) -> Table | None:
 
 table_of.register(Comparison, tables.comparison)
 table_of.register(FoundPlan, tables.found)
-table_of.register(Ladder, ladder.table)
+table_of.register(Ablation, ablation.table)
 table_of.register(PredictedRanks, ranks.table)
 table_of.register(HowMany, ranks.how_many)
 table_of.register(

@@ -47,7 +47,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Estimate:
     """Current estimate for a plan, in logarithms of seconds and bytes.
 
     Args:
@@ -86,7 +86,7 @@ class Search:
             _OVERALL_TIME, _setting_deviation(prediction for _, prediction in known), has_doubts=True
         )
         self._memory = Corrections(1.0, 1.0)
-        self._outlooks: dict[Plan, Outlook] = {}
+        self._estimates: dict[Plan, Estimate] = {}
 
     # -- what to run
 
@@ -109,24 +109,24 @@ class Search:
     def fits_for_certain(self, plan: Plan) -> bool:
         """Return whether a plan is believed to fit without doubt."""
         candidate = self._candidates.get(plan)
-        return candidate is not None and candidate.open and self._outlook(candidate).likelihood == 1
+        return candidate is not None and candidate.open and self._estimate(candidate).likelihood == 1
 
     def most_promising(self) -> Plan | None:
         """The fastest plan that fits for certain, or one that probably fits and is faster still."""
-        outlooks = {candidate.plan: self._outlook(candidate) for candidate in self._open()}
-        certain = [plan for plan, outlook in outlooks.items() if outlook.likelihood == 1]
+        estimates = {candidate.plan: self._estimate(candidate) for candidate in self._open()}
+        certain = [plan for plan, estimate in estimates.items() if estimate.likelihood == 1]
         if certain:
-            return min(certain, key=lambda plan: outlooks[plan].log_seconds)
-        likely = [plan for plan, outlook in outlooks.items() if outlook.likelihood > 0]
-        return max(likely, key=lambda plan: outlooks[plan].likelihood, default=None)
+            return min(certain, key=lambda plan: estimates[plan].log_seconds)
+        likely = [plan for plan, estimate in estimates.items() if estimate.likelihood > 0]
+        return max(likely, key=lambda plan: estimates[plan].likelihood, default=None)
 
     def announcement(self, plan: Plan) -> str:
         """The line before a trial."""
         candidate = self._candidates[plan]
-        outlook = self._outlook(candidate)
-        expected = f"about {format_bytes(math.exp(outlook.log_bytes[1]))}"
+        estimate = self._estimate(candidate)
+        expected = f"about {format_bytes(math.exp(estimate.log_bytes[1]))}"
         if math.isfinite(candidate.prediction.step_seconds):
-            expected += f" and {format_seconds(math.exp(outlook.log_seconds))} a step"
+            expected += f" and {format_seconds(math.exp(estimate.log_seconds))} a step"
         return f"trial {len(self._trials) + 1}: {plan.label}, {expected}"
 
     # -- what came of it
@@ -146,7 +146,7 @@ class Search:
             self._memory.learn(plan, max(expected, max(beyond, seen) - predicted), _MEMORY_NOISE)
         candidate.measurement = measurement
         self._trials.append((plan, measurement))
-        self._outlooks.clear()
+        self._estimates.clear()
 
     def refuse(self, plan: Plan, error: RefusalError | MissingExtraError) -> None:
         """Leave out every plan with the setting that was refused.
@@ -189,8 +189,8 @@ class Search:
                 (candidate.prediction.refused for candidate in self._candidates.values()), "none is predicted"
             )
             return WorkloadError(f"no plan applies to {self._title}: {reason}")
-        smallest = min(applicable, key=lambda candidate: self._outlook(candidate).log_bytes[1])
-        needed_bytes = round(math.exp(self._outlook(smallest).log_bytes[1]))
+        smallest = min(applicable, key=lambda candidate: self._estimate(candidate).log_bytes[1])
+        needed_bytes = round(math.exp(self._estimate(smallest).log_bytes[1]))
         return BudgetError(
             f"nothing fits into {format_bytes(self._budget_bytes)} for {self._title}: the smallest of {len(applicable)} "
             f"plans, {smallest.plan.label}, needs about {format_bytes(needed_bytes)}, "
@@ -215,26 +215,26 @@ class Search:
 
     def _last_resort(self, is_allowed: bool) -> Plan | None:
         """After as many failures as are allowed: the smallest plan, if it may fit."""
-        outlooks = {candidate.plan: self._outlook(candidate) for candidate in self._open() if is_allowed}
-        plan = min(outlooks, key=lambda plan: outlooks[plan].log_bytes[1], default=None)
-        return plan if plan is not None and outlooks[plan].likelihood > 0 else None
+        estimates = {candidate.plan: self._estimate(candidate) for candidate in self._open() if is_allowed}
+        plan = min(estimates, key=lambda plan: estimates[plan].log_bytes[1], default=None)
+        return plan if plan is not None and estimates[plan].likelihood > 0 else None
 
     def _gain(self, candidate: Candidate, best_log_seconds: float) -> float:
         """By how much running this plan is expected to lower the best logarithm of time."""
-        outlook = self._outlook(candidate)
-        return outlook.likelihood * _expected_excess(best_log_seconds - outlook.log_seconds, outlook.deviation)
+        estimate = self._estimate(candidate)
+        return estimate.likelihood * _expected_excess(best_log_seconds - estimate.log_seconds, estimate.deviation)
 
-    def _outlook(self, candidate: Candidate) -> Outlook:
-        outlook = self._outlooks.get(candidate.plan)
-        if outlook is None:
-            outlook = self._outlooks[candidate.plan] = self._look(candidate)
-        return outlook
+    def _estimate(self, candidate: Candidate) -> Estimate:
+        estimate = self._estimates.get(candidate.plan)
+        if estimate is None:
+            estimate = self._estimates[candidate.plan] = self._look(candidate)
+        return estimate
 
-    def _look(self, candidate: Candidate) -> Outlook:
+    def _look(self, candidate: Candidate) -> Estimate:
         error, deviation = self._time.expected(candidate.plan)
         low, middle, high = self._corrected_bytes(candidate)
         likelihood = _share_below(math.log(self._budget_bytes), low, high)
-        return Outlook(candidate.log_seconds + error, deviation, (low, middle, high), likelihood)
+        return Estimate(candidate.log_seconds + error, deviation, (low, middle, high), likelihood)
 
     def _corrected_bytes(self, candidate: Candidate) -> tuple[float, float, float]:
         """The predicted interval, moved by what is known of its error and narrowed by how well it is known."""
@@ -246,15 +246,15 @@ class Search:
 
     def _place(self, candidate: Candidate) -> tuple[int, float]:
         """Best first: what fits by its time, then what may fit, then the rest by its size; refused ones last."""
-        outlook = self._outlook(candidate)
+        estimate = self._estimate(candidate)
         if candidate.prediction.refused:
             return 3, 0.0
         if candidate.measurement is not None:
             fits = candidate.measurement.fits
-            return (0, math.log(candidate.measurement.median_step_seconds)) if fits else (2, outlook.log_bytes[1])
-        if outlook.likelihood == 0:
-            return 2, outlook.log_bytes[1]
-        return (0 if outlook.likelihood == 1 else 1), outlook.log_seconds
+            return (0, math.log(candidate.measurement.median_step_seconds)) if fits else (2, estimate.log_bytes[1])
+        if estimate.likelihood == 0:
+            return 2, estimate.log_bytes[1]
+        return (0 if estimate.likelihood == 1 else 1), estimate.log_seconds
 
 
 def _log_seconds(known: Sequence[tuple[Plan, Prediction]]) -> list[float]:

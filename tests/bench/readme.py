@@ -1,4 +1,4 @@
-"""Sections of pages that programs write, between lines such as ``<!-- ladder -->`` and ``<!-- /ladder -->``."""
+"""Sections of pages that programs write, between lines such as ``<!-- ablation -->`` and ``<!-- /ablation -->``."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from memlab import errors
 from memlab.errors import MemlabError
 from memlab.inferring.inference import Inference
 from memlab.records import Measurement, Prediction
-from memlab.records.ablation import Ladder
+from memlab.records.ablation import Ablation
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.inference import BatchAdvice, InferenceRecord
 from memlab.records.ranks import HowMany, PredictedRanks, RankPrediction
@@ -33,7 +33,7 @@ _ELSEWHERE = re.compile(r", see `(memlab\.[\w.]+)`\.$")
 _MOST_CHARACTERS = 90
 # what functions return
 RESULTS = (
-    *(Comparison, Measurement, Prediction, FoundPlan, Ladder, Session, RunRecord),
+    *(Comparison, Measurement, Prediction, FoundPlan, Ablation, Session, RunRecord),
     *(Inference, InferenceRecord, BatchAdvice, RankPrediction, PredictedRanks, HowMany),
 )
 # the rest of a session is for memlab's own use

@@ -32,7 +32,7 @@ _FOOT = """## Ask instead of guessing
 | | |
 |---|---|
 | `%memfit predict --budget 8GiB` | what every plan would need and how fast it would be, before any is applied |
-| `%memfit ladder --budget 8GiB` | techniques added one after another, each measured, everything put back |
+| `%memfit ablation --budget 8GiB` | techniques added one after another, each measured, everything put back |
 | `%memfit find --budget 8GiB` | the fastest plan that fits, verified by running it |
 | `%%memfit --budget 8GiB` | the same without verification, for this cell |
 | `%memfit undo` | restore model and optimizer exactly |

@@ -68,7 +68,7 @@ def test_every_public_name_is_explained_with_its_arguments() -> None:
     assert "- `hang_seconds`: how long all ranks may be silent before the run is given up." in page
     for result in api.RESULTS:
         assert f"### {api.title_of(result)}" in page
-    assert "[`Ladder`](#memlabrecordsablationladder)" in page
+    assert "[`Ablation`](#memlabrecordsablationablation)" in page
     assert "#### `Session.switch`" in page
     assert "#### `Session.hand_over`" not in page
     assert " object at 0x" not in page

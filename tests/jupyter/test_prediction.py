@@ -519,7 +519,7 @@ def test_every_flag_is_read() -> None:
     assert (options.batch, options.budget, str(options.plan)) == (("x", "y"), "1GiB", "--fp16")
     assert {flag.name for flags in PREDICT_FLAGS.values() for flag in flags} == {
         "budget", "device", "all", "plans", "lossless", "batch", "loss_fn", "model", "optimizer", "predicted",
-        "order", "steps", "levers", "nproc",
+        "order", "steps", "nproc",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The record of a ladder: which levers are kept, against what each is compared, what is said about it."""
+"""The record of an ablation: which techniques are kept, against what each is compared, what is said about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from memlab.errors import MemlabError, PlanError
 from memlab.plan import FIELDS, Plan
 from memlab.records import Measurement, Phase, Prediction, TimelinePoint, ablation, out_of_memory
-from memlab.records.ablation import Ladder, Rung, added, helps, lever_words
+from memlab.records.ablation import Ablation, AblationRow, added, helps, technique_words
 from memlab.units import GIB
 
 
@@ -33,8 +33,8 @@ def predicted(peak_gib: float) -> Prediction:
     return Prediction("a plan", "cpu", int(peak_gib * GIB), None, 0, {}, (), 1.0, 8, 0, (0, 0), (1.0, 1.0))
 
 
-def rung(lever: str, measurement: Measurement | None, *, kept: bool = True, **more: object) -> Rung:
-    return replace(Rung(lever, lever or "as written", "words", measurement, kept=kept), **more)  # type: ignore[arg-type]
+def row(technique: str, measurement: Measurement | None, *, kept: bool = True, **more: object) -> AblationRow:
+    return replace(AblationRow(technique, technique or "as written", "words", measurement, kept=kept), **more)  # type: ignore[arg-type]
 
 
 def test_examples_in_the_docstrings() -> None:
@@ -42,24 +42,24 @@ def test_examples_in_the_docstrings() -> None:
 
 
 def test_rows_are_compared_with_the_row_before_that_was_kept_and_with_the_first() -> None:
-    ladder = Ladder("m", (
-        rung("", measured(4, 100)), rung("--chunk-loss", measured(2, 90)),
-        rung("--checkpoint", measured(2, 60), kept=False), rung("--adam8bit", measured(1, 45)),
+    ablation = Ablation("m", (
+        row("", measured(4, 100)), row("--chunk-loss", measured(2, 90)),
+        row("--checkpoint", measured(2, 60), kept=False), row("--adam8bit", measured(1, 45)),
     ))  # fmt: skip
-    first, chunked, dropped, last = ladder.steps
+    first, chunked, dropped, last = ablation.steps
     assert math.isnan(first.memory_before)
     assert math.isnan(first.memory_first)
     assert (chunked.memory_before, chunked.speed_before) == (0.5, pytest.approx(0.9))
     assert (dropped.memory_before, dropped.speed_before) == (1.0, pytest.approx(60 / 90))
     assert (last.memory_before, last.memory_first) == (0.5, 0.25)
     assert (last.speed_before, last.speed_first) == (pytest.approx(0.5), pytest.approx(0.45))
-    assert (ladder.plan, ladder.last, ladder.first) == ("--adam8bit", ladder.rungs[3], ladder.rungs[0])
+    assert (ablation.plan, ablation.last, ablation.first) == ("--adam8bit", ablation.rows[3], ablation.rows[0])
 
 
 def test_a_lever_that_gave_nothing_says_where_the_peak_is() -> None:
-    ladder = Ladder("m", (rung("", measured(4)), rung("--checkpoint", measured(4), kept=False),
-                          rung("--bf16", measured(5), kept=False)))  # fmt: skip
-    assert [step.verdict for step in ladder.steps] == [
+    ablation = Ablation("m", (row("", measured(4)), row("--checkpoint", measured(4), kept=False),
+                          row("--bf16", measured(5), kept=False)))  # fmt: skip
+    assert [step.verdict for step in ablation.steps] == [
         "the peak is in the backward pass, mostly activations",
         "no gain; the peak is in the backward pass, mostly activations; left out below",
         "no gain, and more memory; the peak is in the backward pass, mostly activations; left out below",
@@ -67,11 +67,11 @@ def test_a_lever_that_gave_nothing_says_where_the_peak_is() -> None:
 
 
 def test_verdicts_of_what_did_not_run_or_was_only_faster() -> None:
-    ladder = Ladder("m", (
-        rung("", failed(4)), rung("--chunk-loss", measured(3)), rung("--bf16", measured(3, 200)),
-        rung("--checkpoint", failed(4), kept=False), rung("--fp16", None, refused="precision: no", kept=False),
+    ablation = Ablation("m", (
+        row("", failed(4)), row("--chunk-loss", measured(3)), row("--bf16", measured(3, 200)),
+        row("--checkpoint", failed(4), kept=False), row("--fp16", None, refused="precision: no", kept=False),
     ))  # fmt: skip
-    assert [step.verdict for step in ladder.steps] == [
+    assert [step.verdict for step in ablation.steps] == [
         "out of memory: Tried to allocate 1.00 GiB",
         "the peak is in the backward pass, mostly activations",
         "no less memory, but faster; the peak is in the backward pass, mostly activations",
@@ -82,27 +82,27 @@ def test_verdicts_of_what_did_not_run_or_was_only_faster() -> None:
 
 def test_a_note_is_said_once() -> None:
     noted = ("moments are kept in 8 bits",)
-    ladder = Ladder("m", (rung("", measured(4)), rung("--adam8bit", measured(3, notes=noted)),
-                          rung("--checkpoint", measured(2, notes=noted))))  # fmt: skip
-    assert [noted[0] in step.verdict for step in ladder.steps] == [False, True, False]
+    ablation = Ablation("m", (row("", measured(4)), row("--adam8bit", measured(3, notes=noted)),
+                          row("--checkpoint", measured(2, notes=noted))))  # fmt: skip
+    assert [noted[0] in step.verdict for step in ablation.steps] == [False, True, False]
 
 
 def test_the_first_row_that_fits_is_marked_and_no_other() -> None:
-    rows = (rung("", measured(4)), rung("--chunk-loss", measured(2)), rung("--checkpoint", measured(1)))
-    ladder = Ladder("m", rows, budget_bytes=2 * GIB)
-    assert [step.is_first_to_fit for step in ladder.steps] == [False, True, False]
-    assert ladder.steps[1].verdict.startswith("fits 2.00 GiB, 0 B to spare; ")
-    assert Ladder("m", rows).fitting is None
-    reserved = (rung("", measured(1, peak_reserved_bytes=3 * GIB)),)
-    assert Ladder("m", reserved, budget_bytes=2 * GIB).fitting is None, "a budget must hold what is reserved"
+    rows = (row("", measured(4)), row("--chunk-loss", measured(2)), row("--checkpoint", measured(1)))
+    ablation = Ablation("m", rows, budget_bytes=2 * GIB)
+    assert [step.is_first_to_fit for step in ablation.steps] == [False, True, False]
+    assert ablation.steps[1].verdict.startswith("fits 2.00 GiB, 0 B to spare; ")
+    assert Ablation("m", rows).fitting is None
+    reserved = (row("", measured(1, peak_reserved_bytes=3 * GIB)),)
+    assert Ablation("m", reserved, budget_bytes=2 * GIB).fitting is None, "a budget must hold what is reserved"
 
 
 def test_where_the_first_ran_out_of_memory_the_first_that_ran_is_first() -> None:
-    ladder = Ladder("m", (rung("", failed(3)), rung("--chunk-loss", measured(2)), rung("--checkpoint", measured(1))))
-    assert ladder.first is ladder.rungs[1]
-    assert [math.isnan(step.memory_first) for step in ladder.steps] == [True, True, False]
-    assert math.isnan(ladder.steps[1].memory_before)
-    assert ladder.steps[2].memory_first == 0.5
+    ablation = Ablation("m", (row("", failed(3)), row("--chunk-loss", measured(2)), row("--checkpoint", measured(1))))
+    assert ablation.first is ablation.rows[1]
+    assert [math.isnan(step.memory_first) for step in ablation.steps] == [True, True, False]
+    assert math.isnan(ablation.steps[1].memory_before)
+    assert ablation.steps[2].memory_first == 0.5
 
 
 @pytest.mark.parametrize(
@@ -124,21 +124,21 @@ def test_where_the_first_ran_out_of_memory_the_first_that_ran_is_first() -> None
     ],
 )
 def test_which_levers_are_kept(before: Measurement, after: Measurement | None, kept: bool) -> None:
-    assert helps(rung("", before), rung("--checkpoint", after)) is kept
+    assert helps(row("", before), row("--checkpoint", after)) is kept
 
 
 @pytest.mark.parametrize(("peak_gib", "kept"), [(5.0, True), (8.0, False)])
 def test_of_two_that_ran_out_of_memory_the_prediction_decides(peak_gib: float, kept: bool) -> None:
-    before = rung("", failed(4), prediction=predicted(8))
-    assert helps(before, rung("--checkpoint", failed(4), prediction=predicted(peak_gib))) is kept
+    before = row("", failed(4), prediction=predicted(8))
+    assert helps(before, row("--checkpoint", failed(4), prediction=predicted(peak_gib))) is kept
 
 
 def test_throughput_is_in_samples_where_there_are_no_tokens() -> None:
     tokens, none = measured(2), measured(2, tokens_per_step=0)
-    assert Ladder("m", (rung("", tokens),)).counts_tokens
-    ladder = Ladder("m", (rung("", none),))
-    assert not ladder.counts_tokens
-    assert ladder.speed(none) == pytest.approx(0.8)
+    assert Ablation("m", (row("", tokens),)).counts_tokens
+    ablation = Ablation("m", (row("", none),))
+    assert not ablation.counts_tokens
+    assert ablation.speed(none) == pytest.approx(0.8)
 
 
 def test_levers_are_added_not_exchanged() -> None:
@@ -151,26 +151,26 @@ def test_levers_are_added_not_exchanged() -> None:
 def test_every_choice_of_every_field_has_words() -> None:
     for spec in FIELDS:
         for choice in spec.choices[1:]:
-            said = lever_words(Plan(), Plan().with_setting(spec.name, choice))
+            said = technique_words(Plan(), Plan().with_setting(spec.name, choice))
             assert said.startswith(spec.title)
             assert said.endswith(("; same gradient", "; changes numerics"))
 
 
 def test_words_name_what_is_replaced() -> None:
     before, after = Plan.parse("--checkpoint selective"), Plan.parse("--checkpoint")
-    assert lever_words(before, after) == "Checkpointing: every block instead of selective; same gradient"
+    assert technique_words(before, after) == "Checkpointing: every block instead of selective; same gradient"
     both = added(Plan.parse("--offload optimizer"), Plan.parse("--offload activations"))
-    assert lever_words(Plan.parse("--offload optimizer"), both) == "Offload: activations; same gradient"
+    assert technique_words(Plan.parse("--offload optimizer"), both) == "Offload: activations; same gradient"
 
 
 def test_as_a_comparison_rows_are_named_by_their_levers() -> None:
-    ladder = Ladder("m", (rung("", measured(4)), rung("--fp16", None, refused="no", kept=False),
-                          rung("--checkpoint", measured(3), prediction=predicted(3), again=True)))  # fmt: skip
-    compared = ladder.comparison
+    ablation = Ablation("m", (row("", measured(4)), row("--fp16", None, refused="no", kept=False),
+                          row("--checkpoint", measured(3), prediction=predicted(3), again=True)))  # fmt: skip
+    compared = ablation.comparison
     assert [each.plan for each in compared.measurements] == ["as written", "+ --checkpoint (again)"]
     assert compared.rows[1].prediction is not None
 
 
 def test_a_ladder_has_rungs() -> None:
     with pytest.raises(MemlabError, match="needs at least one row"):
-        Ladder("m", ())
+        Ablation("m", ())

@@ -8,8 +8,8 @@ import pytest
 import samples
 
 from memlab.records import shown
-from memlab.records.ablation import Ladder, Rung
-from memlab.report import html, ladder, showing, tables, text
+from memlab.records.ablation import Ablation, AblationRow
+from memlab.report import ablation, html, showing, tables, text
 
 
 def test_examples_in_the_docstrings() -> None:
@@ -19,15 +19,15 @@ def test_examples_in_the_docstrings() -> None:
 def test_every_record_is_printed_as_its_report() -> None:
     comparison = samples.comparison()
     first = comparison.measurements[0]
-    climbed = Ladder("gpt2", (Rung("", "as written", "the loop as it is", first),))
+    added = Ablation("gpt2", (AblationRow("", "as written", "the loop as it is", first),))
     found = samples.found()
     assert str(comparison) == text.table(tables.comparison(comparison))
-    assert str(climbed) == text.table(ladder.table(climbed))
+    assert str(added) == text.table(ablation.table(added))
     assert str(found) == text.table(tables.found(found))
     assert str(first) == text.breakdown(first)
-    assert (comparison._repr_html_(), climbed._repr_html_()) == (
+    assert (comparison._repr_html_(), added._repr_html_()) == (
         html.table(tables.comparison(comparison)),
-        html.table(ladder.table(climbed)),
+        html.table(ablation.table(added)),
     )
     assert first._repr_html_() is None
 

@@ -1,11 +1,11 @@
-"""A ladder on a real GPU: reserved memory beside allocated, predictions beside both, everything put back."""
+"""An ablation on a real GPU: reserved memory beside allocated, predictions beside both, everything put back."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from memlab import Workload, ladder
+from memlab import Workload, ablation
 from memlab.measuring.device import device_for
 from memlab.report import text
 from memlab.session.snapshot import Snapshot
@@ -25,26 +25,26 @@ def load() -> Workload:
 @pytest.mark.memory
 def test_a_whole_ladder(load: Workload) -> None:
     before = Snapshot(load)
-    climbed = ladder(load, steps=3, progress=lambda line: None)
+    found = ablation(load, steps=3, progress=lambda line: None)
     assert before.differences(Snapshot(load)) == []
-    ran = [rung for rung in climbed.rungs if rung.ran is not None]
-    assert len(ran) >= 7, [rung.refused for rung in climbed.rungs]
-    assert all(rung.ran.peak_reserved_bytes >= rung.ran.peak_allocated_bytes for rung in ran)
-    assert climbed.last.ran.peak_allocated_bytes < 0.7 * ran[0].ran.peak_allocated_bytes
-    for rung in ran:
-        if rung.prediction is not None:
-            assert rung.prediction.peak_allocated_bytes == pytest.approx(rung.ran.peak_allocated_bytes, rel=0.05)
-    assert "peak reserved" in text.table(ladder.table(climbed))
+    ran = [row for row in found.rows if row.ran is not None]
+    assert len(ran) >= 7, [row.refused for row in found.rows]
+    assert all(row.ran.peak_reserved_bytes >= row.ran.peak_allocated_bytes for row in ran)
+    assert found.last.ran.peak_allocated_bytes < 0.7 * ran[0].ran.peak_allocated_bytes
+    for row in ran:
+        if row.prediction is not None:
+            assert row.prediction.peak_allocated_bytes == pytest.approx(row.ran.peak_allocated_bytes, rel=0.05)
+    assert "peak reserved" in text.table(ablation.table(found))
 
 
 @pytest.mark.memory
 def test_what_runs_out_is_a_row(load: Workload) -> None:
-    whole = ladder(load, [], steps=1, progress=lambda line: None).rungs[0].ran
+    whole = ablation(load, [], steps=1, progress=lambda line: None).rows[0].ran
     torch.cuda.empty_cache()
     small = device_for(load.device, torch.cuda.memory_reserved() + whole.peak_allocated_bytes // 2)
     try:
-        climbed = ladder(load, ["--chunk-loss", "--accumulate 8"], steps=1, device=small, progress=lambda line: None)
+        found = ablation(load, ["--chunk-loss", "--accumulate 8"], steps=1, device=small, progress=lambda line: None)
     finally:
         small.close()
-    assert climbed.rungs[0].ran_out
+    assert found.rows[0].ran_out
     assert whole.peak_allocated_bytes > 64 * MIB

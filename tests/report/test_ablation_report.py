@@ -1,4 +1,4 @@
-"""The table, the HTML and the picture of a ladder."""
+"""The table, the HTML and the picture of an ablation."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import samples
 
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
-from memlab.records.ablation import Ladder, Rung
-from memlab.report import figure, html, ladder, ladder_image, text
+from memlab.records.ablation import Ablation, AblationRow
+from memlab.report import ablation, ablation_image, figure, html, text
 from memlab.units import GIB
 
 REASON = "accumulation: GPT2 has BatchNorm (1); replace it by GroupNorm"
 
 
-def row(lever: str, what: str, measurement: Measurement | None, **more: object) -> Rung:
-    plan = measurement.plan if measurement is not None else lever
+def row(technique: str, what: str, measurement: Measurement | None, **more: object) -> AblationRow:
+    plan = measurement.plan if measurement is not None else technique
     predicted = (
         samples.prediction(plan, measurement.peak_allocated_bytes / GIB, 1.2) if measurement is not None else None
     )
-    return replace(Rung(lever, plan, what, measurement, predicted), **more)  # type: ignore[arg-type]
+    return replace(AblationRow(technique, plan, what, measurement, predicted), **more)  # type: ignore[arg-type]
 
 
-def climbed(budget_bytes: int | None = None) -> Ladder:
+def found(budget_bytes: int | None = None) -> Ablation:
     """Rows of every kind."""
     first = samples.measurement("as written", 9.1, 1.31)
     chunked = samples.measurement("--chunk-loss", 7.0, 1.30)
     checkpointed = samples.measurement("--checkpoint --chunk-loss", 1.1, 0.98)
     useless = samples.measurement("--checkpoint --offload activations --chunk-loss", 1.1, 0.4)
-    return Ladder("memfit ladder · gpt2 124M · AdamW · cuda:0", (
+    return Ablation("memfit ablation · gpt2 124M · AdamW · cuda:0", (
         row("", "the loop as it is", first),
         row("--chunk-loss", "Chunked loss; same gradient", chunked),
         row("--accumulate 4", "Gradient accumulation: 4 micro-batches; same gradient", None, refused=REASON, kept=False),
@@ -43,22 +43,22 @@ def climbed(budget_bytes: int | None = None) -> Ladder:
     ), budget_bytes)  # fmt: skip
 
 
-def ran_out() -> Ladder:
+def ran_out() -> Ablation:
     """The first row ran out of memory."""
     first = out_of_memory(Plan(), samples.DEVICE, 10 * GIB, "Tried to allocate 1.20 GiB")
-    return replace(climbed(6 * GIB), rungs=(row("", "the loop as it is", first), *climbed().rungs[1:]),
+    return replace(found(6 * GIB), rows=(row("", "the loop as it is", first), *found().rows[1:]),
                    events=("ended at the first row that fits; not tried: --bf16",))  # fmt: skip
 
 
-@pytest.mark.parametrize("module", [ladder, ladder_image])
+@pytest.mark.parametrize("module", [ablation, ablation_image])
 def test_examples_in_the_docstrings(module: ModuleType) -> None:
     assert doctest.testmod(module).failed == 0
 
 
 def test_table_in_full() -> None:
-    assert text.table(ladder.table(climbed(4 * GIB))) == (
+    assert text.table(ablation.table(found(4 * GIB))) == (
         """\
-memfit ladder · gpt2 124M · AdamW · cuda:0 · batch 8 × 512 · budget 4.00 GiB
+memfit ablation · gpt2 124M · AdamW · cuda:0 · batch 8 × 512 · budget 4.00 GiB
 technique                   peak allocated   predicted   vs before   vs first    tokens/s   predicted   vs before   vs first
 ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 as written                       10.89 GiB   10.89 GiB           –          –   671 ± 3 %         614           –          –
@@ -77,25 +77,25 @@ as written                       10.89 GiB   10.89 GiB           –          �
 
 
 def test_where_the_first_ran_out_the_table_says_what_first_means() -> None:
-    lines = text.table(ladder.table(ran_out())).splitlines()
+    lines = text.table(ablation.table(ran_out())).splitlines()
     assert "> 10.00 GiB" in lines[3]
     assert lines[4].endswith("out of memory: Tried to allocate 1.20 GiB")
     assert "ended at the first row that fits; not tried: --bf16" in lines
-    assert "first: + --chunk-loss, the first row that ran" in text.table(ladder.table(ran_out())).replace("\n  ", " ")
+    assert "first: + --chunk-loss, the first row that ran" in text.table(ablation.table(ran_out())).replace("\n  ", " ")
 
 
 def test_samples_where_there_are_no_tokens() -> None:
-    without = replace(climbed().rungs[0].measurement, tokens_per_step=0)  # type: ignore[type-var]
-    assert "samples/s" in text.table(ladder.table(Ladder("m", (row("", "the loop as it is", without),))))
+    without = replace(found().rows[0].measurement, tokens_per_step=0)  # type: ignore[type-var]
+    assert "samples/s" in text.table(ablation.table(Ablation("m", (row("", "the loop as it is", without),))))
 
 
 def test_reserved_and_host_bytes_have_columns_where_there_are_any() -> None:
-    assert "peak reserved" not in text.table(ladder.table(climbed()))
-    rungs = tuple(
+    assert "peak reserved" not in text.table(ablation.table(found()))
+    rows = tuple(
         replace(each, measurement=each.measurement and replace(each.measurement, peak_reserved_bytes=11 * GIB, host_bytes=GIB))
-        for each in climbed().rungs
+        for each in found().rows
     )  # fmt: skip
-    shown = text.table(ladder.table(replace(climbed(), rungs=rungs)))
+    shown = text.table(ablation.table(replace(found(), rows=rows)))
     assert "peak reserved" in shown
     assert "on host" in shown
     assert max(map(len, shown.splitlines())) <= 148
@@ -126,7 +126,7 @@ class Rows(HTMLParser):
 
 
 def test_html_has_every_row_and_balanced_tags() -> None:
-    read = Rows(html.table(ladder.table(climbed(4 * GIB))))
+    read = Rows(html.table(ablation.table(found(4 * GIB))))
     assert read.open == []
     assert len({len(cells) for cells in read.rows[1:]}) == 1
     assert [cells[0] for cells in read.rows[2:]] == [
@@ -140,24 +140,22 @@ def test_html_has_every_row_and_balanced_tags() -> None:
 
 
 def test_html_escapes_and_sets_back() -> None:
-    shown = replace(
-        climbed(), title="<script>", rungs=(replace(climbed().rungs[0], what="a < b"), *climbed().rungs[1:])
-    )
-    page = html.table(ladder.table(shown))
+    shown = replace(found(), title="<script>", rows=(replace(found().rows[0], what="a < b"), *found().rows[1:]))
+    page = html.table(ablation.table(shown))
     assert "<script" not in page
     assert "a &lt; b" in page
     assert page.count('opacity:.65">') == 2
-    assert "dashed #D9534F" in html.table(ladder.table(ran_out()))
+    assert "dashed #D9534F" in html.table(ablation.table(ran_out()))
 
 
-@pytest.mark.parametrize("shown", [climbed(4 * GIB), ran_out(), Ladder("m", climbed().rungs[:1])])
-def test_the_picture(shown: Ladder) -> None:
+@pytest.mark.parametrize("shown", [found(4 * GIB), ran_out(), Ablation("m", found().rows[:1])])
+def test_the_picture(shown: Ablation) -> None:
     pytest.importorskip("matplotlib")
     from PIL import Image
 
-    picture = Image.open(io.BytesIO(ladder_image.png(shown)))
+    picture = Image.open(io.BytesIO(ablation_image.png(shown)))
     assert picture.width == 1584
-    assert picture.height > 100 + 75 * len(shown.rungs)
+    assert picture.height > 100 + 75 * len(shown.rows)
     assert picture.info["Description"].startswith(("1 of", "2 of", "as written"))
     red = (0xB3, 0x26, 0x1E)
     pixels = picture.convert("RGB").getcolors(2**20)
@@ -169,13 +167,13 @@ def test_the_picture(shown: Ladder) -> None:
 
 def test_the_live_twin() -> None:
     pytest.importorskip("plotly")
-    shown = figure.comparison(climbed().comparison)
+    shown = figure.comparison(found().comparison)
     assert "+ --checkpoint" in shown.data[0].y
 
 
 def test_the_sentence() -> None:
-    assert ladder.sentence(climbed()) == (
+    assert ablation.sentence(found()) == (
         "2 of 4 techniques kept: 10.89 GiB at 671 tokens/s → 2.89 GiB at 502 tokens/s (−73 % memory, −25 % tokens/s) with "
         "--checkpoint --chunk-loss"
     )
-    assert ladder.sentence(Ladder("m", ran_out().rungs[:1])) == "as written: ran out of memory"
+    assert ablation.sentence(Ablation("m", ran_out().rows[:1])) == "as written: ran out of memory"

@@ -1,4 +1,4 @@
-"""`%memfit ladder` in a real shell, on real small models."""
+"""`%memfit ablation` in a real shell, on real small models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memlab import Workload
-from memlab.records.ablation import Ladder
+from memlab.records.ablation import Ablation
 from memlab.session import session_of, sessions
 from memlab.session.snapshot import Snapshot
 from tests.helpers.ctrl_c import pythons_own_handler  # noqa: F401 - a fixture
@@ -35,24 +35,24 @@ def test_a_ladder_of_a_language_model(shell: Any, cell: Cell) -> None:
     assert cell(f"%%memfit --checkpoint\n{TRAIN_GPT2}").error is None
     workload = Workload(shell.user_ns["model"], shell.user_ns["optimizer"])
     before = Snapshot(workload)
-    ran = cell('l = %memfit ladder --steps 1 --levers "--chunk-loss" "--accumulate 2"')
+    ran = cell('l = %memfit ablation --steps 1 --plans "--chunk-loss" "--accumulate 2"')
     assert ran.error is None, ran.err
-    climbed = shell.user_ns["l"]
-    assert isinstance(climbed, Ladder)
-    assert [rung.label for rung in climbed.rungs] == ["as written", "+ --chunk-loss", "+ --accumulate 2"]
+    found = shell.user_ns["l"]
+    assert isinstance(found, Ablation)
+    assert [row.label for row in found.rows] == ["as written", "+ --chunk-loss", "+ --accumulate 2"]
     assert before.differences(Snapshot(workload)) == []
     assert str(session_of(workload.model).plan) == "--checkpoint"
-    assert ran.out == f"memfit: to apply it: %memfit {climbed.plan}\n"
-    assert cell(f"%memfit {climbed.plan}").error is None
+    assert ran.out == f"memfit: to apply it: %memfit {found.plan}\n"
+    assert cell(f"%memfit {found.plan}").error is None
 
 
 def test_it_shows_as_text_html_and_picture(shell: Any, cell: Cell) -> None:
     cell(MAKE_GPT2)
-    shown = cell("%memfit ladder --batch batch --steps 1 --budget 1TiB").out
-    assert "memfit ladder · GPT2LMHeadModel" in shown
+    shown = cell("%memfit ablation --batch batch --steps 1 --budget 1TiB").out
+    assert "memfit ablation · GPT2LMHeadModel" in shown
     assert "fits 1024.00 GiB" in shown
-    assert "Ladder(" not in shown
-    cell("l = %memfit ladder --batch batch --steps 1 --budget 1TiB")
+    assert "Ablation(" not in shown
+    cell("l = %memfit ablation --batch batch --steps 1 --budget 1TiB")
     shell.display_formatter.active_types = shell.display_formatter.format_types
     data, _ = shell.display_formatter.format(shell.user_ns["l"])
     assert set(data) == {"text/plain", "text/html", "image/png"}
@@ -62,13 +62,13 @@ def test_it_shows_as_text_html_and_picture(shell: Any, cell: Cell) -> None:
 def test_capacity_budget_and_what_does_not_apply(shell: Any, cell: Cell) -> None:
     cell(f"{MAKE}\nloss_fn = torch.nn.functional.cross_entropy")
     cell("%memfit device --capacity 30KiB")
-    ran = cell("l = %memfit ladder --batch inputs,target --loss-fn loss_fn --steps 1 --lossless --budget 1KiB")
+    ran = cell("l = %memfit ablation --batch inputs,target --loss-fn loss_fn --steps 1 --lossless --budget 1KiB")
     assert ran.error is None, ran.err
-    climbed = shell.user_ns["l"]
-    assert climbed.rungs[0].ran_out
-    assert "--chunk-loss" in {rung.lever for rung in climbed.rungs if rung.refused}
-    assert not {"--bf16", "--adam8bit"} & {rung.lever for rung in climbed.rungs}
-    assert climbed.events[0].startswith("no row fits 1.0 KiB: ")
+    found = shell.user_ns["l"]
+    assert found.rows[0].ran_out
+    assert "--chunk-loss" in {row.technique for row in found.rows if row.refused}
+    assert not {"--bf16", "--adam8bit"} & {row.technique for row in found.rows}
+    assert found.events[0].startswith("no row fits 1.0 KiB: ")
 
 
 @pytest.mark.usefixtures("pythons_own_handler")
@@ -88,20 +88,20 @@ def test_ctrl_c_gives_the_rows_so_far(shell: Any, cell: Cell, monkeypatch: pytes
     cell(MAKE_GPT2)
     workload = Workload(shell.user_ns["model"], shell.user_ns["optimizer"])
     before = Snapshot(workload)
-    assert cell("l = %memfit ladder --batch batch --steps 1").error is None
+    assert cell("l = %memfit ablation --batch batch --steps 1").error is None
     assert before.differences(Snapshot(workload)) == []
-    assert [rung.label for rung in shell.user_ns["l"].rungs] == ["as written", "+ --chunk-loss"]
+    assert [row.label for row in shell.user_ns["l"].rows] == ["as written", "+ --chunk-loss"]
     assert shell.user_ns["l"].events[0].startswith("interrupted; not tried: --accumulate 4, ")
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("ladder --batch inputs everything", "%memfit ladder everything: unknown; see %memfit help"),
-        ("ladder --steps 0 --batch inputs", "--steps 0: expected a whole number of steps, 1 or more, as in '--steps 3'"),
-        ("ladder --order best --batch inputs", "order='best': allowed are 'documented' and 'gain'"),
-        ("ladder --levers", '--levers needs plans, each in quotes, as in --levers "--accumulate 4" "--checkpoint"'),
-        ("ladder", "%memfit ladder needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
+        ("ablation --batch inputs everything", "%memfit ablation everything: unknown; see %memfit help"),
+        ("ablation --steps 0 --batch inputs", "--steps 0: expected a whole number of steps, 1 or more, as in '--steps 3'"),
+        ("ablation --order best --batch inputs", "order='best': allowed are 'documented' and 'gain'"),
+        ("ablation --plans", '--plans needs plans, each in quotes, as in --plans "--accumulate 4" "--checkpoint"'),
+        ("ablation", "%memfit ablation needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
                    "(a variable of this notebook)"),
     ],
 )  # fmt: skip

@@ -1,14 +1,14 @@
-"""`ladder`: levers added one after another to the live model, each measured, everything put back.
+"""`ablation`: techniques added one after another to the live model, each measured, everything put back.
 
-Rules of the climb, beside those of the record (`memlab.records.ablation`):
+Rules, beside those of the record (`memlab.records.ablation`):
 
-1. *Documented order*: levers that leave the gradient as it is come first, the cheapest in time first; then those that
-   change numerics. So one can stop at the first rung that fits, having paid as little as possible in both.
-2. *Order by gain*: the next lever is the one that is predicted to free the most bytes for each second it adds to a
-   step, judged anew after each rung, since levers overlap. Levers predicted to cost no time come first, by bytes;
+1. *Documented order*: techniques that leave the gradient as it is come first, the cheapest in time first; then those that
+   change numerics. So one can stop at the first row that fits, having paid as little as possible in both.
+2. *Order by gain*: the next technique is the one that is predicted to free the most bytes for each second it adds to a
+   step, judged anew after each row, since techniques overlap. Techniques predicted to cost no time come first, by bytes;
    those predicted to give nothing come last, and are run all the same: a prediction is no measurement.
-3. With a budget the climb ends at the first rung that fits.
-4. A lever that does not apply, or that runs out of memory, becomes a row that says so, and the climb goes on. After
+3. With a budget it ends at the first row that fits.
+4. A technique that does not apply, or that runs out of memory, becomes a row that says so, and it goes on. After
    Ctrl-C the rows so far are returned.
 """
 
@@ -28,7 +28,7 @@ from memlab.plan.space import half_format
 from memlab.predicting.plan_predictor import PlanPredictor
 from memlab.predicting.plans import predicted_by
 from memlab.records import Measurement, Prediction
-from memlab.records.ablation import NO_GAIN, Ladder, Rung, added, helps, lever_words
+from memlab.records.ablation import NO_GAIN, Ablation, AblationRow, added, helps, technique_words
 from memlab.runtime.workload import Workload
 from memlab.search.finding import compute_capability_of, rows_of
 from memlab.search.trials import Run, Say, run_trial
@@ -37,9 +37,9 @@ from memlab.units import format_bytes, parse_bytes
 Order = Literal["documented", "gain"]
 
 
-def ladder(
+def ablation(
     workload: Workload,
-    levers: Iterable[Plan | str] | None = None,
+    techniques: Iterable[Plan | str] | None = None,
     *,
     order: Order = "documented",
     budget: str = "",
@@ -48,17 +48,17 @@ def ladder(
     steps: int = 5,
     device: Device | None = None,
     progress: Say | None = None,
-) -> Ladder:
+) -> Ablation:
     """Add one memory-saving technique after another and measure what each saves, in memory and throughput.
 
     Weights, moments, gradients, scheduler, random state and the plan in force are afterwards as they were.
 
     Args:
         workload: as for `measure`.
-        levers: plans or their flags, to be added one by one; by default those that memlab has, see `default_levers`.
+        techniques: plans or their flags, to be added one by one; by default those that memlab has, see `default_techniques`.
         order: "documented" adds them in the order given (by default: exact ones first, the cheapest in time
             first); "gain" adds next the one that is predicted to free the most bytes for the time it costs.
-        budget: size to fit into, such as "8GiB"; the ladder ends at the first row that fits.
+        budget: size to fit into, such as "8GiB"; the ablation ends at the first row that fits.
         fixed: a plan, or its flags: settings that all rows have.
         lossless: use only those default techniques that keep the gradient unchanged.
         steps: steps to time in each row.
@@ -67,7 +67,7 @@ def ladder(
             longer than two seconds.
 
     Returns:
-        The ladder; print it with `memlab.report.ladder.table`. After Ctrl-C, the rows so far.
+        The ablation; print it with `memlab.report.ablation.table`. After Ctrl-C, the rows so far.
 
     Raises:
         PlanError: an unknown order; a setting, the budget or the flags cannot be read.
@@ -81,27 +81,31 @@ def ladder(
         >>> model = torch.nn.Linear(64, 64)
         >>> workload = Workload(model, torch.optim.AdamW(model.parameters()), loss_fn=torch.nn.functional.mse_loss,
         ...                     batch=(torch.zeros(256, 64), torch.zeros(256, 64)))
-        >>> climbed = ladder(workload, ["--accumulate 4"], steps=1)
-        >>> [rung.label for rung in climbed.rungs]
+        >>> found = ablation(workload, ["--accumulate 4"], steps=1)
+        >>> [row.label for row in found.rows]
         ['as written', '+ --accumulate 4']
     """
     start = _plan(fixed)
-    wanted = default_levers(workload, start, lossless=lossless) if levers is None else [_plan(each) for each in levers]
+    wanted = (
+        default_techniques(workload, start, lossless=lossless)
+        if techniques is None
+        else [_plan(each) for each in techniques]
+    )
     budget_bytes = _checked(order, budget, steps)
     require_complete(workload)
     counted_on = device or device_for(workload.device)
     try:
-        climb = _Climb(
+        run = _Ablating(
             workload, start, wanted, order, budget_bytes, lambda plan: run_trial(workload, plan, steps, counted_on)
         )
-        climbed = climb.climb(progress or say_when_long("ladder:"))
-        return replace(climbed, title=f"{workload.describe().rpartition(' · ')[0]} · {counted_on.name}")
+        found = run.measured(progress or say_when_long("ablation:"))
+        return replace(found, title=f"{workload.describe().rpartition(' · ')[0]} · {counted_on.name}")
     finally:
         if device is None:
             counted_on.close()
 
 
-def default_levers(
+def default_techniques(
     workload: Workload,
     fixed: Plan = Plan(),  # noqa: B008 - frozen
     *,
@@ -119,22 +123,22 @@ def default_levers(
         >>> import torch
         >>> model = torch.nn.Linear(4, 2)
         >>> workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.zeros(2, 4),))
-        >>> [str(lever) for lever in default_levers(workload, Plan.parse("--checkpoint"), lossless=True)]
+        >>> [str(technique) for technique in default_techniques(workload, Plan.parse("--checkpoint"), lossless=True)]
         ['--chunk-loss', '--accumulate 2', '--tile 4', '--release-grads', '--offload optimizer', '--offload activations', \
 '--offload params']
     """
     rows = rows_of(workload)
     half = half_format(compute_capability_of(workload.device, None))
-    suited = (_suited(lever, rows, half) for lever in to_measure())
-    free = [lever for lever in suited if not set(lever.changes()) & set(fixed.changes())]
-    return [lever for lever in free if not lossless or lever.is_exact]
+    suited = (_suited(technique, rows, half) for technique in to_measure())
+    free = [technique for technique in suited if not set(technique.changes()) & set(fixed.changes())]
+    return [technique for technique in free if not lossless or technique.is_exact]
 
 
-def _suited(lever: Plan, rows: int | None, half: Precision) -> Plan:
-    if lever.accumulation > 1 and rows is not None:
-        # a batch of one row keeps the lever, which is then refused with its reason
-        return replace(lever, accumulation=max(2, min(lever.accumulation, rows)))
-    return replace(lever, precision=half) if lever.precision is Precision.BF16 else lever
+def _suited(technique: Plan, rows: int | None, half: Precision) -> Plan:
+    if technique.accumulation > 1 and rows is not None:
+        # a batch of one row keeps the technique, which is then refused with its reason
+        return replace(technique, accumulation=max(2, min(technique.accumulation, rows)))
+    return replace(technique, precision=half) if technique.precision is Precision.BF16 else technique
 
 
 def _plan(given: Plan | str) -> Plan:
@@ -151,32 +155,38 @@ def _checked(order: str, budget: str, steps: int) -> int | None:
     return parse_bytes(budget) if budget else None
 
 
-class _Climb:
-    """One climb: what was measured by now, and what is left to add."""
+class _Ablating:
+    """One ablation: what was measured by now, and what is left to add."""
 
     def __init__(
-        self, workload: Workload, start: Plan, levers: Sequence[Plan], order: Order, budget_bytes: int | None, run: Run
+        self,
+        workload: Workload,
+        start: Plan,
+        techniques: Sequence[Plan],
+        order: Order,
+        budget_bytes: int | None,
+        run: Run,
     ) -> None:
         self._workload, self._order, self._budget_bytes, self._run = workload, order, budget_bytes, run
         self._plan = start
-        self._left = list(levers)
-        self._rungs: list[Rung] = []
+        self._left = list(techniques)
+        self._rows: list[AblationRow] = []
         self._predictions = _Predictions(workload, is_needed=order == "gain")
 
-    def climb(self, say: Say) -> Ladder:
-        """Climb until the levers or the budget end it, or a Ctrl-C does."""
+    def measured(self, say: Say) -> Ablation:
+        """Add techniques until they or the budget end it, or a Ctrl-C does."""
         is_interrupted = False
         try:
             self._begin(say)
-            while not self._fits and (lever := self._next()) is not None:
-                self._add(lever, say)
+            while not self._fits and (technique := self._next()) is not None:
+                self._add(technique, say)
         except KeyboardInterrupt:
-            if not self._rungs:
+            if not self._rows:
                 raise
             is_interrupted = True
         events = (self._ending(is_interrupted=is_interrupted), self._predictions.problem)
-        return Ladder(
-            self._workload.describe(), tuple(self._rungs), self._budget_bytes, self._order, tuple(filter(None, events))
+        return Ablation(
+            self._workload.describe(), tuple(self._rows), self._budget_bytes, self._order, tuple(filter(None, events))
         )
 
     def _begin(self, say: Say) -> None:
@@ -186,25 +196,25 @@ class _Climb:
         measurement = self._run(start)
         self._predictions.calibrate(measurement)
         what = "the loop as it is" if start == Plan() else "in every row"
-        self._rungs.append(Rung("", start.label, what, measurement, prediction))
+        self._rows.append(AblationRow("", start.label, what, measurement, prediction))
 
     def _next(self) -> Plan | None:
-        """The lever to add now; None when none is left, nor worth another try."""
+        """The technique to add now; None when none is left, nor worth another try."""
         if not self._left:
             return self._second_chance()
         # of equal ones the first
         return self._left[0] if self._order == "documented" else max(self._left, key=self._worth)
 
     def _second_chance(self) -> Plan | None:
-        """Of the levers that gave nothing, the one that is predicted to help most by now; each gets one more try."""
-        tried = [rung.lever for rung in self._rungs if not rung.kept and not rung.refused]
-        once = [Plan.parse(lever) for lever in tried if tried.count(lever) == 1]
+        """Of the techniques that gave nothing, the one that is predicted to help most by now; each gets one more try."""
+        tried = [row.technique for row in self._rows if not row.kept and not row.refused]
+        once = [Plan.parse(technique) for technique in tried if tried.count(technique) == 1]
         best = max(once, key=self._worth, default=None)
         return best if best is not None and self._worth(best)[0] else None
 
-    def _worth(self, lever: Plan) -> tuple[int, float]:
-        """Levers that cost no time before those that do, and those before the ones that give nothing."""
-        before, after = self._predictions.of(self._plan), self._predictions.of(_with(self._plan, lever))
+    def _worth(self, technique: Plan) -> tuple[int, float]:
+        """Techniques that cost no time before those that do, and those before the ones that give nothing."""
+        before, after = self._predictions.of(self._plan), self._predictions.of(_with(self._plan, technique))
         if before is None or after is None:
             return 0, 0.0
         freed_bytes = before.needed_bytes - after.needed_bytes
@@ -214,44 +224,44 @@ class _Climb:
         # where no rate of the device is known there are no seconds either, and bytes alone decide
         return (1, freed_bytes / added_seconds) if added_seconds > 0 else (2, float(freed_bytes))
 
-    def _add(self, lever: Plan, say: Say) -> None:
-        """Measure one more lever on top of those that were kept."""
-        before = next(rung for rung in reversed(self._rungs) if rung.kept)
-        again = lever not in self._left
-        say(f"{len(self._rungs) + 1} of {len(self._rungs) + len(self._left) + again}: + {lever}{_so_far(before)}")
-        rung = replace(self._tried(lever), again=again)
-        kept = helps(before, rung)
-        self._rungs.append(replace(rung, kept=kept))
+    def _add(self, technique: Plan, say: Say) -> None:
+        """Measure one more technique on top of those that were kept."""
+        before = next(row for row in reversed(self._rows) if row.kept)
+        again = technique not in self._left
+        say(f"{len(self._rows) + 1} of {len(self._rows) + len(self._left) + again}: + {technique}{_so_far(before)}")
+        row = replace(self._tried(technique), again=again)
+        kept = helps(before, row)
+        self._rows.append(replace(row, kept=kept))
         if not again:
-            self._left.remove(lever)
+            self._left.remove(technique)
         if kept:
-            self._plan = added(self._plan, lever)
-        if before.ran is None and rung.ran is not None:
-            self._predictions.calibrate(rung.ran)
+            self._plan = added(self._plan, technique)
+        if before.ran is None and row.ran is not None:
+            self._predictions.calibrate(row.ran)
 
-    def _tried(self, lever: Plan) -> Rung:
-        """The rung of a lever; what does not apply here, or fails, says so."""
-        rung = Rung(str(lever), self._plan.label, lever_words(Plan(), lever))
+    def _tried(self, technique: Plan) -> AblationRow:
+        """The row of a technique; what does not apply here, or fails, says so."""
+        row = AblationRow(str(technique), self._plan.label, technique_words(Plan(), technique))
         try:
-            plan = added(self._plan, lever)
-            rung = replace(rung, plan=plan.label, what=lever_words(self._plan, plan))
+            plan = added(self._plan, technique)
+            row = replace(row, plan=plan.label, what=technique_words(self._plan, plan))
             prediction = self._predictions.of(plan)
-            return replace(rung, measurement=self._run(plan), prediction=prediction)
+            return replace(row, measurement=self._run(plan), prediction=prediction)
         except (PlanError, RefusalError, MissingExtraError) as error:
             why = str(error)
-        except Exception as error:  # noqa: BLE001 - one lever must not cost the rows of the others
+        except Exception as error:  # noqa: BLE001 - one technique must not cost the rows of the others
             why = f"failed with {type(error).__name__}: {error}".splitlines()[0]
         # out of the handler: until here the traceback held the failed step's tensors
         gc.collect()
-        return replace(rung, refused=why)
+        return replace(row, refused=why)
 
     @property
     def _fits(self) -> bool:
-        last = self._rungs[-1].ran
+        last = self._rows[-1].ran
         return self._budget_bytes is not None and last is not None and last.needed_bytes <= self._budget_bytes
 
     def _ending(self, *, is_interrupted: bool) -> str:
-        """Why the ladder is not longer, or that nothing on it fits; empty where there is nothing to say."""
+        """Why the ablation is not longer, or that nothing on it fits; empty where there is nothing to say."""
         left = ", ".join(map(str, self._left))
         if is_interrupted:
             return f"interrupted; not tried: {left}" if left else "interrupted"
@@ -259,7 +269,7 @@ class _Climb:
             return f"ended at the first row that fits; not tried: {left}"
         if self._budget_bytes is None or self._fits:
             return ""
-        needed = [rung.ran.needed_bytes for rung in self._rungs if rung.ran is not None]
+        needed = [row.ran.needed_bytes for row in self._rows if row.ran is not None]
         least = f"the lowest needs {format_bytes(min(needed))}" if needed else "memory ran out on all of them"
         more = more_micro_batches(self._plan, rows_of(self._workload))
         return (
@@ -269,7 +279,7 @@ class _Climb:
 
 
 class _Predictions:
-    """Predictions of rungs, as long as they can be predicted.
+    """Predictions of rows, as long as they can be predicted.
 
     Attributes:
         problem: why they cannot, in words; empty while they can.
@@ -283,7 +293,7 @@ class _Predictions:
         self.problem = ""
 
     def of_first(self, plan: Plan) -> Prediction | None:
-        """Return what is predicted for the first rung; where that is nothing, nothing is predicted for any.
+        """Return what is predicted for the first row; where that is nothing, nothing is predicted for any.
 
         Raises:
             TraceError: it cannot be predicted, and the order depends on it.
@@ -301,7 +311,7 @@ class _Predictions:
         return prediction if prediction is not None and not prediction.refused else None
 
     def calibrate(self, measured: Measurement) -> None:
-        """Put predicted times right by a rung that ran."""
+        """Put predicted times right by a row that ran."""
         if measured.fits:
             self._measured = measured
             self._known.clear()
@@ -318,13 +328,13 @@ class _Predictions:
         return self._known.get(plan)
 
 
-def _with(plan: Plan, lever: Plan) -> Plan | None:
-    """A plan with one more lever; None when they exclude each other."""
+def _with(plan: Plan, technique: Plan) -> Plan | None:
+    """A plan with one more technique; None when they exclude each other."""
     try:
-        return added(plan, lever)
+        return added(plan, technique)
     except PlanError:
         return None
 
 
-def _so_far(rung: Rung) -> str:
-    return f", after {format_bytes(rung.ran.peak_allocated_bytes)}" if rung.ran is not None else ""
+def _so_far(row: AblationRow) -> str:
+    return f", after {format_bytes(row.ran.peak_allocated_bytes)}" if row.ran is not None else ""

@@ -1,4 +1,4 @@
-"""`ladder` on real models and the CPU device: every row, and everything as it was afterwards."""
+"""`ablation` on real models and the CPU device: every row, and everything as it was afterwards."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from memlab import Workload, ladder
+from memlab import Workload, ablation
 from memlab.errors import PlanError, TraceError, WorkloadError
 from memlab.measuring.device import device_for
 from memlab.plan import Plan
 from memlab.plan.savings import to_measure
 from memlab.records import Prediction
-from memlab.records.ablation import Ladder
-from memlab.search import climbing
-from memlab.search.climbing import default_levers
+from memlab.records.ablation import Ablation
+from memlab.search import ablating
+from memlab.search.ablating import default_techniques
 from memlab.session import fit, sessions, snapshot
 from memlab.session.snapshot import Snapshot
 from memlab.units import MIB
@@ -49,12 +49,12 @@ def plain() -> Workload:
     return Workload(model, torch.optim.AdamW(model.parameters()), batch, torch.nn.functional.cross_entropy)
 
 
-def labels(climbed: Ladder) -> list[str]:
-    return [rung.label for rung in climbed.rungs]
+def labels(found: Ablation) -> list[str]:
+    return [row.label for row in found.rows]
 
 
 def test_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(climbing).failed == 0
+    assert doctest.testmod(ablating).failed == 0
 
 
 @pytest.mark.full
@@ -64,62 +64,62 @@ def test_a_whole_ladder_leaves_no_difference(load: Workload) -> None:
     before = Snapshot(load)
     lines: list[str] = []
     with fit(load, "--checkpoint") as session:
-        climbed = ladder(load, steps=1, progress=lines.append)
+        found = ablation(load, steps=1, progress=lines.append)
         assert (str(session.plan), session.observers) == ("--checkpoint", [])
     assert before.differences(Snapshot(load)) == []
-    assert labels(climbed)[:12] == ["as written", *(f"+ {lever}" for lever in to_measure())]
+    assert labels(found)[:12] == ["as written", *(f"+ {technique}" for technique in to_measure())]
     assert lines[:2] == ["1 of 12: as written", lines[1]]
     assert lines[1].startswith("2 of 12: + --chunk-loss, after ")
-    assert climbed.counts_tokens
-    assert climbed.last.ran is not None
-    assert climbed.first.ran is not None
-    assert climbed.last.ran.peak_allocated_bytes < 0.5 * climbed.first.ran.peak_allocated_bytes
+    assert found.counts_tokens
+    assert found.last.ran is not None
+    assert found.first.ran is not None
+    assert found.last.ran.peak_allocated_bytes < 0.5 * found.first.ran.peak_allocated_bytes
     # predictions on the CPU ledger are exact to a few bytes
-    pairs = [(rung.ran, rung.prediction) for rung in climbed.rungs if rung.ran and rung.prediction]
-    assert len(pairs) == len(climbed.rungs) - 1
+    pairs = [(row.ran, row.prediction) for row in found.rows if row.ran and row.prediction]
+    assert len(pairs) == len(found.rows) - 1
     # beside the head, whose loss is chunked by then, no layer is large
-    assert [rung.lever for rung in climbed.rungs if rung.refused] == ["--tile 4"]
+    assert [row.technique for row in found.rows if row.refused] == ["--tile 4"]
     assert all(p.peak_allocated_bytes == pytest.approx(m.peak_allocated_bytes, rel=0.005) for m, p in pairs)
 
 
 def test_rows_stand_on_the_levers_that_were_kept(load: Workload) -> None:
-    climbed = ladder(load, ["--accumulate 4", "--release-grads", "--adam8bit"], steps=1, progress=quiet)
-    assert [(rung.lever, rung.kept) for rung in climbed.rungs[:4]] == [
+    found = ablation(load, ["--accumulate 4", "--release-grads", "--adam8bit"], steps=1, progress=quiet)
+    assert [(row.technique, row.kept) for row in found.rows[:4]] == [
         ("", True), ("--accumulate 4", True), ("--release-grads", False), ("--adam8bit", True)
     ]  # fmt: skip
-    assert [rung.plan for rung in climbed.rungs[:4]] == [
+    assert [row.plan for row in found.rows[:4]] == [
         "as written", "--accumulate 4", "--accumulate 4 --release-grads", "--accumulate 4 --adam8bit"
     ]  # fmt: skip
-    assert "no gain; the peak is in the " in climbed.steps[2].verdict
+    assert "no gain; the peak is in the " in found.steps[2].verdict
 
 
 @pytest.mark.full
 def test_what_gave_nothing_is_tried_again_when_it_is_predicted_to_help(load: Workload) -> None:
-    climbed = ladder(
+    found = ablation(
         load, ["--chunk-loss", "--accumulate 4", "--release-grads", "--offload optimizer"], steps=1, progress=quiet
     )
-    tried = [rung for rung in climbed.rungs if rung.lever == "--release-grads"]
-    assert [(rung.kept, rung.again) for rung in tried] == [(False, False), (True, True)]
-    assert climbed.rungs[-1] is tried[1]
+    tried = [row for row in found.rows if row.technique == "--release-grads"]
+    assert [(row.kept, row.again) for row in tried] == [(False, False), (True, True)]
+    assert found.rows[-1] is tried[1]
 
 
 @pytest.mark.full
 def test_refusals_are_rows(plain: Workload) -> None:
     before = Snapshot(plain)
-    climbed = ladder(plain, steps=1, progress=quiet)
+    found = ablation(plain, steps=1, progress=quiet)
     assert before.differences(Snapshot(plain)) == []
-    refused = {rung.lever: rung.refused for rung in climbed.rungs if rung.refused}
+    refused = {row.technique: row.refused for row in found.rows if row.refused}
     assert list(refused) == ["--chunk-loss", "--accumulate 4", "--tile 4", "--offload params"]
     assert "BatchNorm" in refused["--accumulate 4"]
-    assert not climbed.counts_tokens
-    assert [rung.measurement for rung in climbed.rungs if rung.refused] == [None] * 4
-    assert all(rung.ran is not None for rung in climbed.rungs if not rung.refused)
+    assert not found.counts_tokens
+    assert [row.measurement for row in found.rows if row.refused] == [None] * 4
+    assert all(row.ran is not None for row in found.rows if not row.refused)
 
 
 def test_settings_that_exclude_each_other_are_a_row(plain: Workload) -> None:
-    climbed = ladder(plain, ["--offload optimizer", "--bf16"], fixed="--optim sgd", steps=1, progress=quiet)
-    assert "exclude each other" in climbed.rungs[1].refused
-    assert climbed.rungs[2].ran is not None
+    found = ablation(plain, ["--offload optimizer", "--bf16"], fixed="--optim sgd", steps=1, progress=quiet)
+    assert "exclude each other" in found.rows[1].refused
+    assert found.rows[2].ran is not None
 
 
 def test_a_lever_under_which_the_model_fails_is_a_row(plain: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,35 +133,35 @@ def test_a_lever_under_which_the_model_fails_is_a_row(plain: Workload, monkeypat
 
     plain.loss_fn = broken
     before = Snapshot(plain)
-    climbed = ladder(plain, ["--bf16", "--offload optimizer"], steps=1, progress=quiet)
+    found = ablation(plain, ["--bf16", "--offload optimizer"], steps=1, progress=quiet)
     assert before.differences(Snapshot(plain)) == []
-    assert climbed.rungs[1].refused == "failed with ValueError: this loss knows no"
-    assert climbed.rungs[2].ran is not None
+    assert found.rows[1].refused == "failed with ValueError: this loss knows no"
+    assert found.rows[2].ran is not None
 
 
 def test_a_budget_ends_the_ladder_at_the_first_row_that_fits(load: Workload) -> None:
-    climbed = ladder(load, ["--chunk-loss", "--accumulate 4", "--adam8bit"], budget="14MiB", steps=1, progress=quiet)
-    assert labels(climbed) == ["as written", "+ --chunk-loss"]
-    assert [step.is_first_to_fit for step in climbed.steps] == [False, True]
-    assert climbed.events == ("ended at the first row that fits; not tried: --accumulate 4, --adam8bit",)
+    found = ablation(load, ["--chunk-loss", "--accumulate 4", "--adam8bit"], budget="14MiB", steps=1, progress=quiet)
+    assert labels(found) == ["as written", "+ --chunk-loss"]
+    assert [step.is_first_to_fit for step in found.steps] == [False, True]
+    assert found.events == ("ended at the first row that fits; not tried: --accumulate 4, --adam8bit",)
 
 
 def test_a_budget_that_nothing_fits_is_said(load: Workload) -> None:
-    climbed = ladder(load, ["--chunk-loss"], budget="1MiB", steps=1, progress=quiet)
-    assert climbed.fitting is None
-    assert climbed.events[0].startswith("no row fits 1.0 MiB: the lowest needs 11.2 MiB; ")
+    found = ablation(load, ["--chunk-loss"], budget="1MiB", steps=1, progress=quiet)
+    assert found.fitting is None
+    assert found.events[0].startswith("no row fits 1.0 MiB: the lowest needs 11.2 MiB; ")
 
 
 def test_what_runs_out_of_memory_is_a_row_and_the_ladder_goes_on(load: Workload) -> None:
     before = Snapshot(load)
     small = device_for(CPU, 10 * MIB)
-    climbed = ladder(load, ["--chunk-loss", "--accumulate 4", "--adam8bit"], steps=1, device=small, progress=quiet)
+    found = ablation(load, ["--chunk-loss", "--accumulate 4", "--adam8bit"], steps=1, device=small, progress=quiet)
     assert before.differences(Snapshot(load)) == []
-    assert [rung.ran_out for rung in climbed.rungs] == [True, True, False, False]
-    assert climbed.steps[0].verdict.startswith("out of memory: Tried to allocate ")
-    assert climbed.first.lever == "--accumulate 4"
-    assert climbed.plan == "--accumulate 4 --adam8bit --chunk-loss"
-    assert "capacity 10.0 MiB" in climbed.title
+    assert [row.ran_out for row in found.rows] == [True, True, False, False]
+    assert found.steps[0].verdict.startswith("out of memory: Tried to allocate ")
+    assert found.first.technique == "--accumulate 4"
+    assert found.plan == "--accumulate 4 --adam8bit --chunk-loss"
+    assert "capacity 10.0 MiB" in found.title
 
 
 @pytest.mark.parametrize("at_call", [6, 8, 11])
@@ -179,12 +179,12 @@ def test_ctrl_c_ends_it_with_the_rows_so_far(plain: Workload, at_call: int) -> N
 
     plain.loss_fn = counted
     before = Snapshot(plain)
-    climbed = _without_predictions(lambda: ladder(plain, ["--bf16", "--offload optimizer", "--adam8bit"], steps=1))
+    found = _without_predictions(lambda: ablation(plain, ["--bf16", "--offload optimizer", "--adam8bit"], steps=1))
     assert before.differences(Snapshot(plain)) == []
     assert sessions() == ()
-    assert 1 <= len(climbed.rungs) < 4
-    assert climbed.events[0].startswith("interrupted; not tried: ")
-    assert climbed.events[0].endswith("--adam8bit")
+    assert 1 <= len(found.rows) < 4
+    assert found.events[0].startswith("interrupted; not tried: ")
+    assert found.events[0].endswith("--adam8bit")
 
 
 @pytest.mark.usefixtures("pythons_own_handler")
@@ -196,7 +196,7 @@ def test_ctrl_c_before_the_first_row_is_raised(plain: Workload) -> None:
     plain.loss_fn = at_once
     before = Snapshot(plain)
     with pytest.raises(KeyboardInterrupt):
-        _without_predictions(lambda: ladder(plain, ["--bf16"], steps=1))
+        _without_predictions(lambda: ablation(plain, ["--bf16"], steps=1))
     assert before.differences(Snapshot(plain)) == []
 
 
@@ -212,12 +212,12 @@ def test_ctrl_c_while_everything_is_put_back_waits(plain: Workload, monkeypatch:
 
     monkeypatch.setattr(snapshot, "_restore_optimizer", interrupted)
     before = Snapshot(plain)
-    climbed = ladder(plain, ["--bf16", "--adam8bit"], steps=1, progress=quiet)
+    found = ablation(plain, ["--bf16", "--adam8bit"], steps=1, progress=quiet)
     assert before.differences(Snapshot(plain)) == []
-    assert labels(climbed) == ["as written"]
+    assert labels(found) == ["as written"]
 
 
-# bytes and seconds of a step that each lever is said to take away or add
+# bytes and seconds of a step that each technique is said to take away or add
 SAID = {
     "--offload optimizer": (20, 0.5),
     "--offload activations": (30, 0.1),
@@ -239,19 +239,19 @@ def made_up(predictor: object, plan: Plan, measured: object) -> Prediction:
 def test_by_gain_free_levers_come_first_then_most_bytes_for_a_second(
     plain: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(climbing, "predicted_by", made_up)
-    climbed = ladder(plain, list(SAID), order="gain", steps=1, progress=quiet)
-    assert [rung.lever for rung in climbed.rungs[1:5]] == [
+    monkeypatch.setattr(ablating, "predicted_by", made_up)
+    found = ablation(plain, list(SAID), order="gain", steps=1, progress=quiet)
+    assert [row.technique for row in found.rows[1:5]] == [
         "--adam8bit", "--offload activations", "--offload optimizer", "--bf16"
     ]  # fmt: skip
-    assert climbed.order == "gain"
+    assert found.order == "gain"
 
 
 def test_by_gain_with_real_predictions(load: Workload) -> None:
-    climbed = ladder(
+    found = ablation(
         load, ["--checkpoint selective", "--chunk-loss"], order="gain", budget="14MiB", steps=1, progress=quiet
     )
-    assert labels(climbed) == ["as written", "+ --chunk-loss"]
+    assert labels(found) == ["as written", "+ --chunk-loss"]
 
 
 class Deciding(torch.nn.Module):
@@ -269,26 +269,26 @@ class Deciding(torch.nn.Module):
 def test_without_predictions() -> None:
     model = Deciding()
     load = Workload(model, torch.optim.AdamW(model.parameters()), batch=(torch.randn(4, 8),))
-    climbed = ladder(load, ["--offload optimizer"], steps=1, progress=quiet)
-    assert [rung.prediction for rung in climbed.rungs] == [None, None]
-    assert climbed.events[0].startswith("no prediction: ")
+    found = ablation(load, ["--offload optimizer"], steps=1, progress=quiet)
+    assert [row.prediction for row in found.rows] == [None, None]
+    assert found.events[0].startswith("no prediction: ")
     with pytest.raises(TraceError, match=r"order='gain' needs predictions; .*order='documented' needs none"):
-        ladder(load, ["--offload optimizer"], order="gain", steps=1, progress=quiet)
+        ablation(load, ["--offload optimizer"], order="gain", steps=1, progress=quiet)
 
 
-def test_default_levers_suit_the_batch_and_what_is_fixed(load: Workload) -> None:
+def test_default_techniques_suit_the_batch_and_what_is_fixed(load: Workload) -> None:
     load.batch = {name: tensor[:3] for name, tensor in load.batch.items()}
-    assert [str(lever) for lever in default_levers(load, Plan.parse("--bf16"))] == [
+    assert [str(technique) for technique in default_techniques(load, Plan.parse("--bf16"))] == [
         "--chunk-loss", "--accumulate 3", "--checkpoint selective", "--tile 4", "--checkpoint", "--release-grads",
         "--offload optimizer", "--offload activations", "--offload params", "--adam8bit",
     ]  # fmt: skip
-    assert all("bit" not in str(lever) for lever in default_levers(load, lossless=True))
+    assert all("bit" not in str(technique) for technique in default_techniques(load, lossless=True))
 
 
 def test_fixed_settings_are_in_every_row(load: Workload) -> None:
-    climbed = ladder(load, ["--accumulate 2"], fixed="--chunk-loss", steps=1, progress=quiet)
-    assert [rung.plan for rung in climbed.rungs] == ["--chunk-loss", "--accumulate 2 --chunk-loss"]
-    assert climbed.rungs[0].label == "--chunk-loss"
+    found = ablation(load, ["--accumulate 2"], fixed="--chunk-loss", steps=1, progress=quiet)
+    assert [row.plan for row in found.rows] == ["--chunk-loss", "--accumulate 2 --chunk-loss"]
+    assert found.rows[0].label == "--chunk-loss"
 
 
 @pytest.mark.parametrize(
@@ -298,26 +298,26 @@ def test_fixed_settings_are_in_every_row(load: Workload) -> None:
         ({"steps": 0}, WorkloadError, "steps=0: at least one step must be timed"),
         ({"budget": "8GB"}, PlanError, "size '8GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
         ({"budget": 8}, PlanError, "budget: expected a size as text, as in '8GiB', got int 8"),
-        ({"levers": ["--nothing"]}, PlanError, "unknown flag --nothing"),
+        ({"techniques": ["--nothing"]}, PlanError, "unknown flag --nothing"),
     ],
 )
 def test_what_is_wrong_is_said(load: Workload, change: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
-        ladder(load, **change)
+        ablation(load, **change)
     assert str(caught.value).startswith(text)
 
 
 def test_what_is_missing_is_said(load: Workload) -> None:
     load.batch = None
     with pytest.raises(WorkloadError, match="needs a batch"):
-        ladder(load, ["--bf16"])
+        ablation(load, ["--bf16"])
 
 
-def _without_predictions(climb: Callable[[], Ladder]) -> Ladder:
+def _without_predictions(ablated: Callable[[], Ablation]) -> Ablation:
     """Calls of the loss are then those of real steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(climbing, "predicted_by", _nothing_predicted)
-        return climb()
+        patch.setattr(ablating, "predicted_by", _nothing_predicted)
+        return ablated()
 
 
 def _nothing_predicted(*_: object) -> None:

@@ -1,0 +1,163 @@
+"""An ablation's table and what it says, before it is text or HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from memlab.records import Measurement
+from memlab.records.ablation import Ablation, Step
+from memlab.report.segments import segments
+from memlab.report.table import Bar, Column, Kind, Look, Table, row, wanted
+from memlab.report.wording import NOTHING, bytes_or_nothing, change, peak, rate, speed
+from memlab.units import format_bytes
+
+PEAK = "peak allocated"
+
+
+def heading(ablation: Ablation) -> str:
+    """Return what was trained, on what, on which batch, for which budget."""
+    measurement = ablation.first.measurement
+    batch = _batch_words(measurement) if measurement is not None else ""
+    budget = f"budget {format_bytes(ablation.budget_bytes)}" if ablation.budget_bytes is not None else ""
+    return " · ".join(part for part in (ablation.title, batch, budget) if part)
+
+
+def unit(ablation: Ablation) -> str:
+    """Return what throughput is counted in."""
+    return "tokens/s" if ablation.counts_tokens else "samples/s"
+
+
+def table(ablation: Ablation) -> Table:
+    """Reduce an ablation to the table that people read: memory that descends like stairs, and the throughput beside it.
+
+    Args:
+        ablation: its rows, from top to bottom. Those that were left out are set back; the first that fits is marked.
+    """
+    columns = _columns(ablation)
+    rows = tuple(
+        row(columns, step, below=step.row.what, fits=step.is_first_to_fit, is_left_out=not step.row.kept)
+        for step in ablation.steps
+    )
+    return Table(heading(ablation), columns, rows, (sentence(ablation), *ablation.events, *_keys(ablation)))
+
+
+def _columns(ablation: Ablation) -> tuple[Column[Step], ...]:
+    measured = [each.measurement for each in ablation.rows if each.measurement is not None]
+    return wanted(
+        (Column[Step]("technique", technique, Kind.PLAN), True),
+        (Column(PEAK, _peak, bar=_memory_bar, group="memory"), True),
+        (Column("predicted", _predicted_bytes, group="memory"), any(each.prediction for each in ablation.rows)),
+        (Column("vs before", lambda step: change(step.memory_before), group="memory"), True),
+        (Column("vs first", lambda step: change(step.memory_first), group="memory"), True),
+        (
+            Column("peak reserved", _of_measured(lambda m: bytes_or_nothing(m.peak_reserved_bytes)), group="memory"),
+            any(each.peak_reserved_bytes is not None for each in measured),
+        ),
+        (
+            Column("on host", _of_measured(lambda m: bytes_or_nothing(m.host_bytes or None)), group="memory"),
+            any(each.host_bytes for each in measured),
+        ),
+        (
+            Column(
+                unit(ablation),
+                lambda step: _speed(ablation, step),
+                bar=lambda step: Bar({"": ablation.speed(step.row.ran) if step.row.ran else 0.0}, Look.SPEED),
+                group="throughput",
+            ),
+            True,
+        ),
+        (
+            Column("predicted", lambda step: _predicted_speed(ablation, step), group="throughput"),
+            any(_has_time(step) for step in ablation.steps),
+        ),
+        (Column("vs before", lambda step: change(step.speed_before), group="throughput"), True),
+        (Column("vs first", lambda step: change(step.speed_first), group="throughput"), True),
+        (Column("verdict", lambda step: step.verdict, Kind.NOTE), True),
+    )
+
+
+def _memory_bar(step: Step) -> Bar | None:
+    """The breakdown of the peak; of a row that ran out of memory, the size of the device."""
+    measurement = step.row.measurement
+    if step.row.ran is not None:
+        return Bar(segments(step.row.ran))
+    return None if measurement is None else Bar({"": measurement.peak_allocated_bytes}, Look.TOO_SMALL)
+
+
+def technique(step: Step) -> str:
+    """The technique of a row: in parentheses where it was left out of the rows below."""
+    return step.row.label if step.row.kept else f"({step.row.label})"
+
+
+def sentence(ablation: Ablation) -> str:
+    """Return what the ablation came to, for status lines, screen readers and below the table.
+
+    Example:
+        >>> from memlab.records import Measurement
+        >>> from memlab.records.ablation import AblationRow
+        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
+        >>> sentence(Ablation("gpt2", (AblationRow("", "as written", "the loop as it is", m),)))
+        'as written: 1.00 GiB at 16.0 samples/s'
+    """
+    first, last = ablation.first, ablation.last
+    tried, kept = ablation.rows[1:], [each for each in ablation.rows[1:] if each.kept]
+    if first.ran is None or last.ran is None:
+        return f"{ablation.plan}: ran out of memory"
+    end = f"{format_bytes(last.ran.peak_allocated_bytes)} at {rate(ablation.speed(last.ran))} {unit(ablation)}"
+    if not tried or first is last:
+        return f"{ablation.plan}: {end}"
+    step = next(each for each in ablation.steps if each.row is last)
+    faster = f", {change(step.speed_first)} {unit(ablation)}" if math.isfinite(step.speed_first) else ""
+    return (
+        f"{len(kept)} of {len(tried)} techniques kept: {format_bytes(first.ran.peak_allocated_bytes)} at "
+        f"{rate(ablation.speed(first.ran))} {unit(ablation)} → {end} ({change(step.memory_first)} memory"
+        f"{faster}) with {ablation.plan}"
+    )
+
+
+def _keys(ablation: Ablation) -> tuple[str, ...]:
+    left_out = any(not each.kept for each in ablation.rows)
+    first = ablation.first
+    lines = (
+        ("( ) left out of the rows below; before: the last row that was kept", left_out),
+        (f"first: {first.label}, the first row that ran", first is not ablation.rows[0]),
+        ("predicted speeds are scaled by the first row that ran", any(_has_time(step) for step in ablation.steps)),
+    )
+    return ("; ".join(line for line, wanted in lines if wanted),) if any(wanted for _, wanted in lines) else ()
+
+
+def _batch_words(measurement: Measurement) -> str:
+    rows, tokens = round(measurement.samples_per_step), round(measurement.tokens_per_step)
+    if not rows:
+        return ""
+    return f"batch {rows} × {tokens // rows}" if tokens and tokens % rows == 0 else f"batch {rows}"
+
+
+def _of_measured(write: Callable[[Measurement], str]) -> Callable[[Step], str]:
+    return lambda step: write(step.row.measurement) if step.row.measurement is not None else NOTHING
+
+
+def _peak(step: Step) -> str:
+    return peak(step.row.measurement) if step.row.measurement is not None else "refused"
+
+
+def _predicted_bytes(step: Step) -> str:
+    prediction = step.row.prediction
+    return bytes_or_nothing(prediction.peak_allocated_bytes if prediction is not None else None)
+
+
+def _has_time(step: Step) -> bool:
+    prediction = step.row.prediction
+    return prediction is not None and math.isfinite(prediction.step_seconds)
+
+
+def _speed(ablation: Ablation, step: Step) -> str:
+    if step.row.ran is None:
+        return NOTHING
+    return speed(step.row.ran, ablation.speed(step.row.ran))
+
+
+def _predicted_speed(ablation: Ablation, step: Step) -> str:
+    prediction = step.row.prediction
+    return rate(ablation.speed(prediction)) if prediction is not None and _has_time(step) else NOTHING
