@@ -67,12 +67,7 @@ class Place:
 
 
 class Background:
-    """The cell that runs beside the others, if any. One per notebook.
-
-    Example:
-        >>> Background().running
-        False
-    """
+    """The cell that runs beside the others, if any. One per notebook."""
 
     def __init__(self) -> None:
         self._job: Job | None = None
@@ -86,12 +81,6 @@ class Background:
         self, shell: Shell, source: Source, work: Callable[[Place], None], failed: Callable[[BaseException], None]
     ) -> None:
         """Run a cell in the background.
-
-        Args:
-            shell: IPython's.
-            source: text of the cell; it compiles.
-            work: runs it as a `%%memfit` cell, at a place.
-            failed: called with the error that ended it, after it was shown.
 
         Raises:
             SessionError: one runs already.
@@ -107,27 +96,13 @@ class Background:
         return job is not None and any(each is model for each in job.models)
 
     def require_rest(self, what: str) -> None:
-        """Refuse what must not be done while a cell runs in the background, unless that cell does it itself.
-
-        Args:
-            what: the command.
-
-        Raises:
-            SessionError: a cell runs in the background.
-        """
+        """Refuse what must not be done while a cell runs in the background, unless that cell does it itself."""
         job = self._other()
         if job is not None:
             raise SessionError(f"{what}: {job.name} runs in the background; {WAYS_OUT}")
 
     def require_other(self, model: nn.Module | None) -> None:
-        """Refuse a foreground cell on the model that is trained in the background.
-
-        Args:
-            model: what the foreground cell trains; None when that is not known yet.
-
-        Raises:
-            SessionError: it is the same model, or nobody can tell.
-        """
+        """Refuse a foreground cell on the model that is trained in the background."""
         job = self._other()
         if job is None:
             return
@@ -138,9 +113,6 @@ class Background:
 
     def wait(self) -> str:
         """Wait until the cell has ended; Ctrl-C ends the waiting, and not the cell.
-
-        Returns:
-            How it ended, in words.
 
         Raises:
             SessionError: it failed, or waits for itself.
@@ -159,11 +131,7 @@ class Background:
         return f"{job.name} in the background {'was cancelled' if job.was_cancelled else 'has ended'}"
 
     def cancel(self) -> str:
-        """Ask the cell to end before its next step.
-
-        Returns:
-            What happens now, in words.
-        """
+        """Ask the cell to end before its next step."""
         job = self._job
         if job is None or not job.is_running:
             return "no cell runs in the background"
@@ -172,9 +140,6 @@ class Background:
 
     def close(self, patience_seconds: float = _PATIENCE_SECONDS) -> None:
         """Cancel the cell and wait for its end.
-
-        Args:
-            patience_seconds: how long.
 
         Raises:
             SessionError: it makes no more training steps, so it cannot be cancelled.
@@ -201,12 +166,6 @@ WAYS_OUT = "%memfit wait waits for it, %memfit cancel ends it"
 
 class Job:
     """One cell on its thread.
-
-    Args:
-        shell: IPython's.
-        program: what is executed.
-        work: runs it as a `%%memfit` cell, at a place.
-        failed: called with the error that ended it, after it was shown.
 
     Attributes:
         failure: what it ended with, in one line; empty when nothing went wrong.
@@ -322,13 +281,7 @@ def _nothing(_given: Any) -> None:
 
 
 class BackgroundWatch(CellWatch):
-    """A `CellWatch` on the thread of a background cell.
-
-    Args:
-        job: the cell.
-        args: as for `CellWatch`.
-        options: the same.
-    """
+    """A `CellWatch` on the thread of a background cell."""
 
     def __init__(self, job: Job, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

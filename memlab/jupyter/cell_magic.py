@@ -45,11 +45,7 @@ def _say(line: Line, text: str) -> None:
 
 
 class CellMagic:
-    """Runs cells under a plan.
-
-    Args:
-        notebook: what the magics of the shell share.
-    """
+    """Runs cells under a plan."""
 
     def __init__(self, notebook: Notebook) -> None:
         self._notebook = notebook

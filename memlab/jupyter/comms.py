@@ -50,16 +50,8 @@ def let_through(widget: Widget) -> Callable[[], None]:
 
     Call it once the widgets are made and before they are shown. Children that come later are let through as they come.
 
-    Args:
-        widget: the widget at the top of the panel; everything it refers to is included.
-
     Returns:
         What undoes it. Where there is nothing to do (another ipykernel, no kernel), it does nothing.
-
-    Example:
-        >>> import ipywidgets
-        >>> stop = let_through(ipywidgets.VBox([ipywidgets.Checkbox()]))
-        >>> stop()
     """
     undo = ExitStack()
     seen: set[int] = set()
@@ -140,31 +132,14 @@ def is_main_thread() -> bool:
 
 
 def world_of(kernel: Kernel | None) -> World:
-    """Return what can be said of a kernel before any message has come.
-
-    Args:
-        kernel: the kernel of the shell, as in ``get_ipython().kernel``; None in a terminal.
-
-    Example:
-        >>> world_of(None)
-        <World.NOBODY: 'no front end'>
-    """
+    """Return what can be said of a kernel before any message has come."""
     if kernel is None:
         return World.NOBODY
     return World.UNKNOWN if getattr(kernel, "_supports_kernel_subshells", False) else World.AFTER_CELL
 
 
 class Hearing:
-    """Hears on which threads a panel's messages come in, and says what that means.
-
-    Args:
-        kernel: of the shell; None in a terminal.
-
-    Example:
-        >>> hearing = Hearing(None)
-        >>> hearing.world
-        <World.NOBODY: 'no front end'>
-    """
+    """Hears on which threads a panel's messages come in, and says what that means."""
 
     def __init__(self, kernel: Kernel | None) -> None:
         self._at_first = world_of(kernel)

@@ -9,7 +9,7 @@ from typing import Any
 from memlab.extras import require
 from memlab.live.effects import effect_of
 from memlab.live.source import Can, Source
-from memlab.plan import FIELDS, PlanField
+from memlab.plan import PlanField
 from memlab.records.live_state import Activity, Asked, Moment
 from memlab.report.segments import scale
 
@@ -21,13 +21,7 @@ _BUDGET_STEPS = 200
 
 
 class SettingRow:
-    """A check box and a choice for one field, with what it gives and what has become of it.
-
-    Args:
-        spec: the field.
-        source: what is asked.
-        guarded: makes a callback that tells its errors, and keeps still while the panel draws.
-    """
+    """A check box and a choice for one field, with what it gives and what has become of it."""
 
     def __init__(self, spec: PlanField, source: Source, guarded: Guard) -> None:
         widgets = require("ipywidgets")
@@ -69,16 +63,16 @@ class SettingRow:
             self._on_texts = (*self._on_texts, shown)  # a value of a magic that no choice stands for
             self.choice.options = self._options()
         is_over = moment.activity is Activity.GONE
-        _put(self.box, value=is_on, disabled=is_over)
-        _put(self.choice, disabled=is_over)
+        put(self.box, value=is_on, disabled=is_over)
+        put(self.choice, disabled=is_over)
         if is_on:
-            _put(self.choice, value=shown)
+            put(self.choice, value=shown)
         effect = effect_of(moment, self._spec.name, self.choice.value)
         text = effect.text if effect is not None else ""
-        _put(self.effect, value=_small(text, effect.refused if effect is not None else "", opacity=0.8))
+        put(self.effect, value=_small(text, effect.refused if effect is not None else "", opacity=0.8))
         mark = "" if toggle.is_off else _MARKS[toggle.asked]
         said = f"{mark} {toggle.text}".strip()
-        _put(self.state, value=_small(said))
+        put(self.state, value=_small(said))
         self.state.layout.display = "" if said else "none"
 
     def _options(self) -> list[tuple[str, str]]:
@@ -93,12 +87,7 @@ class SettingRow:
 
 
 class BudgetRow:
-    """The budget: a slider over the sizes that matter here.
-
-    Args:
-        source: what is asked.
-        guarded: as for `SettingRow`.
-    """
+    """The budget: a slider over the sizes that matter here."""
 
     def __init__(self, source: Source, guarded: Guard) -> None:
         widgets = require("ipywidgets")
@@ -116,18 +105,18 @@ class BudgetRow:
         """Show the budget, once sizes are known."""
         most_bytes = _most_bytes(moment)
         if not most_bytes:
-            _put(self._said, value=_faint("known after the first step"))
+            put(self._said, value=_faint("known after the first step"))
             return
         unit, name = scale(most_bytes)
         if unit != self._unit or self.slider.disabled or most_bytes > self.slider.max * unit * 1.001:
             self._unit = unit
             self._stretch(most_bytes / unit * (1 if moment.capacity_bytes == most_bytes else 1.1))
             self.slider.disabled = False
-            _put(self.slider, value=self.slider.max)
+            put(self.slider, value=self.slider.max)
         if moment.budget_bytes is not None:
-            _put(self.slider, value=round(moment.budget_bytes / unit, 4))
-        _put(self.slider, readout=moment.budget_bytes is not None)
-        _put(self._said, value=_faint(name if moment.budget_bytes is not None else "none"))
+            put(self.slider, value=round(moment.budget_bytes / unit, 4))
+        put(self.slider, readout=moment.budget_bytes is not None)
+        put(self._said, value=_faint(name if moment.budget_bytes is not None else "none"))
 
     def _stretch(self, most: float) -> None:
         with self.slider.hold_trait_notifications():
@@ -141,14 +130,7 @@ class BudgetRow:
 
 
 class RunRow:
-    """Buttons: run, pause, cancel; find a plan, copy as code, undo.
-
-    Args:
-        source: what is asked.
-        guarded: as for `SettingRow`.
-        copy: called with the target whose code is to be copied.
-        targets: what a plan can be written for.
-    """
+    """Buttons: run, pause, cancel; find a plan, copy as code, undo."""
 
     def __init__(self, source: Source, guarded: Guard, copy: Callable[[str], None], targets: tuple[str, ...]) -> None:
         widgets = require("ipywidgets")
@@ -166,7 +148,7 @@ class RunRow:
         )  # fmt: skip
         self.pause = button("Pause", "pause the run before its next step", self._pause)
         self.cancel = button("Cancel", "end the run before its next step", source.cancel)
-        self.find = button("Find a plan", "the fastest plan predicted to fit the budget", self._find)
+        self.find = button("Find a plan", "the fastest plan predicted to fit the budget", source.find)
         self.undo = button("Undo all", "restore the model as it was", source.undo)
         self.target = widgets.Dropdown(options=targets, layout={"width": "96px"}, tooltip="Copy as code: for what")
         self.target.add_class("memlab-choice-target")
@@ -178,13 +160,13 @@ class RunRow:
 
     def draw(self, moment: Moment, can: Can) -> None:
         """Grey out what cannot be asked for."""
-        _put(self.run, disabled=Can.RUN not in can)
-        _put(self.keep, disabled=Can.RUN not in can)
-        _put(self.pause, disabled=not can & (Can.PAUSE | Can.RESUME))
-        _put(self.pause, description="Resume" if Can.RESUME in can else "Pause")
-        _put(self.cancel, disabled=Can.CANCEL not in can)
-        _put(self.find, disabled=Can.FIND not in can or moment.budget_bytes is None)
-        _put(self.undo, disabled=Can.UNDO not in can)
+        put(self.run, disabled=Can.RUN not in can)
+        put(self.keep, disabled=Can.RUN not in can)
+        put(self.pause, disabled=not can & (Can.PAUSE | Can.RESUME))
+        put(self.pause, description="Resume" if Can.RESUME in can else "Pause")
+        put(self.cancel, disabled=Can.CANCEL not in can)
+        put(self.find, disabled=Can.FIND not in can or moment.budget_bytes is None)
+        put(self.undo, disabled=Can.UNDO not in can)
 
     def _run(self) -> None:
         self._source.run(keep=self.keep.value)
@@ -194,14 +176,6 @@ class RunRow:
             self._source.resume()
         else:
             self._source.pause()
-
-    def _find(self) -> None:
-        self._source.find()
-
-
-def setting_rows(source: Source, guarded: Guard) -> tuple[SettingRow, ...]:
-    """One row per field of a plan."""
-    return tuple(SettingRow(spec, source, guarded) for spec in FIELDS)
 
 
 def _most_bytes(moment: Moment) -> int:
@@ -213,7 +187,7 @@ def _most_bytes(moment: Moment) -> int:
     return max(sizes, default=0)
 
 
-def _put(widget: Widget, **values: Any) -> None:
+def put(widget: Widget, **values: Any) -> None:
     """Set what differs: every set trait is a message to the page."""
     for name, value in values.items():
         if getattr(widget, name) != value:

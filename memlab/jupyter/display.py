@@ -2,12 +2,12 @@
 
 A `Comparison`, a `PredictedPlans`, a `FoundPlan`, an `Ablation` and what is predicted for ranks are taught to the shell's formatters, so they show as tables and
 pictures wherever a notebook shows values: HTML for live pages, PNG for pages that drop HTML, plain text for terminals and GitHub's diff.
-All three are static: a saved notebook needs no kernel, no widget and no script to show them.
+All are static: a saved notebook needs no kernel, no widget and no script to show them.
 """
 
 from __future__ import annotations
 
-import json
+from base64 import b64encode
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -20,19 +20,7 @@ from memlab.jupyter.predicted_plans import PredictedPlans
 from memlab.records.ablation import Ablation
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.ranks import HowMany, PredictedRanks
-from memlab.report import (
-    ablation,
-    ablation_image,
-    figure,
-    image,
-    pareto,
-    pareto_figure,
-    pareto_image,
-    ranks,
-    showing,
-    tables,
-    text,
-)
+from memlab.report import ablation, ablation_image, image, pareto, pareto_image, ranks, showing, tables, text
 
 
 def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:
@@ -57,6 +45,12 @@ _PICTURES: dict[type, Callable[[Any], bytes | None]] = {
     HowMany: lambda _: None,
     PredictedRanks: ranks.png,
     Ablation: ablation_image.png,
+}
+_SENTENCES: dict[type, Callable[[Any], str]] = {
+    Comparison: text.summary,
+    PredictedPlans: lambda predicted_plans: predicted_plans.sentence,
+    FoundPlan: tables.found_sentence,
+    Ablation: ablation.sentence,
 }
 
 
@@ -83,19 +77,8 @@ def replace_shown(data: Any, **options: Any) -> None:
     update_display(data, **options)  # type: ignore[no-untyped-call] # unannotated in IPython
 
 
-def show_figure(shell: Any, shown: Comparison | PredictedPlans | FoundPlan | Ablation) -> None:
-    """Show the plotly figure, where there is a front end and plotly to show it."""
-    if not is_rich(shell) or not available("plotly"):
-        return
-    if isinstance(shown, Comparison):
-        drawn, said = figure.comparison(shown), text.summary(shown)
-    elif isinstance(shown, Ablation):
-        drawn, said = figure.comparison(shown.comparison), ablation.sentence(shown)
-    elif isinstance(shown, FoundPlan):
-        drawn, said = pareto_figure.figure(pareto.found_chart(shown)), tables.found_sentence(shown)
-    elif shown.closely is not None:
-        drawn, said = figure.timeline(shown.closely, shown.budget_bytes), shown.sentence
-    else:
-        drawn, said = pareto_figure.figure(shown.chart), shown.sentence
-    # this format alone: plotly's HTML would put its whole library into the saved notebook
-    show({"application/vnd.plotly.v1+json": json.loads(drawn.to_json()), "text/plain": said}, raw=True)
+def show_picture(shell: Any, shown: Any, config: MemLab) -> None:
+    """Show the picture of a record by itself, for pages that show HTML and leave out the picture beside it."""
+    png = _where_wanted(_PICTURES[type(shown)], config)(shown) if is_rich(shell) else None
+    if png is not None:
+        show({"image/png": b64encode(png).decode(), "text/plain": _SENTENCES[type(shown)](shown)}, raw=True)

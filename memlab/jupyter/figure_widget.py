@@ -13,7 +13,6 @@ import numpy as np
 from memlab.extras import require
 from memlab.plan import Plan
 from memlab.records.live_state import Activity, Moment
-from memlab.report.figure import NEUTRAL_INK
 from memlab.report.live_figure import Drawing, drawing, predicted
 from memlab.report.pareto import Chart
 
@@ -32,42 +31,24 @@ class LiveFigure:
     """One figure for as long as it is open; any thread may show a moment in it.
 
     It keeps the plain values it drew last, and nothing of the moments it was shown.
-
-    Args:
-        ink: colour of text; the default reads on light and dark.
-
-    Raises:
-        MissingExtraError: plotly, anywidget or ipywidgets is not installed.
-
-    Example:
-        >>> live = LiveFigure()
-        >>> live.show(Moment("gpt2", Activity.IDLE, 0, Plan(), None, (), budget_bytes=8 * 2**30))
-        >>> live.widget.layout.yaxis.title.text
-        'peak memory of a step, GiB'
-        >>> live.close()
     """
 
-    def __init__(self, ink: str = NEUTRAL_INK) -> None:
+    def __init__(self) -> None:
         for package in ("plotly", "anywidget", "ipywidgets"):
             require(package)
-        self._ink = ink
         self._lock = threading.RLock()
         self._closed = False
         self._key: object = None
         self._map = predicted(_NOTHING)
-        self._drawn = drawing(_NOTHING, ink)
+        self._drawn = drawing(_NOTHING)
         self.widget: FigureWidget = _widget_class()(self._lock, self._drawn)
 
     def show(self, moment: Moment) -> None:
-        """Bring the figure up to date, in one update of what has changed; does nothing once it is closed.
-
-        Args:
-            moment: what is shown from now on.
-        """
+        """Bring the figure up to date, in one update of what has changed; does nothing once it is closed."""
         with self._lock:
             if self._closed:
                 return
-            new = drawing(moment, self._ink, self._predicted(moment))
+            new = drawing(moment, self._predicted(moment))
             _update(self.widget, self._drawn, new)
             self._drawn = new
 

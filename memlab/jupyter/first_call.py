@@ -79,11 +79,6 @@ class FirstTrainingCall(FirstCall):
     A loop may make its first call in the closure of an optimizer's step, and so in the middle of that step. Where the
     optimizer evaluates its closure once before it updates, whoever takes over the optimizer meanwhile does that very
     update; the optimizer's own then finds no parameters.
-
-    Args:
-        found: as for `FirstCall`.
-        thread: the same.
-        expects_closures: whether to look at steps; not possible from within a hook of a step.
     """
 
     def __init__(

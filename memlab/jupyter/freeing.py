@@ -45,11 +45,7 @@ def free_after_cells(notebook: Notebook, undo: ExitStack) -> None:
 
 
 class Freeing:
-    """Looks at how cells end, and frees what the failed ones held.
-
-    Args:
-        notebook: whose shell and configuration count.
-    """
+    """Looks at how cells end, and frees what the failed ones held."""
 
     def __init__(self, notebook: Notebook) -> None:
         self._notebook = notebook
@@ -99,23 +95,14 @@ class Freeing:
 
 @dataclass(frozen=True)
 class Freed:
-    """The memory freed. On a CPU there is no counter to ask; both numbers are None where CUDA is not in use.
-
-    Args:
-        before_bytes: allocated on all CUDA devices before.
-        after_bytes: the same, after.
-    """
+    """The memory freed. On a CPU there is no counter to ask; both numbers are None where CUDA is not in use."""
 
     before_bytes: int | None = None
     after_bytes: int | None = None
 
 
 def free(errors: Iterable[BaseException]) -> Freed:
-    """Let go of what the functions behind errors hold, and give cached memory back to the device.
-
-    Args:
-        errors: none of them is needed with its variables any more; their tracebacks stay.
-    """
+    """Let go of what the functions behind errors hold, and give cached memory back to the device."""
     before_bytes = _allocated_bytes()
     for error in errors:
         # the frame that caught the error is IPython's, which hides itself by one of its variables
@@ -152,11 +139,6 @@ def holders_of_graphs(variables: Mapping[str, Any]) -> list[str]:
 
 def sentence(freed: Freed, how: str, holders: list[str]) -> str:
     """One line for the user.
-
-    Args:
-        freed: what was freed.
-        how: how the cell ended, "failed" or "interrupted".
-        holders: variables of the notebook that may keep more.
 
     Example:
         >>> sentence(Freed(8 * 2**30, 2**30), "failed", ["loss"])  # doctest: +NORMALIZE_WHITESPACE

@@ -92,9 +92,6 @@ class History:
 
         Args:
             moment: what a panel shows of the run, so that it can be replayed in one.
-
-        Raises:
-            MemlabError: nothing was measured yet.
         """
         considered = {each.plan: replace(each, timeline=()) for each in self.plan_space}
         record = RunRecord(
@@ -120,11 +117,7 @@ class History:
         )
 
     def require(self) -> Comparison:
-        """The receipt.
-
-        Raises:
-            MemlabError: nothing was measured yet.
-        """
+        """The receipt."""
         if self.comparison is None:
             raise MemlabError("nothing is measured yet: put %%memfit on the cell that trains, and run it")
         return self.comparison

@@ -33,11 +33,7 @@ _NO_CALL = (
 
 
 class InferenceCell:
-    """Runs one cell.
-
-    Args:
-        notebook: what the magics of the shell share.
-    """
+    """Runs one cell."""
 
     def __init__(self, notebook: Notebook) -> None:
         self._notebook = notebook

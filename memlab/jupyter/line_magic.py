@@ -10,7 +10,7 @@ import torch
 from memlab.errors import PlanError, TraceError, WorkloadError
 from memlab.exporting import export, parsed
 from memlab.jupyter import prediction
-from memlab.jupyter.display import show, show_figure
+from memlab.jupyter.display import show, show_picture
 from memlab.jupyter.help import line_help
 from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook
@@ -33,11 +33,7 @@ Shown = Comparison | PredictedPlans | PredictedRanks | FoundPlan | Ablation
 
 
 class LineMagic:
-    """Does what a line says.
-
-    Args:
-        notebook: what the magics of the shell share.
-    """
+    """Does what a line says."""
 
     def __init__(self, notebook: Notebook) -> None:
         self._notebook = notebook
@@ -90,12 +86,11 @@ class LineMagic:
     def _report(self, words: list[str]) -> Comparison:
         _no_more(words, "report")
         comparison = self._notebook.history().require()
-        show_figure(self._notebook.shell, comparison)
+        show_picture(self._notebook.shell, comparison, self._notebook.config)
         return comparison
 
     def _panel(self, words: list[str]) -> None:
         options = predict_options("panel", words)
-        _no_more([*options.words, *([str(options.plan)] if options.plan is not None else [])], "panel")
         workloads, history = self._notebook.subject("panel", options, needs_batch=False)
         # what is asked for one of several models is for all
         workload = workloads[0]
@@ -125,7 +120,7 @@ class LineMagic:
                     raise
                 why = str(error)
             else:
-                show_figure(self._notebook.shell, predicted_plans)
+                show_picture(self._notebook.shell, predicted_plans, self._notebook.config)
                 return predicted_plans
         return self._measured_instead(prediction.only_one("predict", workloads), why)
 
@@ -149,7 +144,7 @@ class LineMagic:
                 history,
                 say,
             )
-        show_figure(self._notebook.shell, found)
+        show_picture(self._notebook.shell, found, self._notebook.config)
         print(f"memfit: to apply it: %memfit {str(found.plan) or '--accumulate 1'}")  # noqa: T201
         return found
 
@@ -164,7 +159,7 @@ class LineMagic:
                 )
             finally:
                 device.close()
-        show_figure(self._notebook.shell, found)
+        show_picture(self._notebook.shell, found, self._notebook.config)
         print(f"memfit: to apply it: %memfit {found.plan if found.plan != Plan().label else '--accumulate 1'}")  # noqa: T201
         return found
 
@@ -261,7 +256,7 @@ class LineMagic:
     def _replay(self, words: list[str]) -> Comparison:
         record = RunRecord.load(_file_in(words, "replay"))
         if not open_recorded(self._notebook.panels, self._notebook.shell, record):
-            show_figure(self._notebook.shell, record.comparison)
+            show_picture(self._notebook.shell, record.comparison, self._notebook.config)
         return record.comparison
 
     def _help(self, words: list[str]) -> None:

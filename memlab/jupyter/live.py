@@ -34,7 +34,6 @@ class NotebookLine:
         self._display_id = ""
 
     def write(self, text: str, html: str = "") -> None:
-        """Replace what stands there."""
         line = f'<div role="status" style="{_STYLE}">{escape(text)}</div>' if text else ""
         bundle = {"text/plain": text, "text/html": html or line}
         if self._display_id:
@@ -44,7 +43,6 @@ class NotebookLine:
             show(bundle, raw=True, display_id=self._display_id)
 
     def clear(self) -> None:
-        """Leave nothing; harmless when nothing was written."""
         if self._display_id:
             self.write("")
 
@@ -56,25 +54,19 @@ class TerminalLine:
         self._written = False
 
     def write(self, text: str, html: str = "") -> None:
-        """Replace what stands there."""
         if sys.stdout.isatty():
             self._written = True
             sys.stdout.write(f"\r\x1b[K{text}")
             sys.stdout.flush()
 
     def clear(self) -> None:
-        """Leave nothing; harmless when nothing was written."""
         if self._written:
             sys.stdout.write("\r\x1b[K")
             sys.stdout.flush()
 
 
 class Saying:
-    """Says on a line what goes on: at once, and then four times a second at most.
-
-    Args:
-        line: where to; None for silence.
-    """
+    """Says on a line what goes on: at once, and then four times a second at most."""
 
     def __init__(self, line: Line | None) -> None:
         self._line = line

@@ -41,11 +41,7 @@ def unload(shell: Any) -> None:
 
 
 class MagicMemfit:
-    """Everything registered in one shell.
-
-    Args:
-        shell: IPython's.
-    """
+    """Everything registered in one shell."""
 
     def __init__(self, shell: Any) -> None:
         self._notebook = notebook = Notebook(shell)

@@ -37,18 +37,7 @@ Work = Callable[[], None]
 
 
 class MainThread:
-    """Does work on the main thread of a shell, when no cell runs there. A `memlab.live.stage.Stage`.
-
-    Args:
-        shell: IPython's.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> done = []
-        >>> MainThread(SimpleNamespace()).when_idle(lambda: done.append("a terminal: at once"))
-        >>> done
-        ['a terminal: at once']
-    """
+    """Does work on the main thread of a shell, when no cell runs there. A `memlab.live.stage.Stage`."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
@@ -62,9 +51,6 @@ class MainThread:
         """Do something on the main thread as soon as no cell runs there; returns at once. From any thread.
 
         An error is shown in the output of the cell that made this object.
-
-        Args:
-            work: what to do.
 
         Raises:
             SessionError: there is no event loop to do it, and this is not the main thread.
@@ -81,14 +67,6 @@ class MainThread:
 
     def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> Steps:
         """Advance an iterator, a step at a time, while no cell runs. From any thread.
-
-        Args:
-            steps: what to advance; a generator is closed however it ends.
-            ended: called once on the main thread, with the error it broke off with, or None: it came to its end, was
-                cancelled or interrupted, or a cell began.
-
-        Returns:
-            What pauses, resumes and cancels it.
 
         Raises:
             SessionError: a terminal has no event loop to advance it.
@@ -178,11 +156,9 @@ class Steps:
         return self._steps is None
 
     def pause(self) -> None:
-        """Stand still after the step under way."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Go on; harmless when it does."""
         self._is_paused = False
         self._take_turn()
 

@@ -27,11 +27,7 @@ from memlab.session import Session, session_of, sessions
 
 
 class Notebook:
-    """A shell and what the magics know about it. It keeps neither the shell nor models alive.
-
-    Args:
-        shell: IPython's.
-    """
+    """A shell and what the magics know about it. It keeps neither the shell nor models alive."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = weakref.ref(shell)
@@ -121,11 +117,7 @@ class Notebook:
     def subject(
         self, command: str, options: PredictOptions, *, needs_batch: bool = True
     ) -> tuple[list[Workload], History]:
-        """Return what is predicted: the models of the last cell, or those in the notebook, and the history of the first.
-
-        Raises:
-            WorkloadError: as for `prediction.workloads_of`.
-        """
+        """Return what is predicted: the models of the last cell, or those in the notebook, and the history of the first."""
         together = self.together() if sessions() else []
         workloads = prediction.workloads_of(
             command, options, self.shell.user_ns, together, self.history_of, needs_batch=needs_batch

@@ -19,7 +19,7 @@ from memlab.errors import PlanError
 from memlab.exporting import TARGETS, export
 from memlab.extras import require
 from memlab.jupyter.comms import Hearing, let_through, tree
-from memlab.jupyter.controls import BudgetRow, RunRow, setting_rows
+from memlab.jupyter.controls import BudgetRow, RunRow, SettingRow, put
 from memlab.jupyter.figure_widget import LiveFigure
 from memlab.jupyter.status import status_class
 from memlab.live.effects import effect_of
@@ -35,28 +35,13 @@ _MAGIC = "magic"
 
 
 def require_widgets() -> None:
-    """Import what a panel is made of.
-
-    Raises:
-        MissingExtraError: something of it is not installed.
-    """
+    """Import what a panel is made of."""
     for package in ("ipywidgets", "anywidget", "plotly"):
         require(package)
 
 
 class Panel:
-    """A view of a run, with controls.
-
-    Args:
-        source: the run, live or recorded.
-        hearing: finds out how clicks travel here.
-
-    Attributes:
-        widget: to be displayed.
-
-    Raises:
-        MissingExtraError: ipywidgets, anywidget or plotly is not installed.
-    """
+    """A view of a run, with controls."""
 
     def __init__(self, source: Source, hearing: Hearing | None = None) -> None:
         require_widgets()
@@ -68,7 +53,7 @@ class Panel:
         self._is_closed = False
         self._frame = -1
         self._errors: list[str] = []
-        self._settings = setting_rows(source, self._guarded)
+        self._settings = [SettingRow(spec, source, self._guarded) for spec in FIELDS]
         self._budget = BudgetRow(source, self._guarded)
         self._buttons = RunRow(source, self._guarded, self._copy, (_MAGIC, *TARGETS))
         self._title = widgets.HTML()
@@ -127,19 +112,19 @@ class Panel:
     # -- drawing -------------------------------------------------------------------------------
 
     def _draw_settings(self, moment: Moment) -> None:
-        _put(self._title, "value", f"<b>{escape(moment.title)}</b>")
+        put(self._title, value=f"<b>{escape(moment.title)}</b>")
         for row in self._settings:
             row.draw(moment)
         self._budget.draw(moment)
         self._buttons.draw(moment, self._source.can())
-        _put(self._status, "line", moment.status)
-        _put(self._status, "world", moment.world or self._hearing.words())
-        _put(self._status, "said", _spoken(moment))
-        _put(self._status, "errors", "\n".join((*moment.errors, *self._errors)))
+        put(self._status, line=moment.status)
+        put(self._status, world=moment.world or self._hearing.words())
+        put(self._status, said=_spoken(moment))
+        put(self._status, errors="\n".join((*moment.errors, *self._errors)))
 
     def _draw_figures(self, moment: Moment) -> None:
         self._figure.show(moment)
-        _put(self._table, "value", _table(moment))
+        put(self._table, value=_table(moment))
 
     def _arranged(self, widgets: Any) -> Any:
         controls = widgets.VBox(
@@ -230,13 +215,10 @@ def _magic_for(plan: Plan, field: str, text: str) -> str:
 
 def _table(moment: Moment) -> str:
     """The numbers of the figure as a table, and what happened."""
-    parts = []
-    if moment.measurements:
-        comparison = Comparison(
-            "settings tried", moment.measurements, tuple(moment.events[-_MOST_EVENTS:]), moment.predictions
-        )
-        parts.append(html.table(tables.comparison(comparison)))
-    return "".join(parts)
+    if not moment.measurements:
+        return ""
+    events = tuple(moment.events[-_MOST_EVENTS:])
+    return html.table(tables.comparison(Comparison("settings tried", moment.measurements, events, moment.predictions)))
 
 
 def _spoken(moment: Moment) -> str:
@@ -246,8 +228,3 @@ def _spoken(moment: Moment) -> str:
     if measured is not None:
         said.append(f"peak {format_bytes(measured.peak_allocated_bytes)}")
     return "; ".join([str(moment.activity), *said])
-
-
-def _put(widget: Any, name: str, value: Any) -> None:
-    if getattr(widget, name) != value:
-        setattr(widget, name, value)

@@ -36,12 +36,7 @@ class Panels:
         self._open: dict[str, Panel] = {}
 
     def open(self, shell: Shell, source: Source) -> Panel | None:
-        """Make a panel on a run, in place of the one of this cell; None, and text instead, where there are no widgets.
-
-        Args:
-            shell: IPython's.
-            source: the run.
-        """
+        """Make a panel on a run, in place of the one of this cell; None, and text instead, where there are no widgets."""
         from memlab.jupyter.panel import Panel, as_text
 
         cell = cell_of(shell)

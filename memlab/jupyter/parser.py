@@ -18,25 +18,7 @@ from memlab.units import parse_bytes
 
 @dataclass(frozen=True)
 class CellOptions:
-    """Arguments of a `%%memfit` line.
-
-    Args:
-        plan: the plan its flags make, or None when it gives none.
-        models: names of the variables to use as the models; empty for those that the cell trains.
-        optimizer: name of the variable to use as the optimizer.
-        budget_bytes: what the chosen plan is to fit into, or None when not given.
-        lossless: choose among exact techniques only.
-        capacity_bytes: size the device is to behave as, or None when not given.
-        keep: fields of the plan that must not change when memory runs out.
-        rescue: change the plan and go on when memory runs out.
-        background: run the cell on a thread of its own.
-        inference: the cell only runs forward.
-        prove: run the largest batch that fits.
-        nproc: number of processes to train in.
-        scale: what they train under, or None for this process.
-        quiet: show no progress.
-        help: show help and run nothing.
-    """
+    """Arguments of a `%%memfit` line, as `flags` explains them; None, empty or False where they are not given."""
 
     plan: Plan | None = None
     models: tuple[str, ...] = ()
@@ -57,26 +39,7 @@ class CellOptions:
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """Arguments of a `%memfit predict`, `find`, `ablation`, `panel` or `snapshot` line.
-
-    Args:
-        words: what is no flag.
-        plan: the plan its flags make, or None when it gives none.
-        plans: plans to predict, as given after `--plans`; of an ablation what to add.
-        budget: what the plans are to fit into, as it was typed; empty when not given.
-        device: name of a GPU to predict for, or None for the model's own device.
-        batch: names of the variables that make a batch.
-        loss_fn: name of the variable to use as the loss function.
-        models: names of the variables to use as the models.
-        optimizer: name of the variable to use as the optimizer.
-        lossless: exact techniques only.
-        every: show every row.
-        predicted: predict instead of recording.
-        order: which technique is added next.
-        steps: steps to time.
-        nproc: most processes to predict ranks of.
-        scale: what they would train under, or None for one process.
-    """
+    """Arguments of a `%memfit predict`, `find`, `ablation`, `panel` or `snapshot` line, likewise; `words` are no flags."""
 
     words: tuple[str, ...] = ()
     plan: Plan | None = None
@@ -99,9 +62,6 @@ class PredictOptions:
 def predict_options(command: str, words: list[str]) -> PredictOptions:
     """Read the words after `%memfit predict`, `find`, `ablation`, `panel` or `snapshot`.
 
-    Raises:
-        PlanError: as for `cell_options`.
-
     Example:
         >>> options = predict_options("predict", ["--fp16", "--budget", "2GiB"])
         >>> options.plan.label, options.budget
@@ -118,6 +78,10 @@ def predict_options(command: str, words: list[str]) -> PredictOptions:
     engine, others = _engine_of_processes(words[:at])
     plan, rest = Plan.parse_known(others)
     given, loose = _read_flags(rest, flags)
+    if command == "panel" and len(rest) < len(others):
+        loose.append(str(plan))
+    if loose and command != "snapshot":
+        raise PlanError(f"%memfit {command} {loose[0]}: unknown; see %memfit help")
     if command == "predict" and plan.scale is not ScaleOut.NONE:
         raise PlanError(
             f"--scale {plan.scale} needs --nproc: engines are predicted for ranks, as in --scale {plan.scale} --nproc 2"
@@ -156,11 +120,7 @@ def _models_in(given: dict[str, str]) -> tuple[str, ...]:
 
 
 def one_model(names: tuple[str, ...], what: str) -> str | None:
-    """The one name of a model, where no more than one can be served; None without any.
-
-    Raises:
-        PlanError: there are several.
-    """
+    """The one name of a model, where no more than one can be served; None without any."""
     if len(names) > 1:
         raise PlanError(f"--model {','.join(names)}: {what} has one model; name one")
     return names[0] if names else None
@@ -302,11 +262,7 @@ def _check_inference(plan: Plan, given: dict[str, str]) -> None:
 
 
 def split_words(line: str) -> list[str]:
-    """Split a magic's line as a shell does.
-
-    Raises:
-        PlanError: a quotation is left open.
-    """
+    """Split a magic's line as a shell does."""
     try:
         return shlex.split(line)
     except ValueError as error:

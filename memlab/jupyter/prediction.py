@@ -57,11 +57,7 @@ def workloads_of(
     *,
     needs_batch: bool = True,
 ) -> list[Workload]:
-    """The live models with their batches: those of the last cell, or those that were named.
-
-    Raises:
-        WorkloadError: there is none, in one line that says what to do.
-    """
+    """The live models with their batches: those of the last cell, or those that were named."""
     if options.models or options.optimizer or not together:
         named = [
             Workload.find(namespace, model=each, optimizer=options.optimizer) for each in options.models or (None,)
@@ -119,11 +115,7 @@ def _require_no_batch(options: PredictOptions, found: Sequence[Workload]) -> Non
 
 
 def only_one(command: str, workloads: Sequence[Workload]) -> Workload:
-    """The one model of a command that serves no more.
-
-    Raises:
-        WorkloadError: there are several.
-    """
+    """The one model of a command that serves no more."""
     if len(workloads) > 1:
         names = ", ".join(each.name for each in workloads)
         raise WorkloadError(
@@ -149,8 +141,6 @@ def predicted_ranks(workload: Workload, options: PredictOptions, scale: Scale, h
     """Predict a rank of 1, 2, 4 … processes under an engine, beside those that were measured."""
     from memlab.scaleout.predicting import compare_ranks
 
-    if options.words:
-        raise PlanError(f"%memfit predict {options.words[0]}: unknown; see %memfit help")
     powers = [2**power for power in range(options.nproc.bit_length()) if 2**power < options.nproc]
     predicted = compare_ranks(
         workload, scale.plan, engines=[scale.engine], nprocs=[*powers, options.nproc], device=options.device
@@ -162,8 +152,6 @@ def predicted_plans(
     workloads: Sequence[Workload], options: PredictOptions, budget: str, history: History, say: Say
 ) -> PredictedPlans:
     """Predict all plans, or those that were asked for beside the plan as written."""
-    if options.words:
-        raise PlanError(f"%memfit predict {options.words[0]}: unknown; see %memfit help")
     if options.plan is not None and options.plans:
         raise PlanError("%memfit predict: give flags of one plan, or several plans after --plans, not both")
     say(f"predicting for {options.device or workloads[0].device}")
@@ -234,8 +222,6 @@ def found(workloads: Sequence[Workload], options: PredictOptions, budget: str, h
     """Search the fastest plan that fits, running trial steps that leave nothing behind."""
     from memlab.search import find_plan
 
-    if options.words:
-        raise PlanError(f"%memfit find {options.words[0]}: unknown; see %memfit help")
     if not budget:
         raise PlanError("%memfit find needs a budget, as in %memfit find --budget 8GiB")
     say(f"finding a plan for {budget}")
@@ -253,8 +239,6 @@ def ablated(workload: Workload, options: PredictOptions, budget: str, device: De
     """Add technique after technique, running steps that leave nothing behind."""
     from memlab.search import ablation
 
-    if options.words:
-        raise PlanError(f"%memfit ablation {options.words[0]}: unknown; see %memfit help")
     say("adding techniques")
     answer = ablation(
         workload,

@@ -28,11 +28,7 @@ _NO_MODEL = (
 
 
 class RanksCell:
-    """Runs one cell.
-
-    Args:
-        notebook: what the magics of the shell share.
-    """
+    """Runs one cell."""
 
     def __init__(self, notebook: Notebook) -> None:
         self._notebook = notebook

@@ -64,14 +64,7 @@ def _peak(plan: Plan, history: History) -> str:
 def out_of_memory_advice(
     error: BaseException, session: Session | None, batch: Batch | None, keep: Collection[str] = ()
 ) -> str:
-    """Return what to try when memory ran out: the first plan of the rescue's own ladder that applies here.
-
-    Args:
-        error: what ended the cell.
-        session: of the model that was trained; None where none was found.
-        batch: what the model is called with, where it is known.
-        keep: fields of the plan that must not change.
-    """
+    """Return what to try when memory ran out: the first plan of the rescue's own ladder that applies here."""
     if session is None:
         return "memfit: out of memory before any model was trained under a plan."
     said = f"memfit: out of memory under {session.plan.label}."

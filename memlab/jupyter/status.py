@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from memlab.extras import require
-from memlab.report.figure import NEUTRAL_INK
+from memlab.report.live_parts import NEUTRAL_INK
 
 _INK = ", ".join(str(int(NEUTRAL_INK[at : at + 2], 16)) for at in (1, 3, 5))
 _FAREWELL = (
@@ -34,11 +34,7 @@ _STYLE = f"""
 
 @cache
 def status_class() -> type[Any]:
-    """The class of status bars; made when it is first needed, since it derives from an optional package.
-
-    Raises:
-        MissingExtraError: anywidget is not installed.
-    """
+    """The class of status bars; made when it is first needed, since it derives from an optional package."""
     require("ipywidgets")
     anywidget = require("anywidget")
     import traitlets

@@ -397,12 +397,7 @@ class _Largest(Observer):
 
 
 class _Notes(_Largest):
-    """Notes which plans were in force during a cell as well.
-
-    Args:
-        step_ended: called after each step.
-        broke_off: called with what a forward or a step has raised.
-    """
+    """Notes which plans were in force during a cell as well."""
 
     def __init__(self, step_ended: Callable[[], None], broke_off: Callable[[BaseException], None]) -> None:
         super().__init__()

@@ -85,16 +85,6 @@ class Control(Observer):
         loss_fn: called as ``loss_fn(output, target)``; None when the model returns its own loss.
         run_ended: called when a run of its own has ended, with what was measured.
         is_taken: whether another cell runs beside the main thread, and may come to train this model.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> control = Control(model)
-        >>> with fit(Workload(model, optimizer)) as session:
-        ...     control.follow(session)
-        ...     control.ask("accumulation", "2")
-        ...     control.moment().toggles[0].text
-        'applied at step 1'
     """
 
     def __init__(self, model: nn.Module, stage: Stage | None = None) -> None:
@@ -275,7 +265,6 @@ class Control(Observer):
     # -- what views see ------------------------------------------------------------------------
 
     def moment(self) -> Moment:
-        """The run at this moment."""
         with self._lock:
             self.feed.take_in()
             self.feed.measure()
@@ -303,7 +292,6 @@ class Control(Observer):
             )
 
     def can(self) -> Can:
-        """Return what may be asked for now."""
         if self._model() is None:
             return Can.NOTHING
         if self._activity is Activity.IDLE:
@@ -321,11 +309,7 @@ class Control(Observer):
         return self._views.any_open
 
     def draw(self, *, figures: bool = True) -> None:
-        """Draw every view.
-
-        Args:
-            figures: with new figures; without, what is cheap: settings and the status.
-        """
+        """Draw every view."""
         self._views.draw(self.moment, figures=figures)
 
     def report(self, error: BaseException) -> None:
@@ -335,7 +319,6 @@ class Control(Observer):
     # -- what views ask ------------------------------------------------------------------------
 
     def ask(self, field: str, text: str) -> None:
-        """Ask for one setting."""
         self._views.errors.clear()
         with self._lock:
             plan = self._pending_changes.ask(field, text)
@@ -344,7 +327,6 @@ class Control(Observer):
         self._changed()
 
     def ask_plan(self, plan: Plan) -> None:
-        """Ask for a whole plan."""
         self._views.errors.clear()
         with self._lock:
             self._pending_changes.ask_plan(plan)
@@ -352,7 +334,6 @@ class Control(Observer):
         self._changed()
 
     def set_budget(self, budget_bytes: int | None) -> None:
-        """Move the budget line."""
         self._budget_bytes = budget_bytes
         self._pace.hurry()
         self._changed()
@@ -360,10 +341,9 @@ class Control(Observer):
     def run(self, *, keep: bool) -> None:
         """Train on the batch at hand until cancelled; steps that are not kept leave nothing behind."""
         self._views.errors.clear()
-        self.stage.when_idle(lambda: self._told(lambda: self._run(keep=keep)))
+        self._when_idle(lambda: self._run(keep=keep))
 
     def pause(self) -> None:
-        """Hold the run before its next step."""
         if self._activity in _RUNNING:
             self._go.clear()
             if self._playing is not None:
@@ -372,7 +352,6 @@ class Control(Observer):
             self._changed()
 
     def resume(self) -> None:
-        """Go on."""
         self._go.set()
         if self._playing is not None and self._activity is Activity.PAUSED:
             if self._meter is not None:
@@ -382,7 +361,6 @@ class Control(Observer):
         self._changed()
 
     def cancel(self) -> None:
-        """End the run before its next step."""
         if self._playing is not None:
             playing = self._playing
             self.stage.when_idle(playing.cancel)
@@ -393,12 +371,12 @@ class Control(Observer):
 
     def predict(self) -> None:
         """Predict what each setting would change, while no cell runs."""
-        self.stage.when_idle(lambda: self._told(self._predict))
+        self._when_idle(self._predict)
 
     def find(self) -> None:
         """Ask for the fastest plan that is predicted to fit the budget; what is not predicted yet is predicted first."""
         self._views.errors.clear()
-        self.stage.when_idle(lambda: self._told(lambda: self._predict(then_choose=True)))
+        self._when_idle(lambda: self._predict(then_choose=True))
 
     def undo(self) -> None:
         """Give the workload back as it was; while it trains, take every setting off."""
@@ -407,7 +385,7 @@ class Control(Observer):
             return
         if self._playing is not None:
             self.stage.when_idle(self._playing.cancel)
-        self.stage.when_idle(lambda: self._told(self._undo))
+        self._when_idle(self._undo)
 
     # -- doing it ------------------------------------------------------------------------------
 
@@ -422,7 +400,7 @@ class Control(Observer):
     def _request(self, plan: Plan) -> None:
         session = self.session
         if session is None:
-            self.stage.when_idle(lambda: self._told(lambda: self._begin(plan)))
+            self._when_idle(lambda: self._begin(plan))
         elif self._activity is Activity.IDLE:
             session.ask(plan)
             self.stage.when_idle(self._apply_waiting)
@@ -624,11 +602,15 @@ class Control(Observer):
         except Exception as error:  # noqa: BLE001 - whoever asks is a widget's callback, which swallows errors
             self.report(error)
 
-    def _told(self, work: Callable[[], None]) -> None:
-        """Do something and tell what goes wrong."""
-        try:
-            work()
-        except MemlabError as error:
-            self._pending_changes.target = None
-            self.report(error)
-            self.draw()
+    def _when_idle(self, work: Callable[[], None]) -> None:
+        """Do something as soon as no cell runs, and tell what goes wrong."""
+
+        def told() -> None:
+            try:
+                work()
+            except MemlabError as error:
+                self._pending_changes.target = None
+                self.report(error)
+                self.draw()
+
+        self.stage.when_idle(told)

@@ -71,16 +71,7 @@ def settings_beside(plan: Plan) -> tuple[Plan, ...]:
 
 
 def effect_of(moment: Moment, field: str, text: str) -> Effect | None:
-    """Return what a setting gives beside the others that are in force or pending.
-
-    Args:
-        moment: what is known.
-        field: name of the field.
-        text: the setting, as text of the field's value.
-
-    Returns:
-        The effect; None when it is not predicted.
-    """
+    """Return what a setting gives beside the others that are in force or pending."""
     spec = BY_NAME[field]
     beside = moment.pending or moment.plan
     for base in dict.fromkeys((beside, Plan())):

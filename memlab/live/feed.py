@@ -21,9 +21,6 @@ _MOST_SETTINGS = 40
 class Feed:
     """Steps and settings of one model, over any number of cells.
 
-    Args:
-        say: told in words when what others are compared with has other times than before.
-
     Attributes:
         step: number of the newest step.
         measurements: settings tried, by label, in the order in which they were first tried.

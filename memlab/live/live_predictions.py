@@ -60,10 +60,6 @@ class LivePredictions:
 
         Yields:
             How far it has come, in words, after each prediction.
-
-        Raises:
-            TraceError: what the model computes depends on values.
-            WorkloadError: no batch or no optimizer.
         """
         self.is_complete = False
         self._begin(workload, is_calibrated=measured is not None)
@@ -75,11 +71,7 @@ class LivePredictions:
         self.is_complete = True
 
     def fastest_within(self, budget_bytes: int) -> Plan:
-        """The fastest plan that is predicted to fit a budget for certain.
-
-        Raises:
-            MemlabError: none is.
-        """
+        """The fastest plan that is predicted to fit a budget for certain."""
         known = [each for each in self.predictions if not each.refused]
         best = fastest(each for each in known if each.verdict(budget_bytes).fit is Fit.YES)
         if best is None:

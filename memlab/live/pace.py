@@ -20,25 +20,6 @@ class Pace:
         clock: tells the time, in seconds.
         first_after_seconds: how long to wait with the first drawing.
         share: of the time that drawing may take.
-
-    Example:
-        >>> now = 0.0
-        >>> pace = Pace(clock=lambda: now)
-        >>> pace.is_due()
-        True
-        >>> pace.spent(0.3)
-        >>> pace.is_due()
-        False
-        >>> now = 0.25
-        >>> pace.is_due()
-        True
-        >>> pace.spent(0.005)
-        >>> now = 1.0
-        >>> pace.is_due()
-        False
-        >>> now = 1.25
-        >>> pace.is_due()
-        True
     """
 
     def __init__(
@@ -57,11 +38,7 @@ class Pace:
         return self._clock() >= self._due_seconds
 
     def spent(self, seconds: float) -> None:
-        """Note that a drawing has just been done.
-
-        Args:
-            seconds: how long it took.
-        """
+        """Note that a drawing has just been done."""
         counted = 0.0 if self._last_seconds is None else seconds
         self._last_seconds = self._clock()
         self._due_seconds = self._last_seconds + max(_LEAST_SECONDS_BETWEEN, counted / self._share)

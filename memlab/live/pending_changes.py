@@ -66,12 +66,7 @@ class PendingChanges:
                 del self._toggles[spec.name]
 
     def came_true(self, plan: Plan, step: int) -> None:
-        """A plan has come into force, asked for or not.
-
-        Args:
-            plan: in force from now on.
-            step: the first step under it.
-        """
+        """A plan has come into force, asked for or not."""
         before, self.plan = self.plan, plan
         for spec in FIELDS:
             value = _value(plan, spec)
@@ -91,11 +86,7 @@ class PendingChanges:
         self.target = None
 
     def ask_again(self, plan: Plan) -> Plan | None:
-        """Ask for every setting that is still pending beside a plan that has come into force meanwhile.
-
-        Returns:
-            The plan that is wanted now; None when nothing is.
-        """
+        """Ask for every setting that is still pending beside a plan that has come into force meanwhile."""
         pending = [toggle for toggle in self._toggles.values() if toggle.asked is Asked.PENDING]
         self.plan, self.target = plan, None
         for toggle in pending:

@@ -24,22 +24,6 @@ def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[f
 
     Yields:
         The loss of each step.
-
-    Raises:
-        WorkloadError: no batch or no optimizer, or the model gives no loss.
-
-    Example:
-        >>> import torch
-        >>> from memlab.session import fit
-        >>> model = torch.nn.Linear(4, 1)
-        >>> workload = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(2, 4), torch.ones(2, 1)),
-        ...                     torch.nn.functional.mse_loss)
-        >>> before = model.weight.detach().clone()
-        >>> steps = steps_of(workload, fit(workload), keep=False)
-        >>> next(steps) > next(steps)
-        True
-        >>> torch.equal(model.weight, before), steps.close(), torch.equal(model.weight, before)
-        (False, None, True)
     """
     require_complete(workload)
     if keep:

@@ -39,21 +39,6 @@ class Replay:
     Args:
         record: the recording.
         clock: tells the time, in seconds.
-
-    Example:
-        >>> from memlab.records.comparison import Comparison
-        >>> from memlab.records import Measurement, StepRecord
-        >>> m = Measurement("as written", "NVIDIA H200", 2**30, None, 0, {}, (), (0.5,), 8, 0)
-        >>> record = RunRecord(Comparison("gpt2", (m,)), (StepRecord(1, "as written", 0.5, 8, 0, 2**30),))
-        >>> replay = Replay(record)
-        >>> replay.ask("precision", "fp16")
-        >>> replay.moment().toggles[3].text
-        'refused: not in this recording, and not predicted in it'
-        >>> replay.run(keep=False)
-        >>> replay.advance(1.0)
-        True
-        >>> replay.moment().status
-        'replaying, step 1 of 1 · as written'
     """
 
     def __init__(self, record: RunRecord, clock: Callable[[], float] = time.monotonic) -> None:
@@ -82,7 +67,6 @@ class Replay:
     # -- what views see ------------------------------------------------------------------------
 
     def moment(self) -> Moment:
-        """The run at this point of the recording."""
         with self._lock:
             record, step = self._record, self._step
             label = self._label
@@ -109,7 +93,6 @@ class Replay:
             )
 
     def can(self) -> Can:
-        """Return what may be asked for now."""
         with self._lock:
             if not self._points:
                 return Can.SWITCH
@@ -120,7 +103,6 @@ class Replay:
             return Can.SWITCH | Can.RUN | Can.FIND
 
     def watch(self, drawn: Drawn) -> Callable[[], None]:
-        """Have a view drawn when something has changed; returns what ends that."""
         return self._views.watch(drawn)
 
     # -- time ----------------------------------------------------------------------------------
@@ -136,14 +118,7 @@ class Replay:
         return self.advance(now - before if before is not None else 0.0)
 
     def advance(self, seconds: float) -> bool:
-        """Let time pass; without effect while nothing is played.
-
-        Args:
-            seconds: of playing.
-
-        Returns:
-            Whether it goes on.
-        """
+        """Let time pass; without effect while nothing is played."""
         with self._lock:
             if self._activity is not Activity.REPLAYING:
                 return False
@@ -184,7 +159,6 @@ class Replay:
         self._draw()
 
     def set_budget(self, budget_bytes: int | None) -> None:
-        """Move the budget line."""
         self._budget_bytes = budget_bytes
         self._draw()
 
@@ -199,11 +173,9 @@ class Replay:
         self._draw()
 
     def pause(self) -> None:
-        """Hold it."""
         self._change(Activity.REPLAYING, Activity.PAUSED)
 
     def resume(self) -> None:
-        """Go on."""
         self._last_tick = None
         self._change(Activity.PAUSED, Activity.REPLAYING)
 

@@ -26,19 +26,13 @@ class Stage(Protocol):
         """Do something as soon as no cell runs."""
 
     def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> Playing:
-        """Advance an iterator, a step at a time, while no cell runs; it is closed before the next cell does.
-
-        Args:
-            steps: what to advance.
-            ended: called once with the error it broke off with, or None, after it has been closed.
-        """
+        """Advance an iterator, a step at a time, while no cell runs; it is closed before the next cell does."""
 
 
 class AtOnce:
     """A stage without a notebook: everything is done there and then, in the calling thread."""
 
     def when_idle(self, work: Callable[[], None]) -> None:
-        """Do it."""
         work()
 
     def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> Playing:
@@ -47,14 +41,7 @@ class AtOnce:
 
 
 class OneByOne:
-    """An iterator that a script, or a test, advances.
-
-    Example:
-        >>> played = AtOnce().play(iter("ab"), lambda error: print("ended", error))
-        >>> played.advance(), played.advance(), played.advance()
-        ended None
-        (True, True, False)
-    """
+    """An iterator that a script, or a test, advances."""
 
     def __init__(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> None:
         self._steps: Iterator[Any] | None = steps
@@ -74,15 +61,12 @@ class OneByOne:
         return self._steps is not None
 
     def pause(self) -> None:
-        """Advance no further."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Let it be advanced again."""
         self._is_paused = False
 
     def cancel(self) -> None:
-        """Close it."""
         if self._steps is not None:
             close = getattr(self._steps, "close", None)
             if close is not None:

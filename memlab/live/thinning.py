@@ -78,10 +78,6 @@ class Track:
     A point that stands for several steps is the one with the highest peak; its time and its speed are the mean of all of
     them. May be read from any thread.
 
-    Args:
-        most: how many points to keep; at least 100.
-        newest: how many of the newest stay as they came.
-
     Example:
         >>> track = Track()
         >>> for step in range(1, 10_001):

@@ -38,13 +38,6 @@ class Views:
     Attributes:
         frame: grows with every drawing that has new figures.
         errors: of views and callbacks, newest last, in words.
-
-    Example:
-        >>> views = Views()
-        >>> leave = views.watch(lambda moment: print(1 / 0))
-        >>> views.report(KeyError("batch"))
-        >>> list(views.errors)
-        ["KeyError: 'batch'"]
     """
 
     def __init__(self) -> None:
@@ -70,12 +63,7 @@ class Views:
         return any(view.is_due and view.is_open for view in self._views)
 
     def draw(self, moment: Callable[[], Moment], *, figures: bool) -> None:
-        """Draw every view that is drawn by now.
-
-        Args:
-            moment: makes what is drawn; not called when nobody looks.
-            figures: with new figures; without, what is cheap: settings and the status.
-        """
+        """Draw every view that is drawn by now."""
         self._views = [view for view in self._views if view.is_open]
         due = [drawn for view in self._views if view.is_due and (drawn := view.drawn()) is not None]
         if not due:

@@ -65,7 +65,7 @@ def measure(
         >>> measure(workload, steps=1).samples_per_step
         3.0
     """
-    wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    wanted = Plan.of(plan)
     if steps < 1:
         raise WorkloadError(f"steps={steps}: at least one step must be timed")
     workloads = each_of(workload)
@@ -161,7 +161,7 @@ def compare(
         WorkloadError: as for `measure`.
         RefusalError: as for `measure`.
     """
-    wanted = [plan if isinstance(plan, Plan) else Plan.parse(plan) for plan in plans]
+    wanted = [Plan.of(plan) for plan in plans]
     if Plan() not in wanted:
         wanted.insert(0, Plan())
     report = progress or say_when_long("measuring")

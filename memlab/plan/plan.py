@@ -5,10 +5,9 @@ A plan is a frozen value. A new technique adds one field to `Plan` and one row t
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.errors import PlanError
@@ -150,11 +149,13 @@ class Plan:
         return plan
 
     @classmethod
+    def of(cls, given: Plan | str) -> Plan:
+        """A plan as it is, or read from its flags; raises what `parse` does."""
+        return given if isinstance(given, Plan) else cls.parse(given)
+
+    @classmethod
     def of_label(cls, label: str) -> Plan:
         """The plan that prints as a label.
-
-        Raises:
-            PlanError: as for `parse`.
 
         Example:
             >>> Plan.of_label("as written") == Plan(), Plan.of_label("--bf16").label
@@ -187,28 +188,6 @@ class Plan:
             given[spec.name] = flag
             settings[spec.name] = spec.parse(value)
         return cls(**settings), rest
-
-    def to_json(self) -> str:
-        """The plan as a JSON object of its fields."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote.
-
-        Raises:
-            PlanError: not a JSON object, or a field this version does not know.
-        """
-        try:
-            loaded = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"plan is not JSON: {error}") from None
-        if not isinstance(loaded, dict) or (unknown := set(loaded) - set(BY_NAME)):
-            raise PlanError(
-                f"plan {text[:80]!r}: expected a JSON object with some of {', '.join(BY_NAME)}"
-                + (f"; got {sorted(unknown)}" if isinstance(loaded, dict) else "")
-            )
-        return cls(**loaded)
 
 
 def _take_value(spec: PlanField, waiting: list[str]) -> str:

@@ -47,7 +47,7 @@ def predict(
         >>> predict(workload).breakdown["parameters"]
         1050624
     """
-    wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    wanted = Plan.of(plan)
     predictor = PlanPredictor(workload, device)
     return _calibrated([_prediction(predictor, wanted)], measured, predictor)[0]
 
@@ -130,7 +130,7 @@ def _plans(predictor: PlanPredictor, plans: Iterable[Plan | str] | None, rows: i
     if plans is None:
         half = half_format(predictor.target.compute_capability)
         return list(plan_space(rows=rows, half=half))
-    return [plan if isinstance(plan, Plan) else Plan.parse(plan) for plan in plans]
+    return [Plan.of(plan) for plan in plans]
 
 
 def _prediction_or_refusal(predictor: PlanPredictor, plan: Plan) -> Prediction:

@@ -94,7 +94,7 @@ def save_snapshot(
         predicted steps do not show what the user's loop itself keeps between steps.
     """
     target = _writable(path)
-    wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    wanted = Plan.of(plan)
     if not measured:
         target.write_bytes(pickle.dumps(_predicted(workload, wanted, device)))
         return target

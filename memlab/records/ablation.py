@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from memlab.errors import MemlabError
 from memlab.plan import FIELDS, Plan, PlanField
 from memlab.records import Measurement, Prediction, ratio
-from memlab.records.comparison import Comparison, speed_ratio, where_the_peak_is
+from memlab.records.comparison import speed_ratio, where_the_peak_is
 from memlab.records.shown import Shown
 from memlab.units import format_bytes
 
@@ -154,17 +154,6 @@ class Ablation(Shown):
             before = row if row.kept else before
         return tuple(found)
 
-    @property
-    def comparison(self) -> Comparison:
-        """The rows that were run, side by side, named by their techniques; for figures of comparisons."""
-        named = [(row.label, row) for row in self.rows if row.measurement is not None]
-        return Comparison(
-            self.title,
-            tuple(replace(row.measurement, plan=name) for name, row in named if row.measurement is not None),
-            self.events,
-            tuple(replace(row.prediction, plan=name) for name, row in named if row.prediction is not None),
-        )
-
     def speed(self, profile: Measurement | Prediction) -> float:
         """Tokens per second, or samples per second where the inputs are no token ids."""
         return profile.tokens_per_second if self.counts_tokens else profile.samples_per_second
@@ -202,12 +191,7 @@ class Ablation(Shown):
 
 
 def helps(before: AblationRow, after: AblationRow) -> bool:
-    """Return whether a row is kept: rules 2 and 4.
-
-    Args:
-        before: the last row that was kept.
-        after: the one that adds a technique to it.
-    """
+    """Return whether a row is kept: rules 2 and 4."""
     if after.measurement is None:
         return False
     if before.ran is None:

@@ -104,12 +104,7 @@ class LivePoint:
 
 @dataclass(frozen=True)
 class Change:
-    """The plan was changed.
-
-    Args:
-        step: first step under the new plan.
-        plan: its label.
-    """
+    """The plan was changed."""
 
     step: int
     plan: str

@@ -139,8 +139,30 @@ class StepRecord:
     skipped: bool = False
 
 
+class Profile(Shown):
+    """What a measurement and a prediction of a plan have in common."""
+
+    plan: str
+    device: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    host_bytes: int
+    breakdown: Mapping[str, int]
+    timeline: tuple[TimelinePoint, ...]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return what a budget must hold: the reserved peak where there is one, else the allocated peak."""
+        return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
+
+    @property
+    def phase_of_peak(self) -> Phase | None:
+        """Return what ran at the peak, from the timeline; None without one."""
+        return max(self.timeline, key=lambda point: point.total_bytes).phase if self.timeline else None
+
+
 @dataclass(frozen=True)
-class Measurement(Shown):
+class Measurement(Profile):
     """Memory and speed of one plan, measured on real training steps.
 
     Args:
@@ -188,11 +210,6 @@ class Measurement(Shown):
         return self.is_warm and len(self.step_seconds) >= SETTLED_STEPS and self.spread < 1
 
     @property
-    def needed_bytes(self) -> int:
-        """Return what a budget must hold: the reserved peak where there is one, else the allocated peak."""
-        return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
-
-    @property
     def median_step_seconds(self) -> float:
         """Median wall time of a measured step; NaN without one."""
         return statistics.median(self.step_seconds) if self.step_seconds else float("nan")
@@ -218,11 +235,6 @@ class Measurement(Shown):
         tenth = len(self.step_seconds) // 10
         inner = sorted(self.step_seconds)[tenth : len(self.step_seconds) - tenth]
         return ratio((inner[-1] - inner[0]) / 2, self.median_step_seconds)
-
-    @property
-    def phase_of_peak(self) -> Phase | None:
-        """Return what ran at the peak, from the timeline; None without one."""
-        return phase_of_peak_in(self.timeline)
 
 
 @dataclass(frozen=True)
@@ -262,20 +274,8 @@ class Rescue:
         return f"step {self.step}: {self.text}"
 
 
-def phase_of_peak_in(timeline: Sequence[TimelinePoint]) -> Phase | None:
-    """Return what ran at the highest point of a timeline; None without one."""
-    return max(timeline, key=lambda point: point.total_bytes).phase if timeline else None
-
-
 def out_of_memory(plan: Plan, device: str, capacity_bytes: int, asked: str) -> Measurement:
-    """The row of a plan that did not fit.
-
-    Args:
-        plan: the plan.
-        device: name of the device.
-        capacity_bytes: the size it did not fit into.
-        asked: the device's own words for the allocation that failed.
-    """
+    """The row of a plan that did not fit."""
     return Measurement(
         plan=plan.label,
         device=device,
@@ -304,19 +304,7 @@ def measurement_of_steps(
     driver_bytes: int | None = None,
     notes: tuple[str, ...] = (),
 ) -> Measurement:
-    """Reduce the steps run under one plan to a measurement.
-
-    Args:
-        plan: the plan in force.
-        device: name of the device.
-        steps: its steps, in order.
-        warmup: how many of the first steps are not timed where there are others (memory counts in all of them).
-        breakdown: live bytes by category at the peak.
-        timeline: live bytes over one step.
-        host_bytes: bytes kept off the device for the plan.
-        driver_bytes: bytes the driver reports as used, None off CUDA.
-        notes: what was refused, kept or skipped.
-    """
+    """Reduce the steps run under one plan to a measurement."""
     records = list(steps)
     timed = records[warmup:] if len(records) > warmup else records
     peaks = [r.peak_allocated_bytes for r in records if r.peak_allocated_bytes is not None]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from memlab.records.measurement import Measurement, Phase, TimelinePoint, phase_of_peak_in, ratio
-from memlab.records.shown import Shown
+from memlab.records.measurement import Measurement, Profile, TimelinePoint, ratio
 
 
 class Fit(StrEnum):
@@ -32,9 +31,17 @@ class Verdict:
     fit: Fit
     spare_bytes: int
 
+    @classmethod
+    def on(cls, interval_bytes: tuple[int, int], needed_bytes: int, budget_bytes: int, refused: str) -> Verdict:
+        """Judge a predicted peak and its interval by a budget; what is refused does not fit."""
+        low, high = interval_bytes
+        if refused or budget_bytes < low:
+            return cls(Fit.NO, budget_bytes - needed_bytes)
+        return cls(Fit.YES if budget_bytes >= high else Fit.UNCERTAIN, budget_bytes - needed_bytes)
+
 
 @dataclass(frozen=True)
-class Prediction(Shown):
+class Prediction(Profile):
     """Memory and speed of one plan, predicted; of the same shape as a `Measurement`.
 
     Args:
@@ -70,11 +77,6 @@ class Prediction(Shown):
     refused: str = ""
 
     @property
-    def needed_bytes(self) -> int:
-        """Return what a budget must hold: the reserved peak where there is one, else the allocated peak."""
-        return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
-
-    @property
     def samples_per_second(self) -> float:
         """Samples per second; NaN when no time is predicted."""
         return ratio(self.samples_per_step, self.step_seconds)
@@ -84,22 +86,13 @@ class Prediction(Shown):
         """Tokens per second; 0 when the inputs are no token ids."""
         return ratio(self.tokens_per_step, self.step_seconds)
 
-    @property
-    def phase_of_peak(self) -> Phase | None:
-        """Return what would run at the peak; None without a timeline."""
-        return phase_of_peak_in(self.timeline)
-
     def verdict(self, budget_bytes: int) -> Verdict:
         """Return whether the plan fits into a budget.
 
         Args:
             budget_bytes: size of the device, or what may be used of it.
         """
-        low, high = self.interval_bytes
-        spare_bytes = budget_bytes - self.needed_bytes
-        if self.refused or budget_bytes < low:
-            return Verdict(Fit.NO, spare_bytes)
-        return Verdict(Fit.YES if budget_bytes >= high else Fit.UNCERTAIN, spare_bytes)
+        return Verdict.on(self.interval_bytes, self.needed_bytes, budget_bytes, self.refused)
 
 
 _Known = TypeVar("_Known", Prediction, Measurement)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memlab.records import Fit, Verdict
+from memlab.records import Verdict
 from memlab.records.shown import Shown
 
 
@@ -42,16 +42,8 @@ class RankPrediction(Shown):
     refused: str = ""
 
     def verdict(self, budget_bytes: int) -> Verdict:
-        """Return whether a rank fits into a budget.
-
-        Args:
-            budget_bytes: what may be used of its device.
-        """
-        low, high = self.interval_bytes
-        spare_bytes = budget_bytes - self.peak_allocated_bytes
-        if self.refused or budget_bytes < low:
-            return Verdict(Fit.NO, spare_bytes)
-        return Verdict(Fit.YES if budget_bytes >= high else Fit.UNCERTAIN, spare_bytes)
+        """Return whether a rank fits into a budget."""
+        return Verdict.on(self.interval_bytes, self.peak_allocated_bytes, budget_bytes, self.refused)
 
 
 @dataclass(frozen=True)

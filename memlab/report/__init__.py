@@ -3,49 +3,13 @@
 - `text`: tables as plain text; `html`: the same with inline styles, for a saved notebook
 - `image`: a receipt as a static PNG, by matplotlib
 - `timeline_image`: the memory of a step over time, likewise, or of several steps on one scale
-- `figure`: the live twins of the pictures, by plotly
-- `pareto`: memory against throughput, drawn by `pareto_image` and `pareto_figure`
+- `pareto`: memory against throughput, drawn by `pareto_image`
 - `ablation`: what its table says; drawn by `ablation_image`
-- `inference`: calls that only run forward, in words and as a receipt
+- `inference`: calls that only run forward, in words
 - `showing`: which of them `print` and a cell use for which record
 - `ranks`: ranks of a run in many processes, and how many of which GPU do
 - `tables`: records reduced to a `table.Table`; `ranking`: which predictions are shown, in which order; `wording`: figures in words
+- `live_figure`: a run as a panel shows it, as plotly takes it; `live_svg`: the same in a few lines of HTML
 
-matplotlib and plotly are imported when a picture is asked for, never before.
+matplotlib is imported when a picture is asked for, never before; plotly not at all.
 """
-
-from __future__ import annotations
-
-from memlab.report import (
-    ablation,
-    ablation_image,
-    figure,
-    html,
-    image,
-    inference,
-    pareto,
-    pareto_figure,
-    pareto_image,
-    ranking,
-    ranks,
-    tables,
-    text,
-    timeline_image,
-)
-
-__all__ = [
-    "ablation",
-    "ablation_image",
-    "figure",
-    "html",
-    "image",
-    "inference",
-    "pareto",
-    "pareto_figure",
-    "pareto_image",
-    "ranking",
-    "ranks",
-    "tables",
-    "text",
-    "timeline_image",
-]

@@ -29,11 +29,7 @@ def unit(ablation: Ablation) -> str:
 
 
 def table(ablation: Ablation) -> Table:
-    """Reduce an ablation to the table that people read: memory that descends like stairs, and the throughput beside it.
-
-    Args:
-        ablation: its rows, from top to bottom. Those that were left out are set back; the first that fits is marked.
-    """
+    """Reduce an ablation to the table that people read: memory that descends like stairs, and the throughput beside it."""
     columns = _columns(ablation)
     rows = tuple(
         row(columns, step, below=step.row.what, fits=step.is_first_to_fit, is_left_out=not step.row.kept)
@@ -44,37 +40,25 @@ def table(ablation: Ablation) -> Table:
 
 def _columns(ablation: Ablation) -> tuple[Column[Step], ...]:
     measured = [each.measurement for each in ablation.rows if each.measurement is not None]
+    reserved = any(each.peak_reserved_bytes is not None for each in measured)
+    has_times = any(_has_time(step) for step in ablation.steps)
     return wanted(
-        (Column[Step]("technique", technique, Kind.PLAN), True),
-        (Column(PEAK, _peak, bar=_memory_bar, group="memory"), True),
-        (Column("predicted", _predicted_bytes, group="memory"), any(each.prediction for each in ablation.rows)),
-        (Column("vs before", lambda step: change(step.memory_before), group="memory"), True),
-        (Column("vs first", lambda step: change(step.memory_first), group="memory"), True),
-        (
-            Column("peak reserved", _of_measured(lambda m: bytes_or_nothing(m.peak_reserved_bytes)), group="memory"),
-            any(each.peak_reserved_bytes is not None for each in measured),
-        ),
-        (
-            Column("on host", _of_measured(lambda m: bytes_or_nothing(m.host_bytes or None)), group="memory"),
-            any(each.host_bytes for each in measured),
-        ),
-        (
-            Column(
-                unit(ablation),
-                lambda step: _speed(ablation, step),
-                bar=lambda step: Bar({"": ablation.speed(step.row.ran) if step.row.ran else 0.0}, Look.SPEED),
-                group="throughput",
-            ),
-            True,
-        ),
-        (
-            Column("predicted", lambda step: _predicted_speed(ablation, step), group="throughput"),
-            any(_has_time(step) for step in ablation.steps),
-        ),
-        (Column("vs before", lambda step: change(step.speed_before), group="throughput"), True),
-        (Column("vs first", lambda step: change(step.speed_first), group="throughput"), True),
-        (Column("verdict", lambda step: step.verdict, Kind.NOTE), True),
-    )
+        Column[Step]("technique", technique, Kind.PLAN),
+        Column(PEAK, _peak, bar=_memory_bar, group="memory"),
+        Column("predicted", _predicted_bytes, group="memory", is_wanted=any(each.prediction for each in ablation.rows)),
+        Column("vs before", lambda step: change(step.memory_before), group="memory"),
+        Column("vs first", lambda step: change(step.memory_first), group="memory"),
+        Column("peak reserved", _of_measured(lambda m: bytes_or_nothing(m.peak_reserved_bytes)), group="memory",
+               is_wanted=reserved),
+        Column("on host", _of_measured(lambda m: bytes_or_nothing(m.host_bytes or None)), group="memory",
+               is_wanted=any(each.host_bytes for each in measured)),
+        Column(unit(ablation), lambda step: _speed(ablation, step), group="throughput",
+               bar=lambda step: Bar({"": ablation.speed(step.row.ran) if step.row.ran else 0.0}, Look.SPEED)),
+        Column("predicted", lambda step: _predicted_speed(ablation, step), group="throughput", is_wanted=has_times),
+        Column("vs before", lambda step: change(step.speed_before), group="throughput"),
+        Column("vs first", lambda step: change(step.speed_first), group="throughput"),
+        Column("verdict", lambda step: step.verdict, Kind.NOTE),
+    )  # fmt: skip
 
 
 def _memory_bar(step: Step) -> Bar | None:
@@ -91,15 +75,7 @@ def technique(step: Step) -> str:
 
 
 def sentence(ablation: Ablation) -> str:
-    """Return what the ablation came to, for status lines, screen readers and below the table.
-
-    Example:
-        >>> from memlab.records import Measurement
-        >>> from memlab.records.ablation import AblationRow
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
-        >>> sentence(Ablation("gpt2", (AblationRow("", "as written", "the loop as it is", m),)))
-        'as written: 1.00 GiB at 16.0 samples/s'
-    """
+    """Return what the ablation came to, for status lines, screen readers and below the table."""
     first, last = ablation.first, ablation.last
     tried, kept = ablation.rows[1:], [each for each in ablation.rows[1:] if each.kept]
     if first.ran is None or last.ran is None:

@@ -8,22 +8,39 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memlab.records.ablation import Ablation, AblationRow, Step
 from memlab.report.ablation import heading, sentence, unit
-from memlab.report.canvas import BUDGET, FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
-from memlab.report.segments import categories_of, scale, segments, swatch
-from memlab.report.wording import NOTHING, change, flag_lines, rate
+from memlab.report.canvas import (
+    BUDGET,
+    FAINT,
+    FONT,
+    GRID,
+    INK,
+    PAPER,
+    SpeedBar,
+    encode,
+    label_x,
+    legend,
+    mark_budget,
+    mark_predicted,
+    paper,
+    patches,
+    plain,
+    say,
+    speed_bars,
+    stacked_bar,
+    write,
+)
+from memlab.report.segments import categories_of, scale, segments
+from memlab.report.wording import flag_lines, rate, then_change
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-_PALE = 0.35
-_THICK, _THIN = 0.56, 0.26
+_THICK = 0.56
 _HEAD = 0.018  # of an arrow, as a share of the longest bar
 _ROW_INCHES = 0.56
 _HEAD_INCHES, _BUDGET_INCHES, _FOOT_INCHES = 0.7, 0.16, 0.62
@@ -32,23 +49,7 @@ _TECHNIQUE_CHARACTERS, _WORDS_CHARACTERS = 32, 46
 
 
 def png(ablation: Ablation) -> bytes:
-    """Draw an ablation: memory by category going down on the left, throughput on the right.
-
-    Args:
-        ablation: its rows, from top to bottom.
-
-    Returns:
-        The bytes of a PNG file, with a one-sentence description in its metadata.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-
-    Example:
-        >>> from memlab.records import Measurement
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
-        >>> png(Ablation("gpt2 124M", (AblationRow("", "as written", "the loop as it is", m),)))[1:4]
-        b'PNG'
-    """
+    """Draw an ablation: memory by category going down on the left, throughput on the right."""
     steps = ablation.steps
     title = "\n".join(textwrap.wrap(heading(ablation), 110))
     above = _HEAD_INCHES + 0.19 * title.count("\n") + (0 if ablation.budget_bytes is None else _BUDGET_INCHES)
@@ -68,7 +69,9 @@ def png(ablation: Ablation) -> bytes:
     _draw_memory(memory, ablation, steps)
     _draw_throughput(throughput, ablation, steps)
     _write_techniques(memory, steps)
-    _legend(figure, ablation, 1 - (0.34 + 0.19 * title.count("\n")) / height)
+    names = categories_of([segments(each.ran) for each in ablation.rows if each.ran is not None])
+    handles = patches(names, predicted=any(each.prediction for each in ablation.rows))
+    legend(figure, handles, 1 - (0.34 + 0.19 * title.count("\n")) / height)
     return encode(figure, title=heading(ablation), description=sentence(ablation))
 
 
@@ -88,9 +91,12 @@ def _draw_memory(axes: Axes, ablation: Ablation, steps: Sequence[Step]) -> None:
         if step.row.ran_out:
             _outline(axes, at, end / size)
         else:
-            _stack(axes, step.row, at, size)
-        _mark_predicted(axes, step.row, at, size)
-        reach_bytes: float = max(end, _predicted_bytes(step.row))
+            parts = segments(step.row.measurement) if step.row.measurement is not None else {}
+            stacked_bar(axes, at, parts, size, thick=_THICK, is_pale=not step.row.kept)
+        reach_bytes: float = end
+        if step.row.prediction is not None:
+            reach_bytes = max(end, step.row.prediction.peak_allocated_bytes)
+            mark_predicted(axes, step.row.prediction.peak_allocated_bytes / size, at)
         if before is not None and ablation.rows[before].ran is not None:
             _stair(axes, (ends[before] / size, before), (end / size, at), step)
             # the head of an arrow is wider than a small change
@@ -99,34 +105,12 @@ def _draw_memory(axes: Axes, ablation: Ablation, steps: Sequence[Step]) -> None:
         _write_total(axes, step, ((reach_bytes + most_bytes * 0.012) / size, at))
         before = at if step.row.kept else before
     if ablation.budget_bytes is not None:
-        _mark_budget(axes, ablation.budget_bytes, size)
-    label_x(axes, f"peak memory allocated, {name}; changes are against the row a technique was added to")
-
-
-def _stack(axes: Axes, row: AblationRow, at: int, size: int) -> None:
-    start = 0.0
-    parts = segments(row.measurement) if row.measurement is not None else {}
-    # paper below pale bars, so that no line of the grid shines through
-    axes.barh(at, sum(parts.values()) / size, _THICK, color=PAPER)
-    for category, part_bytes in parts.items():
-        look = swatch(category)
-        axes.barh(at, part_bytes / size, _THICK, left=start, color=look.colour, hatch=look.hatch, edgecolor=PAPER,
-                  linewidth=0.7, alpha=None if row.kept else _PALE)  # fmt: skip
-        start += part_bytes / size
+        mark_budget(axes, ablation.budget_bytes, size, along="x")
+    label_x(axes, f"peak memory allocated, {name}; changes: against the last row kept")
 
 
 def _outline(axes: Axes, at: int, end: float) -> None:
     axes.barh(at, end, _THICK, facecolor="none", edgecolor=BUDGET, linewidth=1.2, linestyle=(0, (3, 2)))
-
-
-def _predicted_bytes(row: AblationRow) -> int:
-    return row.prediction.peak_allocated_bytes if row.prediction is not None else 0
-
-
-def _mark_predicted(axes: Axes, row: AblationRow, at: int, size: int) -> None:
-    if row.prediction is not None:
-        end = row.prediction.peak_allocated_bytes / size
-        axes.plot([end, end], [at - 0.37, at + 0.37], color=INK, linewidth=1.2, linestyle=(0, (2, 1.2)), zorder=4)
 
 
 def _stair(axes: Axes, before: tuple[float, int], after: tuple[float, int], step: Step) -> None:
@@ -143,63 +127,34 @@ def _stair(axes: Axes, before: tuple[float, int], after: tuple[float, int], step
 
 
 def _write_total(axes: Axes, step: Step, at: tuple[float, float]) -> None:
-    row = step.row
-    style: dict[str, Any] = {
-        "va": "center",
-        "fontsize": 9,
-        "color": INK if row.kept else FAINT,
-        "family": FONT,
-        "parse_math": False,
-    }
+    row, start = step.row, axes.get_xlim()[1] * 0.008
     if row.measurement is None:
-        axes.text(axes.get_xlim()[1] * 0.008, at[1], "does not apply here", **style)
+        say(axes, start, at[1], "does not apply here", color=INK if row.kept else FAINT)
         return
+    size = format_bytes(row.measurement.peak_allocated_bytes)
     if row.ran_out:
-        size = format_bytes(row.measurement.peak_allocated_bytes)
-        axes.text(axes.get_xlim()[1] * 0.008, at[1], f"ran out of memory at {size}", **style | {"color": BUDGET},
-                  bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5})  # fmt: skip
+        say(axes, start, at[1], f"ran out of memory at {size}", color=BUDGET,
+            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5})  # fmt: skip
         return
-    against = change(step.memory_before)
-    words = [
-        format_bytes(row.measurement.peak_allocated_bytes),
-        against if against != NOTHING else "",
-        "" if row.kept else "left out",
-    ]
-    text = axes.text(*at, "  ".join(word for word in words if word), **style)
+    total = size + then_change(step.memory_before) + ("" if row.kept else "  left out")
     if step.is_first_to_fit:
-        text.set_fontweight("bold")
-        text.set_text(f"{text.get_text()}  ✓ fits")
-        text.set_color(_FOUND)
-
-
-def _mark_budget(axes: Axes, budget_bytes: int, size: int) -> None:
-    axes.axvline(budget_bytes / size, color=BUDGET, linewidth=1.4, linestyle=(0, (5, 3)))
-    axes.annotate(
-        f"budget {format_bytes(budget_bytes)}", (budget_bytes / size, 1), xycoords=("data", "axes fraction"),
-        xytext=(3, 3), textcoords="offset points", fontsize=9, color=BUDGET, family=FONT, annotation_clip=False,
-    )  # fmt: skip
+        say(axes, *at, f"{total}  ✓ fits", color=_FOUND, fontweight="bold")
+    else:
+        say(axes, *at, total, color=INK if row.kept else FAINT)
 
 
 def _draw_throughput(axes: Axes, ablation: Ablation, steps: Sequence[Step]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    ran = {at: step.row.ran for at, step in enumerate(steps) if step.row.ran is not None}
-    rates = {at: ablation.speed(measurement) for at, measurement in ran.items()}
-    ends = {at: rates[at] * (1 + measurement.spread) for at, measurement in ran.items()}
-    most = max((*ends.values(), 1e-12))
-    for at, measurement in ran.items():
-        kept = steps[at].row.kept
-        axes.barh(at, rates[at], _THIN, color="#9AA5B1", edgecolor=PAPER, linewidth=0.7, alpha=None if kept else _PALE)
-        axes.errorbar(rates[at], at, xerr=rates[at] * measurement.spread, fmt="none", ecolor=INK if kept else FAINT,
-                      elinewidth=1.1, capsize=3, capthick=1.1)  # fmt: skip
-        against = change(steps[at].speed_before)
-        text = rate(rates[at]) + (f"  {against}" if against != NOTHING else "")
-        axes.text(ends[at] + most * 0.03, at, text, va="center", fontsize=9, color=INK if kept else FAINT, family=FONT,
-                  parse_math=False)  # fmt: skip
-    axes.set_xlim(0, most * 1.62)
+    bars = []
+    for at, step in enumerate(steps):
+        if (ran := step.row.ran) is not None:
+            per_second = ablation.speed(ran)
+            text = rate(per_second) + then_change(step.speed_before)
+            bars.append(SpeedBar(at, per_second, ran.spread, text, is_pale=not step.row.kept))
+    speed_bars(axes, bars, unit(ablation))
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    label_x(axes, f"throughput, {unit(ablation)}, with spread")
 
 
 def _write_techniques(axes: Axes, steps: Sequence[Step]) -> None:
@@ -219,21 +174,3 @@ def _write_techniques(axes: Axes, steps: Sequence[Step]) -> None:
                 textcoords="offset points", va="center", fontsize=size, color=colour, family=FONT, annotation_clip=False,
                 parse_math=False,
             )  # fmt: skip
-
-
-def _legend(figure: Figure, ablation: Ablation, top: float) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    names = categories_of([segments(each.ran) for each in ablation.rows if each.ran is not None])
-    handles: list[Artist] = [
-        Patch(facecolor=swatch(name).colour, hatch=swatch(name).hatch, edgecolor=PAPER, linewidth=0, label=name)
-        for name in names
-    ]
-    if any(each.prediction for each in ablation.rows):
-        handles.append(Line2D([], [], color=INK, linewidth=1.3, linestyle=(0, (2, 1.2)), label="predicted"))
-    figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0.012, top), ncols=max(1, len(handles)), frameon=False,
-        labelcolor=INK, prop={"family": FONT, "size": 9}, borderpad=0, borderaxespad=0, handlelength=1.5,
-        handleheight=1.1, columnspacing=1.5, handletextpad=0.5,
-    )  # fmt: skip

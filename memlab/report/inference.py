@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from memlab.records.comparison import Comparison
 from memlab.records.inference import BatchAdvice, CacheUse, CallKind, InferenceRecord
 from memlab.report.wording import rate
 from memlab.units import format_bytes
@@ -10,28 +9,8 @@ from memlab.units import format_bytes
 _WATCHED = "every timed call was also measured for memory, which slows it down: make the same call twice in the cell to measure its speed"
 
 
-def receipt(title: str, record: InferenceRecord) -> Comparison:
-    """Return what was measured as a table with lines below it; several are set side by side by `Comparison.add`.
-
-    Args:
-        title: which model, on what.
-        record: of one kind of calls.
-    """
-    return Comparison(title, (record.measurement,), lines(record))
-
-
 def lines(record: InferenceRecord) -> tuple[str, ...]:
-    """Return what a table has no columns for: the calls, the cache, notes.
-
-    Example:
-        >>> from memlab.records.inference import CallRecord
-        >>> call = CallRecord(CallKind.GENERATE, 4, 16, 80, 20, 2.0, 0.5, 1000, None, 600, observed=True)
-        >>> for line in lines(InferenceRecord("keep", "cpu", (call,), cache=CacheUse(8000, 4, 35, 8000, "2 × …"))):
-        ...     print(line)
-        generate: 1 call, the largest of 4 rows × 16 tokens; prefill 128 tokens/s, decode 50.7 new tokens/s
-        KV cache: 7.8 KiB for 4 rows × 35 tokens, 57 B a token; by its formula 7.8 KiB = 2 × …
-        every timed call was also measured for memory, which slows it down: make the same call twice in the cell to measure its speed
-    """
+    """Return what a table has no columns for: the calls, the cache, notes."""
     said = [_calls(record)]
     if record.cache is not None:
         said.append(cache_line(record.cache))
@@ -68,12 +47,7 @@ def batch_line(advice: BatchAdvice, record: InferenceRecord) -> str:
 
 
 def graph_line(graph_bytes: int) -> str:
-    """Return what gradients would have cost.
-
-    Example:
-        >>> graph_line(2**20)
-        'gradients were on in the cell and are off in its calls: the graph of the largest one would have kept 1.0 MiB'
-    """
+    """Return what gradients would have cost."""
     return (
         "gradients were on in the cell and are off in its calls: the graph of the largest one would have kept "
         f"{format_bytes(graph_bytes)}"

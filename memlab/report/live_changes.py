@@ -17,16 +17,7 @@ _MOST_LABEL_ROWS = 3
 
 @dataclass(frozen=True)
 class Label:
-    """The mark of a change.
-
-    Args:
-        step: first step under the new plan.
-        plan: the new plan.
-        text: what changed; the number alone, or nothing, where there is no room for more.
-        at: where its line is, in pixels of the narrowest picture.
-        start: where its text begins there, and `stop`, where it ends.
-        row: counted from the top.
-    """
+    """The mark of a change."""
 
     step: int
     plan: str
@@ -93,10 +84,6 @@ def _plans_before(moment: Moment) -> list[str]:
 
 def what_changed(was: str, now: str) -> str:
     """The flags that came and went, short enough for a mark; the whole plan where there is nothing to compare.
-
-    Args:
-        was: label of the plan before; empty when it is not known.
-        now: label of the plan after.
 
     Example:
         >>> what_changed("--accumulate 4", "--accumulate 4 --checkpoint")

@@ -10,26 +10,21 @@ up to date by sending what differs.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memlab.extras import require
 from memlab.records import Fit, Measurement, TimelinePoint
 from memlab.records.comparison import speed_ratio
 from memlab.records.live_state import LivePoint, Moment
-from memlab.report.figure import BUDGET, NEUTRAL_INK, axis, bare_layout, pale, pattern, phase_names, phase_shapes
 from memlab.report.live_changes import change_labels, change_lines, change_names, share_below
+from memlab.report.live_parts import BUDGET, NEUTRAL_INK, pale, pattern, phase_names, phase_shapes
 from memlab.report.pareto import LOOKS, MEASURED, PLAIN, Chart, Look, axis_names, chart, hover
 from memlab.report.segments import CATEGORIES, REST, finite, scale, swatch, time_scale, unexplained
 from memlab.report.wording import NOTHING, flag_lines, speed, then_change
 from memlab.units import format_bytes
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 HEIGHT_PIXELS = 680
 # three lines of legend, a title and what explains it
@@ -43,7 +38,8 @@ _MOST_NAME_CHARACTERS = 38
 _LEAST_PLAN_CHARACTERS = 14
 # the colour of the budget, dark enough for white words
 _CHIP = "#B5403C"
-
+_RULE = "rgba(128,128,128,.25)"
+_CLEAR = "rgba(0,0,0,0)"
 
 _LEFT, _RIGHT, _UPPER, _LOWER = [0.0, 0.455], [0.55, 1.0], [0.57, 1.0], [0.0, 0.385]
 # titles of the pictures, and what stands in them before there is anything to draw
@@ -62,38 +58,11 @@ class Drawing:
     layout: dict[str, Any]
 
 
-def figure(moment: Moment, ink: str = NEUTRAL_INK) -> Figure:
-    """Draw memory over time, memory inside a step, throughput by setting, and the map of both.
-
-    Args:
-        moment: what is drawn.
-        ink: colour of text; the default reads on light and dark.
-
-    Returns:
-        A plotly figure on a transparent background. Hover says what a mark stands for.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
-
-    Example:
-        >>> from memlab.records.live_state import Activity
-        >>> from memlab.plan import Plan
-        >>> moment = Moment("gpt2", Activity.IDLE, 0, Plan(), None, (), budget_bytes=8 * 2**30)
-        >>> figure(moment).layout.yaxis.title.text
-        'peak memory of a step, GiB'
-    """
-    require("plotly")
-    drawn = drawing(moment, ink)
-    made: Figure = importlib.import_module("plotly.graph_objects").Figure(list(drawn.traces), drawn.layout)
-    return made
-
-
-def drawing(moment: Moment, ink: str = NEUTRAL_INK, known: Chart | None = None) -> Drawing:
+def drawing(moment: Moment, known: Chart | None = None) -> Drawing:
     """Reduce a moment to traces and a layout; a figure's arguments are the same.
 
     Args:
         moment: what is drawn.
-        ink: colour of text; the default reads on light and dark.
         known: its `predicted`, or that of an earlier moment with the same predictions, settings and budget,
             which saves half of the work.
     """
@@ -101,14 +70,14 @@ def drawing(moment: Moment, ink: str = NEUTRAL_INK, known: Chart | None = None) 
     mapped = _with_trials(known or predicted(moment), moment)
     traces = (
         *_times(sheet),
-        _peaks(moment, sheet, ink),
+        _peaks(moment, sheet),
         *_inside(sheet),
-        _outline(sheet, ink),
-        _bars(sheet, ink),
-        _bar_names(sheet, ink),
-        *_map(mapped, sheet, ink),
+        _outline(sheet),
+        _bars(sheet),
+        _bar_names(sheet),
+        *_map(mapped, sheet),
     )
-    return Drawing(traces, _layout(moment, sheet, mapped, ink))
+    return Drawing(traces, _layout(moment, sheet, mapped))
 
 
 def predicted(moment: Moment) -> Chart:
@@ -266,13 +235,13 @@ def _held_peaks(moment: Moment) -> Iterator[tuple[int, int]]:
             yield point.step, peak_bytes
 
 
-def _peaks(moment: Moment, sheet: _Sheet, ink: str) -> dict[str, Any]:
+def _peaks(moment: Moment, sheet: _Sheet) -> dict[str, Any]:
     measured = list(_held_peaks(moment))
     sizes = [round(size / sheet.unit, 4) for _, size in measured]
     return {
         "type": "scatter", "name": "measured peak", "mode": "lines", "xaxis": "x", "yaxis": "y",
         "x": _widened([step for step, _ in measured]), "y": _widened(sizes, by=0),
-        "line": {"color": ink, "width": 2, "shape": "hvh"}, "showlegend": bool(measured),
+        "line": {"color": NEUTRAL_INK, "width": 2, "shape": "hvh"}, "showlegend": bool(measured),
         "hovertemplate": f"step %{{x:.0f}}: peak %{{y{_digits(sheet.unit)}}} {sheet.name}<extra></extra>",
     }  # fmt: skip
 
@@ -300,7 +269,7 @@ def _inside_scale(sheet: _Sheet) -> tuple[float, str]:
     return time_scale(max(both, default=0))
 
 
-def _outline(sheet: _Sheet, ink: str) -> dict[str, Any]:
+def _outline(sheet: _Sheet) -> dict[str, Any]:
     points = sheet.before.timeline if sheet.before else ()
     factor, _ = _inside_scale(sheet)
     said = f"before: %{{y{_digits(sheet.unit)}}} {sheet.name}<extra></extra>"
@@ -308,7 +277,7 @@ def _outline(sheet: _Sheet, ink: str) -> dict[str, Any]:
         "type": "scatter", "name": "the setting before", "mode": "lines", "xaxis": "x2", "yaxis": "y2",
         "x": [round(point.seconds * factor, 4) for point in points],
         "y": [round(point.total_bytes / sheet.unit, 4) for point in points],
-        "line": {"color": ink, "dash": "dash", "width": 1.6, "shape": "hv"},
+        "line": {"color": NEUTRAL_INK, "dash": "dash", "width": 1.6, "shape": "hv"},
         "hovertemplate": said, "showlegend": bool(points),
     }  # fmt: skip
 
@@ -316,7 +285,7 @@ def _outline(sheet: _Sheet, ink: str) -> dict[str, Any]:
 # --- throughput by setting ------------------------------------------------------------------------------------------
 
 
-def _bars(sheet: _Sheet, ink: str) -> dict[str, Any]:
+def _bars(sheet: _Sheet) -> dict[str, Any]:
     rates = [each.per_second for each in sheet.settings]
     spreads = [each.per_second * finite(each.measurement.spread) for each in sheet.settings]
     solid, weak = MEASURED.colour, pale(MEASURED.colour, 0.6)
@@ -324,7 +293,7 @@ def _bars(sheet: _Sheet, ink: str) -> dict[str, Any]:
         "type": "bar", "orientation": "h", "xaxis": "x3", "yaxis": "y3", "showlegend": False, "width": 0.34,
         "x": rates, "y": list(range(len(rates))),
         "marker": {"color": [solid if each.in_force else weak for each in sheet.settings]},
-        "error_x": {"type": "data", "array": spreads, "thickness": 1.2, "width": 3, "color": ink},
+        "error_x": {"type": "data", "array": spreads, "thickness": 1.2, "width": 3, "color": NEUTRAL_INK},
         "customdata": [_said(each) for each in sheet.settings], "hovertemplate": "%{customdata}<extra></extra>",
     }  # fmt: skip
 
@@ -342,12 +311,12 @@ def _speed(setting: _Setting) -> str:
     return "not timed yet" if said == NOTHING else f"{said} samples/s"
 
 
-def _bar_names(sheet: _Sheet, ink: str) -> dict[str, Any]:
+def _bar_names(sheet: _Sheet) -> dict[str, Any]:
     return {
         "type": "scatter", "mode": "text", "xaxis": "x3", "yaxis": "y3", "showlegend": False, "cliponaxis": False,
         "x": [0] * len(sheet.settings), "y": [row - 0.36 for row in range(len(sheet.settings))],
         "text": [_bar_name(each, sheet.settings[0]) for each in sheet.settings], "textposition": "middle right",
-        "textfont": {"size": 11, "color": ink}, "hoverinfo": "skip",
+        "textfont": {"size": 11, "color": NEUTRAL_INK}, "hoverinfo": "skip",
     }  # fmt: skip
 
 
@@ -369,16 +338,16 @@ def _shortened(plan: str, most_characters: int) -> str:
 # --- memory against throughput --------------------------------------------------------------------------------------
 
 
-def _map(mapped: Chart, sheet: _Sheet, ink: str) -> list[dict[str, Any]]:
+def _map(mapped: Chart, sheet: _Sheet) -> list[dict[str, Any]]:
     unit, _ = scale(mapped.most_bytes)
     looks = [LOOKS[Fit.NO], LOOKS[Fit.UNCERTAIN], LOOKS[Fit.YES], PLAIN]
     in_force = next((each.measurement.plan for each in sheet.settings if each.in_force), "")
     return [
         *(_points(mapped, look, unit) for look in looks),
-        _front(mapped, unit, ink),
+        _front(mapped, unit),
         _connections(mapped, unit),
         _tried(mapped, unit),
-        _ring(mapped, in_force, unit, ink),
+        _ring(mapped, in_force, unit),
     ]
 
 
@@ -402,9 +371,9 @@ def _points(mapped: Chart, look: Look, unit: int) -> dict[str, Any]:
 _WRAPPED = "%{customdata}<extra></extra>"
 
 
-def _front(mapped: Chart, unit: int, ink: str) -> dict[str, Any]:
+def _front(mapped: Chart, unit: int) -> dict[str, Any]:
     places = [(point.memory_bytes, point.per_second) for point in mapped.front] if len(mapped.front) > 1 else []
-    line = {"color": ink, "width": 1.2, "shape": "hv"}
+    line = {"color": NEUTRAL_INK, "width": 1.2, "shape": "hv"}
     return _mark(places, unit, name="best of both") | {"mode": "lines", "line": line, "hoverinfo": "skip"}
 
 
@@ -432,32 +401,33 @@ def _tried(mapped: Chart, unit: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _ring(mapped: Chart, in_force: str, unit: int, ink: str) -> dict[str, Any]:
+def _ring(mapped: Chart, in_force: str, unit: int) -> dict[str, Any]:
     ringed = [trial.place for trial in mapped.trials if trial.plan == in_force]
-    marker = {"symbol": "circle-open", "size": 25, "color": ink, "line": {"width": 2.5, "color": ink}}
+    marker = {"symbol": "circle-open", "size": 25, "color": NEUTRAL_INK, "line": {"width": 2.5, "color": NEUTRAL_INK}}
     return _mark(ringed, unit, name="in force", marker=marker) | {"hoverinfo": "skip"}
 
 
 # --- axes, words and lines ------------------------------------------------------------------------------------------
 
 
-def _layout(moment: Moment, sheet: _Sheet, mapped: Chart, ink: str) -> dict[str, Any]:
-    labels = change_labels(moment)
+def _layout(moment: Moment, sheet: _Sheet, mapped: Chart) -> dict[str, Any]:
+    labels, step = change_labels(moment), (_inside_points(sheet), _inside_scale(sheet)[0])
     rows = 1 + max((label.row for label in labels), default=-1) + (sheet.most_bytes == sheet.budget_bytes)
     # the labels of the changes stand in a strip above the memory
     top = _roomy(max(1, sheet.most_bytes) / sheet.unit) / share_below(rows)
     return {
-        **bare_layout(ink), "height": HEIGHT_PIXELS, "autosize": True, "hovermode": "closest", "bargap": 0.1,
-        "margin": {"l": 62, "r": 14, "t": _TOP_PIXELS, "b": 44}, "font": {"color": ink, "size": 12},
+        # no background and no template: it reads in a light and in a dark notebook
+        "template": "none", "paper_bgcolor": _CLEAR, "plot_bgcolor": _CLEAR, "height": HEIGHT_PIXELS, "autosize": True, "hovermode": "closest", "bargap": 0.1,
+        "margin": {"l": 62, "r": 14, "t": _TOP_PIXELS, "b": 44}, "font": {"color": NEUTRAL_INK, "size": 12},
         "hoverlabel": {"bgcolor": "#2B2B2B", "bordercolor": "#8C8C8C", "font": {"color": "#FFFFFF"}, "align": "left"},
-        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": ink},
+        "modebar": {"bgcolor": _CLEAR, "color": NEUTRAL_INK},
         # its lower edge stays where it is, so that no margin moves when it grows by a line
         "legend": {"orientation": "h", "x": 0, "xanchor": "left", "traceorder": "normal", "font": {"size": 12},
                    "yref": "container", "y": 1 - (_TOP_PIXELS - 38) / HEIGHT_PIXELS, "yanchor": "bottom"},
         **_axes(sheet, mapped, top),
-        "shapes": [*_budget_lines(sheet, mapped), *change_lines(labels), *_phases(sheet)],
+        "shapes": [*_budget_lines(sheet, mapped), *change_lines(labels), *phase_shapes(*step)],
         "annotations": [*_titles(sheet, mapped), *_empty(sheet, mapped), *_budget_names(sheet, mapped),
-                        *change_names(labels), *_phase_names(sheet)],
+                        *change_names(labels), *phase_names(*step)],
     }  # fmt: skip
 
 
@@ -484,9 +454,12 @@ def _axes(sheet: _Sheet, mapped: Chart, top: float) -> dict[str, Any]:
 
 
 def _axis(title: str, anchor: str, domain: list[float], **more: Any) -> dict[str, Any]:
-    drawn = axis(title, anchor=anchor, domain=domain, **more)
-    # no margin that grows with the ticks: the pictures would move while they are looked at
-    return drawn | {"title": drawn["title"] | {"font": {"size": 12}, "standoff": 6}, "automargin": False}
+    return {
+        "title": {"text": title, "font": {"size": 12}, "standoff": 6},
+        "gridcolor": _RULE, "zerolinecolor": _RULE, "linecolor": _RULE, "anchor": anchor, "domain": domain,
+        # no margin that grows with the ticks: the pictures would move while they are looked at
+        "automargin": False, **more,
+    }  # fmt: skip
 
 
 def _roomy(most: float) -> float:
@@ -582,12 +555,3 @@ def _empty(sheet: _Sheet, mapped: Chart) -> list[dict[str, Any]]:
         {"text": f"<i>{text}</i>", "xref": f"{x} domain", "yref": f"{y} domain", "x": 0.5, "y": 0.5, "showarrow": False}
         for (x, y, _, text), empty in zip((_TIMES, _INSIDE, _SPEEDS, _MAP), is_empty, strict=True) if empty
     ]  # fmt: skip
-
-
-def _phases(sheet: _Sheet) -> list[dict[str, Any]]:
-    return phase_shapes(_inside_points(sheet), _inside_scale(sheet)[0], "x2", "y2 domain")
-
-
-def _phase_names(sheet: _Sheet) -> list[dict[str, Any]]:
-    names = phase_names(_inside_points(sheet), _inside_scale(sheet)[0], "x2", "y2 domain", 0.2)
-    return [name | {"font": {"size": 11}} for name in names]

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from memlab.records import Category
 from memlab.records.live_state import Change, LivePoint, Moment
-from memlab.report.segments import REST, categories_of, scale, swatch
+from memlab.report.segments import REST, categories_of, scale, swatch, unexplained
 from memlab.report.wording import rate
 from memlab.units import format_bytes, format_seconds
 
@@ -36,8 +35,6 @@ _LEAST_SHARE = 0.4
 _HEADROOM = 1.06
 # samples per second: one in decades is none
 _LEAST_SPEED = 1e-9
-# a smaller share of a peak may be part of no category without a mention
-_NO_REST = 0.001
 
 _LIMIT = "#D9534F"
 _RULE = "rgba(128,128,128,.3)"
@@ -50,19 +47,8 @@ _KEY = "display:inline-block;width:9px;height:9px;margin-right:4px"
 def compact(moment: Moment) -> str:
     """Write how a run is going as a piece of HTML that reads on a light and on a dark page.
 
-    Args:
-        moment: the run; every text in it is escaped.
-
     Returns:
         A `<div>` with a status line and, once a step has ended, a picture; at most 20 KiB, whatever the run.
-
-    Example:
-        >>> from memlab.records.live_state import Activity
-        >>> from memlab.plan import Plan
-        >>> point = LivePoint(1, "as written", 0.5, 16.0, 2**30, {"parameters": 2**29})
-        >>> html = compact(Moment("gpt2", Activity.TRAINING, 1, Plan(), None, (), (point,)))
-        >>> html.count("<svg"), html.count('role="status"')
-        (1, 1)
     """
     status = f'<div role="status" aria-live="polite" style="padding:2px 0 4px">{escape(compact_text(moment))}</div>'
     return f'<div class="memlab-live" style="{_TEXT}">{status}{_picture(moment) if moment.points else ""}</div>'
@@ -185,10 +171,8 @@ def _column(points: Sequence[LivePoint], peak_before_bytes: int | None) -> _Colu
 
 
 def _completed(parts: Mapping[str, int], peak_bytes: int | None) -> Mapping[str, int]:
-    if peak_bytes is None:
-        return parts
-    rest = peak_bytes - sum(parts.values()) + parts.get(Category.UNUSED, 0)
-    return {**parts, REST: rest} if rest > peak_bytes * _NO_REST else parts
+    rest_bytes = unexplained(parts, peak_bytes or 0)
+    return {**parts, REST: rest_bytes} if rest_bytes else parts
 
 
 # -- the picture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memlab.records import Fit, Measurement, Prediction, speed_of
 from memlab.records.comparison import FoundPlan
@@ -23,14 +23,7 @@ _MOST_LABELS = 5
 
 @dataclass(frozen=True)
 class Look:
-    """Style of points of one kind, by shape and by colour.
-
-    Args:
-        name: in the legend.
-        colour: after Okabe and Ito, at 3:1 or more to white and to the dark theme's background.
-        marker: of matplotlib.
-        symbol: of plotly.
-    """
+    """Style of points of one kind, by shape and by colour."""
 
     name: str
     colour: str
@@ -64,11 +57,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Trial:
-    """A measurement in the picture, and the point that predicted it.
-
-    Args:
-        ran_out: it has no peak and no speed, and stands where it was predicted.
-    """
+    """A measurement in the picture, and the point that predicted it."""
 
     plan: str
     memory_bytes: int
@@ -133,15 +122,7 @@ def chart(
     title: str = "",
     found: str = "",
 ) -> Chart:
-    """Reduce predictions and trials to a picture.
-
-    Args:
-        predictions: those with a speed are drawn.
-        measurements: trials, each connected with its prediction.
-        budget_bytes: what the plans are to fit into.
-        title: what was predicted; by default the device.
-        found: label of the plan that was found.
-    """
+    """Reduce predictions and trials to a picture."""
     known = [each for each in predictions if not each.refused and speed_of(each)]
     on_front = {each.plan for each in pareto_front(known)}
     drawn = _thinned(known, on_front | {each.plan for each in measurements} | {"as written"})
@@ -165,7 +146,7 @@ def found_chart(found: FoundPlan) -> Chart:
     """The picture of a found plan: what was predicted, what was run, and the plan."""
     drawn = chart(found.predictions, found.trials, found.budget_bytes, title=found.title, found=found.plan.label)
     said = found_sentence(found)
-    return Chart(**{**vars(drawn), "description": f"{drawn.description} {said[0].upper()}{said[1:]}."})
+    return replace(drawn, description=f"{drawn.description} {said[0].upper()}{said[1:]}.")
 
 
 def _point(prediction: Prediction, budget_bytes: int | None, on_front: set[str]) -> Point:

@@ -4,44 +4,40 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memlab.records import Fit
-from memlab.report.canvas import BUDGET, FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
+from memlab.report.canvas import (
+    FAINT,
+    FONT,
+    GRID,
+    INK,
+    PAPER,
+    encode,
+    label_x,
+    legend,
+    mark_budget,
+    paper,
+    plain,
+    say,
+    write,
+)
 from memlab.report.pareto import FOUND_RING, LOOKS, MEASURED, PLAIN, Chart, Look, Point, Trial, axis_names
 from memlab.report.segments import scale
 from memlab.report.wording import flag_lines
-from memlab.units import format_bytes
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 _Box = tuple[float, float, float, float]
 # with more points than this, intervals are drawn for the front alone
 _MOST_INTERVALS = 40
+_OPEN = {"markerfacecolor": "none"}
 
 
 def png(chart: Chart) -> bytes:
-    """Draw predictions as open marks, their Pareto front as a line, trials as filled marks, the budget as a line.
-
-    Args:
-        chart: from `memlab.report.pareto.chart` or `found_chart`.
-
-    Returns:
-        The bytes of a PNG file, with a description in its metadata.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-
-    Example:
-        >>> from memlab.records import Prediction
-        >>> from memlab.report.pareto import chart
-        >>> p = Prediction("as written", "T4", 2**30, None, 0, {}, (), 0.5, 8, 0, (2**30, 2**30), (0.5, 0.5))
-        >>> png(chart([p]))[1:4]
-        b'PNG'
-    """
+    """Draw predictions as open marks, their Pareto front as a line, trials as filled marks, the budget as a line."""
     figure = paper(5.2)
     write(figure, 0.012, 0.975, "\n".join(textwrap.wrap(chart.title, 120)), size=11, weight="bold", va="top")
     axes = figure.add_axes((0.065, 0.105, 0.92, 0.745))
@@ -56,14 +52,14 @@ def png(chart: Chart) -> bytes:
     if chart.points:
         _draw(axes, chart, unit)
     else:
-        axes.text(0.5, 0.5, "no speed was predicted", ha="center", color=FAINT, family=FONT, transform=axes.transAxes)
-    _legend(figure, _handles(chart))
+        say(axes, 0.5, 0.5, "no speed was predicted", ha="center", color=FAINT, transform=axes.transAxes)
+    legend(figure, _handles(chart), 0.93)
     return encode(figure, has_small_marks=True, title=chart.title, description=chart.description)
 
 
 def _draw(axes: Axes, chart: Chart, unit: int) -> None:
     if chart.budget_bytes is not None:
-        _draw_budget(axes, chart.budget_bytes, unit)
+        mark_budget(axes, chart.budget_bytes, unit, along="x")
     spread = chart.points if len(chart.points) <= _MOST_INTERVALS else chart.front
     for point in spread:
         _draw_interval(axes, point, unit)
@@ -108,39 +104,13 @@ def _draw_trial(axes: Axes, trial: Trial, unit: int) -> None:
         axes.plot(*at, marker="x", markersize=10, markeredgecolor=MEASURED.colour, markeredgewidth=2.2, zorder=6)
         return
     if trial.predicted is not None:
-        before = (trial.predicted.memory_bytes / unit, trial.predicted.per_second)
-        axes.plot(
-            [before[0], at[0]],
-            [before[1], at[1]],
-            color=MEASURED.colour,
-            linewidth=1.2,
-            linestyle=(0, (2, 1)),
-            zorder=5,
-        )
-    axes.plot(
-        *at, marker="o", markersize=7.5, color=MEASURED.colour, markeredgecolor=PAPER, markeredgewidth=0.8, zorder=6
-    )
+        steps = (trial.predicted.memory_bytes / unit, at[0]), (trial.predicted.per_second, at[1])
+        axes.plot(*steps, color=MEASURED.colour, linewidth=1.2, linestyle=(0, (2, 1)), zorder=5)
+    full: dict[str, Any] = {"color": MEASURED.colour, "markeredgecolor": PAPER, "markeredgewidth": 0.8}
+    axes.plot(*at, marker="o", markersize=7.5, zorder=6, **full)
     if trial.is_found:
-        axes.plot(
-            *at,
-            marker="o",
-            markersize=16,
-            markerfacecolor="none",
-            markeredgecolor=FOUND_RING,
-            markeredgewidth=2.4,
-            zorder=6,
-        )
-
-
-def _draw_budget(axes: Axes, budget_bytes: int, unit: int) -> None:
-    axes.axvline(budget_bytes / unit, color=BUDGET, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1)
-    left, right = axes.get_xlim()
-    is_late = budget_bytes / unit > (left + right) * 0.8
-    axes.annotate(
-        f"budget {format_bytes(budget_bytes)}", (budget_bytes / unit, 0.985), xycoords=("data", "axes fraction"),
-        xytext=(-5 if is_late else 5, 0), textcoords="offset points", ha="right" if is_late else "left", va="top",
-        fontsize=9, color=BUDGET, family=FONT,
-    )  # fmt: skip
+        ring: dict[str, Any] = {**_OPEN, "markeredgecolor": FOUND_RING, "markeredgewidth": 2.4}
+        axes.plot(*at, marker="o", markersize=16, zorder=6, **ring)
 
 
 def _label(axes: Axes, chart: Chart, unit: int) -> None:
@@ -200,51 +170,20 @@ def _overlap(one: _Box, other: _Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-def _handles(chart: Chart) -> list[Line2D]:
+def _handles(chart: Chart) -> list[Artist]:
     from matplotlib.lines import Line2D
 
-    handles = [
-        Line2D([], [], linestyle="", marker=look.marker, markerfacecolor="none", markeredgecolor=look.colour,
-               markersize=6, label=look.name)
-        for look in _looks(chart.points)
-    ]  # fmt: skip
+    def mark(label: str, marker: str, colour: str, **style: Any) -> Artist:
+        return Line2D([], [], linestyle="", marker=marker, markeredgecolor=colour, label=label, **style)
+
+    ran = [trial for trial in chart.trials if not trial.ran_out]
+    handles = [mark(look.name, look.marker, look.colour, **_OPEN, markersize=6) for look in _looks(chart.points)]
     if len(chart.front) > 1:
         handles.append(Line2D([], [], color=INK, linewidth=1.3, label="Pareto front"))
-    if any(not trial.ran_out for trial in chart.trials):
-        handles.append(Line2D([], [], linestyle="", marker="o", color=MEASURED.colour, markersize=7, label="measured"))
-    if any(trial.ran_out for trial in chart.trials):
-        handles.append(
-            Line2D(
-                [],
-                [],
-                linestyle="",
-                marker="x",
-                markeredgecolor=MEASURED.colour,
-                markeredgewidth=2,
-                markersize=7,
-                label="ran out of memory",
-            )
-        )
-    if any(trial.is_found and not trial.ran_out for trial in chart.trials):
-        handles.append(
-            Line2D(
-                [],
-                [],
-                linestyle="",
-                marker="o",
-                markerfacecolor="none",
-                markeredgecolor=FOUND_RING,
-                markeredgewidth=2.2,
-                markersize=11,
-                label="found",
-            )
-        )
+    if ran:
+        handles.append(mark("measured", "o", MEASURED.colour, markerfacecolor=MEASURED.colour, markersize=7))
+    if len(ran) < len(chart.trials):
+        handles.append(mark("ran out of memory", "x", MEASURED.colour, markeredgewidth=2, markersize=7))
+    if any(trial.is_found for trial in ran):
+        handles.append(mark("found", "o", FOUND_RING, **_OPEN, markeredgewidth=2.2, markersize=11))
     return handles
-
-
-def _legend(figure: Figure, handles: list[Line2D]) -> None:
-    figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0.012, 0.93), ncols=max(1, len(handles)), frameon=False,
-        labelcolor=INK, prop={"family": FONT, "size": 9}, borderpad=0, borderaxespad=0, handlelength=1.6,
-        columnspacing=1.5, handletextpad=0.5,
-    )  # fmt: skip

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from memlab.records.ranks import Fewest, HowMany, PredictedRanks, RankPrediction
-from memlab.report.canvas import FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
+from memlab.report.canvas import GRID, INK, encode, label_x, legend, paper, patches, plain, say, stacked_bar, write
 from memlab.report.segments import REST, Swatch, scale, swatch
 from memlab.report.table import Table
 from memlab.report.tables import of_texts
@@ -16,7 +16,6 @@ from memlab.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # what ranks need beyond one process, with looks of its own; the rest looks as in every picture
 _SWATCHES = {
@@ -33,16 +32,7 @@ _THICK = 0.7
 
 
 def table(predicted_plans: PredictedRanks) -> Table:
-    """Reduce predictions for ranks to the table that people read.
-
-    Args:
-        predicted_plans: predictions of ranks, in order.
-
-    Example:
-        >>> p = RankPrediction("--scale ddp", "T4", 2, 4, 2**30, 0, {}, {"parameters": 2**20}, 2**21, (2**30, 2**30))
-        >>> table(PredictedRanks("gpt2", (p,))).rows[0].texts
-        ('--scale ddp', '2', '1.00 GiB', '1.0 MiB', '–', '–', '2.0 MiB')
-    """
+    """Reduce predictions for ranks to the table that people read."""
     known = [each for each in predicted_plans.predictions if not each.refused]
     has_host = any(each.host_bytes for each in known)
     was_run = any(predicted_plans.measured(each) is not None for each in known)
@@ -76,16 +66,7 @@ def _foot(predicted_plans: PredictedRanks) -> Iterator[str]:
 
 
 def how_many(found: HowMany) -> Table:
-    """Reduce the answer to a table: a line for each GPU, a column for each engine.
-
-    Args:
-        found: GPUs and engines.
-
-    Example:
-        >>> p = RankPrediction("--scale fsdp2", "T4", 8, 1, 2**33, 0, {}, {}, 0, (2**33, 2**33))
-        >>> how_many(HowMany("gpt2", 64, (Fewest("T4", 2**34, "fsdp2", p),))).rows[0].texts
-        ('T4', '16.00 GiB', '8 (8.00 GiB each)')
-    """
+    """Reduce the answer to a table: a line for each GPU, a column for each engine."""
     engines = list(dict.fromkeys(row.engine for row in found.rows))
     rows = []
     for gpu, listed in groupby(found.rows, key=lambda row: (row.gpu, row.memory_bytes)):
@@ -105,22 +86,7 @@ def _number(row: Fewest | None, most: int) -> str:
 
 
 def png(predicted_plans: PredictedRanks) -> bytes | None:
-    """Draw memory per rank: a bar for each engine, groups for the numbers of ranks, on one axis.
-
-    Args:
-        predicted_plans: predictions of ranks, in order.
-
-    Returns:
-        The bytes of a PNG file, with a one-sentence description in its metadata; None where nothing is known.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-
-    Example:
-        >>> p = RankPrediction("--scale ddp", "T4", 2, 4, 2**30, 0, {"parameters": 2**30}, {}, 0, (2**30, 2**30))
-        >>> png(PredictedRanks("gpt2", (p,)))[1:4]
-        b'PNG'
-    """
+    """Draw memory per rank: a bar for each engine, groups for the numbers of ranks, on one axis."""
     known = [each for each in predicted_plans.predictions if not each.refused]
     if not known:
         return None
@@ -130,7 +96,8 @@ def png(predicted_plans: PredictedRanks) -> bytes | None:
     write(figure, 0.012, 1 - 0.10 / height, predicted_plans.title, size=11, weight="bold", va="top")
     axes = figure.add_axes((0.26, _FOOT_INCHES / height, 0.72, 1 - (_HEAD_INCHES + _FOOT_INCHES) / height))
     _draw(axes, predicted_plans, known, places)
-    _legend(figure, known, 1 - 0.36 / height)
+    parts = _ordered({part: 1 for each in known for part in each.breakdown})
+    legend(figure, patches(parts, _look), 1 - 0.36 / height, size=8)
     return encode(figure, title=predicted_plans.title, description=sentence(predicted_plans))
 
 
@@ -163,39 +130,15 @@ def _draw(
     axes.set_ylim(places[-1] + 0.6, -0.6)
     axes.grid(visible=True, axis="x", color=GRID, linewidth=0.8, linestyle="-")
     for place, each, size_bytes in zip(places, known, measured, strict=True):
-        left = 0.0
-        for part, part_bytes in _ordered(each.breakdown).items():
-            look = _look(part)
-            axes.barh(
-                place, part_bytes / unit_bytes, _THICK, left, color=look.colour, hatch=look.hatch, edgecolor=PAPER,
-                linewidth=0.4,
-            )  # fmt: skip
-            left += part_bytes / unit_bytes
+        end = stacked_bar(axes, place, _ordered(each.breakdown), unit_bytes, thick=_THICK, look=_look)
         if size_bytes is not None:
             at = size_bytes / unit_bytes
             axes.plot([at, at], [place - 0.45, place + 0.45], color=INK, linewidth=1.6)
-        axes.text(
-            left, place, f" {format_bytes(each.peak_allocated_bytes)}", va="center", size=8, color=INK, family=FONT
-        )
+        say(axes, end, place, f" {format_bytes(each.peak_allocated_bytes)}", fontsize=8)
     axes.set_yticks(list(places))
     axes.set_yticklabels([f"{each.scale.removeprefix('--scale ')} × {each.ranks}" for each in known], size=8)
     ran = "; the stroke is what was measured" if any(size is not None for size in measured) else ""
     label_x(axes, f"{name} on each rank at its peak, predicted{ran}")
-
-
-def _legend(figure: Figure, known: Sequence[RankPrediction], top: float) -> None:
-    from matplotlib.patches import Patch
-
-    parts = _ordered({part: 1 for each in known for part in each.breakdown})
-    handles = [
-        Patch(facecolor=_look(part).colour, hatch=_look(part).hatch, edgecolor=PAPER, label=part) for part in parts
-    ]
-    legend = figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0.005, top), ncols=len(handles), frameon=False, fontsize=8,
-        handlelength=1.1, columnspacing=1.2, prop={"family": FONT, "size": 8},
-    )  # fmt: skip
-    for text in legend.get_texts():
-        text.set_color(FAINT)
 
 
 def _look(part: str) -> Swatch:

@@ -11,11 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from memlab.records import Category, Measurement, Phase, Prediction, TimelinePoint
+from memlab.records import Category, Phase, Prediction, Profile, TimelinePoint
 from memlab.units import GIB, KIB, MIB
-
-# one figure draws both: what it shows they have in common
-Profile = Measurement | Prediction
 
 # measured bytes that no observed step attributed to a category
 REST = "not broken down"
@@ -99,12 +96,7 @@ def categories_of(parts: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
 
 
 def scale(most_bytes: float) -> tuple[int, str]:
-    """The unit of an axis: its bytes and its name.
-
-    Example:
-        >>> scale(5 * 2**30), scale(300 * 2**20)
-        ((1073741824, 'GiB'), (1048576, 'MiB'))
-    """
+    """The unit of an axis: its bytes and its name."""
     return next(((size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB")) if most_bytes >= size), (KIB, "KiB"))
 
 

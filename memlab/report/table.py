@@ -30,12 +30,7 @@ class Look(Enum):
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar below a figure, in HTML; all bars of a column have one scale.
-
-    Args:
-        parts: lengths by name: bytes by category, or one length without a name.
-        look: what it stands for.
-    """
+    """A bar below a figure, in HTML; all bars of a column have one scale."""
 
     parts: Mapping[str, float]
     look: Look = Look.MEASURED
@@ -43,34 +38,19 @@ class Bar:
 
 @dataclass(frozen=True)
 class Column(Generic[_R]):
-    """One column of a table.
-
-    Args:
-        title: its heading.
-        cell: a record's text.
-        kind: how it is set.
-        bar: a record's bar; None where it has none.
-        group: heading over several columns.
-    """
+    """One column of a table."""
 
     title: str
     cell: Callable[[_R], str]
     kind: Kind = Kind.NUMBER
     bar: Callable[[_R], Bar | None] = lambda _: None
     group: str = ""
+    is_wanted: bool = True
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table.
-
-    Args:
-        texts: one per column.
-        bars: likewise; None where there is none.
-        below: what stands below the first text.
-        fits: whether it is the one that was looked for.
-        is_left_out: whether it is set back, since it counts no further.
-    """
+    """One row of a table."""
 
     texts: tuple[str, ...]
     bars: tuple[Bar | None, ...]
@@ -81,15 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of ready texts.
-
-    Args:
-        title: what it shows, on what.
-        columns: their headings and kinds; none where there is nothing but words.
-        rows: their texts.
-        foot: lines below the table.
-        more: tables that stand between it and its foot.
-    """
+    """A table of ready texts."""
 
     title: str
     columns: tuple[Column[Any], ...] = ()
@@ -99,17 +71,11 @@ class Table:
 
 
 def row(columns: Iterable[Column[_R]], record: _R, **about: Any) -> Row:
-    """Write one record under columns.
-
-    Args:
-        columns: the columns.
-        record: what they write.
-        about: further arguments of `Row`.
-    """
+    """Write one record under columns."""
     pairs = [(column.cell(record), column.bar(record)) for column in columns]
     return Row(tuple(text for text, _ in pairs), tuple(bar for _, bar in pairs), **about)
 
 
-def wanted(*columns: tuple[Column[_R], bool]) -> tuple[Column[_R], ...]:
+def wanted(*columns: Column[_R]) -> tuple[Column[_R], ...]:
     """Return the columns that say something."""
-    return tuple(column for column, says_something in columns if says_something)
+    return tuple(column for column in columns if column.is_wanted)

@@ -23,48 +23,32 @@ _NARROW = 0.3
 
 
 def comparison(compared: Comparison) -> Table:
-    """Reduce a comparison to the table that people read: the columns that say something about it.
-
-    Args:
-        compared: the settings that were tried; the first row is what the others are compared with.
-    """
+    """Reduce a comparison to the table that people read: the columns that say something about it."""
     measurements, rows = compared.measurements, compared.rows
     ranks = compared.are_ranks
 
     def of_others(write: Callable[[Compared], str]) -> Callable[[Compared], str]:
         return lambda each: NOTHING if each is rows[0] else write(each)
 
+    reserved = any(m.peak_reserved_bytes is not None for m in measurements)
     columns = wanted(
-        (Column[Compared]("plan", lambda each: each.measurement.plan, Kind.PLAN), True),
-        (Column("device", lambda each: each.measurement.device, Kind.WORDS), len({m.device for m in measurements}) > 1),
-        (
-            Column(
-                "peak allocated", lambda each: peak(each.measurement), bar=lambda each: Bar(segments(each.measurement))
-            ),
-            True,
-        ),
-        (Column("predicted", _predicted), any(each.prediction for each in rows)),
-        (Column("vs first", of_others(lambda each: change(each.memory_ratio))), not ranks),
-        (
-            Column("peak reserved", lambda each: bytes_or_nothing(each.measurement.peak_reserved_bytes)),
-            any(m.peak_reserved_bytes is not None for m in measurements),
-        ),
-        (
-            Column("on host", lambda each: bytes_or_nothing(each.measurement.host_bytes or None)),
-            any(m.host_bytes for m in measurements),
-        ),
-        (Column("samples/s", lambda each: speed(each.measurement)), True),
-        (Column("vs first", of_others(lambda each: change(each.speed_ratio))), not ranks),
-        (
-            Column("tokens/s", lambda each: rate(each.measurement.tokens_per_second or math.nan)),
-            any(m.tokens_per_step for m in measurements),
-        ),
-        (
-            Column("loss drift", of_others(lambda each: drift(each.loss_drift))),
-            not ranks and any(m.losses for m in measurements),
-        ),
-        (Column("note", lambda each: each.verdict, Kind.NOTE), any(each.verdict for each in rows)),
-    )
+        Column[Compared]("plan", lambda each: each.measurement.plan, Kind.PLAN),
+        Column("device", lambda each: each.measurement.device, Kind.WORDS,
+               is_wanted=len({m.device for m in measurements}) > 1),
+        Column("peak allocated", lambda each: peak(each.measurement), bar=lambda each: Bar(segments(each.measurement))),
+        Column("predicted", _predicted, is_wanted=any(each.prediction for each in rows)),
+        Column("vs first", of_others(lambda each: change(each.memory_ratio)), is_wanted=not ranks),
+        Column("peak reserved", lambda each: bytes_or_nothing(each.measurement.peak_reserved_bytes), is_wanted=reserved),
+        Column("on host", lambda each: bytes_or_nothing(each.measurement.host_bytes or None),
+               is_wanted=any(m.host_bytes for m in measurements)),
+        Column("samples/s", lambda each: speed(each.measurement)),
+        Column("vs first", of_others(lambda each: change(each.speed_ratio)), is_wanted=not ranks),
+        Column("tokens/s", lambda each: rate(each.measurement.tokens_per_second or math.nan),
+               is_wanted=any(m.tokens_per_step for m in measurements)),
+        Column("loss drift", of_others(lambda each: drift(each.loss_drift)),
+               is_wanted=not ranks and any(m.losses for m in measurements)),
+        Column("note", lambda each: each.verdict, Kind.NOTE, is_wanted=any(each.verdict for each in rows)),
+    )  # fmt: skip
     return Table(
         compared.title, columns, tuple(row(columns, each) for each in rows), compared.events, _of_models(measurements)
     )
@@ -95,15 +79,7 @@ def _of_models(measurements: Sequence[Measurement]) -> tuple[Table, ...]:
 def of_texts(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str], foot: tuple[str, ...] = ()
 ) -> Table:
-    """Make a table of texts that are ready.
-
-    Args:
-        title: what it shows.
-        heads: headings of the columns; "plan" is one of plans.
-        rows: a text for each.
-        words: headings of columns that hold words; the others hold numbers.
-        foot: lines below it.
-    """
+    """Make a table of texts that are ready."""
     kinds = {"plan": Kind.PLAN} | dict.fromkeys(words, Kind.WORDS)
     columns = tuple(
         Column[Sequence[str]](head, itemgetter(number), kinds.get(head, Kind.NUMBER))
@@ -193,13 +169,7 @@ def found_sentence(found: FoundPlan) -> str:
 
 
 def predictions_sentence(predictions: Sequence[Prediction], budget_bytes: int | None = None) -> str:
-    """One sentence for status lines, screen readers and the alternative text of pictures.
-
-    Example:
-        >>> p = Prediction("as written", "T4", 2**30, None, 0, {}, (), 0.5, 8, 0, (2**30, 2**30), (0.5, 0.5))
-        >>> predictions_sentence([p], 2**31)
-        '1 plan predicted for T4: 1 fit; as written needs 1.00 GiB at 16.0 samples per second.'
-    """
+    """One sentence for status lines, screen readers and the alternative text of pictures."""
     ranking = rank(predictions, budget_bytes)
     if ranking is None:
         return "No plan can be predicted."
@@ -258,36 +228,22 @@ def _columns(ranking: Ranking, rows: Sequence[Prediction]) -> tuple[Column[Predi
     first, budget_bytes = ranking.first, ranking.budget_bytes
     speeds = any(map(speed_of, rows))
     unit = "samples/s" if any(each.samples_per_step for each in rows) else "step time"
+    reserved = any(each.peak_reserved_bytes is not None for each in rows)
     return wanted(
-        (Column[Prediction]("plan", lambda each: each.plan, Kind.PLAN), True),
-        (
-            Column(FRONT_MARK, lambda each: FRONT_MARK if each.plan in ranking.front else "", Kind.WORDS),
-            _marks_front(ranking),
-        ),
-        (
-            Column(
-                "peak allocated",
-                lambda each: _peak(each, is_needed=each.peak_reserved_bytes is None),
-                bar=lambda each: Bar(segments(each), Look.PREDICTED),
-            ),
-            True,
-        ),
-        (
-            Column("peak reserved", lambda each: _peak(each, is_needed=True)),
-            any(each.peak_reserved_bytes is not None for each in rows),
-        ),
-        (Column("vs first", lambda each: _versus(each.needed_bytes, first.needed_bytes, each is first)), True),
-        (
-            Column("on host", lambda each: bytes_or_nothing(each.host_bytes or None)),
-            any(each.host_bytes for each in rows),
-        ),
-        (Column(unit, interval_speed), speeds),
-        (Column("vs first", lambda each: _versus(speed_of(each), speed_of(first), each is first)), speeds),
-        (
-            Column("verdict", lambda each: verdict_words(each, budget_bytes or 0), Kind.WORDS),
-            budget_bytes is not None,
-        ),
-    )
+        Column[Prediction]("plan", lambda each: each.plan, Kind.PLAN),
+        Column(FRONT_MARK, lambda each: FRONT_MARK if each.plan in ranking.front else "", Kind.WORDS,
+               is_wanted=_marks_front(ranking)),
+        Column("peak allocated", lambda each: _peak(each, is_needed=each.peak_reserved_bytes is None),
+               bar=lambda each: Bar(segments(each), Look.PREDICTED)),
+        Column("peak reserved", lambda each: _peak(each, is_needed=True), is_wanted=reserved),
+        Column("vs first", lambda each: _versus(each.needed_bytes, first.needed_bytes, each is first)),
+        Column("on host", lambda each: bytes_or_nothing(each.host_bytes or None),
+               is_wanted=any(each.host_bytes for each in rows)),
+        Column(unit, interval_speed, is_wanted=speeds),
+        Column("vs first", lambda each: _versus(speed_of(each), speed_of(first), each is first), is_wanted=speeds),
+        Column("verdict", lambda each: verdict_words(each, budget_bytes or 0), Kind.WORDS,
+               is_wanted=budget_bytes is not None),
+    )  # fmt: skip
 
 
 def _peak(prediction: Prediction, *, is_needed: bool) -> str:

@@ -6,9 +6,9 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from memlab.records import Measurement
+from memlab.records import Measurement, Profile
 from memlab.records.comparison import Comparison
-from memlab.report.segments import Profile, heading, segments
+from memlab.report.segments import heading, segments
 from memlab.report.table import Kind, Row, Table
 from memlab.report.wording import flag_lines
 from memlab.units import format_bytes, format_change
@@ -116,21 +116,7 @@ class _Sheet:
 
 
 def breakdown(profile: Profile) -> str:
-    """Print what the memory is used for at the peak, measured or predicted.
-
-    Args:
-        profile: a measurement or a prediction, with or without a breakdown.
-
-    Returns:
-        One line per category with its bytes and its share of the peak, then the totals.
-
-    Example:
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {"parameters": 2**30}, (), (), 8, 0)
-        >>> print(breakdown(m))
-        as written · cpu
-        parameters         1.00 GiB   100 %  ████████████████████████
-        peak allocated     1.00 GiB
-    """
+    """Print what the memory is used for at the peak, measured or predicted."""
     parts = segments(profile)
     whole = max(1, sum(parts.values()))
     totals = _totals(profile)
@@ -143,13 +129,7 @@ def breakdown(profile: Profile) -> str:
 
 
 def summary(comparison: Comparison) -> str:
-    """One sentence for status lines, screen readers and the alternative text of pictures.
-
-    Example:
-        >>> m = Measurement("as written", "cpu", 2**30, None, 0, {}, (), (0.5,) * 5, 8, 0)
-        >>> summary(Comparison("gpt2", (m,)))
-        '1 setting measured: as written peaks at 1.00 GiB.'
-    """
+    """One sentence for status lines, screen readers and the alternative text of pictures."""
     first, *others = comparison.rows
     count = f"{len(comparison.rows)} setting{'s' if others else ''} measured: "
     sentence = f"{count}{first.measurement.plan} peaks at {format_bytes(first.measurement.peak_allocated_bytes)}"

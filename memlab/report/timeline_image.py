@@ -10,11 +10,24 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memlab.errors import MemlabError
-from memlab.records import Phase, Prediction, TimelinePoint
-from memlab.report.canvas import BUDGET, FAINT, FONT, GRID, INK, PAPER, encode, label_x, paper, plain, write
-from memlab.report.image import legend
+from memlab.records import Phase, Prediction, Profile, TimelinePoint
+from memlab.report.canvas import (
+    FAINT,
+    FONT,
+    GRID,
+    INK,
+    PAPER,
+    encode,
+    label_x,
+    legend,
+    mark_budget,
+    paper,
+    patches,
+    plain,
+    say,
+    write,
+)
 from memlab.report.segments import (
-    Profile,
     Stretch,
     categories_of,
     heading,
@@ -37,25 +50,7 @@ _HEAD_INCHES, _ROW_INCHES, _FOOT_INCHES = 0.5, 2.3, 0.42
 
 
 def png(profile: Profile, budget_bytes: int | None = None) -> bytes:
-    """Draw the memory of one step over time, stacked by category, above a band of its phases.
-
-    Args:
-        profile: a measurement of an observed step, or a prediction; without a timeline the picture says so.
-        budget_bytes: draw a line at this size.
-
-    Returns:
-        The bytes of a PNG file.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-
-    Example:
-        >>> point = TimelinePoint(0.0, Phase.FORWARD, {"parameters": 2**20})
-        >>> from memlab.records import Measurement
-        >>> m = Measurement("as written", "cpu", 2**20, None, 0, {}, (point,), (0.5,), 8, 0)
-        >>> png(m)[1:4]
-        b'PNG'
-    """
+    """Draw the memory of one step over time, stacked by category, above a band of its phases."""
     figure = paper(4.3)
     title = heading(profile)
     write(figure, 0.012, 0.972, "\n".join(textwrap.wrap(title, 120)), size=11, weight="bold", va="top")
@@ -69,37 +64,19 @@ def png(profile: Profile, budget_bytes: int | None = None) -> bytes:
         most_bytes = max(1, budget_bytes or 0, _peak_bytes(profile))
         _draw_layers(memory, profile, most_bytes)
         if budget_bytes is not None:
-            _mark_budget(memory, budget_bytes, scale(most_bytes)[0])
+            mark_budget(memory, budget_bytes, scale(most_bytes)[0])
         _draw_phases(band, profile.timeline)
         band.sharex(memory)
         _legend_of(figure, [profile], 0.908)
     else:
-        memory.text(0.5, 0.5, no_timeline(profile), ha="center", color=FAINT, family=FONT)
+        say(memory, 0.5, 0.5, no_timeline(profile), ha="center", color=FAINT)
         memory.set_axis_off()
         band.set_axis_off()
     return encode(figure, title=title, description=f"Memory over one training step of {title}")
 
 
 def together_png(profiles: Sequence[Profile]) -> bytes:
-    """Draw several steps below each other, on one scale of memory and one of time.
-
-    Args:
-        profiles: each with a timeline.
-
-    Returns:
-        The bytes of a PNG file.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        MemlabError: no profile, or one without a timeline.
-
-    Example:
-        >>> point = TimelinePoint(0.0, Phase.FORWARD, {"parameters": 2**20})
-        >>> from memlab.records import Measurement
-        >>> m = Measurement("as written", "cpu", 2**20, None, 0, {}, (point,), (0.5,), 8, 0)
-        >>> together_png([m, m])[1:4]
-        b'PNG'
-    """
+    """Draw several steps below each other, on one scale of memory and one of time."""
     bare = [profile.plan for profile in profiles if not profile.timeline]
     if bare or not profiles:
         raise MemlabError(f"a picture of steps needs steps with a timeline, and has none of {', '.join(bare) or 'any'}")
@@ -136,7 +113,7 @@ def _peak_bytes(profile: Profile) -> int:
 def _legend_of(figure: Figure, profiles: Sequence[Profile], top: float) -> None:
     live = [point.live_bytes for profile in profiles for point in profile.timeline]
     is_predicted = all(isinstance(profile, Prediction) for profile in profiles)
-    legend(figure, categories_of(live), (0.012, top), alpha=_PREDICTED_ALPHA if is_predicted else None)
+    legend(figure, patches(categories_of(live), alpha=_PREDICTED_ALPHA if is_predicted else None), top)
 
 
 def _draw_layers(axes: Axes, profile: Profile, most_bytes: int, factor: float | None = None) -> None:
@@ -173,14 +150,6 @@ def _mark_peak(axes: Axes, timeline: Sequence[TimelinePoint], unit: int, factor:
     )  # fmt: skip
 
 
-def _mark_budget(axes: Axes, budget_bytes: int, unit: int) -> None:
-    axes.axhline(budget_bytes / unit, color=BUDGET, linewidth=1.4, linestyle=(0, (5, 3)))
-    axes.annotate(
-        f"budget {format_bytes(budget_bytes)}", (0.003, budget_bytes / unit), xycoords=("axes fraction", "data"),
-        xytext=(0, 4), textcoords="offset points", fontsize=9, color=BUDGET, family=FONT,
-    )  # fmt: skip
-
-
 def _draw_phases(
     axes: Axes, timeline: Sequence[TimelinePoint], factor: float | None = None, axis_seconds: float = 0.0
 ) -> None:
@@ -191,7 +160,7 @@ def _draw_phases(
         start, length = stretch.start_seconds * factor, (stretch.stop_seconds - stretch.start_seconds) * factor
         axes.barh(0, length, 1, left=start, color=_PHASES[stretch.phase], edgecolor=PAPER, linewidth=0.6)
         if label := _phase_label(stretch, whole):
-            axes.text(start + length / 2, 0, label, ha="center", va="center", fontsize=8.5, color=INK, family=FONT)
+            say(axes, start + length / 2, 0, label, ha="center", fontsize=8.5)
     axes.set_ylim(-0.5, 0.5)
     axes.set_yticks([])
     label_x(axes, f"time in the step, {time_name}{_short_phases(timeline)}")

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from memlab.errors import MemlabError, MissingExtraError, PlanError, RefusalError, TraceError, WorkloadError
+from memlab.errors import MemlabError, MissingExtraError, PlanError, RefusalError, TraceError
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import require_complete, say_when_long
 from memlab.plan import Plan, Precision
@@ -30,9 +30,9 @@ from memlab.predicting.plans import predicted_by
 from memlab.records import Measurement, Prediction
 from memlab.records.ablation import NO_GAIN, Ablation, AblationRow, added, helps, technique_words
 from memlab.runtime.workload import Workload
-from memlab.search.finding import compute_capability_of, rows_of
+from memlab.search.finding import bytes_of, compute_capability_of, require_steps, rows_of
 from memlab.search.trials import Run, Say, run_trial
-from memlab.units import format_bytes, parse_bytes
+from memlab.units import format_bytes
 
 Order = Literal["documented", "gain"]
 
@@ -67,7 +67,7 @@ def ablation(
             longer than two seconds.
 
     Returns:
-        The ablation; print it with `memlab.report.ablation.table`. After Ctrl-C, the rows so far.
+        The ablation, which prints as a table. After Ctrl-C, the rows so far.
 
     Raises:
         PlanError: an unknown order; a setting, the budget or the flags cannot be read.
@@ -85,13 +85,13 @@ def ablation(
         >>> [row.label for row in found.rows]
         ['as written', '+ --accumulate 4']
     """
-    start = _plan(fixed)
-    wanted = (
-        default_techniques(workload, start, lossless=lossless)
-        if techniques is None
-        else [_plan(each) for each in techniques]
-    )
-    budget_bytes = _checked(order, budget, steps)
+    start = Plan.of(fixed)
+    given = default_techniques(workload, start, lossless=lossless) if techniques is None else techniques
+    wanted = [Plan.of(each) for each in given]
+    if order not in get_args(Order):
+        raise PlanError(f"order={order!r}: allowed are 'documented' and 'gain'")
+    require_steps(steps)
+    budget_bytes = None if budget == "" else bytes_of(budget)
     require_complete(workload)
     counted_on = device or device_for(workload.device)
     try:
@@ -139,20 +139,6 @@ def _suited(technique: Plan, rows: int | None, half: Precision) -> Plan:
         # a batch of one row keeps the technique, which is then refused with its reason
         return replace(technique, accumulation=max(2, min(technique.accumulation, rows)))
     return replace(technique, precision=half) if technique.precision is Precision.BF16 else technique
-
-
-def _plan(given: Plan | str) -> Plan:
-    return given if isinstance(given, Plan) else Plan.parse(given)
-
-
-def _checked(order: str, budget: str, steps: int) -> int | None:
-    if order not in get_args(Order):
-        raise PlanError(f"order={order!r}: allowed are 'documented' and 'gain'")
-    if steps < 1:
-        raise WorkloadError(f"steps={steps}: at least one step must be timed")
-    if not isinstance(budget, str):
-        raise PlanError(f"budget: expected a size as text, as in '8GiB', got {type(budget).__name__} {budget!r}")
-    return parse_bytes(budget) if budget else None
 
 
 class _Ablating:
@@ -293,11 +279,7 @@ class _Predictions:
         self.problem = ""
 
     def of_first(self, plan: Plan) -> Prediction | None:
-        """Return what is predicted for the first row; where that is nothing, nothing is predicted for any.
-
-        Raises:
-            TraceError: it cannot be predicted, and the order depends on it.
-        """
+        """Return what is predicted for the first row; where that is nothing, nothing is predicted for any."""
         prediction = self._predicted(plan)
         if prediction is not None and prediction.refused:
             self.problem, prediction = f"no prediction: {prediction.refused}", None

@@ -64,14 +64,7 @@ class Estimate:
 
 
 class Search:
-    """Knowledge about a set of plans and a budget, and the choice of the plan to run next.
-
-    Args:
-        title: what is trained, on what.
-        budget_bytes: size to fit into.
-        plans: those to consider; the first is the one that changes least.
-        predictions: what is predicted for them, in any order.
-    """
+    """Knowledge about a set of plans and a budget, and the choice of the plan to run next."""
 
     def __init__(self, title: str, budget_bytes: int, plans: Sequence[Plan], predictions: Iterable[Prediction]) -> None:
         by_label = {prediction.plan: prediction for prediction in predictions}
@@ -149,11 +142,7 @@ class Search:
         self._estimates.clear()
 
     def refuse(self, plan: Plan, error: RefusalError | MissingExtraError) -> None:
-        """Leave out every plan with the setting that was refused.
-
-        Raises:
-            RefusalError: the model itself is refused, whatever the plan.
-        """
+        """Leave out every plan with the setting that was refused."""
         # packages are missing for optimizers only
         name = error.technique if isinstance(error, RefusalError) else "optimizer"
         if name not in plan.changes():

@@ -71,9 +71,10 @@ def find_plan(
         TraceError: what the model computes depends on values, so that nothing can be predicted; it names the operator.
         WorkloadError: no batch or no optimizer, no trials, or every plan with the settings in `fixed` is refused.
     """
-    budget_bytes = _parsed(budget)
-    _require_trials(steps, trials)
-    kept = fixed if isinstance(fixed, Plan) else Plan.parse(fixed)
+    budget_bytes, kept = bytes_of(budget), Plan.of(fixed)
+    if trials < 1:
+        raise WorkloadError(f"trials={trials}: at least one plan must be run; choose from predict_all to run none")
+    require_steps(steps)
     plans = considered(workload, None, kept, lossless=lossless)
     say = progress or say_when_long("looking for a plan:")
     predictions = predict_all(workload, plans=plans, progress=_of_predictions(progress))
@@ -127,15 +128,15 @@ def choose_plan(
     return chosen, predictions
 
 
-def _parsed(budget: str) -> int:
+def bytes_of(budget: str) -> int:
+    """A budget in bytes; a number alone says no unit, and is refused."""
     if not isinstance(budget, str):
         raise PlanError(f"budget: expected a size as text, as in '8GiB', got {type(budget).__name__} {budget!r}")
     return parse_bytes(budget)
 
 
-def _require_trials(steps: int, trials: int) -> None:
-    if trials < 1:
-        raise WorkloadError(f"trials={trials}: at least one plan must be run; choose from predict_all to run none")
+def require_steps(steps: int) -> None:
+    """Refuse to time no step."""
     if steps < 1:
         raise WorkloadError(f"steps={steps}: at least one step must be timed")
 
@@ -151,17 +152,7 @@ def considered(
     *,
     lossless: bool = False,
 ) -> tuple[Plan, ...]:
-    """The plans to consider for a batch and a device.
-
-    Args:
-        workload: its batch says how often it can be split.
-        device: as for `choose_plan`.
-        fixed: settings to keep.
-        lossless: exact techniques only.
-
-    Raises:
-        MemlabError: no such GPU in the catalogue.
-    """
+    """The plans to consider for a batch and a device."""
     workloads = each_of(workload)
     half = half_format(compute_capability_of(workloads[0].device, device))
     rows = min((rows for each in workloads if (rows := rows_of(each)) is not None), default=None)

@@ -25,13 +25,7 @@ Say = Callable[[str], None]
 
 
 def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan:
-    """Run plans until none is worth a trial.
-
-    Raises:
-        BudgetError: none fits.
-        RefusalError: the model is refused, whatever the plan.
-        WorkloadError: none applies.
-    """
+    """Run plans until none is worth a trial."""
     while (plan := search.next_plan(trials)) is not None:
         say(search.announcement(plan))
         try:
@@ -46,18 +40,7 @@ def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan
 def run_trial(
     workload: Workloads, plan: Plan, steps: int, device: Device, budget_bytes: float = math.inf
 ) -> Measurement:
-    """The measurement of a plan; the row that says so when it does not fit.
-
-    Args:
-        workload: what to train.
-        plan: to run.
-        steps: to time.
-        device: what to count memory on.
-        budget_bytes: what it must fit into; by default whatever the device holds.
-
-    Raises:
-        RefusalError: a technique of the plan does not apply.
-    """
+    """The measurement of a plan; the row that says so when it does not fit."""
     _free_cache(each_of(workload)[0].device)
     words = ""
     try:

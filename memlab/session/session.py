@@ -204,7 +204,7 @@ class Session:
             SessionError: the session is over, or a switch `now` from another thread than training's.
         """
         self._require_attached()
-        wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+        wanted = Plan.of(plan)
         same_thread = threading.get_ident() == self._thread
         if same_thread and (now or not self._window_open):
             self._pending = None
@@ -715,7 +715,7 @@ def fit(
         raise WorkloadError(
             f"fit: expected a memlab.Workload, got {type(workload).__name__}; write fit(Workload(model, optimizer), plan)"
         )
-    wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    wanted = Plan.of(plan)
     rescuer = Rescuer() if rescue is True else rescue or None
     session = None
     try:

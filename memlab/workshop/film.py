@@ -30,12 +30,6 @@ class Film:
     def peaks(self, ends: Iterable[float]) -> list[int]:
         """The highest bytes of each stretch.
 
-        Args:
-            ends: moments at which a stretch ends and the next one begins, on the clock of `time.perf_counter`.
-
-        Returns:
-            Bytes of each stretch; 0 where nothing was born or freed.
-
         Example:
             >>> film = Film()
             >>> film.seconds, film.live_bytes = [0.0, 0.1, 0.2, 0.3], [4, 9, 6, 7]

@@ -11,9 +11,6 @@ import torch
 def held_by(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Results that are kept for a backward pass from some tensors, each memory once, parameters not among them.
 
-    Args:
-        tensors: results of a forward pass.
-
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> loss = (weight * torch.zeros(3)).exp().sum()

@@ -19,14 +19,7 @@ Value = float | str
 
 @dataclass(frozen=True)
 class Revealed:
-    """A guess beside what it was about.
-
-    Args:
-        name: what was guessed.
-        guess: in bytes, or in its unit; None where none was made.
-        measured: likewise.
-        unit: of both; "" for bytes, which are printed in their own.
-    """
+    """A guess beside what it was about."""
 
     name: str
     guess: float | None
@@ -103,11 +96,7 @@ class Guesses:
 
 @dataclass(frozen=True)
 class Score:
-    """All guesses of a notebook.
-
-    Args:
-        revealed: those that were measured, in order.
-    """
+    """All guesses of a notebook."""
 
     revealed: tuple[Revealed, ...]
 

@@ -16,9 +16,9 @@ from memlab.units import GIB
 
 # parameters by width, heads and layers; rows and tokens of a batch; entries of the vocabulary
 _SIZES = {
-    "cpu": {"n_layer": 6, "n_embd": 192, "n_head": 6, "rows": 8, "tokens": 96, "vocabulary": 4000},
-    "small GPU": {"n_layer": 12, "n_embd": 768, "n_head": 12, "rows": 8, "tokens": 512, "vocabulary": 8000},
-    "large GPU": {"n_layer": 24, "n_embd": 1024, "n_head": 16, "rows": 16, "tokens": 1024, "vocabulary": 16000},
+    "cpu": {"layers": 6, "width": 192, "heads": 6, "rows": 8, "tokens": 96, "vocabulary": 4000},
+    "small GPU": {"layers": 12, "width": 768, "heads": 12, "rows": 8, "tokens": 512, "vocabulary": 8000},
+    "large GPU": {"layers": 24, "width": 1024, "heads": 16, "rows": 16, "tokens": 1024, "vocabulary": 16000},
 }
 _LARGE_BYTES = 30 * GIB
 _FILES = 60
@@ -49,12 +49,7 @@ class Here:
     heads: int
 
     def gpt2(self, *, attention: str = "sdpa", **changes: Any) -> Any:
-        """A GPT-2 of this machine's size with random weights, in train mode, without dropout.
-
-        Args:
-            attention: of Transformers' implementations.
-            changes: further settings of `GPT2Config`.
-        """
+        """A GPT-2 of this machine's size with random weights, in train mode, without dropout."""
         require("transformers")
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -71,11 +66,6 @@ class Here:
         self, rows: int | None = None, tokens: int | None = None, vocabulary: int | None = None
     ) -> Iterator[torch.Tensor]:
         """Batches of real text without end: Python's standard library, in tokens learned from it.
-
-        Args:
-            rows: of a batch; by default this machine's.
-            tokens: of a row, likewise.
-            vocabulary: entries of the tokenizer's, likewise.
 
         Yields:
             Token ids of shape [rows, tokens].
@@ -100,12 +90,7 @@ def here() -> Here:
         8
     """
     kind = _kind()
-    sizes = _SIZES[kind]
-    device = torch.device("cpu" if kind == "cpu" else "cuda")
-    return Here(
-        kind, device, sizes["rows"], sizes["tokens"], sizes["vocabulary"], sizes["n_layer"], sizes["n_embd"],
-        sizes["n_head"],
-    )  # fmt: skip
+    return Here(kind, torch.device("cpu" if kind == "cpu" else "cuda"), **_SIZES[kind])
 
 
 def _kind() -> str:
@@ -117,9 +102,6 @@ def _kind() -> str:
 @lru_cache(maxsize=4)
 def library_tokens(vocabulary: int) -> torch.Tensor:
     """Text of Python's standard library as token ids, by a byte-pair tokenizer that is trained on it.
-
-    Args:
-        vocabulary: how many tokens to learn.
 
     Returns:
         Ids of shape [tokens], about a million.

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memlab.records import Measurement, Prediction
+from memlab.records import Profile
 from memlab.report import text, timeline_image
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A picture of steps, which a notebook shows.
+    """A picture of steps, which a notebook shows."""
 
-    Args:
-        profiles: each with a timeline.
-    """
-
-    profiles: Sequence[Measurement | Prediction]
+    profiles: Sequence[Profile]
 
     def __str__(self) -> str:
         return "\n\n".join(text.breakdown(profile) for profile in self.profiles)
@@ -28,14 +24,11 @@ class Steps:
         return timeline_image.together_png(self.profiles)
 
 
-def steps(*profiles: Measurement | Prediction) -> Steps:
+def steps(*profiles: Profile) -> Steps:
     """Draw steps below each other, on one scale of memory and one of time.
 
-    Args:
-        profiles: measurements or predictions.
-
     Example:
-        >>> from memlab.records import Phase, TimelinePoint
+        >>> from memlab.records import Measurement, Phase, TimelinePoint
         >>> point = TimelinePoint(0.0, Phase.FORWARD, {"parameters": 2**20})
         >>> m = Measurement("as written", "cpu", 2**20, None, 0, {"parameters": 2**20}, (point,), (0.5,), 8, 0)
         >>> steps(m)

@@ -16,13 +16,7 @@ Judge = Callable[[Any], str | None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Reply to an answer.
-
-    Args:
-        question: name of the question.
-        state: NOT_ATTEMPTED, NOT_YET or RIGHT.
-        words: what else is to be said.
-    """
+    """Reply to an answer."""
 
     question: str
     state: str
@@ -94,9 +88,6 @@ class Text(str):
 class Check:
     """The exercises of a chapter, as attributes.
 
-    Args:
-        questions: of the chapter.
-
     Example:
         >>> check = Check([number("q1", 16, "4 + 4 + 8.", "Count the copies.", "16")])
         >>> check.q1(...)
@@ -132,17 +123,7 @@ class UnknownQuestionError(MemlabError, AttributeError):
 def number(
     name: str, value: float, because: str, clue: str, answer: str, *, within: float = 0.01, wrong: Sequence[Any] = ()
 ) -> Question:
-    """A question whose answer is a number.
-
-    Args:
-        name: of the question.
-        value: the answer.
-        because: said when it is right.
-        clue: the hint.
-        answer: the solution.
-        within: how far off an answer may be, as a share of the value.
-        wrong: answers people give that are wrong.
-    """
+    """A question whose answer is a number."""
 
     def judge(given: Any) -> str | None:
         if isinstance(given, bool) or not isinstance(given, (int, float)):
@@ -155,16 +136,7 @@ def number(
 
 
 def choice(name: str, options: str, value: str, because: str, clue: str, answer: str) -> Question:
-    """A question whose answer is one of some letters.
-
-    Args:
-        name: of the question.
-        options: the letters.
-        value: the right one.
-        because: said when it is right.
-        clue: the hint.
-        answer: the solution.
-    """
+    """A question whose answer is one of some letters."""
 
     def judge(given: Any) -> str | None:
         said = str(given).strip().upper()
@@ -186,17 +158,7 @@ def function(
     right: Sequence[Callable[..., Any]],
     wrong: Sequence[Callable[..., Any]],
 ) -> Question:
-    """A question whose answer is a function of numbers.
-
-    Args:
-        name: of the question.
-        cases: arguments, and what is to come of them, to one percent.
-        because: said when it is right.
-        clue: the hint.
-        answer: the solution.
-        right: functions that are right, to test the question itself.
-        wrong: functions that are not, likewise.
-    """
+    """A question whose answer is a function of numbers."""
 
     def judge(given: Any) -> str | None:
         if not callable(given):

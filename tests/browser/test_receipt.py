@@ -75,7 +75,7 @@ def test_receipt_and_figure(browser: Any, lab: str, lab_folder: Path, tmp_path: 
         open_notebook(page, lab, name)
         run_all_by_menu(page)
         receipts = page.locator(".memlab-receipt table")
-        page.locator(".js-plotly-plot .main-svg").first.wait_for(timeout=_MILLISECONDS)
+        page.locator(".jp-OutputArea img[src^='data:image/png']").first.wait_for(timeout=_MILLISECONDS)
         page.wait_for_function("document.querySelectorAll('.memlab-receipt table').length === 3", timeout=_MILLISECONDS)
         page.screenshot(path=str(tmp_path / "receipt.png"))
         rows = receipts.nth(1).locator("tbody tr").all_inner_texts()

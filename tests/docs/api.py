@@ -13,7 +13,7 @@ import memlab
 from memlab import errors
 from memlab.errors import MemlabError
 from memlab.inferring.inference import Inference
-from memlab.records import Measurement, Prediction
+from memlab.records import Measurement, Prediction, Profile
 from memlab.records.ablation import Ablation
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.inference import BatchAdvice, InferenceRecord
@@ -102,7 +102,8 @@ def public_members(found: Any) -> Iterator[tuple[str, Any]]:
     """Methods and properties of a class that say what they do, in the order in which they are written."""
     if not inspect.isclass(found):
         return
-    for name, member in vars(found).items():
+    inherited = vars(Profile) if issubclass(found, Profile) else {}
+    for name, member in {**inherited, **vars(found)}.items():
         plain = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
         is_kind = isinstance(plain, property) or inspect.isfunction(plain)
         is_shown = name in _SHOWN.get(found, (name,)) and not name.startswith("_")

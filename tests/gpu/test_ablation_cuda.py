@@ -23,7 +23,7 @@ def load() -> Workload:
 
 
 @pytest.mark.memory
-def test_a_whole_ladder(load: Workload) -> None:
+def test_a_whole_ablation(load: Workload) -> None:
     before = Snapshot(load)
     found = ablation(load, steps=3, progress=lambda line: None)
     assert before.differences(Snapshot(load)) == []

@@ -30,7 +30,7 @@ for _ in range(2):
 """
 
 
-def test_a_ladder_of_a_language_model(shell: Any, cell: Cell) -> None:
+def test_a_ablation_of_a_language_model(shell: Any, cell: Cell) -> None:
     cell(MAKE_GPT2)
     assert cell(f"%%memfit --checkpoint\n{TRAIN_GPT2}").error is None
     workload = Workload(shell.user_ns["model"], shell.user_ns["optimizer"])
@@ -73,10 +73,10 @@ def test_capacity_budget_and_what_does_not_apply(shell: Any, cell: Cell) -> None
 
 @pytest.mark.usefixtures("pythons_own_handler")
 def test_ctrl_c_gives_the_rows_so_far(shell: Any, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memlab.search import climbing
+    from memlab.search import ablating
     from tests.helpers.ctrl_c import interrupt
 
-    honest, calls = climbing.run_trial, []
+    honest, calls = ablating.run_trial, []
 
     def pressed(*args: Any) -> Any:
         calls.append(None)
@@ -84,7 +84,7 @@ def test_ctrl_c_gives_the_rows_so_far(shell: Any, cell: Cell, monkeypatch: pytes
             interrupt()
         return honest(*args)
 
-    monkeypatch.setattr(climbing, "run_trial", pressed)
+    monkeypatch.setattr(ablating, "run_trial", pressed)
     cell(MAKE_GPT2)
     workload = Workload(shell.user_ns["model"], shell.user_ns["optimizer"])
     before = Snapshot(workload)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
-import json
 
 import pytest
 from hypothesis import assume, given
@@ -72,13 +71,6 @@ def test_a_plan_reads_back_from_its_own_flags(plan: Plan) -> None:
     assert again == plan
     assert hash(again) == hash(plan)
     assert str(again) == str(plan)
-
-
-@given(_plans)
-def test_a_plan_reads_back_from_json(plan: Plan) -> None:
-    again = Plan.from_json(plan.to_json())
-    assert again == plan
-    assert hash(again) == hash(plan)
 
 
 @given(_plans, _plans)
@@ -290,26 +282,6 @@ def test_unknown_field_of_a_panel() -> None:
     )
 
 
-def test_json_that_is_no_plan() -> None:
-    fields = "accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale"
-    for text, expected in (
-        ("[1]", f"plan '[1]': expected a JSON object with some of {fields}"),
-        ('{"speed": 1}', f"plan '{{\"speed\": 1}}': expected a JSON object with some of {fields}; got ['speed']"),
-        ("{", "plan is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-    ):
-        with pytest.raises(PlanError) as caught:
-            Plan.from_json(text)
-        assert str(caught.value) == expected
-
-
 def test_errors_are_one_tree() -> None:
     assert issubclass(PlanError, MemlabError)
     assert issubclass(PlanError, ValueError)
-
-
-def test_json_is_an_object_of_fields() -> None:
-    assert json.loads(Plan.parse("--fp16 --offload activations").to_json()) == {
-        "accumulation": 1, "batchnorm": "keep", "checkpointing": "off", "precision": "fp16", "optimizer": "keep",
-        "offload": [["activations", "auto"]], "loss": "keep", "gradients": "keep",
-        "tiling": 1, "scale": "none",
-    }  # fmt: skip

@@ -56,7 +56,7 @@ def test_rows_are_compared_with_the_row_before_that_was_kept_and_with_the_first(
     assert (ablation.plan, ablation.last, ablation.first) == ("--adam8bit", ablation.rows[3], ablation.rows[0])
 
 
-def test_a_lever_that_gave_nothing_says_where_the_peak_is() -> None:
+def test_a_technique_that_gave_nothing_says_where_the_peak_is() -> None:
     ablation = Ablation("m", (row("", measured(4)), row("--checkpoint", measured(4), kept=False),
                           row("--bf16", measured(5), kept=False)))  # fmt: skip
     assert [step.verdict for step in ablation.steps] == [
@@ -123,7 +123,7 @@ def test_where_the_first_ran_out_of_memory_the_first_that_ran_is_first() -> None
         (failed(4), None, False),
     ],
 )
-def test_which_levers_are_kept(before: Measurement, after: Measurement | None, kept: bool) -> None:
+def test_which_techniques_are_kept(before: Measurement, after: Measurement | None, kept: bool) -> None:
     assert helps(row("", before), row("--checkpoint", after)) is kept
 
 
@@ -141,7 +141,7 @@ def test_throughput_is_in_samples_where_there_are_no_tokens() -> None:
     assert ablation.speed(none) == pytest.approx(0.8)
 
 
-def test_levers_are_added_not_exchanged() -> None:
+def test_techniques_are_added_not_exchanged() -> None:
     plan = added(Plan.parse("--offload optimizer --bf16"), Plan.parse("--offload activations:disk"))
     assert str(plan) == "--bf16 --offload activations:disk,optimizer"
     with pytest.raises(PlanError, match="exclude each other"):
@@ -163,14 +163,6 @@ def test_words_name_what_is_replaced() -> None:
     assert technique_words(Plan.parse("--offload optimizer"), both) == "Offload: activations; same gradient"
 
 
-def test_as_a_comparison_rows_are_named_by_their_levers() -> None:
-    ablation = Ablation("m", (row("", measured(4)), row("--fp16", None, refused="no", kept=False),
-                          row("--checkpoint", measured(3), prediction=predicted(3), again=True)))  # fmt: skip
-    compared = ablation.comparison
-    assert [each.plan for each in compared.measurements] == ["as written", "+ --checkpoint (again)"]
-    assert compared.rows[1].prediction is not None
-
-
-def test_a_ladder_has_rungs() -> None:
+def test_a_ablation_has_rows() -> None:
     with pytest.raises(MemlabError, match="needs at least one row"):
         Ablation("m", ())

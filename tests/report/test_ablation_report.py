@@ -14,7 +14,7 @@ import samples
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
 from memlab.records.ablation import Ablation, AblationRow
-from memlab.report import ablation, ablation_image, figure, html, text
+from memlab.report import ablation, ablation_image, html, text
 from memlab.units import GIB
 
 REASON = "accumulation: GPT2 has BatchNorm (1); replace it by GroupNorm"
@@ -163,12 +163,6 @@ def test_the_picture(shown: Ablation) -> None:
         count for count, colour in pixels or () if max(abs(a - b) for a, b in zip(colour, red, strict=True)) < 40
     )
     assert (near > 100) is (shown.budget_bytes is not None)
-
-
-def test_the_live_twin() -> None:
-    pytest.importorskip("plotly")
-    shown = figure.comparison(found().comparison)
-    assert "+ --checkpoint" in shown.data[0].y
 
 
 def test_the_sentence() -> None:

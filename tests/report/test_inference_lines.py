@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memlab.records import Category
+from memlab.records.comparison import Comparison
 from memlab.records.inference import BatchAdvice, CacheUse, CallKind, CallRecord, InferenceRecord
 from memlab.report import html, inference, tables, text
 from memlab.report.segments import CATEGORIES
@@ -17,7 +18,7 @@ ADVICE = BatchAdvice(12, 4096, 1024, 256, (4,))
 
 
 def test_a_receipt_has_the_table_and_the_lines() -> None:
-    receipt = inference.receipt("inference · a model", RECORD)
+    receipt = Comparison("inference · a model", (RECORD.measurement,), inference.lines(RECORD))
     shown = text.table(tables.comparison(receipt)).splitlines()
     assert shown[0] == "inference · a model"
     assert shown[3].split()[:4] == ["--inference", "--bf16", "2.0", "KiB"]

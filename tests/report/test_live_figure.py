@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import samples
 
-from memlab.errors import MissingExtraError
 from memlab.plan import Plan
 from memlab.records import Category, out_of_memory
 from memlab.records.live_state import Activity, Change, LivePoint, Moment
 from memlab.report import live_changes, live_figure
-from memlab.report.figure import BUDGET
 from memlab.report.live_figure import Drawing, drawing
+from memlab.report.live_parts import BUDGET, NEUTRAL_INK
 from memlab.report.segments import CATEGORIES, REST, swatch
 from memlab.report.wording import speed
 from memlab.units import GIB, MIB
@@ -278,15 +276,24 @@ def test_axes_stay_while_values_move_a_little() -> None:
 
 
 def test_plotly_takes_it() -> None:
-    pytest.importorskip("plotly")
+    graph_objects = pytest.importorskip("plotly.graph_objects")
     for moment in (EMPTY, RUN):
-        drawn = live_figure.figure(moment, ink="#EEEEEE")
-        assert len(drawn.data) == len(drawing(moment).traces)
+        values = drawing(moment)
+        drawn = graph_objects.Figure(list(values.traces), values.layout)
+        assert len(drawn.data) == len(values.traces)
         assert drawn.layout.paper_bgcolor == drawn.layout.plot_bgcolor == "rgba(0,0,0,0)"
-        assert drawn.layout.font.color == "#EEEEEE"
 
 
-def test_without_plotly_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'memlab\[lab\]'"):
-        live_figure.figure(EMPTY)
+def test_the_neutral_ink_reads_on_light_and_dark() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted((luminance(one), luminance(other)))
+        return (high + 0.05) / (low + 0.05)
+
+    # no grey has more than 4.35 to both pure white and the dark theme's background
+    assert contrast(NEUTRAL_INK, "#FFFFFF") > 4.2
+    assert contrast(NEUTRAL_INK, "#111111") > 4.2

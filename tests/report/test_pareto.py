@@ -9,7 +9,7 @@ import pytest
 import samples
 
 from memlab.records import Fit
-from memlab.report import figure, pareto, pareto_figure, pareto_image, timeline_image
+from memlab.report import pareto, pareto_image, timeline_image
 from memlab.report.pareto import LOOKS, MEASURED, MOST_POINTS
 from memlab.report.ranking import pareto_front
 from memlab.units import GIB
@@ -106,45 +106,11 @@ def test_nothing_predicted_is_still_a_picture() -> None:
         assert pareto_image.png(chart)[1:4] == b"PNG"
 
 
-def test_the_figure_holds_the_numbers_of_the_records() -> None:
-    pytest.importorskip("plotly")
-    chart = pareto.found_chart(samples.found())
-    drawn = pareto_figure.figure(chart)
-    traces = {trace.name: trace for trace in drawn.data if trace.name}
-    assert list(traces) == ["predicted not to fit", "uncertain", "predicted to fit", "Pareto front",
-                            "ran out of memory", "measured", "found"]  # fmt: skip
-    assert list(traces["Pareto front"].x) == [point.memory_bytes / GIB for point in chart.front]
-    assert list(traces["measured"].y) == pytest.approx([2.3])
-    assert drawn.layout.xaxis.title.text == "peak memory allocated, GiB"
-    assert drawn.layout.meta["description"] == chart.description
-    assert drawn.layout.paper_bgcolor == drawn.layout.plot_bgcolor == "rgba(0,0,0,0)"
-    assert len(drawn.to_json()) < 80_000
-
-
 def test_a_wide_interval_does_not_flatten_the_picture() -> None:
     wide = [replace(p, interval_seconds=(p.step_seconds / 10, p.step_seconds)) for p in LATTICE[:30]]
     fastest = max(p.samples_per_second for p in wide)
     assert pareto.chart(wide).most_per_second == pytest.approx(1.4 * fastest)
     assert pareto.chart(LATTICE[:30]).most_per_second == pytest.approx(fastest / 0.85)
-
-
-def test_labels_and_hovers_cannot_inject_markup() -> None:
-    pytest.importorskip("plotly")
-    drawn = pareto_figure.figure(pareto.chart([samples.prediction("<b>x</b>", 1, 1)]))
-    assert "<b>" not in drawn.to_json().replace("\\u003c", "<")
-
-
-def test_one_figure_draws_measured_and_predicted_steps() -> None:
-    pytest.importorskip("plotly")
-    predicted = replace(samples.prediction("--accumulate 2", 5, 1), timeline=samples.timeline(3.0, 2))
-    drawn = figure.timeline(predicted, 6 * GIB)
-    assert [trace.name for trace in drawn.data][-1] == "predicted"
-    assert drawn.data[-1].line.dash == "dash"
-    assert drawn.data[0].fillcolor.startswith("rgba(")
-    measured = figure.timeline(samples.measurement("--accumulate 2", 3.0, 1, 2))
-    assert [trace.name for trace in measured.data] == [trace.name for trace in drawn.data][:-1]
-    refused = figure.timeline(samples.refused("--fp16", "precision: no"))
-    assert refused.layout.annotations[0].text == "no timeline: precision: no"
 
 
 def test_the_static_step_of_a_prediction_is_paler() -> None:
@@ -154,13 +120,3 @@ def test_the_static_step_of_a_prediction_is_paler() -> None:
     measured = timeline_image.png(samples.measurement("--accumulate 2", 3.0, 1, 2))
     assert share_of("#CC79A7", measured, near=4) > 0.05
     assert share_of("#CC79A7", predicted, near=4) < 0.001
-
-
-def test_predicted_peaks_are_marked_in_the_receipts_pictures() -> None:
-    pytest.importorskip("plotly")
-    predicted = samples.prediction("as written", 12.0, 1.3)
-    marked = figure.comparison(replace(samples.comparison(), predictions=(predicted,)))
-    marks = next(trace for trace in marked.data if trace.name == "predicted")
-    assert list(marks.x) == [12.0]
-    assert marked.layout.xaxis.range[1] == pytest.approx(12.0 * 1.35)
-    assert all(trace.name != "predicted" for trace in figure.comparison(samples.comparison()).data)

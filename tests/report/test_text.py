@@ -12,11 +12,9 @@ import samples
 from memlab.records import Measurement
 from memlab.records.comparison import Comparison
 from memlab.report import (
-    figure,
     html,
     image,
     pareto,
-    pareto_figure,
     pareto_image,
     ranking,
     segments,
@@ -27,9 +25,7 @@ from memlab.report import (
 from memlab.units import GIB
 
 
-@pytest.mark.parametrize(
-    "module", [text, html, image, figure, wording, segments, tables, ranking, pareto, pareto_image, pareto_figure]
-)
+@pytest.mark.parametrize("module", [text, html, image, wording, segments, tables, ranking, pareto, pareto_image])
 def test_examples_in_the_docstrings(module: ModuleType) -> None:
     assert doctest.testmod(module).failed == 0
 

@@ -58,7 +58,7 @@ def test_examples_in_the_docstrings() -> None:
 
 
 @pytest.mark.full
-def test_a_whole_ladder_leaves_no_difference(load: Workload) -> None:
+def test_a_whole_ablation_leaves_no_difference(load: Workload) -> None:
     load.model(**load.batch).loss.backward()
     load.model.eval()
     before = Snapshot(load)
@@ -82,7 +82,7 @@ def test_a_whole_ladder_leaves_no_difference(load: Workload) -> None:
     assert all(p.peak_allocated_bytes == pytest.approx(m.peak_allocated_bytes, rel=0.005) for m, p in pairs)
 
 
-def test_rows_stand_on_the_levers_that_were_kept(load: Workload) -> None:
+def test_rows_stand_on_the_techniques_that_were_kept(load: Workload) -> None:
     found = ablation(load, ["--accumulate 4", "--release-grads", "--adam8bit"], steps=1, progress=quiet)
     assert [(row.technique, row.kept) for row in found.rows[:4]] == [
         ("", True), ("--accumulate 4", True), ("--release-grads", False), ("--adam8bit", True)
@@ -122,7 +122,7 @@ def test_settings_that_exclude_each_other_are_a_row(plain: Workload) -> None:
     assert found.rows[2].ran is not None
 
 
-def test_a_lever_under_which_the_model_fails_is_a_row(plain: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_technique_under_which_the_model_fails_is_a_row(plain: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if fit_plan() == "--bf16":
             raise ValueError("this loss knows no\nbf16")
@@ -139,7 +139,7 @@ def test_a_lever_under_which_the_model_fails_is_a_row(plain: Workload, monkeypat
     assert found.rows[2].ran is not None
 
 
-def test_a_budget_ends_the_ladder_at_the_first_row_that_fits(load: Workload) -> None:
+def test_a_budget_ends_the_ablation_at_the_first_row_that_fits(load: Workload) -> None:
     found = ablation(load, ["--chunk-loss", "--accumulate 4", "--adam8bit"], budget="14MiB", steps=1, progress=quiet)
     assert labels(found) == ["as written", "+ --chunk-loss"]
     assert [step.is_first_to_fit for step in found.steps] == [False, True]
@@ -152,7 +152,7 @@ def test_a_budget_that_nothing_fits_is_said(load: Workload) -> None:
     assert found.events[0].startswith("no row fits 1.0 MiB: the lowest needs 11.2 MiB; ")
 
 
-def test_what_runs_out_of_memory_is_a_row_and_the_ladder_goes_on(load: Workload) -> None:
+def test_what_runs_out_of_memory_is_a_row_and_the_ablation_goes_on(load: Workload) -> None:
     before = Snapshot(load)
     small = device_for(CPU, 10 * MIB)
     found = ablation(load, ["--chunk-loss", "--accumulate 4", "--adam8bit"], steps=1, device=small, progress=quiet)
@@ -236,7 +236,7 @@ def made_up(predictor: object, plan: Plan, measured: object) -> Prediction:
     )
 
 
-def test_by_gain_free_levers_come_first_then_most_bytes_for_a_second(
+def test_by_gain_free_techniques_come_first_then_most_bytes_for_a_second(
     plain: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ablating, "predicted_by", made_up)

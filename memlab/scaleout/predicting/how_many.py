@@ -65,7 +65,7 @@ def how_many(
     if not isinstance(most, int) or most < 1:
         raise ScaleError(f"most={most!r}: expected a whole number of GPUs, 1 or more")
     asked = sorted((each if isinstance(each, Gpu) else gpu(each) for each in of), key=lambda each: each.memory_bytes)
-    wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    wanted = Plan.of(plan)
     scales, refusals = _scales(engines, wanted)
     if not scales:
         raise next(iter(refusals.values()))

@@ -128,7 +128,7 @@ def compare_ranks(
         [1052672, 263168]
     """
     predictor = RankPredictor(workload, device)
-    wanted = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    wanted = Plan.of(plan)
     predictions = tuple(
         _prediction_or_refusal(predictor, engine, wanted, ranks) for ranks in nprocs for engine in engines
     )
