@@ -115,6 +115,11 @@ def holds_tensors(value: Any, depth: int = 3) -> bool:
     return any(holds_tensors(item, depth - 1) for item in _contents(value))
 
 
+def runs_later(value: Any) -> bool:
+    """Return whether a value is code, or what yields others: it may give anything when it is used."""
+    return callable(value) or hasattr(value, "__next__")
+
+
 def _contents(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         items = list(value.values())

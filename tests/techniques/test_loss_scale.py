@@ -114,3 +114,50 @@ def test_calls_under_autocast_and_without_are_refused() -> None:
             pytest.raises(RefusalError, match="the loop calls _Tower both under autocast of its own and without"),
         ):
             model(rows)
+
+
+@pytest.mark.parametrize("loop", [method, part, part_before, recomputed])
+def test_parts_that_the_loop_calls_in_pure_bf16(loop: Loop) -> None:
+    found = []
+    for plan in ("", "--precision pure-bf16", "--precision pure-bf16 --checkpoint"):
+        torch.manual_seed(0)
+        model, rows = _Tower(), torch.randn(16, 8)
+        with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), plan):
+            loop(model, rows)
+            assert model.inner(rows).dtype is torch.float32
+            found.append(gradients(model))
+    assert max(distance(found[1], found[0]), distance(found[2], found[0])) < 5e-2
+
+
+def test_an_update_by_hand_has_no_gradients_that_are_not_finite() -> None:
+    torch.manual_seed(0)
+    model, rows = _Tower(), torch.randn(16, 8) * 300
+    with fit(Workload(model), "--fp16") as session:
+        model(rows).sum().backward()
+        assert not any(gradient.any() for gradient in gradients(model))
+        assert session.notes == (
+            "gradients were not finite: they were set to zero, as no optimizer's step could be skipped",
+        )
+        model.zero_grad()
+        with pytest.raises(RefusalError) as caught:
+            torch.autograd.grad(model(rows).sum(), list(model.parameters()))
+        assert str(caught.value) == (
+            "precision: gradients of _Tower are not finite under --fp16, and no optimizer updates it whose step could be "
+            "skipped; use --bf16, or train it with one of torch.optim"
+        )
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_an_output_that_computes_when_the_loop_calls_it(precision: str) -> None:
+    class Later(_Tower):
+        def forward(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+            hidden = self.inner(rows)
+            return lambda: self.outer(hidden)
+
+    model, rows = Later(), torch.randn(16, 8)
+    with fit(Workload(model), f"--{precision}"), pytest.raises(RefusalError) as caught:
+        model(rows)
+    assert str(caught.value) == (
+        f"precision: Later does not run in {precision}: its output is a function, which computes with {precision} values when "
+        "the loop calls it; leave its precision as it is"
+    )

@@ -38,7 +38,7 @@ from memlab.runtime.lazy import real
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Effect, Snapshot
-from memlab.runtime.tree import flatten
+from memlab.runtime.tree import flatten, runs_later
 from memlab.techniques.accumulation.batchnorm import in_groups
 from memlab.techniques.accumulation.merge import (
     Chain,
@@ -50,7 +50,6 @@ from memlab.techniques.accumulation.merge import (
     distance,
     equal,
     found_merge,
-    runs_later,
     why_apart,
 )
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.runtime.lazy import real
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.surroundings import KEEP_WHOLE, Effect
-from memlab.runtime.tree import holds_tensors
+from memlab.runtime.tree import holds_tensors, runs_later
 
 # numbers that are compared at a time
 _AT_ONCE = 2**20
@@ -283,11 +283,6 @@ def equal(one: Any, other: Any) -> bool:
     except (ValueError, RuntimeError, TypeError):  # what compares element by element, or not at all
         return repr(one) == repr(other)
     return "__eq__" not in vars(type(one)) and not isinstance(one, (int, float, str)) and not runs_later(one)
-
-
-def runs_later(value: Any) -> bool:
-    """Return whether a value is code, or what yields others: it may give anything when it is used."""
-    return callable(value) or hasattr(value, "__next__")
 
 
 def _filled(part: torch.Tensor, longest: Sequence[int], dim: int) -> torch.Tensor:

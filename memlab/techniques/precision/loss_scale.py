@@ -10,12 +10,14 @@ Numbered rules:
    gets there. The scale is a power of two, so it is divided out again without a trace. Which nodes these are is looked up when
    a backward pass begins, from the loss to the calls.
 4. The hook of rule 2 notes gradients that are not finite; the optimizer step is then skipped and the scale halved. After 2000 good
-   steps it doubles. (The rules of `torch.amp.GradScaler`.)
+   steps it doubles. (The rules of `torch.amp.GradScaler`.) A loop that updates by hand has no step to skip: there gradients
+   are looked at when a backward pass ends, and become zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +29,7 @@ from torch.utils._pytree import tree_map
 from memlab.errors import RefusalError
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.lazy import LazyTensor
+from memlab.runtime.workload import Workload
 
 FIRST_SCALE = 2.0**16
 _GROWTH_STEPS = 2000
@@ -46,26 +49,28 @@ class LossScale:
         self._good_steps = 0
         self._sums: list[torch.Tensor] = []
         self._last_were_bad = False
-        self._parameters: set[int] = set()
+        self._parameters: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
+        self._note: Callable[[str], None] = lambda _text: None
         self._name = ""
         self._has_graph_before = False  # whether a call has had inputs with gradients
         # for each backward pass under way: nodes up to the calls, and those of the calls
         self._outside: list[_Nodes] = []
 
-    def watch(self, model: nn.Module, name: str, undo: ExitStack) -> None:
+    def watch(self, workload: Workload, note: Callable[[str], None], undo: ExitStack) -> None:
         """Unscale every parameter's gradient before it is accumulated.
 
         Args:
-            model: whose parameters.
-            name: of the model, for messages.
+            workload: model and optimizers.
+            note: called with what the receipt is to say.
             undo: ends it.
         """
-        self._name = name
+        self._name, self._optimizers, self._note = workload.name, workload.optimizers, note
         undo.callback(self._sums.clear)
-        for parameter in model.parameters():
+        for parameter in workload.model.parameters():
             if parameter.requires_grad:
                 undo.callback(parameter.register_hook(self._unscale).remove)  # type: ignore[no-untyped-call]
-                self._parameters.add(id(parameter))
+                self._parameters[id(parameter)] = weakref.ref(parameter)
         undo.callback(self._parameters.clear)
         around_backward_passes(self._scaled_past_calls, undo)
 
@@ -125,6 +130,25 @@ class LossScale:
             self._outside.pop()
             for hook in hooks:
                 hook.remove()
+        if not self._optimizers and within is None and self.found_bad_gradients():
+            self._without_update()
+
+    def _without_update(self) -> None:
+        """Have an update by hand change nothing.
+
+        Raises:
+            RefusalError: gradients are handed over elsewhere than in the parameters.
+        """
+        gradients = [p.grad for ref in self._parameters.values() if (p := ref()) is not None and p.grad is not None]
+        if not gradients:
+            raise RefusalError(
+                "precision",
+                f"gradients of {self._name} are not finite under --fp16, and no optimizer updates it whose step could be skipped",
+                "use --bf16, or train it with one of torch.optim",
+            )
+        for gradient in gradients:
+            gradient.zero_()
+        self._note("gradients were not finite: they were set to zero, as no optimizer's step could be skipped")
 
     def _refuse_both_ways(self, both_ways: Collection[int]) -> None:
         if both_ways:

@@ -5,7 +5,8 @@ fp16 runs the forward under autocast and returns its outputs in fp32; the loop n
 Pure bf16 keeps each parameter as bf16 for forward and backward, and the 16 bits it lacks beside it:
 together they are the fp32 master, bit for bit, which is what the optimizer updates. Nothing is
 rounded away, and switching off gives back the masters. Moments are kept in bf16, rounded
-stochastically so that small changes are not lost.
+stochastically so that small changes are not lost. Parts of the model that the loop calls by themselves
+get and give what the model does: fp32 outside, bf16 within.
 
 Sources: https://docs.pytorch.org/docs/stable/amp.html; Micikevicius et al., "Mixed Precision Training",
 https://arxiv.org/abs/1710.03740; Zamirai et al., "Revisiting BFloat16 Training", https://arxiv.org/abs/2010.06192
@@ -13,6 +14,8 @@ https://arxiv.org/abs/1710.03740; Zamirai et al., "Revisiting BFloat16 Training"
 
 from __future__ import annotations
 
+import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -24,12 +27,13 @@ from torch.utils._pytree import tree_map
 from memlab.errors import MemlabError, RefusalError
 from memlab.plan import Plan, Precision
 from memlab.runtime.autocast import without_autocast
+from memlab.runtime.hooks import ForwardSeam, is_compiled
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.surroundings import Effect, Snapshot
-from memlab.runtime.tree import flatten
+from memlab.runtime.tree import flatten, runs_later, tensors_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import ModelCall, State, Technique
 from memlab.techniques.description import Description
@@ -86,6 +90,7 @@ class PrecisionChoice(Technique):
         self._scaler = LossScale()
         self._masters: dict[int, torch.Tensor] = {}
         self._own_form: OwnForm | None = None
+        self._inside: set[int] = set()  # threads in a call of the model, or of a part
         self._to_look_at: nn.Module | None = None  # until the first call is over
         self._name = ""
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -141,7 +146,7 @@ class PrecisionChoice(Technique):
             case Precision.TF32:
                 _set_matmul_precision("high", undo)
             case Precision.FP16:
-                self._scaler.watch(workload.model, workload.name, undo)
+                self._scaler.watch(workload, self._note_once, undo)
             case Precision.PURE_BF16:
                 self._split_parameters(workload.model, undo)
 
@@ -165,9 +170,10 @@ class PrecisionChoice(Technique):
             said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
         else:
             left = self._left_unscaled(before.effects())
-            if left is None:
+            later = None if self._is(Precision.PURE_BF16) else _computing_later(output, self.plan.precision)
+            if left is None and later is None:
                 return output
-            said = f"its gradients are scaled at the output, and {left} is past it"
+            said = f"its gradients are scaled at the output, and {left} is past it" if later is None else later
         before.restore(strict=False)
         randomness.restore()
         with self._restored([*model.parameters(), *model.buffers()]):
@@ -223,8 +229,24 @@ class PrecisionChoice(Technique):
 
     def _in_bf16(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = tree_map(as_bf16, (args, dict(kwargs)))
-        with without_autocast():
-            return _in_leaves(_as_fp32, call(*args, **kwargs))
+        thread = threading.get_ident()
+        is_outermost = thread not in self._inside
+        self._inside.add(thread)
+        try:
+            with without_autocast():
+                return _in_leaves(_as_fp32, call(*args, **kwargs))
+        finally:
+            if is_outermost:
+                self._inside.discard(thread)
+
+    def _part(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A call of a part: by the model, by a backward pass that runs it again, or by the loop."""
+        is_within = threading.get_ident() in self._inside
+        if not is_within and torch._C._current_graph_task_id() != -1:
+            # what it is given tells who had called it
+            given = {leaf.dtype for leaf in tensors_in((args, kwargs)) if leaf.is_floating_point()}
+            is_within = torch.bfloat16 in given or torch.float32 not in given
+        return call(*args, **kwargs) if is_within else self._in_bf16(call, args, kwargs)
 
     def _note_once(self, note: str) -> None:
         if note not in self.notes:
@@ -241,6 +263,10 @@ class PrecisionChoice(Technique):
             _set_data(tensor, high)
         self._own_form = OwnForm(self._whole, self._restored)
         self._own_form.serve(model, tensors, undo)
+        for part in () if is_compiled(model) else model.modules():
+            is_split = any(id(p) in self._masters for p in part.parameters())
+            if is_split and part is not model and not isinstance(part, torch.jit.ScriptModule):
+                ForwardSeam(part, self._part).install(undo)
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor's master, where the tensor rests; None when it is in its place."""
@@ -335,6 +361,18 @@ class PrecisionChoice(Technique):
             # the update is done, and must not be repeated because its last step failed; half of this has been freed
             split_master(parameter.data, halves)
         parameter.data = halves[0]
+
+
+def _computing_later(output: Any, precision: Precision) -> str | None:
+    """Say which part of an output computes with low values when the loop calls it, past autocast; None for none."""
+    for leaf in flatten(output)[0]:
+        held = [*(getattr(leaf, "__closure__", None) or ()), *getattr(leaf, "args", ())] if runs_later(leaf) else []
+        held = [each.cell_contents if isinstance(each, types.CellType) else each for each in held]
+        if any(isinstance(each, torch.Tensor) and each.dtype is _AUTOCAST_DTYPES.get(precision) for each in held):
+            return (
+                f"its output is a {type(leaf).__name__}, which computes with {precision} values when the loop calls it"
+            )
+    return None
 
 
 def _as_fp32(leaf: Any) -> Any:
