@@ -225,7 +225,7 @@ class CellMagic:
         else:
             session, name = watch.session, watch.session.workload.name
             said = f"so nothing was measured; {session.plan.label} is in force on {name}"
-            why = f"no optimizer step ended in this cell, {said}"
+            why = f"{session.failure or 'no optimizer step ended in this cell'}, {said}"
             if session.steps and not session.was_called:
                 past = f"{session.how_passed_by}, {said}"
                 why = past if session.passed_by is None else f"{session.passed_by}; nothing was measured"

@@ -237,7 +237,7 @@ class CellWatch:
         watching += [meter, Calls(meter, 1), self._notes, ThrashWatch(session.note)]
         for observer in watching:
             self._watch(session, observer)
-            observer.plan_changed(session.plan)
+            session.tell(observer, "plan_changed", session.plan)
 
     def _observe_beside(self, session: Session, meter: Meter) -> None:
         """Have the meter of the first model measure another one as well."""

@@ -106,6 +106,7 @@ class Ledger(WatchingMode):
         self._start = 0.0
         self._moment = int(Moment.OTHER)
         self._watching = False
+        self._failure: Exception | None = None
         # reading the attribute is five times as fast as comparing `tensor.device.type`
         self._is_here = attrgetter(f"is_{device_type}")
 
@@ -159,7 +160,13 @@ class Ledger(WatchingMode):
             self._assigned.setdefault(alive.number, category)
 
     def finish(self) -> Observation:
-        """Return what was seen since `begin`."""
+        """Return what was seen since `begin`.
+
+        Raises:
+            Exception: what an operator gave could not be booked, so that the rest was not seen.
+        """
+        if self._failure is not None:
+            raise self._failure
         return Observation(
             peak_bytes=self.peak_bytes,
             baseline=self._baseline,
@@ -222,13 +229,18 @@ class Ledger(WatchingMode):
             effect = effect_of(func)
         if not effect or not self._watching:
             return out
-        if type(out) is torch.Tensor and effect == 1 and out.layout is torch.strided:
-            if self._is_here(out):
-                storage = out.untyped_storage()
-                if storage._cdata not in self._live:
-                    self._track(storage)
-        else:
-            self._see(out, effect)
+        try:
+            if type(out) is torch.Tensor and effect == 1 and out.layout is torch.strided:
+                if self._is_here(out):
+                    storage = out.untyped_storage()
+                    if storage._cdata not in self._live:
+                        self._track(storage)
+            else:
+                self._see(out, effect)
+        except Exception as error:  # noqa: BLE001 - the operator has run, and who runs it must not hear of this; `finish` says it
+            self._failure = error
+            self._watching = False
+            return out
         if self.live_bytes > self.peak_bytes or self.live_bytes > self._limit:
             if self.live_bytes > self._limit and self._asks_for_more(first, effect):
                 # the traceback keeps this frame: it must not keep the newborn and the inputs alive

@@ -21,7 +21,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Self, TypeGuard
@@ -38,6 +38,7 @@ from memlab.runtime import optimizer_step, state_layers
 from memlab.runtime.hooks import ForwardHandler, ForwardSeam, chained, install_step_seam, loss_of, on_first_step
 from memlab.runtime.interrupts import HeldBack, hold_back, interruptible, uninterrupted
 from memlab.runtime.observer import Observer
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import Batch, Workload, is_made, steps_some_of, unwrap_optimizer
 from memlab.session import in_force
 from memlab.session.in_force import InForce
@@ -86,6 +87,7 @@ class Session:
         log: what was done when.
         rescuer: as given.
         was_called: whether the loop has called the model to train it.
+        failure: what of memlab's own failed and no longer watches, in words; empty for nothing.
 
     Raises:
         RefusalError: the model cannot be taken over at all (compiled, sharded).
@@ -109,9 +111,9 @@ class Session:
         self._is_on_trial = False
         self._withdrawn: MemlabError | None = None  # why, from the middle of the loop's own code
         host = Host(
-            gradients_complete=lambda: self._gradients_complete(),
-            only_tried=lambda: self._only_tried(),
-            storage_resized=lambda storage: self._storage_resized(storage),
+            gradients_complete=lambda: self._tell("gradients_complete"),
+            only_tried=lambda: self._tell("only_tried"),
+            storage_resized=lambda storage: self._tell("storage_resized", storage),
             on_trial=lambda: self._is_on_trial,
             withdraw=lambda refusal: self._withdraw(refusal),
             is_led=lambda: self._is_led,
@@ -121,6 +123,7 @@ class Session:
         self._companions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._seams = ExitStack()
         self._steps = 0
+        self.failure = ""
         self._window_open = False
         self.was_called = False  # by a training forward, ever
         self._was_evaluated = False  # in eval mode, with gradients
@@ -307,6 +310,31 @@ class Session:
             on = str(deleted)
         return f"<memlab session on {on}: {state}, {self._steps} steps>"
 
+    def _tell(self, moment: str, *args: Any) -> None:
+        for observer in tuple(self.observers):
+            self.tell(observer, moment, *args)
+
+    def tell(self, observer: Observer, moment: str, *args: Any) -> None:
+        """Tell an observer of a moment; one of memlab's own that fails steps aside, since it must not end the user's loop.
+
+        Args:
+            observer: one of the session's.
+            moment: name of the method.
+            *args: what it is told.
+        """
+        try:
+            getattr(observer, moment)(*args)
+        except Exception as error:
+            is_own = type(observer).__module__.partition(".")[0] == "memlab" and not is_loop_known()
+            if not is_own or isinstance(error, MemlabError) or is_out_of_memory(error):
+                raise
+            self.leave(observer)
+            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self.failure = f"{type(observer).__name__} of memlab failed and sees no more of this run ({said})"
+            self.note_once(self.failure)
+            with suppress(Exception):  # it may be in the middle of a step
+                observer.interrupted()
+
     # -- attaching -----------------------------------------------------------------------------
 
     def _require_attached(self) -> None:
@@ -321,7 +349,7 @@ class Session:
             ForwardSeam(model, self._on_forward).install(seams)
             for optimizer in self.workload.optimizers:
                 self._add_optimizer(optimizer, seams)
-                self._tell_found(optimizer)
+                self._tell("optimizer_found", optimizer)
             on_first_step(self._on_any_step, seams)
             deleted = weakref.finalize(model, _model_deleted, weakref.ref(self))
             deleted.atexit = False
@@ -346,7 +374,7 @@ class Session:
             self._add_optimizer(optimizer, self._seams)
             self.workload.optimizers.append(optimizer)
             self.note(f"found optimizer {type(optimizer).__name__}")
-            self._tell_found(optimizer)
+            self._tell("optimizer_found", optimizer)
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
         with ExitStack() as seams:
@@ -356,10 +384,6 @@ class Session:
             self._in_force.attach_optimizer(optimizer)
             seams.callback(self._in_force.detach_optimizer, optimizer)
             undo.push(seams.pop_all())
-
-    def _tell_found(self, optimizer: torch.optim.Optimizer) -> None:
-        for observer in self.observers:
-            observer.optimizer_found(optimizer)
 
     def _saved_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_layers.canonical_state_dict(optimizer, state_dict, self.techniques)
@@ -393,8 +417,7 @@ class Session:
             if noted:
                 self._before, self._is_on_trial = before, on_trial
                 self.note(f"{before.label} → {plan.label}")
-            for observer in self.observers:
-                observer.plan_changed(plan)
+            self._tell("plan_changed", plan)
 
     def falls_back(self, error: BaseException) -> bool:
         """Go back to the plan before, where an error says that a plan on trial does not apply.
@@ -409,8 +432,7 @@ class Session:
         self._before, self._is_on_trial = None, False
         text = f"refused {refused.label}: {error}; {before.label} is back"
         self.note(text)
-        for observer in self.observers:
-            observer.plan_refused(refused, error)
+        self._tell("plan_refused", refused, error)
         if not self.observers:
             warnings.warn(f"memlab: {text}", RuntimeWarning, stacklevel=2)
         return True
@@ -446,18 +468,15 @@ class Session:
             self._at_boundary()
         self._window_open = True
         batch = Batch(args, kwargs)
-        for observer in self.observers:
-            observer.forward_begins(batch)
+        self._tell("forward_begins", batch)
         try:
             output = self._trained(original, args, kwargs)
         except BaseException:
-            for observer in self.observers:
-                observer.interrupted()
+            self._tell("interrupted")
             raise
         if self.observers:
             loss = loss_of(output)
-            for observer in self.observers:
-                observer.forward_ended(loss)
+            self._tell("forward_ended", loss)
         return output
 
     def _trained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -482,8 +501,7 @@ class Session:
 
     def _at_boundary(self) -> None:
         self._thread = threading.get_ident()
-        for observer in tuple(self.observers):
-            observer.step_boundary()
+        self._tell("step_boundary")
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -496,20 +514,7 @@ class Session:
         except RefusalError as refusal:
             # the loop goes on under the old plan; whoever asked reads it in the log
             self.note(f"refused {pending.label}: {refusal}")
-            for observer in self.observers:
-                observer.plan_refused(pending, refusal)
-
-    def _gradients_complete(self) -> None:
-        for observer in self.observers:
-            observer.gradients_complete()
-
-    def _only_tried(self) -> None:
-        for observer in self.observers:
-            observer.only_tried()
-
-    def _storage_resized(self, storage: torch.UntypedStorage) -> None:
-        for observer in self.observers:
-            observer.storage_resized(storage)
+            self._tell("plan_refused", pending, refusal)
 
     # -- the optimizer step --------------------------------------------------------------------
 
@@ -537,8 +542,7 @@ class Session:
             self._at_boundary()  # no plan can change in the closure's model call, when state is unpacked
             self._window_open = True
         self._asked_again(lambda: self._tell_step_begins(optimizer, has_closure=has_closure))
-        for observer in self.observers:
-            observer.step_begins(optimizer)
+        self._tell("step_begins", optimizer)
         # a closure runs the backward pass, so what it leaves behind is looked at after it
         rescuer = self._rescuing
         is_rescued = rescuer is not None and rescuer.step_begins(optimizer)
@@ -555,8 +559,7 @@ class Session:
         try:
             return optimizer_step.take_over(self._update)(optimizer, args, kwargs)
         except BaseException:
-            for observer in self.observers:
-                observer.interrupted()
+            self._tell("interrupted")
             raise
 
     def _makes_own_step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -635,8 +638,7 @@ class Session:
         skipped, self._skipped = self._skipped, False
         for technique in self.techniques:
             technique.step_ended(optimizer, skipped=skipped)
-        for observer in self.observers:
-            observer.step_ended(optimizer, skipped)
+        self._tell("step_ended", optimizer, skipped)
         self._steps += 1
         self._window_open = False
         self._is_on_trial |= self._before is not None and not is_loop_known()

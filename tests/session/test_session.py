@@ -21,7 +21,11 @@ from torch import nn
 
 from memlab import PlanError, RefusalError, Workload, fit
 from memlab.errors import SessionError, WorkloadError
-from memlab.session import session_of, sessions
+from memlab.measuring.device import device_for
+from memlab.measuring.ledger import Ledger
+from memlab.measuring.steps import Meter
+from memlab.runtime.observer import Observer
+from memlab.session import Session, session_of, sessions
 from memlab.session.snapshot import Snapshot
 from memlab.techniques import TECHNIQUES
 from memlab.techniques.accumulation import micro
@@ -787,3 +791,44 @@ def test_a_session_keeps_a_model_without_a_plan_no_longer_than_others_do() -> No
     assert repr(session) == "<memlab session on Linear is deleted: undone, 0 steps>"
     # one that was undone before has nothing to do with it any more
     assert len(first.workload.optimizers) == 1
+
+
+class TestAnObserverThatFails:
+    """One of memlab's own steps aside; one of somebody else's may raise on purpose."""
+
+    @pytest.mark.parametrize("moment", ["forward_begins", "forward_ended", "step_begins", "step_ended", "plan_changed"])
+    def test_the_loop_goes_on(self, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, optimizer = tower()
+        device = device_for(torch.device("cpu"))
+        with Session(Workload(model, optimizer)) as session:
+            meter = Meter(model, [optimizer], device)
+            session.observers.append(meter)
+
+            def fail(*_args: Any) -> None:
+                raise KeyError("inconsistent")
+
+            monkeypatch.setattr(meter, moment, fail)
+            session.switch("--checkpoint")
+            train(model, optimizer)
+            assert session.observers == []
+            assert session.failure == "Meter of memlab failed and sees no more of this run (KeyError: 'inconsistent')"
+            assert [entry.text for entry in session.log].count(session.failure) == 1
+            meter.close()
+        device.close()
+
+    def test_an_operator_that_the_ledger_cannot_book(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Ledger, "_track", lambda *_args: 1 / 0)
+        ledger = Ledger("cpu")
+        with ledger:
+            assert torch.ones(3).add(1).sum() == 6
+        with pytest.raises(ZeroDivisionError):
+            ledger.finish()
+
+    def test_one_of_somebody_elses(self) -> None:
+        class Strict(Observer):
+            def forward_begins(self, batch: Any) -> None:
+                raise KeyError("on purpose")
+
+        model, optimizer = tower()
+        with Session(Workload(model, optimizer), [Strict()]), pytest.raises(KeyError):
+            train(model, optimizer)
