@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 
 from memlab.errors import PlanError
@@ -171,7 +172,7 @@ def cell_options(line: str) -> CellOptions:
     plan, rest = Plan.parse_known(others)
     given, loose = _read_flags(rest, CELL_FLAGS)
     if loose:
-        raise unknown_flag(loose[0], tuple(flag.flag for flag in CELL_FLAGS))
+        raise _loose_word(loose[0], words)
     capacity, budget = given.get("capacity"), given.get("budget")
     if "inference" in given:
         _check_inference(plan, given)
@@ -269,10 +270,22 @@ def split_words(line: str) -> list[str]:
         raise PlanError(f"{line.strip()!r} cannot be read: {error}") from None
 
 
+def _loose_word(word: str, words: list[str]) -> PlanError:
+    """The error for a word of a cell's line that is neither a flag nor its value."""
+    before = words[words.index(word) - 1] if words.index(word) else ""
+    with suppress(PlanError):
+        parse_bytes(before + word)
+        return PlanError(f"{before} {word}: write a size as one word, {before}{word}")
+    if word == "off" or any(word == each.word for each in WORDS):
+        way_out = "undo" if word == "off" else word
+        return PlanError(f"%%memfit {word}: a cell takes flags only; did you mean the line %memfit {way_out}?")
+    return unknown_flag(word, tuple(flag.flag for flag in CELL_FLAGS))
+
+
 def unknown_word(word: str) -> PlanError:
     """The error for a word that is no subcommand of `%memfit`, naming the nearest one."""
     known = [each.word for each in WORDS]
-    close = difflib.get_close_matches(word, known, n=1)
+    close = ["undo"] if word == "off" else difflib.get_close_matches(word, known, n=1)
     meant = f"; did you mean %memfit {close[0]}?" if close else ""
     return PlanError(f"%memfit {word}: unknown{meant}; allowed are {', '.join(known)}, or the flags of a plan")
 

@@ -68,6 +68,8 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--accumulte 4", f"unknown flag --accumulte; did you mean --accumulate?; flags are {FLAGS}"),
         ("--modell net", f"unknown flag --modell; did you mean --model?; flags are {FLAGS}"),
         ("4", f"unknown flag 4; flags are {FLAGS}"),
+        ("off", "%%memfit off: a cell takes flags only; did you mean the line %memfit undo?"),
+        ("--capacity 8 GiB", "8 GiB: write a size as one word, 8GiB"),
         ("--accumulate four", "--accumulate four: expected a whole number of micro-batches, 1 or more, as in '--accumulate 4'"),
         ("--accumulate", "--accumulate needs a value: --accumulate N"),
         ("--model", "--model needs a value: --model NAME[,NAME…]"),
