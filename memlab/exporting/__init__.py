@@ -100,11 +100,6 @@ def export(plan: Plan | Scale | str, to: str, *, nproc: int = 2, models: Sequenc
 
 
 def parsed(text: str) -> Plan | Scale:
-    """Flags as a plan, or with an engine as a scale.
-
-    Example:
-        >>> parsed("--scale ddp --bf16").engine
-        'ddp'
-    """
+    """Flags as a plan, or with an engine as a scale."""
     engine, _ = take_engine(shlex.split(text))
     return Scale.parse(text) if engine is not None else Plan.parse(text)

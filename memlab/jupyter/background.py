@@ -80,11 +80,7 @@ class Background:
     def start(
         self, shell: Shell, source: Source, work: Callable[[Place], None], failed: Callable[[BaseException], None]
     ) -> None:
-        """Run a cell in the background.
-
-        Raises:
-            SessionError: one runs already.
-        """
+        """Run a cell in the background."""
         if self._job is not None and self._job.is_running:
             raise SessionError(f"%%memfit --background: {self._job.name} runs in the background already; {WAYS_OUT}")
         self._job = Job(shell, Program(shell, source), work, failed)
@@ -112,11 +108,7 @@ class Background:
             raise SessionError(f"%%memfit: {job.name} trains {type(model).__name__} in the background; {WAYS_OUT}")
 
     def wait(self) -> str:
-        """Wait until the cell has ended; Ctrl-C ends the waiting, and not the cell.
-
-        Raises:
-            SessionError: it failed, or waits for itself.
-        """
+        """Wait until the cell has ended; Ctrl-C ends the waiting, and not the cell."""
         job = self._job
         if job is None:
             return "no cell runs in the background"
@@ -139,11 +131,7 @@ class Background:
         return f"{job.name} in the background ends before its next step"
 
     def close(self, patience_seconds: float = _PATIENCE_SECONDS) -> None:
-        """Cancel the cell and wait for its end.
-
-        Raises:
-            SessionError: it makes no more training steps, so it cannot be cancelled.
-        """
+        """Cancel the cell and wait for its end."""
         job = self._other()
         if job is None:
             return

@@ -153,14 +153,7 @@ class Hearing:
         return self._worlds.get(self._last, self._at_first)
 
     def heard(self, view: str = "") -> World:
-        """Note a message; to be called in every callback, on the thread it runs on.
-
-        Args:
-            view: which of several views of the panel it comes from, where the message says so.
-
-        Returns:
-            The world, as far as it is known now.
-        """
+        """Note a message; to be called in every callback, on the thread it runs on."""
         self._last = view
         if not is_main_thread():
             self._worlds[view] = World.AT_ONCE
@@ -172,15 +165,7 @@ class Hearing:
         return self.world
 
     def words(self, *, background: bool = False) -> str:
-        """One sentence for the panel.
-
-        Args:
-            background: whether a `%%memfit --background` cell is training, so that the main shell is free.
-
-        Example:
-            >>> Hearing(None).words()
-            'no front end is connected that could send clicks; %memfit FLAGS does the same'
-        """
+        """One sentence for the panel."""
         if background and self.world in (World.UNKNOWN, World.AFTER_CELL):
             return "a cell trains in the background: clicks are applied at the next step"
         return _WORDS[self.world]

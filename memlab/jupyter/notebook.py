@@ -69,11 +69,7 @@ class Notebook:
         return sorted(sessions(), key=lambda session: all(session.workload.model is not model for model in last))
 
     def together(self) -> list[Session]:
-        """The sessions of the last cell, that of its receipt first; where none of them is left, any.
-
-        Raises:
-            WorkloadError: none is attached.
-        """
+        """The sessions of the last cell, that of its receipt first; where none of them is left, any."""
         models = (model() for model in self._last_models)
         found = [session for model in models if model is not None and (session := session_of(model)) is not None]
         if not found and not sessions():

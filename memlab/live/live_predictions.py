@@ -57,9 +57,6 @@ class LivePredictions:
             measured: a measurement on such a batch, by which times are calibrated; the first one there is makes
                 predictions without it worthless.
             every: every plan worth considering as well.
-
-        Yields:
-            How far it has come, in words, after each prediction.
         """
         self.is_complete = False
         self._begin(workload, is_calibrated=measured is not None)

@@ -8,7 +8,7 @@ remains; the bars, which repeat numbers, are the only thing lost.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -56,12 +56,13 @@ def table(content: Table) -> str:
     ]
     rows = "".join(_row(content.columns, each, flush, scales) for each in content.rows)
     body = f"<thead>{_heads(content.columns, flush)}</thead><tbody>{rows}</tbody>" if content.columns else ""
-    keys = _keys([bar.parts for column in bars for bar in column if bar is not None and bar.look in _OF_CATEGORIES])
+    drawn = [bar.parts for column in bars for bar in column if bar is not None and bar.look in _OF_CATEGORIES]
+    key = keys(categories_of(drawn), "margin-top:8px")
     more = "".join(f'<div style="margin-top:8px">{table(inner)}</div>' for inner in content.more)
     foot = "".join(f'<div style="margin-top:4px">{_unbroken(line)}</div>' for line in content.foot)
     return (
         f'<div class="memlab-receipt" style="{_WRAPPER}"><table style="{_TABLE}">'
-        f'<caption style="{_CAPTION}">{escape(content.title)}</caption>{body}</table>{keys}{more}{foot}</div>'
+        f'<caption style="{_CAPTION}">{escape(content.title)}</caption>{body}</table>{key}{more}{foot}</div>'
     )
 
 
@@ -135,13 +136,14 @@ def _bar(bar: Bar, scale: float) -> str:
     return f'<div role="img" aria-label="{escape(spoken)}" style="{look}">{pieces}</div>'
 
 
-def _keys(parts: Sequence[Mapping[str, float]]) -> str:
-    keys = "".join(
+def keys(names: Sequence[str], style: str) -> str:
+    """Return what the colours of categories mean, in a line; nothing without any."""
+    spans = "".join(
         f'<span style="margin-right:16px;white-space:nowrap"><span aria-hidden="true" '
         f'style="{_KEY};background-color:{swatch(name).colour}"></span>{escape(name)}</span>'
-        for name in categories_of(parts)
+        for name in names
     )
-    return f'<div style="margin-top:8px">at the peak: {keys}</div>' if keys else ""
+    return f'<div style="{style}">at the peak: {spans}</div>' if spans else ""
 
 
 def _unbroken(text: str) -> str:

@@ -13,6 +13,7 @@ from html import escape
 from itertools import groupby
 
 from memlab.records.live_state import Change, LivePoint, Moment
+from memlab.report.html import keys
 from memlab.report.segments import REST, categories_of, scale, swatch, unexplained
 from memlab.report.wording import rate
 from memlab.units import format_bytes, format_seconds
@@ -41,7 +42,6 @@ _RULE = "rgba(128,128,128,.3)"
 _TEXT = "font-size:13px;font-variant-numeric:tabular-nums;line-height:1.45"
 _SVG = "display:block;max-width:100%;height:auto"
 _KEYS = "font-size:11px;padding-left:62px"
-_KEY = "display:inline-block;width:9px;height:9px;margin-right:4px"
 
 
 def compact(moment: Moment) -> str:
@@ -209,7 +209,7 @@ def _picture(moment: Moment) -> str:
     )
     return (
         f'<svg role="img" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{_SVG}" '
-        f'font-size="11" fill="currentColor">{"".join(pieces)}</svg>{_key(names)}'
+        f'font-size="11" fill="currentColor">{"".join(pieces)}</svg>{keys(names, _KEYS)}'
     )
 
 
@@ -352,13 +352,3 @@ def _rule(y: int) -> str:
 
 def _text(x: int, y: int, text: str, anchor: str = "start") -> str:
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _key(names: Sequence[str]) -> str:
-    """Return what the colours mean, in the order of the layers."""
-    keys = "".join(
-        f'<span style="margin-right:12px;white-space:nowrap"><span aria-hidden="true" '
-        f'style="{_KEY};background-color:{swatch(name).colour}"></span>{escape(name)}</span>'
-        for name in names
-    )
-    return f'<div style="{_KEYS}">at the peak: {keys}</div>' if keys else ""

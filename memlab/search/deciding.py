@@ -152,12 +152,7 @@ class Search:
                 candidate.prediction = replace(candidate.prediction, refused=str(error))
 
     def result(self) -> FoundPlan:
-        """The fastest plan that was run and fits.
-
-        Raises:
-            BudgetError: none fits.
-            WorkloadError: none applies.
-        """
+        """The fastest plan that was run and fits."""
         best = self._best()
         if best is None:
             raise self.nothing_left()
