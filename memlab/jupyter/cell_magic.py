@@ -226,7 +226,7 @@ class CellMagic:
             session, name = watch.session, watch.session.workload.name
             said = f"so nothing was measured; {session.plan.label} is in force on {name}"
             why = f"{session.failure or 'no optimizer step ended in this cell'}, {said}"
-            if session.steps and not session.was_called:
+            if watch.was_passed_by:
                 past = f"{session.how_passed_by}, {said}"
                 why = past if session.passed_by is None else f"{session.passed_by}; nothing was measured"
             print(f"memfit: {why}")  # noqa: T201

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memlab.runtime.optimizer_step import is_separable, standin
 from memlab.runtime.workload import is_made, unwrap_optimizer
@@ -79,6 +79,9 @@ class FirstTrainingCall(FirstCall):
     A loop may make its first call in the closure of an optimizer's step, and so in the middle of that step. Where the
     optimizer evaluates its closure once before it updates, whoever takes over the optimizer meanwhile does that very
     update; the optimizer's own then finds no parameters.
+
+    Attributes:
+        stepped: numbers (`id`) of the optimizers that have stepped before any call that trains.
     """
 
     def __init__(
@@ -86,15 +89,20 @@ class FirstTrainingCall(FirstCall):
     ) -> None:
         super().__init__(found, thread)
         self._expects_closures = expects_closures
+        self.stepped: set[int] = set()
 
     def __enter__(self) -> Self:
         if self._expects_closures:
             self._undo.callback(register_optimizer_step_pre_hook(self._step_begins).remove)
+            self._undo.callback(register_optimizer_step_post_hook(self._step_ended).remove)
         return super().__enter__()
 
     def _counts(self, module: nn.Module) -> bool:
         is_training = module.training and torch.is_grad_enabled()
         return is_training and any(p.requires_grad for p in module.parameters()) and is_made(module)
+
+    def _step_ended(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        self.stepped.add(id(optimizer))
 
     def _step_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -107,6 +107,7 @@ class CellWatch:
         self._next_told_seconds = 0.0
         self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
         self._looking: FirstTrainingCall | None = None
+        self._trained_uncalled = False  # a model was updated before it was called
         self._known: set[int] = set()  # optimizers that were there before, or have been looked at
         self._undo = ExitStack()
 
@@ -130,6 +131,12 @@ class CellWatch:
         """The session of the model that the cell trains, of several the first that has stepped; None until it is found."""
         return next((each for each in self.sessions if each.workload.optimizers), next(iter(self.sessions), None))
 
+    @property
+    def was_passed_by(self) -> bool:
+        """Return whether the cell has trained a model, but none of it by calls that could be observed."""
+        session = self.session
+        return self._trained_uncalled or (session is not None and session.steps > 0 and not session.was_called)
+
     def wait_for_model(self) -> None:
         """Attach to the models that the cell trains."""
         self._known |= {id(one) for one in live_optimizers()}
@@ -146,6 +153,8 @@ class CellWatch:
             RefusalError: a technique does not apply; everything is as it was.
         """
         self._name(workload)
+        if self._looking is not None:
+            self._trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
         require_compatible(workload, self._plan or Plan(), self.sessions)
         attached = session_of(workload.model)
         if self._device is None:

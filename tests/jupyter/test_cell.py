@@ -270,6 +270,17 @@ def test_a_cell_in_which_nothing_trains_says_so(made: Cell) -> None:
     )
 
 
+def test_a_model_that_is_called_only_after_its_training_is_said_to_be_passed_by(cell: Cell) -> None:
+    told = cell(
+        "%%memfit --accumulate 2\nimport torch\nnet = torch.nn.Linear(3, 1)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "net.forward(torch.ones(4, 3)).sum().backward()\noptimizer.step()\nnet(torch.ones(4, 3));"
+    )
+    assert told.error is None
+    assert "the loop trains Linear without calling it" in told.out
+    assert "so nothing was measured; --accumulate 2 is in force on Linear" in told.out
+
+
 def test_loading_twice_and_unloading_twice(shell: Any, made: Cell) -> None:
     made("%load_ext memlab\n%reload_ext memlab")
     assert [type(c).__name__ for c in shell.configurables].count("MemLab") == 1
