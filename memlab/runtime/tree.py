@@ -165,6 +165,8 @@ def _parts(value: Any) -> _Parts | None:
         return _jagged(value) if value.layout is torch.jagged else None
     if isinstance(value, PackedSequence):
         return _packed(value)
+    if isinstance(value, torch.Size):
+        return _keys(value, len(value)), list(value), torch.Size
     kind = _pytree._get_node_type(value)
     node = _pytree.SUPPORTED_NODES.get(kind)
     if node is not None:
@@ -193,7 +195,12 @@ def _opened(value: Any) -> _Parts:
         places = list(range(len(value)))
     else:
         places = []
-    attributes = [(name, item) for name, item in _attributes(value) if holds_tensors(item, _DEPTH)]
+    # numbers and sizes as well: they may be those of the rows
+    attributes = [
+        (name, item)
+        for name, item in _attributes(value)
+        if type(item) in (bool, int, float, torch.Size) or holds_tensors(item, _DEPTH)
+    ]
     items = [value[place] for place in places]
     for place in places:  # so that the shell keeps no tensor
         shell[place] = None

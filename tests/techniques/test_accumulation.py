@@ -76,6 +76,26 @@ class Jagged(nn.Linear):
         return super().forward(rows).tanh()
 
 
+class Policy(nn.Linear):
+    """Returns an object that knows its size."""
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        return torch.distributions.Categorical(logits=super().forward(rows))
+
+
+def test_an_output_that_knows_its_size() -> None:
+    torch.manual_seed(0)
+    model, rows, found = Policy(5, 4), torch.randn(6, 5), []
+    for plan in ("", "--accumulate 2"):
+        model.zero_grad()
+        with fit(workload(model), plan):
+            actions = model(rows)
+            actions.log_prob(torch.arange(6) % 4).sum().backward()
+        assert actions.batch_shape == (6,)
+        found.append(gradients(model))
+    assert distance(found[1], found[0]) < 1e-6
+
+
 def jagged() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.randn(n, 5) for n in (3, 1, 4, 2, 2, 5)], layout=torch.jagged)
 
