@@ -7,14 +7,11 @@ the numbers, `allocator` the order of things, `expandable` the segments that gro
 from __future__ import annotations
 
 from memlab.allocator.allocator import Allocator
-from memlab.allocator.blocks import Block
-from memlab.allocator.events import Event
-from memlab.allocator.history import Action, Context, Entry, Frame
-from memlab.allocator.memory_viz import memory_viz, save_memory_viz
-from memlab.allocator.out_of_memory import DoesNotFitError, OutOfMemory
+from memlab.allocator.blocks import Block, Segment, SegmentBlock
+from memlab.allocator.history import Action, Context, Entry, Event, Frame
+from memlab.allocator.memory_viz import memory_viz
 from memlab.allocator.settings import Settings
-from memlab.allocator.snapshot import Segment, SegmentBlock
-from memlab.allocator.statistics import Statistics
+from memlab.allocator.statistics import DoesNotFitError, OutOfMemory, Statistics
 
 __all__ = [
     "Action",
@@ -31,5 +28,4 @@ __all__ = [
     "Settings",
     "Statistics",
     "memory_viz",
-    "save_memory_viz",
 ]

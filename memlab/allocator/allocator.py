@@ -19,16 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memlab.allocator.blocks import Block, Pool
-from memlab.allocator.device import Device
-from memlab.allocator.events import Event
+from memlab.allocator.blocks import Block, Device, Pool, Segment, segments_of
 from memlab.allocator.expandable import ExpandableSegments
-from memlab.allocator.history import NO_CONTEXT, Action, Context, Entry, History
-from memlab.allocator.out_of_memory import DoesNotFitError, OutOfMemory
+from memlab.allocator.history import NO_CONTEXT, Action, Context, Entry, Event, History
 from memlab.allocator.settings import Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, UNLIMITED_BYTES, round_size, segment_size
-from memlab.allocator.snapshot import Segment, segments_of
-from memlab.allocator.statistics import Counters, Meter, Statistics, reset_peak, values_of
+from memlab.allocator.statistics import Counters, DoesNotFitError, Meter, OutOfMemory, Statistics, values_of
 from memlab.errors import MemlabError
 
 
@@ -86,11 +82,6 @@ class Allocator:
     def malloc(self, size: int, stream: int = 0, context: Context = NO_CONTEXT) -> Block:
         """Allocate.
 
-        Args:
-            size: bytes, at least 1; torch answers requests for nothing without asking its allocator.
-            stream: number of the CUDA stream; memory is reused on its own stream only.
-            context: where the request comes from, for the history.
-
         Raises:
             DoesNotFitError: there is no room, even with the cache given back.
         """
@@ -114,7 +105,8 @@ class Allocator:
                 f"free({block}): not in use; each block is freed once, by the allocator that handed it out"
             )
         del self._active[block.address]
-        self._note_free(block)
+        for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED):
+            self._history.add(action, block.address, block.requested, block.stream, block.context)
         size, requested, pool = block.size, block.requested, block.pool
         block.allocated, block.requested, block.context = False, 0, NO_CONTEXT
         absorbed = [merged for merged in (block.absorb(block.prev), block.absorb(block.next)) if merged]
@@ -142,9 +134,6 @@ class Allocator:
 
         Storages stay alive from one replay to the next: a second one continues where the first one ended.
 
-        Args:
-            events: births and deaths of storages.
-
         Returns:
             The numbers after the last event, with what did not fit when something did not.
 
@@ -158,7 +147,7 @@ class Allocator:
             (4194304, 3145728, 23068672)
         """
         for event in events:
-            self._history.seconds = event.seconds
+            self.set_time(event.seconds)
             try:
                 self._serve(event)
             except DoesNotFitError as error:
@@ -166,16 +155,8 @@ class Allocator:
         return self.stats()
 
     def stats(self, out_of_memory: OutOfMemory | None = None) -> Statistics:
-        """The numbers `torch.cuda.memory_stats` would show.
-
-        Args:
-            out_of_memory: what did not fit, to be kept with them.
-        """
+        """The numbers `torch.cuda.memory_stats` would show."""
         return Statistics(values_of(self._meters, self._counters, self._max_split), out_of_memory)
-
-    def reset_peak_stats(self) -> None:
-        """Let peaks start from the present, as `torch.cuda.reset_peak_memory_stats` does."""
-        reset_peak(self._meters, self._counters)
 
     def snapshot(self) -> tuple[Segment, ...]:
         """Every segment with its blocks, by address; of an expandable one, every stretch that is mapped."""
@@ -192,12 +173,15 @@ class Allocator:
         """Return what happened, when the allocator keeps a history."""
         return tuple(self._history.entries)
 
+    def set_time(self, seconds: float) -> None:
+        """Say what time it is, for the history."""
+        self._history.seconds = seconds
+
     def _serve(self, event: Event) -> None:
         if event.size_bytes > 0:
             if event.storage in self._storages:
                 raise MemlabError(f"replay: storage {event.storage} is born a second time; free it first")
-            context = Context(event.frames, event.label) if self._history.on else NO_CONTEXT
-            self._storages[event.storage] = self.malloc(event.size_bytes, event.stream, context)
+            self._storages[event.storage] = self.malloc(event.size_bytes, event.stream, event.context)
         elif event.size_bytes < 0:
             if event.storage not in self._storages:
                 raise MemlabError(f"replay: storage {event.storage} is freed but not alive; its birth must come first")
@@ -286,10 +270,6 @@ class Allocator:
             blocks, size = blocks + 1, size + block.size
         for meter in block.pool.meters:
             meter.change_idle(blocks, size)
-
-    def _note_free(self, block: Block) -> None:
-        for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED):
-            self._history.add(action, block.address, block.requested, block.stream, block.context)
 
     def _release(self, block: Block) -> None:
         """Give a segment that is free as a whole back to the driver."""

@@ -1,12 +1,57 @@
-"""Blocks, and the pools that keep the free ones in order of size."""
+"""The device's memory, blocks of it, pools that keep the free ones in order of size, and segments as values."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from memlab.allocator.history import NO_CONTEXT, Context
+from memlab.allocator.sizes import OWN_SEGMENT_STEP_BYTES, UNLIMITED_BYTES, round_up
 from memlab.allocator.statistics import Meter
+
+# where a CUDA process finds its device memory; only the order of addresses matters, and that traces look familiar
+_FIRST_ADDRESS = 0x7F00_0000_0000
+# assumed of a device without a limit, to size the ranges of expandable segments
+_UNLIMITED_DEVICE_BYTES = 2**40
+
+
+class Device:
+    """Memory that is taken and given back by whole segments and pages.
+
+    Args:
+        capacity_bytes: what the allocator can get, None for no limit.
+        total_bytes: what the device has altogether, context and other programs included.
+    """
+
+    __slots__ = ("_next_address", "capacity_bytes", "limit_bytes", "total_bytes", "used_bytes")
+
+    def __init__(self, capacity_bytes: int | None, total_bytes: int | None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.limit_bytes = UNLIMITED_BYTES if capacity_bytes is None else capacity_bytes
+        self.total_bytes = total_bytes or capacity_bytes or _UNLIMITED_DEVICE_BYTES
+        self.used_bytes = 0
+        self._next_address = _FIRST_ADDRESS
+
+    @property
+    def free_bytes(self) -> int:
+        return self.limit_bytes - self.used_bytes
+
+    def take(self, size: int) -> bool:
+        if size > self.free_bytes:
+            return False
+        self.used_bytes += size
+        return True
+
+    def give_back(self, size: int) -> None:
+        self.used_bytes -= size
+
+    def new_addresses(self, size: int) -> int:
+        """Addresses no segment had before, so that a trace can tell all of them apart."""
+        address = self._next_address
+        self._next_address += round_up(size, OWN_SEGMENT_STEP_BYTES)
+        return address
+
 
 # a free block under its key: torch orders by stream, size and address (BlockComparatorSize)
 _Entry = tuple[int, int, "Block"]
@@ -24,15 +69,7 @@ class Range:
 
 
 class Block:
-    """A stretch of one segment: in use, free, or (in an expandable segment) not mapped.
-
-    Args:
-        address: where it begins.
-        size: its bytes.
-        stream: the stream it may be used on.
-        pool: where it goes when it is free.
-        range: the expandable segment it is part of, None in an ordinary one.
-    """
+    """A stretch of one segment: in use, free, or (in an expandable segment) not mapped."""
 
     __slots__ = (
         "address", "allocated", "context", "lookups_before", "mapped", "next", "pool", "prev", "range",
@@ -59,7 +96,6 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Return whether its segment has other blocks."""
         return self.prev is not None or self.next is not None
 
     @property
@@ -99,12 +135,7 @@ class Block:
 
 
 class Pool:
-    """The free and the unmapped blocks of one pool.
-
-    Args:
-        is_small: whether this is the pool of blocks up to 1 MiB.
-        meters: what counts both pools, and what counts this one.
-    """
+    """The free and the unmapped blocks of one pool."""
 
     def __init__(self, *, is_small: bool, meters: tuple[Meter, Meter]) -> None:
         self.is_small = is_small
@@ -114,7 +145,6 @@ class Pool:
         self._unmapped: dict[int, list[tuple[int, Block]]] = {}
 
     def insert(self, block: Block) -> None:
-        """Keep a block for reuse."""
         block.lookups_before = self.lookups
         if block.mapped:
             insort(self.free_on(block.stream), (block.size, block.address, block))
@@ -131,11 +161,9 @@ class Pool:
             del unmapped[bisect_left(unmapped, (block.address,))]
 
     def free_on(self, stream: int) -> list[_Entry]:
-        """Free blocks of a stream, by size and then address."""
         return self._free.setdefault(stream, [])
 
     def unmapped_on(self, stream: int) -> list[tuple[int, Block]]:
-        """Unmapped blocks of a stream, by address."""
         return self._unmapped.setdefault(stream, [])
 
     def free_blocks(self) -> Iterator[Block]:
@@ -163,3 +191,52 @@ def _least_reach(entries: list[_Entry], index: int) -> int:
     while index + 1 < len(entries) and entries[index + 1][2].reach < entries[index][2].reach:
         index += 1
     return index
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentBlock:
+    """A stretch of a segment."""
+
+    address: int  # where it begins
+    size: int  # its bytes
+    requested: int  # bytes the program asked for, 0 when it is free
+    allocated: bool  # whether it is in use
+    context: Context  # where the request came from
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Memory from the driver in one piece, or a mapped stretch of an expandable segment."""
+
+    address: int  # where it begins
+    stream: int  # number of the stream it serves
+    is_small: bool  # whether it belongs to the pool of blocks up to 1 MiB
+    is_expandable: bool  # whether it is part of an expandable segment
+    blocks: tuple[SegmentBlock, ...]  # what it is divided into, by address
+
+    @property
+    def size(self) -> int:
+        return sum(block.size for block in self.blocks)
+
+    @property
+    def allocated(self) -> int:
+        return sum(block.size for block in self.blocks if block.allocated)
+
+    @property
+    def requested(self) -> int:
+        return sum(block.requested for block in self.blocks)
+
+
+def segments_of(blocks: Iterable[Block]) -> tuple[Segment, ...]:
+    """Put blocks together into their segments, by address."""
+    heads = (block for block in blocks if block.prev is None or not block.prev.mapped)
+    return tuple(_segment(head) for head in sorted(heads, key=lambda head: head.address))
+
+
+def _segment(head: Block) -> Segment:
+    blocks = []
+    block: Block | None = head
+    while block is not None and block.mapped:
+        blocks.append(SegmentBlock(block.address, block.size, block.requested, block.allocated, block.context))
+        block = block.next
+    return Segment(head.address, head.stream, head.pool.is_small, head.range is not None, tuple(blocks))

@@ -10,22 +10,14 @@
 
 from __future__ import annotations
 
-from memlab.allocator.blocks import Block, Pool, Range
-from memlab.allocator.device import Device
+from memlab.allocator.blocks import Block, Device, Pool, Range
 from memlab.allocator.history import Action, Context, History
 from memlab.allocator.sizes import SMALL_SEGMENT_BYTES, round_up
 from memlab.allocator.statistics import Counters
 
 
 class ExpandableSegments:
-    """Maps and unmaps pages for both pools.
-
-    Args:
-        device: where pages come from.
-        large_page_bytes: size of a page in the large pool.
-        counters: what counts calls to the driver.
-        history: where they are noted.
-    """
+    """Maps and unmaps pages for both pools."""
 
     def __init__(self, device: Device, large_page_bytes: int, counters: Counters, history: History) -> None:
         self._device = device

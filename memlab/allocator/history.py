@@ -1,4 +1,4 @@
-"""The allocator's actions, entry by entry, as torch records them for its memory viewer."""
+"""What a program asks of the allocator (`Event`), and what the allocator does (`Entry`), as torch records it."""
 
 from __future__ import annotations
 
@@ -30,47 +30,40 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Origin of a request.
+    """Origin of a request."""
 
-    Args:
-        frames: lines of code, the innermost first.
-        label: words of the caller's own, shown by the viewer as user metadata.
-    """
-
-    frames: tuple[Frame, ...] = ()
-    label: str = ""
+    frames: tuple[Frame, ...] = ()  # lines of code, the innermost first
+    label: str = ""  # words of the caller's own, shown by the viewer as user metadata
 
 
 NO_CONTEXT = Context()
 
 
 @dataclass(frozen=True, slots=True)
+class Event:
+    """A storage is born (positive bytes) or freed (negative bytes). Zero bytes never reach the allocator."""
+
+    storage: int  # number of the storage; its birth and its death carry the same one
+    size_bytes: int  # bytes gained or lost
+    stream: int = 0  # number of the CUDA stream, 0 for the default one
+    seconds: float = 0.0  # when it happened
+    context: Context = NO_CONTEXT  # where it came from
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of the history.
+    """One line of the history."""
 
-    Args:
-        action: what happened.
-        address: where; for OOM the bytes the device had free.
-        size: requested bytes of a block, all bytes of a segment or of pages, rounded bytes for OOM.
-        stream: on which stream.
-        seconds: when, on the clock of the events replayed.
-        context: where the request came from.
-    """
-
-    action: Action
-    address: int
-    size: int
-    stream: int
-    seconds: float
-    context: Context
+    action: Action  # what happened
+    address: int  # where; for OOM the bytes the device had free
+    size: int  # requested bytes of a block, all bytes of a segment or of pages, rounded bytes for OOM
+    stream: int  # on which stream
+    seconds: float  # when, on the clock of the events replayed
+    context: Context  # where the request came from
 
 
 class History:
-    """Entries in order; does nothing unless it is switched on.
-
-    Args:
-        on: whether to keep entries.
-    """
+    """Entries in order; does nothing unless it is switched on."""
 
     __slots__ = ("entries", "on", "seconds")
 
@@ -80,6 +73,5 @@ class History:
         self.entries: list[Entry] = []
 
     def add(self, action: Action, address: int, size: int, stream: int, context: Context = NO_CONTEXT) -> None:
-        """Note what happened, at the present time."""
         if self.on:
             self.entries.append(Entry(action, address, size, stream, self.seconds, context))

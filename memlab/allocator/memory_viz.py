@@ -6,14 +6,12 @@ is that of `torch/csrc/cuda/memory_snapshot.cpp`, function `_memory_snapshot_pic
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
 from typing import Any
 
 from memlab.allocator.allocator import Allocator
+from memlab.allocator.blocks import Segment, SegmentBlock
 from memlab.allocator.history import Action, Context, Entry
 from memlab.allocator.settings import Settings
-from memlab.allocator.snapshot import Segment, SegmentBlock
 
 _DEFAULT_POOL = (0, 0)
 _NO_COMPILE_CONTEXT = "N/A"
@@ -24,12 +22,6 @@ def memory_viz(allocator: Allocator) -> dict[str, Any]:
 
     Args:
         allocator: made with `history=True`, or the viewer has no timeline to show.
-
-    Example:
-        >>> allocator = Allocator(history=True)
-        >>> _ = allocator.malloc(1000)
-        >>> [entry["action"] for entry in memory_viz(allocator)["device_traces"][0]]
-        ['segment_alloc', 'alloc']
     """
     return {
         "segments": [_segment(segment) for segment in allocator.snapshot()],
@@ -37,21 +29,6 @@ def memory_viz(allocator: Allocator) -> dict[str, Any]:
         "allocator_settings": _settings(allocator.settings),
         "external_annotations": [],
     }
-
-
-def save_memory_viz(allocator: Allocator, path: str | Path) -> Path:
-    """Write the file the memory viewer opens.
-
-    Args:
-        allocator: made with `history=True`.
-        path: where to write; an existing file is replaced.
-
-    Returns:
-        The path written to.
-    """
-    target = Path(path)
-    target.write_bytes(pickle.dumps(memory_viz(allocator)))
-    return target
 
 
 def _segment(segment: Segment) -> dict[str, Any]:

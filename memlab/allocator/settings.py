@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memlab.allocator.sizes import (
-    DIVISION_INTERVALS,
-    LARGE_SEGMENT_BYTES,
-    MIN_OWN_SEGMENT_BYTES,
-    UNLIMITED_BYTES,
-)
+from memlab.allocator.sizes import DIVISION_INTERVALS, LARGE_SEGMENT_BYTES, MIN_OWN_SEGMENT_BYTES, UNLIMITED_BYTES
 from memlab.errors import PlanError
 from memlab.units import MIB
 
@@ -33,25 +27,13 @@ _WITHOUT_EFFECT = (
     "release_lock_on_cudamalloc",
     "throw_on_cudamalloc_oom",
 )
-_NO_SHARDINGS = (0,) * DIVISION_INTERVALS
+_NO_DIVISIONS = (0,) * DIVISION_INTERVALS
 _ITEM = re.compile(r"([^:,\[\]]+):(\[[^\[\]]*\]|[^:,\[\]]+)(?:,|$)")
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings of the caching allocator; the defaults are torch's.
-
-    Args:
-        expandable_segments: grow one range of addresses per stream and pool instead of separate segments.
-        max_split_size_bytes: blocks of this size and above are never split; None for no limit.
-        max_non_split_rounding_bytes: how much larger than the request an unsplit block may be; None for the
-            size of a large segment.
-        large_segment_bytes: segment that requests above 1 MiB and below 10 MiB share.
-        garbage_collection_threshold: share of the allowed memory above which idle segments are freed early;
-            0 for never. Torch heeds it only together with a memory fraction below 1.
-        roundup_power2_divisions: for each interval from 1 MiB to 64 GiB, the parts a power of two is divided
-            into when sizes are rounded up; 0 or 1 for multiples of 512 bytes.
-        per_process_memory_fraction: share of the device's memory the allocator may reserve.
 
     Raises:
         PlanError: a value torch would refuse.
@@ -64,17 +46,44 @@ class Settings:
         'expandable_segments:True,max_split_size_mb:128'
     """
 
-    expandable_segments: bool = False
-    max_split_size_bytes: int | None = None
+    expandable_segments: bool = False  # grow one range of addresses per stream and pool instead of separate segments
+    max_split_size_bytes: int | None = None  # blocks of this size and above are never split; None for no limit
+    # how much larger than the request an unsplit block may be; None for the size of a large segment
     max_non_split_rounding_bytes: int | None = None
-    large_segment_bytes: int = LARGE_SEGMENT_BYTES
+    large_segment_bytes: int = LARGE_SEGMENT_BYTES  # segment that requests above 1 MiB and below 10 MiB share
+    # share of the allowed memory above which idle segments are freed early; 0 for never. Torch heeds it only together
+    # with a memory fraction below 1
     garbage_collection_threshold: float = 0.0
-    roundup_power2_divisions: tuple[int, ...] = _NO_SHARDINGS
-    per_process_memory_fraction: float = 1.0
+    # for each interval from 1 MiB to 64 GiB, the parts a power of two is divided into when sizes are rounded up; 0 or
+    # 1 for multiples of 512 bytes
+    roundup_power2_divisions: tuple[int, ...] = _NO_DIVISIONS
+    per_process_memory_fraction: float = 1.0  # share of the device's memory the allocator may reserve
 
     def __post_init__(self) -> None:
-        for check in _CHECKS:
-            check(self)
+        for key, name, _ in _SHOWN:
+            size = getattr(self, name)
+            if key.endswith("_mb") and size is not None and size % MIB:
+                raise _refused(key, size / MIB, "a whole number of MiB")
+        large = self.large_segment_bytes
+        if large <= MIN_OWN_SEGMENT_BYTES:
+            raise _refused("large_segment_size_mb", large // MIB, f"more than {MIN_OWN_SEGMENT_BYTES // MIB}")
+        limits = {
+            "max_split_size_mb": self.max_split_size_bytes,
+            "max_non_split_rounding_mb": self.max_non_split_rounding_bytes,
+        }
+        for key, size in limits.items():
+            if size is not None and size < large:
+                raise _refused(key, size // MIB, f"{large // MIB} or more, the size of a large segment in MiB")
+        threshold, fraction = self.garbage_collection_threshold, self.per_process_memory_fraction
+        # NaN is refused with the rest: no comparison holds for it
+        if not 0 <= threshold < 1:
+            raise _refused("garbage_collection_threshold", threshold, "more than 0 and less than 1")
+        if not 0 <= fraction <= 1:
+            raise _refused("per_process_memory_fraction", fraction, "a number from 0 to 1")
+        divisions = self.roundup_power2_divisions
+        if len(divisions) != DIVISION_INTERVALS or not all(n == 0 or _is_power_of_two(n) for n in divisions):
+            allowed = f"{DIVISION_INTERVALS} numbers of parts, each 0 or a power of two"
+            raise _refused("roundup_power2_divisions", list(divisions), allowed)
 
     def __str__(self) -> str:
         default = Settings()
@@ -111,15 +120,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
-        """The settings a process started with this environment would use.
-
-        Args:
-            environment: usually `os.environ`; only read.
-
-        Example:
-            >>> str(Settings.from_environment({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}))
-            'expandable_segments:True'
-        """
+        """The settings a process started with this environment would use."""
         texts = (environment[name] for name in VARIABLES if name in environment)
         return cls.parse(next(texts, ""))
 
@@ -204,7 +205,7 @@ def _divisions(key: str, text: str) -> dict[str, Any]:
 
 def _divisions_by_interval(key: str, text: str) -> tuple[int, ...]:
     """Intervals not named stay undivided, but those below the first one named take its value."""
-    divisions = list(_NO_SHARDINGS)
+    divisions = list(_NO_DIVISIONS)
     last, first = 0, True
     for item in text[1:-1].split(","):
         boundary, parts = _boundary_and_parts(key, text, item)
@@ -267,62 +268,4 @@ _SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("max_split_size_mb", "max_split_size_bytes", _show_mebibytes),
     ("per_process_memory_fraction", "per_process_memory_fraction", str),
     ("roundup_power2_divisions", "roundup_power2_divisions", _show_divisions),
-)
-
-
-def _check_mebibytes(settings: Settings) -> None:
-    for key, name, _ in _SHOWN:
-        size = getattr(settings, name)
-        if key.endswith("_mb") and size is not None and size % MIB:
-            raise _refused(key, size / MIB, "a whole number of MiB")
-
-
-def _check_large_segment(settings: Settings) -> None:
-    if settings.large_segment_bytes <= MIN_OWN_SEGMENT_BYTES:
-        given = _show_mebibytes(settings.large_segment_bytes)
-        raise _refused("large_segment_size_mb", given, f"more than {MIN_OWN_SEGMENT_BYTES // MIB}")
-
-
-def _check_not_below_large_segment(key: str, name: str) -> Callable[[Settings], None]:
-    def check(settings: Settings) -> None:
-        size = getattr(settings, name)
-        if size is not None and size < settings.large_segment_bytes:
-            least = settings.large_segment_bytes // MIB
-            raise _refused(key, size // MIB, f"{least} or more, the size of a large segment in MiB")
-
-    return check
-
-
-def _check_threshold(settings: Settings) -> None:
-    # NaN is refused with the rest: no comparison holds for it
-    if not 0 <= settings.garbage_collection_threshold < 1:
-        raise _refused(
-            "garbage_collection_threshold", settings.garbage_collection_threshold, "more than 0 and less than 1"
-        )
-
-
-def _check_fraction(settings: Settings) -> None:
-    fraction = settings.per_process_memory_fraction
-    if not 0 <= fraction <= 1 or math.isnan(fraction):
-        raise _refused("per_process_memory_fraction", fraction, "a number from 0 to 1")
-
-
-def _check_divisions(settings: Settings) -> None:
-    divisions = settings.roundup_power2_divisions
-    if len(divisions) != DIVISION_INTERVALS or not all(n == 0 or _is_power_of_two(n) for n in divisions):
-        raise _refused(
-            "roundup_power2_divisions",
-            list(divisions),
-            f"{DIVISION_INTERVALS} numbers of parts, each 0 or a power of two",
-        )
-
-
-_CHECKS: tuple[Callable[[Settings], None], ...] = (
-    _check_mebibytes,
-    _check_large_segment,
-    _check_not_below_large_segment("max_split_size_mb", "max_split_size_bytes"),
-    _check_not_below_large_segment("max_non_split_rounding_mb", "max_non_split_rounding_bytes"),
-    _check_threshold,
-    _check_fraction,
-    _check_divisions,
 )

@@ -28,22 +28,12 @@ UNLIMITED_BYTES = 2**64 - 1
 
 
 def round_up(size: int, step: int) -> int:
-    """The smallest multiple of `step` that is not below `size`.
-
-    Example:
-        >>> round_up(513, 512), round_up(512, 512)
-        (1024, 512)
-    """
+    """The smallest multiple of `step` that is not below `size`."""
     return -(-size // step) * step
 
 
 def interval_of(size: int) -> int:
-    """Return which of the sixteen intervals of `roundup_power2_divisions` a size falls into.
-
-    Example:
-        >>> interval_of(100), interval_of(2**21), interval_of(2**40)
-        (0, 1, 15)
-    """
+    """Return which of the sixteen intervals of `roundup_power2_divisions` a size falls into."""
     return min(max(size.bit_length() - 1 - _FIRST_INTERVAL_BITS, 0), DIVISION_INTERVALS - 1)
 
 
@@ -69,12 +59,7 @@ def round_size(size: int, divisions: tuple[int, ...]) -> int:
 
 
 def round_to_division(size: int, parts: int) -> int:
-    """Round up to the next of `parts` equal steps between two powers of two.
-
-    Example:
-        >>> round_to_division(1200, 4), round_to_division(1024, 4)
-        (1280, 1024)
-    """
+    """Round up to the next of `parts` equal steps between two powers of two."""
     floor = 1 << (size.bit_length() - 1)
     # at most 512 parts fit between two powers of two of this size: `round_size` sees to it
     return round_up(size, floor // parts)

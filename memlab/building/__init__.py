@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from memlab.building import pretrained
-from memlab.building.files import load_weights
+from memlab.building.files import listed, load_weights
 from memlab.building.gradual import built_gradually
-from memlab.building.names import listed
 from memlab.building.target import Target
 from memlab.errors import BuildError
 

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from memlab.building.names import listed
 from memlab.errors import BuildError
 from memlab.extras import require
 from memlab.units import MIB
+
+_SHOWN = 8
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are.
+
+    Example:
+        >>> listed(["a", "b"])
+        'a, b'
+        >>> listed([str(number) for number in range(10)])
+        '0, 1, 2, 3, 4, 5, 6, 7 and 2 more'
+    """
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
 
 _BATCH_BYTES = 64 * MIB
 _WIDEST = 8  # bytes of the widest number that a file may hold
@@ -25,11 +40,6 @@ def load_weights(model: nn.Module, path: Path, *, strict: bool) -> None:
 
     Names and shapes are compared before anything is read. Each tensor is cast to the format of the one it fills, in batches
     of 64 MiB; what the file holds is never whole in memory.
-
-    Args:
-        model: the model, with its tensors where they shall be.
-        path: a `.safetensors` file, an index (`*.index.json`), or a folder.
-        strict: whether names that are only in the model, or only in the files, are an error.
 
     Raises:
         BuildError: no such files, names that do not agree, or other shapes.
@@ -83,7 +93,6 @@ def disagreement(path: Path, missing: Iterable[str], unexpected: Iterable[str]) 
 
 
 def _files(path: Path, safetensors: Any) -> dict[str, Path]:
-    """Return which file holds each name."""
     if path.is_dir():
         path = _in_folder(path)
     if not path.is_file():

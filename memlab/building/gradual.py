@@ -18,6 +18,7 @@ So here the factory computes on the CPU in full precision, as ever, and finished
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.building.heap import give_back_freed_memory
 from memlab.units import MIB
 
 WIDE_BYTES = 32 * MIB
@@ -97,13 +97,7 @@ def built_gradually(
 
 
 class Gradual(TorchFunctionMode):
-    """Keeps few parameters wide while a factory works; the rules are at the top of this file.
-
-    Args:
-        device: where parameters go.
-        dtype: format of floating-point tensors that were not made with a dtype of their own.
-        draw: False gives zeros instead of random initial values.
-    """
+    """Keeps few parameters wide while a factory works; the rules are at the top of this file."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, draw: bool = True) -> None:
         super().__init__()
@@ -285,3 +279,22 @@ def _parameters_seen(gradual: Gradual) -> Iterator[None]:
         yield
     finally:
         nn.Parameter.__new__ = original  # type: ignore[method-assign]
+
+
+def give_back_freed_memory() -> None:
+    """Return free pages of the heap to the system, where the C library is one that can (glibc).
+
+    While a model is built, long-lived tensors are made between short-lived ones twice their size, and the C library keeps
+    the holes: 110 to 140 MiB for a model of 210 MiB, measured.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library; on Windows, None names no library
+        return None
+    return found

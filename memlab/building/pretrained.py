@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.building.files import disagreement
-from memlab.building.names import listed
+from memlab.building.files import disagreement, listed
 from memlab.building.target import Target
 from memlab.errors import BuildError
 from memlab.extras import available, require

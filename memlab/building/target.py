@@ -14,15 +14,10 @@ _BY_NAME = _SHORT_NAMES | {str(dtype).removeprefix("torch."): dtype for dtype in
 
 @dataclass(frozen=True)
 class Target:
-    """Device and number format of a model to be built.
+    """Device and number format of a model to be built."""
 
-    Args:
-        device: where its tensors shall be.
-        dtype: format of its floating-point tensors; None leaves the choice to the factory.
-    """
-
-    device: torch.device
-    dtype: torch.dtype | None
+    device: torch.device  # where its tensors shall be
+    dtype: torch.dtype | None  # format of its floating-point tensors; None leaves the choice to the factory
 
     @classmethod
     def parse(cls, device: torch.device | str, dtype: torch.dtype | str | None) -> Target:
@@ -41,7 +36,8 @@ def _device(given: torch.device | str) -> torch.device:
             # an index, so that "cuda" stays the device that is current now
             return torch.empty(0, device=device).device
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-        raise BuildError(f"device {given!r} cannot be used here ({_first_line(error)}); {_devices_here()}") from error
+        reason = str(error).partition("\n")[0]
+        raise BuildError(f"device {given!r} cannot be used here ({reason}); {_devices_here()}") from error
     raise BuildError(f"device 'meta' holds no values, so nothing can be built there; {_devices_here()}")
 
 
@@ -58,7 +54,3 @@ def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
         f"dtype {given!r}: a model is built in one of {', '.join(_SHORT_NAMES)} "
         f"(or torch.float16, torch.bfloat16, torch.float32, torch.float64)"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -28,33 +28,19 @@ _USABLE_SHARE = 0.96  # of a GPU's memory
 
 @dataclass(frozen=True)
 class Gpu:
-    """A model of GPU.
+    """A model of GPU."""
 
-    Args:
-        name: as in the catalogue.
-        memory_bytes: size of its memory; what CUDA reports is up to a few per cent less (ECC, driver).
-        bandwidth_bytes_per_second: of its memory.
-        fp32_flops: peak rate of fp32 without tensor cores.
-        tf32_flops: peak rate of fp32 matrix products rounded to tf32.
-        fp16_flops: peak rate of fp16 matrix products.
-        bf16_flops: peak rate of bf16 matrix products.
-        compute_capability: (major, minor), as `torch.cuda.get_device_capability` says it.
-        year: of its introduction.
-        datasheet: where the numbers are from.
-        multiprocessors: how many.
-    """
-
-    name: str
-    memory_bytes: int
-    bandwidth_bytes_per_second: float
-    fp32_flops: float | None
-    tf32_flops: float | None
-    fp16_flops: float | None
-    bf16_flops: float | None
-    compute_capability: tuple[int, int]
-    year: int
-    datasheet: str
-    multiprocessors: int
+    name: str  # as in the catalogue
+    memory_bytes: int  # size of its memory; what CUDA reports is up to a few per cent less (ECC, driver)
+    bandwidth_bytes_per_second: float  # of its memory
+    fp32_flops: float | None  # peak rate of fp32 without tensor cores
+    tf32_flops: float | None  # peak rate of fp32 matrix products rounded to tf32
+    fp16_flops: float | None  # peak rate of fp16 matrix products
+    bf16_flops: float | None  # peak rate of bf16 matrix products
+    compute_capability: tuple[int, int]  # (major, minor), as `torch.cuda.get_device_capability` says it
+    year: int  # of its introduction
+    datasheet: str  # where the numbers are from
+    multiprocessors: int  # how many
 
     @property
     def threads(self) -> int:
@@ -145,9 +131,6 @@ def gpus() -> tuple[Gpu, ...]:
 def gpu(name: str) -> Gpu:
     """Look a GPU up.
 
-    Args:
-        name: as in the catalogue, in any letter case.
-
     Raises:
         MemlabError: no such GPU, with the nearest ones: those of that model ("A100"), or of a name like it.
 
@@ -180,9 +163,6 @@ def smallest_that_holds(size_bytes: int) -> Gpu | None:
 def usable_bytes(listed: Gpu) -> int:
     """Return what the caching allocator may have of a GPU: CUDA's context and what the driver keeps are left out.
 
-    Args:
-        listed: of the catalogue.
-
     Example:
         >>> round(usable_bytes(gpu("T4")) / 2**30, 1)
         14.9
@@ -192,9 +172,6 @@ def usable_bytes(listed: Gpu) -> int:
 
 def gpu_for(needed_bytes: int) -> str:
     """Return which GPU would do, in words; CUDA's context and what the driver keeps are allowed for.
-
-    Args:
-        needed_bytes: peak of the caching allocator.
 
     Example:
         >>> gpu_for(20 * 2**30)

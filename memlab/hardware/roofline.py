@@ -5,7 +5,7 @@ Rules of the model:
 1. An operator's `Work` says what is to be done, `Rates` how fast a device does it, and neither knows the other.
 2. Operators follow one another. A GPU hides the shorter parts under the longest: its units work side by side, and the
    host runs ahead. On the CPU the same cores do one after the other, and the parts add up.
-3. What crosses to host memory runs beside the rest of its stretch on a GPU, in lanes of its own: the longer of the two
+3. What crosses to host memory runs beside the rest of its stretch on a GPU, in copy streams of its own: the longer of the two
    counts. On the CPU it adds up like everything else.
 4. No rate is fitted to a published step time. What the model misses is common to the plans of a workload for the most
    part, so one measured step calibrates them all.
@@ -43,6 +43,9 @@ _FP64_SHARE = 1 / 2
 _SMALLEST_FP64_SHARE = 1 / 64
 
 
+_COLUMNS = ("flops", "moved_bytes", "kernels", "host_bytes", "made_bytes")
+
+
 class Kind(StrEnum):
     """Kinds of arithmetic in whose speed devices differ."""
 
@@ -59,68 +62,39 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one operator.
+    """The work of one operator."""
 
-    Args:
-        flops: of matrix products; of the other kinds one for each element, or 0 where only memory counts.
-        moved_bytes: read and written on the device.
-        dtype: of the arithmetic: "fp32", "fp16", "bf16", "fp64" or "other".
-        kernels: how many kernels are launched.
-        host_bytes: cross to host memory or to disk.
-        kind: the sort of arithmetic.
-        made_bytes: of the moved ones, those written to new tensors.
-
-    Example:
-        >>> Work(flops=2.0 * 8 * 8 * 8, moved_bytes=3 * 8 * 8 * 4, dtype="fp32", kind=Kind.PRODUCT).kernels
-        1
-    """
-
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    dtype: str = "other"
-    kernels: int = 1
-    host_bytes: float = 0.0
-    kind: str = Kind.ELEMENTWISE
-    made_bytes: float = 0.0
+    flops: float = 0.0  # of matrix products; of the other kinds one for each element, or 0 where only memory counts
+    moved_bytes: float = 0.0  # read and written on the device
+    dtype: str = "other"  # of the arithmetic: "fp32", "fp16", "bf16", "fp64" or "other"
+    kernels: int = 1  # how many kernels are launched
+    host_bytes: float = 0.0  # cross to host memory or to disk
+    kind: str = Kind.ELEMENTWISE  # the sort of arithmetic
+    made_bytes: float = 0.0  # of the moved ones, those written to new tensors
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device. A rate that is not known is NaN, and so is every time that needs it.
+    """Rates of a device. A rate that is not known is NaN, and so is every time that needs it."""
 
-    Args:
-        name: of the device.
-        flops_per_second: of matrix products, by dtype: datasheet peaks, or measured.
-        bytes_per_second: of device memory.
-        seconds_per_kernel: the host's time for one operator.
-        host_bytes_per_second: of the way off the device: PCIe, or a file.
-        elements_per_second: of the kinds whose arithmetic takes longer than their memory traffic; missing ones do not.
-        product_efficiency: share of `flops_per_second` that large products reach; 1 for measured rates.
-        attention_efficiency: the same for fused attention.
-        bandwidth_efficiency: share of `bytes_per_second` that operators reach.
-        host_efficiency: share of `host_bytes_per_second` that copies reach.
-        kept_bytes: an operator finds this much memory for new tensors; more has to be mapped by the system.
-        mapped_bytes_per_second: how fast that is.
-        overlaps: whether the shorter parts of an operator are hidden under the longest, or all add up.
-        copies_beside: whether what crosses to the host is hidden under a longer stretch, and the other way round.
-        notes: what is missing or assumed, in words.
-    """
-
-    name: str
-    flops_per_second: Mapping[str, float]
-    bytes_per_second: float
-    seconds_per_kernel: float
-    host_bytes_per_second: float
+    name: str  # of the device
+    flops_per_second: Mapping[str, float]  # of matrix products, by dtype: datasheet peaks, or measured
+    bytes_per_second: float  # of device memory
+    seconds_per_kernel: float  # the host's time for one operator
+    host_bytes_per_second: float  # of the way off the device: PCIe, or a file
+    # of the kinds whose arithmetic takes longer than their memory traffic; missing ones do not
     elements_per_second: Mapping[str, float] = field(default_factory=dict)
-    product_efficiency: float = 1.0
-    attention_efficiency: float = 1.0
-    bandwidth_efficiency: float = 1.0
-    host_efficiency: float = 1.0
+    product_efficiency: float = 1.0  # share of `flops_per_second` that large products reach; 1 for measured rates
+    attention_efficiency: float = 1.0  # the same for fused attention
+    bandwidth_efficiency: float = 1.0  # share of `bytes_per_second` that operators reach
+    host_efficiency: float = 1.0  # share of `host_bytes_per_second` that copies reach
+    # an operator finds this much memory for new tensors; more has to be mapped by the system
     kept_bytes: float = math.inf
-    mapped_bytes_per_second: float = math.inf
-    overlaps: bool = True
+    mapped_bytes_per_second: float = math.inf  # how fast that is
+    overlaps: bool = True  # whether the shorter parts of an operator are hidden under the longest, or all add up
+    # whether what crosses to the host is hidden under a longer stretch, and the other way round
     copies_beside: bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what is missing or assumed, in words
 
     def seconds_per_flop(self, dtype: str, kind: str) -> float:
         """Time of one unit of `Work.flops`; 0 where arithmetic never is the longest part."""
@@ -132,12 +106,10 @@ class Rates:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Time of one byte of `Work.moved_bytes`."""
         return 1 / (self.bytes_per_second * self.bandwidth_efficiency)
 
     @property
     def seconds_per_host_byte(self) -> float:
-        """Time of one byte of `Work.host_bytes`."""
         return 1 / (self.host_bytes_per_second * self.host_efficiency)
 
     def _product_rate(self, dtype: str) -> float:
@@ -200,80 +172,29 @@ def _notes(gpu: Gpu, rates: Mapping[str, float]) -> Iterable[str]:
         yield f"no time of fp32 products: the catalogue has no fp32 rate of {gpu.name}"
 
 
-def seconds_of(work: Work, rates: Rates) -> float:
-    """Time of one operator.
-
-    Example:
-        >>> from memlab.hardware.gpus import gpu
-        >>> product = Work(flops=2 * 4096**3, moved_bytes=3 * 4096**2 * 2, dtype="bf16", kind=Kind.PRODUCT)
-        >>> f"{seconds_of(product, rates_of(gpu('A100 80GB'))) * 1e6:.0f} µs"
-        '587 µs'
-    """
-    return Bill.of([work]).seconds(rates)
-
-
 class Bill:
     """The work of many operators, in columns, so that a whole plan space can be priced quickly.
 
     Args:
-        flops: one number for each operator, as in `Work`.
-        moved_bytes: likewise.
-        kernels: likewise; may be broken numbers in a bill that lies between two others.
-        host_bytes: likewise.
-        made_bytes: likewise.
+        columns: one number for each operator, by names of `Work`; may be broken numbers in a bill between two others.
         classes: dtype and kind of each operator.
-
-    Example:
-        >>> from memlab.hardware.gpus import gpu
-        >>> bill = Bill.of([Work(moved_bytes=1e9), Work(moved_bytes=2e9)])
-        >>> round(bill.seconds(rates_of(gpu("A100 80GB"))), 5)
-        0.00184
     """
 
-    __slots__ = ("_members", "classes", "flops", "host_bytes", "kernels", "made_bytes", "moved_bytes")
+    __slots__ = ("_members", "classes", "columns")
 
-    def __init__(
-        self,
-        flops: Sequence[float],
-        moved_bytes: Sequence[float],
-        kernels: Sequence[float],
-        host_bytes: Sequence[float],
-        made_bytes: Sequence[float],
-        classes: Sequence[tuple[str, str]],
-    ) -> None:
-        self.flops = flops
-        self.moved_bytes = moved_bytes
-        self.kernels = kernels
-        self.host_bytes = host_bytes
-        self.made_bytes = made_bytes
+    def __init__(self, columns: Mapping[str, Sequence[float]], classes: Sequence[tuple[str, str]]) -> None:
+        self.columns = columns
         self.classes = classes
         self._members: dict[tuple[str, str], list[int]] | None = None
 
     @classmethod
     def of(cls, works: Iterable[Work]) -> Bill:
-        """A bill of operators, in their order."""
         works = list(works)
-        return cls(
-            [work.flops for work in works],
-            [work.moved_bytes for work in works],
-            [work.kernels for work in works],
-            [work.host_bytes for work in works],
-            [work.made_bytes for work in works],
-            [(work.dtype, work.kind) for work in works],
-        )
+        columns = {name: [getattr(work, name) for work in works] for name in _COLUMNS}
+        return cls(columns, [(work.dtype, work.kind) for work in works])
 
     def __len__(self) -> int:
         return len(self.classes)
-
-    def __add__(self, other: Bill) -> Bill:
-        return Bill(
-            [*self.flops, *other.flops],
-            [*self.moved_bytes, *other.moved_bytes],
-            [*self.kernels, *other.kernels],
-            [*self.host_bytes, *other.host_bytes],
-            [*self.made_bytes, *other.made_bytes],
-            [*self.classes, *other.classes],
-        )
 
     def towards(self, other: Bill, share: float) -> Bill:
         """The bill this share of the way to another one of the same operators; beyond it for a share above 1.
@@ -290,59 +211,44 @@ class Bill:
         """
         if self.classes != other.classes:
             raise ValueError(f"bills of different operators: {len(self)} and {len(other)}")
-        between = Bill(
-            _between(self.flops, other.flops, share),
-            _between(self.moved_bytes, other.moved_bytes, share),
-            _between(self.kernels, other.kernels, share),
-            _between(self.host_bytes, other.host_bytes, share),
-            _between(self.made_bytes, other.made_bytes, share),
-            self.classes,
-        )
+        pairs = {name: zip(column, other.columns[name], strict=True) for name, column in self.columns.items()}
+        between = Bill({name: [a + share * (b - a) for a, b in each] for name, each in pairs.items()}, self.classes)
         between._members = self._grouped()
         return between
 
     def seconds(self, rates: Rates) -> float:
         """Time of all operators, one after the other."""
-        crossing = sum(self.host_bytes) * rates.seconds_per_host_byte
+        crossing = sum(self.columns["host_bytes"]) * rates.seconds_per_host_byte
         rest = self._seconds_on_device(rates)
         # a rate that is not known makes the whole unknown, which `max` would not
         return max(crossing, rest) if rates.copies_beside and not math.isnan(rest) else crossing + rest
 
     def _seconds_on_device(self, rates: Rates) -> float:
-        seconds = 0.0
-        if math.isfinite(rates.kept_bytes):
-            kept = rates.kept_bytes
-            seconds += sum(made - kept for made in self.made_bytes if made > kept) / rates.mapped_bytes_per_second
+        seconds, kept = 0.0, rates.kept_bytes
+        moved, kernels, flops = (self.columns[name] for name in ("moved_bytes", "kernels", "flops"))
+        if math.isfinite(kept):
+            made = sum(made - kept for made in self.columns["made_bytes"] if made > kept)
+            seconds += made / rates.mapped_bytes_per_second
         if not rates.overlaps:
-            seconds += sum(self.moved_bytes) * rates.seconds_per_byte + sum(self.kernels) * rates.seconds_per_kernel
+            seconds += sum(moved) * rates.seconds_per_byte + sum(kernels) * rates.seconds_per_kernel
         for (dtype, kind), members in self._grouped().items():
             per_flop = rates.seconds_per_flop(dtype, kind)
             if not rates.overlaps:
-                seconds += sum([self.flops[member] for member in members]) * per_flop
+                seconds += sum([flops[member] for member in members]) * per_flop
             elif math.isnan(per_flop):  # which `max` would pass over or not, depending on the order
                 return math.nan
             else:
-                seconds += self._longest_parts(members, per_flop, rates)
+                # the shorter parts of each operator are hidden
+                each = [(moved, rates.seconds_per_byte), (kernels, rates.seconds_per_kernel)]
+                each += [(flops, per_flop)] if per_flop else []
+                parts = [[column[member] * rate for member in members] for column, rate in each]
+                seconds += float(sum(map(max, *parts)))
         return seconds
 
-    def _longest_parts(self, members: Sequence[int], per_flop: float, rates: Rates) -> float:
-        """Time of operators of one class where the shorter parts of each are hidden."""
-        flops, moved, kernels = self.flops, self.moved_bytes, self.kernels
-        per_byte, per_kernel = rates.seconds_per_byte, rates.seconds_per_kernel
-        parts = [[moved[member] * per_byte for member in members], [kernels[member] * per_kernel for member in members]]
-        if per_flop:
-            parts.append([flops[member] * per_flop for member in members])
-        return float(sum(map(max, *parts)))
-
     def _grouped(self) -> dict[tuple[str, str], list[int]]:
-        """Operators by dtype and kind."""
         if self._members is None:
             members: dict[tuple[str, str], list[int]] = {}
             for at, of in enumerate(self.classes):
                 members.setdefault(of, []).append(at)
             self._members = members
         return self._members
-
-
-def _between(first: Sequence[float], second: Sequence[float], share: float) -> list[float]:
-    return [a + share * (b - a) for a, b in zip(first, second, strict=True)]

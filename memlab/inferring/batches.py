@@ -20,23 +20,11 @@ _MOST_RUNS = 5
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a model, described so that it can be made again.
+    """A call of a model, described so that it can be made again."""
 
-    Args:
-        method: "forward" or "generate".
-        batch: its arguments; tensors of floats may be on the meta device, since their values decide nothing.
-        device: where it ran.
-
-    Example:
-        >>> inputs = Batch((torch.ones(2, 3),), {"ids": torch.arange(2)})
-        >>> call = Call.like("forward", inputs, torch.device("cpu"))
-        >>> call.batch.args[0].device.type, call.with_rows(5).args[0].shape, call.with_rows(3).kwargs["ids"]
-        ('meta', torch.Size([5, 3]), tensor([0, 1, 0]))
-    """
-
-    method: str
-    batch: Batch
-    device: torch.device
+    method: str  # "forward" or "generate"
+    batch: Batch  # its arguments; tensors of floats may be on the meta device, since their values decide nothing
+    device: torch.device  # where it ran
 
     @classmethod
     def like(cls, method: str, batch: Batch, device: torch.device) -> Call:
@@ -51,12 +39,10 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch."""
         return self.batch.rows
 
     @property
     def elements(self) -> int:
-        """Elements of all tensors."""
         return self.batch.elements
 
     def with_rows(self, rows: int) -> Batch:
@@ -77,7 +63,6 @@ class Call:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Random state as it was, afterwards."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             yield
 

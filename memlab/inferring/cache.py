@@ -21,11 +21,7 @@ _FULL, _WINDOWED = "full_attention", ("sliding_attention", "chunked_attention")
 
 
 def caches_in(values: Any) -> list[Any]:
-    """Caches in keyword arguments or in a model's output.
-
-    Args:
-        values: a mapping, an output of Transformers, or a tuple, in which a cache of Transformers has no name.
-    """
+    """Caches in keyword arguments or in a model's output."""
     if isinstance(values, Mapping):
         return [values[name] for name in NAMES if values.get(name) is not None]
     if isinstance(values, tuple):
@@ -61,13 +57,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor], device_type: str) -> int:
-    """Bytes of the storages that tensors lie in on a device, each counted once.
-
-    Example:
-        >>> whole = torch.zeros(4, 4)
-        >>> bytes_of([whole, whole[0]], "cpu")
-        64
-    """
+    """Bytes of the storages that tensors lie in on a device, each counted once."""
     storages = {}
     for tensor in tensors:
         if tensor.device.type == device_type and tensor.layout is torch.strided:
@@ -81,32 +71,18 @@ def bytes_of(tensors: Iterable[torch.Tensor], device_type: str) -> int:
 class CacheShape:
     """Sizes of a model's cache for each token.
 
-    Args:
-        windows: for each layer the most tokens it keeps; None for all.
-        heads: key-value heads.
-        head_dim: elements of a head.
-        cross_layers: layers that keep the tokens of an encoder as well.
-
     Example:
         >>> CacheShape((None, None), heads=2, head_dim=16).use(0, 4, 96, 0, torch.float32).formula
         '2 × 2 layers × 2 heads × 16 × 4 B × 96 tokens × 4 rows'
     """
 
-    windows: tuple[int | None, ...]
-    heads: int
-    head_dim: int
-    cross_layers: int = 0
+    windows: tuple[int | None, ...]  # for each layer the most tokens it keeps; None for all
+    heads: int  # key-value heads
+    head_dim: int  # elements of a head
+    cross_layers: int = 0  # layers that keep the tokens of an encoder as well
 
     def use(self, size_bytes: int, rows: int, tokens: int, cross_tokens: int, dtype: torch.dtype) -> CacheUse:
-        """A measured cache, with what the formula says of it.
-
-        Args:
-            size_bytes: as measured.
-            rows: rows of the batch.
-            tokens: tokens of each row that were fed.
-            cross_tokens: tokens of each row that an encoder read.
-            dtype: of keys and values.
-        """
+        """A measured cache, with what the formula says of it."""
         per_token = 2 * self.heads * self.head_dim * dtype.itemsize * rows
         kept = sum(tokens if window is None else min(tokens, window) for window in self.windows)
         predicted = per_token * (kept + self.cross_layers * cross_tokens)

@@ -22,8 +22,7 @@ import torch
 from memlab.inferring import cache
 from memlab.inferring.cache import CacheShape
 from memlab.measuring.device import Device, Mark
-from memlab.measuring.holdings import inputs_of
-from memlab.measuring.ledger import Holding
+from memlab.measuring.ledger import Holding, inputs_of
 from memlab.measuring.observation import Observation
 from memlab.records import Category, Phase
 from memlab.records.inference import CacheUse, CallKind, CallRecord, InferenceRecord
@@ -58,7 +57,6 @@ class _Run:
 
     @property
     def kind(self) -> CallKind:
-        """Return what it has turned out to be so far."""
         return CallKind.GENERATE if self.is_generate or self.passes > 1 else CallKind.FORWARD
 
     @property
@@ -108,22 +106,7 @@ class _Kind:
 
 
 class CallMeter:
-    """Is told of calls on the thread that makes them, one at a time.
-
-    Args:
-        device: what memory is counted on; it stays open.
-        held: tensors that live all the time, with what they are for.
-        shape: what the model's cache keeps of each token, or None where that is not known.
-
-    Example:
-        >>> from memlab.measuring.device import device_for
-        >>> meter = CallMeter(device_for(torch.device("cpu")), lambda: [], None)
-        >>> batch = Batch((torch.zeros(3, 4),), {})
-        >>> meter.pass_begins(batch)
-        >>> meter.pass_ended(batch.args[0] * 2)
-        >>> [(call.kind.value, call.rows, call.peak_allocated_bytes) for call in meter.calls]
-        [('forward', 3, 96)]
-    """
+    """Is told of calls on the thread that makes them, one at a time."""
 
     def __init__(self, device: Device, held: Callable[[], Iterable[Holding]], shape: CacheShape | None) -> None:
         self.device = device
@@ -141,14 +124,13 @@ class CallMeter:
         self._cross_tokens = 0
         self._pass: Batch | None = None
 
-    # -- told by the seams ---------------------------------------------------------------------
+    # -- told by the hooks ---------------------------------------------------------------------
 
     def generation_begins(self, batch: Batch) -> None:
-        """`generate` is called."""
         self._close()
         self._begin(batch, is_generate=True)
         if self._run is not None and self._run.observed:
-            self._watch(batch)
+            self._begin_observation(batch)
 
     def generation_ended(self, new_tokens: int) -> None:
         """`generate` returned, with so many tokens of all rows together."""
@@ -156,12 +138,11 @@ class CallMeter:
         if run is not None:
             run.new_tokens = new_tokens
             run.end = self.device.mark()
-            self._look()
+            self._end_observation()
             self._read_counters(run)
         self._close()
 
     def pass_begins(self, batch: Batch) -> None:
-        """The model's forward is called."""
         caches = cache.caches_in(batch.kwargs)
         has_past = any(_has_tokens(each) for each in caches)
         if self._run is None or not (self._run.is_generate or (has_past and self._run.cache_bytes)):
@@ -177,12 +158,11 @@ class CallMeter:
             run.observed = True  # nothing as large has been watched yet
         self._pass = batch
         if run.observed:
-            self._look()
-            self._watch(batch)
+            self._end_observation()
+            self._begin_observation(batch)
             self._ledger.phase = Phase.FORWARD
 
     def pass_ended(self, output: Any) -> None:
-        """It returned."""
         run, batch = self._run, self._pass
         if run is None or batch is None:
             return
@@ -197,7 +177,7 @@ class CallMeter:
             self._ledger.know((Category.CACHE, tensor) for tensor in tensors)
         if not run.is_generate:
             # what the loop does between its passes is its own
-            self._look()
+            self._end_observation()
         self._read_counters(run)
 
     def interrupted(self) -> None:
@@ -214,13 +194,6 @@ class CallMeter:
         return tuple(call for kind in self._settled() for call in kind.records)
 
     def records(self, precision: str, host_bytes: int, notes: tuple[str, ...]) -> tuple[InferenceRecord, ...]:
-        """One record for each kind of call there was.
-
-        Args:
-            precision: format of the weights.
-            host_bytes: bytes kept off the device.
-            notes: what is to be said of all of them.
-        """
         return tuple(self._record(kind, precision, host_bytes, notes) for kind in self._settled())
 
     def close(self) -> None:
@@ -247,7 +220,7 @@ class CallMeter:
             watched[run.rows] = run.elements
         return is_larger
 
-    def _watch(self, batch: Batch) -> None:
+    def _begin_observation(self, batch: Batch) -> None:
         """Begin an observation: what lives now is named."""
         caches = [(Category.CACHE, each) for each in cache.tensors_of(cache.caches_in(batch.kwargs))]
         self._ledger.begin([*inputs_of(batch), *caches, *self._held()])
@@ -256,7 +229,7 @@ class CallMeter:
         if run is not None and run.fixed_bytes is None:
             run.fixed_bytes = self._ledger.live_bytes - cache.bytes_of(_varying(batch), self._type)
 
-    def _look(self) -> None:
+    def _end_observation(self) -> None:
         """End an observation; the highest one is kept."""
         run = self._run
         if run is None or not self._ledger.watching:

@@ -30,8 +30,7 @@ from memlab.inferring.cache import caches_in, shape_of
 from memlab.inferring.calls import CallMeter
 from memlab.inferring.weights import HalfWeights
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.holdings import gradients_of, parameters_of, state_of
-from memlab.measuring.ledger import Holding
+from memlab.measuring.ledger import Holding, gradients_of, parameters_of, state_of
 from memlab.plan import Plan, Precision
 from memlab.plan.fields import BY_NAME
 from memlab.records import Category
@@ -64,11 +63,7 @@ class Inference:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        precision: Precision,
-        device: Device,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
+        self, model: nn.Module, precision: Precision, device: Device, optimizers: Sequence[torch.optim.Optimizer] = ()
     ) -> None:
         self.model = unwrap_model(model)
         self._precision = precision
@@ -207,19 +202,19 @@ class Inference:
     # -- attaching -----------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        with uninterrupted(), ExitStack() as seams:
+        with uninterrupted(), ExitStack() as undo:
             _attached[id(self.model)] = self
-            seams.callback(_attached.pop, id(self.model), None)
-            ForwardSeam(self.model, self._on_forward).install(seams)
+            undo.callback(_attached.pop, id(self.model), None)
+            ForwardSeam(self.model, self._on_forward).install(undo)
             if callable(getattr(self.model, "generate", None)):
                 generate: Any = self.model.generate
                 handled = functools.wraps(generate)(lambda *args, **kwargs: self._on_generate(generate, args, kwargs))
-                stand_in(self.model, "generate", handled, seams)
-            on_first_step(self._on_step, seams)
-            self._round(seams)
-            self._undo = seams.pop_all()
+                stand_in(self.model, "generate", handled, undo)
+            on_first_step(self._on_step, undo)
+            self._round(undo)
+            self._undo = undo.pop_all()
 
-    def _round(self, seams: ExitStack) -> None:
+    def _round(self, undo: ExitStack) -> None:
         if self._half is None:
             return
         try:
@@ -243,7 +238,7 @@ class Inference:
             yield from ((Category.GRADIENTS, gradient) for gradient in self._half.gradients)
         yield from state_of(self._optimizers)
 
-    # -- the seams -----------------------------------------------------------------------------
+    # -- the hooks -----------------------------------------------------------------------------
 
     def _on_forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._is_inside():
@@ -395,11 +390,7 @@ class Inference:
 
 
 def inference(
-    model: nn.Module,
-    flags: str = "",
-    *,
-    device: Device | None = None,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
+    model: nn.Module, flags: str = "", *, device: Device | None = None, optimizers: Sequence[torch.optim.Optimizer] = ()
 ) -> Inference:
     """Run the calls of a model forward only, and measure them.
 
@@ -462,10 +453,6 @@ def precision_of(plan: Plan) -> Precision:
 
     Raises:
         PlanError: a setting that means nothing there, with the reason.
-
-    Example:
-        >>> precision_of(Plan.parse("--bf16"))
-        <Precision.BF16: 'bf16'>
     """
     for name in plan.changes():
         if name != "precision":

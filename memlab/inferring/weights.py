@@ -32,23 +32,8 @@ _DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 class HalfWeights:
     """Rounds a model's weights, and puts them back.
 
-    Args:
-        model: whose weights are changed, when `convert` is called.
-        precision: FP16 or BF16.
-
     Raises:
         RefusalError: the model cannot run in that format here.
-
-    Example:
-        >>> model = nn.Linear(4, 2)
-        >>> before = model.weight.detach().clone()
-        >>> half = HalfWeights(model, Precision.BF16)
-        >>> half.convert()
-        >>> model.weight.dtype
-        torch.bfloat16
-        >>> half.restore()
-        >>> torch.equal(model.weight, before)
-        True
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -61,7 +46,6 @@ class HalfWeights:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes kept off the device."""
         return self._spill.stored_bytes
 
     @property
@@ -97,15 +81,16 @@ class HalfWeights:
 
     def called(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the model with inputs in the weights' format."""
-        narrow = self._narrowed
-        return call(*(narrow(value) for value in args), **{name: narrow(value) for name, value in kwargs.items()})
+
+        def narrow(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor
+
+        named = {name: _converted(value, narrow) for name, value in kwargs.items()}
+        return call(*(_converted(value, narrow) for value in args), **named)
 
     def widened(self, output: Any) -> Any:
         """An output in fp32, as the cell would have got it; caches stay as they are."""
         return _converted(output, lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor)
-
-    def _narrowed(self, value: Any) -> Any:
-        return _converted(value, lambda tensor: tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor)
 
     def _convertible(self) -> list[torch.Tensor]:
         norms = [m for m in self._model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

@@ -2,6 +2,6 @@
 
 - `steps`: `Meter`, which observes a session: times of all steps, memory in detail on two steps per plan and rarely after
 - `runs`: `measure` and `compare`, which put everything back
-- `device`, `cpu`, `cuda`: what counts memory; `ledger`: a dispatch mode that records each storage on the CPU
+- `device`: what counts memory, a CPU or a GPU; `ledger`: a dispatch mode that records each storage on the CPU
 - `host_rates`: how fast this host computes and copies
 """

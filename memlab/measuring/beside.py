@@ -31,12 +31,7 @@ def meter_of(sessions: Sequence[Session], device: Device) -> Meter:
 
 
 class Calls(Observer):
-    """Tells the meter of several models which of them is called.
-
-    Args:
-        meter: of all of them.
-        number: of this one.
-    """
+    """Tells the meter of several models which of them is called."""
 
     def __init__(self, meter: Meter, number: int) -> None:
         self._meter = meter

@@ -1,31 +1,51 @@
-"""`Device`: what memory and time are counted on."""
+"""`Device`: what memory and time are counted on, a CPU or a CUDA device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from time import perf_counter
+from typing import Any
 
 import torch
 
 from memlab.errors import WorkloadError
-from memlab.measuring.cpu import CpuDevice
-from memlab.measuring.cuda import CudaDevice
 from memlab.measuring.ledger import Ledger
-from memlab.records import TimelinePoint
+from memlab.records import Category, TimelinePoint
+from memlab.units import format_bytes
 
 
-class Mark(Protocol):
-    """A moment on a device."""
+class Mark:
+    """A moment: here one of the wall clock, which is always past."""
+
+    def __init__(self) -> None:
+        self._seconds = perf_counter()
 
     def passed(self) -> bool:
         """Return whether the device has come this far; never waits."""
+        return True
 
     def seconds_since(self, earlier: Any) -> float:
         """Time from an earlier mark of the same device; may wait until this one is reached."""
+        return float(self._seconds - earlier._seconds)
 
 
-class Device(Protocol):
-    """The device whose memory is counted.
+class CudaMark(Mark):
+    """A moment in the device's stream, reached when the work queued before it is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # unannotated in torch
+        self._event.record(torch.cuda.current_stream(device))
+
+    def passed(self) -> bool:
+        return bool(self._event.query())
+
+    def seconds_since(self, earlier: Any) -> float:
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
+class Device:
+    """The device whose memory is counted: here by the ledger alone, with times of the wall clock.
 
     Attributes:
         name: the device in words, with its capacity when it was given one.
@@ -33,43 +53,135 @@ class Device(Protocol):
         observes_every_step: whether the ledger must watch all steps, because it enforces the capacity.
     """
 
-    name: str
-    capacity_bytes: int | None
-    observes_every_step: bool
+    observes_every_step = False
+
+    def __init__(self, name: str, capacity_bytes: int | None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.name = name if capacity_bytes is None else f"{name} (capacity {format_bytes(capacity_bytes)})"
 
     def ledger(self) -> Ledger:
         """A new ledger for this kind of device."""
+        return Ledger("cpu", self.capacity_bytes)
 
     def mark(self) -> Mark:
         """This moment."""
+        return Mark()
 
     def keep(self, loss: torch.Tensor) -> torch.Tensor | float:
         """A copy of a loss, readable without waiting once a mark made after it has passed."""
+        return float(loss)
 
     def reset_peaks(self) -> None:
         """Begin a step: peaks start from what lives now."""
 
     def peaks(self, observed_bytes: int | None) -> tuple[int | None, int | None]:
         """Peak allocated and peak reserved bytes of the step that ends, given what a ledger saw of it."""
+        return observed_bytes, None
 
     def driver_bytes(self) -> int | None:
         """Bytes in use by everyone, where a driver reports them."""
+        return None
 
     def breakdown(
         self, timeline: Iterable[TimelinePoint], allocated_bytes: int | None, reserved_bytes: int | None
     ) -> dict[str, int]:
-        """Bytes by category at the peak of an observed step."""
+        """Live bytes by category at the peak of an observed step, and what the allocator holds beyond them."""
+        highest = max(timeline, key=lambda point: point.total_bytes)
+        return {str(category): size for category, size in highest.live_bytes.items() if size}
 
     def close(self) -> None:
         """Give back what the device was given."""
 
 
-def device_for(device: torch.device, capacity_bytes: int | None = None) -> Device:
-    """The device that counts the memory of tensors on `device`.
+class CpuDevice(Device):
+    """The CPU; peaks are known for observed steps.
 
     Args:
-        device: where the model is.
-        capacity_bytes: size to make it behave as.
+        capacity_bytes: size to give the device; then every step is observed, as the ledger is what enforces it.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        super().__init__("CPU ledger", capacity_bytes)
+        self.observes_every_step = capacity_bytes is not None
+
+
+class CudaDevice(Device):
+    """One GPU: totals from the allocator's counters on every step, categories from observed steps.
+
+    The allocator enforces a capacity by itself, so the ledger only observes. Peak counters are reset at the beginning of
+    each step: what the user's own code reads from `torch.cuda.max_memory_allocated` then covers the last step.
+
+    Args:
+        device: which one; without an index the current one.
+        capacity_bytes: size to make it behave as; the limit before is restored by `close`.
+
+    Known limitations:
+        The capacity limits what this process reserves through PyTorch; the CUDA context comes on top. Segments in which
+        something lives when the limit begins stay whole, so that a capacity below them refuses new ones only.
+    """
+
+    def __init__(self, device: torch.device, capacity_bytes: int | None = None) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        super().__init__(torch.cuda.get_device_name(self.device), capacity_bytes)
+        self._fraction_before: float | None = None
+        if capacity_bytes is not None:
+            self._limit(capacity_bytes)
+
+    def ledger(self) -> Ledger:
+        return Ledger("cuda")
+
+    def mark(self) -> Mark:
+        return CudaMark(self.device)
+
+    def keep(self, loss: torch.Tensor) -> torch.Tensor | float:
+        if not loss.is_cuda:
+            return float(loss)
+        copy = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
+        return copy.copy_(loss, non_blocking=True)
+
+    def reset_peaks(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peaks(self, observed_bytes: int | None) -> tuple[int | None, int | None]:
+        # one call: `max_memory_allocated` and its like each flatten hundreds of counters first
+        counters = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return _peak(counters, "allocated_bytes"), _peak(counters, "reserved_bytes")
+
+    def driver_bytes(self) -> int | None:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        return total_bytes - free_bytes
+
+    def breakdown(
+        self, timeline: Iterable[TimelinePoint], allocated_bytes: int | None, reserved_bytes: int | None
+    ) -> dict[str, int]:
+        parts = super().breakdown(timeline, allocated_bytes, reserved_bytes)
+        seen_bytes = sum(parts.values())
+        if allocated_bytes is not None and allocated_bytes > seen_bytes:
+            parts[str(Category.WORKSPACES)] = allocated_bytes - seen_bytes
+        if allocated_bytes is not None and reserved_bytes is not None and reserved_bytes > allocated_bytes:
+            parts[str(Category.UNUSED)] = reserved_bytes - allocated_bytes
+        return parts
+
+    def close(self) -> None:
+        if self._fraction_before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.device)
+            self._fraction_before = None
+
+    def _limit(self, capacity_bytes: int) -> None:
+        # the limit refuses new segments only; what an earlier run left cached would be used beyond it
+        torch.cuda.empty_cache()
+        total_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, capacity_bytes / total_bytes), self.device)
+
+
+def _peak(counters: dict[str, dict[str, dict[str, int]]], counter: str) -> int:
+    """A peak of the allocator; zero before the device was first used, when there are no counters."""
+    return counters[counter]["all"]["peak"] if counters else 0
+
+
+def device_for(device: torch.device, capacity_bytes: int | None = None) -> Device:
+    """The device that counts the memory of tensors on `device`.
 
     Raises:
         WorkloadError: neither a CPU nor a CUDA device.

@@ -53,13 +53,6 @@ def host_rates() -> Rates:
 
     The first call takes some 0.3 s, and the time to import bitsandbytes where it is installed; later ones nothing.
 
-    Example:
-        >>> rates = host_rates()
-        >>> rates is host_rates()
-        True
-        >>> rates.overlaps
-        False
-
     Known limitations:
         Products are measured square and warm; caches, other processes and thin products make a step slower.
     """

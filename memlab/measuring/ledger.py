@@ -19,6 +19,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from operator import attrgetter
 from time import perf_counter
 from types import TracebackType
@@ -33,7 +34,6 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
-from memlab.measuring.effects import EFFECTS, Effect, effect_of
 from memlab.measuring.observation import (
     BACKWARD,
     FORWARD_LIKE,
@@ -46,9 +46,47 @@ from memlab.measuring.observation import (
 )
 from memlab.records import Category, Phase
 from memlab.runtime.dispatch import WatchingMode, defers
+from memlab.runtime.observer import Observer
 from memlab.runtime.tree import tensors_in
+from memlab.runtime.workload import Batch
 from memlab.techniques.offload.spill import is_spilled
 from memlab.units import format_bytes
+
+
+class Effect(IntEnum):
+    """Effects of an operator on storages, from its schema."""
+
+    NONE = 0
+    BIRTH = 1
+    RESIZE = 2
+
+
+_RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
+# their schemas promise a view, but `torch.tensor(...)` shows its new storage only through this one
+_BEARING_VIEWS = frozenset({"aten::lift_fresh"})
+# their schemas promise a new tensor, but it shares its input's storage
+_UNSAFE_VIEWS = frozenset({"aten::_unsafe_view"})
+# what has been learnt, for paths so hot that a call is too slow
+EFFECTS: dict[Any, int] = {}
+
+
+def effect_of(operator: Any) -> int:
+    """Look up, or learn, what an operator can do to storages."""
+    effect = EFFECTS.get(operator)
+    if effect is None:
+        effect = EFFECTS[operator] = _learn_effect(getattr(operator, "_schema", None))
+    return effect
+
+
+def _learn_effect(schema: Any) -> int:
+    if schema is None or schema.name in _BEARING_VIEWS:
+        return Effect.BIRTH
+    if schema.name in _RESIZING or any(argument.is_out for argument in schema.arguments):
+        return Effect.RESIZE
+    if schema.name in _UNSAFE_VIEWS:
+        return Effect.NONE
+    return Effect.BIRTH if any(returned.alias_info is None for returned in schema.returns) else Effect.NONE
+
 
 Holding = tuple[Category, torch.Tensor]
 
@@ -75,14 +113,6 @@ class Ledger(WatchingMode):
         live_bytes: bytes of the storages alive now.
         peak_bytes: highest `live_bytes` since `begin`.
         owner: number of the model whose call is under way, where several train; 0 for none.
-
-    Example:
-        >>> ledger = Ledger()
-        >>> ledger.begin([])
-        >>> with ledger:
-        ...     kept = torch.zeros(256)
-        >>> ledger.live_bytes
-        1024
 
     Known limitations:
         Memory that a kernel takes and frees inside one operator is invisible, as is code made by
@@ -121,15 +151,10 @@ class Ledger(WatchingMode):
 
     @property
     def watching(self) -> bool:
-        """Return whether the ledger sees operators at present."""
         return self._watching
 
     def begin(self, holdings: Iterable[Holding]) -> None:
-        """Begin a step: what lives now is its baseline.
-
-        Args:
-            holdings: tensors that live already, with what they are for.
-        """
+        """Begin a step: what lives now is its baseline."""
         self._assigned = {alive.number: self._category_of_survivor(alive) for alive in self._live.values()}
         if self._owners:
             self._owners = {a.number: self._owners[a.number] for a in self._live.values() if a.number in self._owners}
@@ -170,9 +195,9 @@ class Ledger(WatchingMode):
         return Observation(
             peak_bytes=self.peak_bytes,
             baseline=self._baseline,
-            _assigned=dict(self._assigned),
+            assigned=dict(self._assigned),
             raw=tuple(self._events),
-            _start=self._start,
+            start=self._start,
             owners=self._owners,
         )
 
@@ -199,7 +224,6 @@ class Ledger(WatchingMode):
             self._limit = limit
 
     def close(self) -> None:
-        """Stop, and forget every storage."""
         self.stop()
         self._live.clear()
         self._assigned.clear()
@@ -242,7 +266,7 @@ class Ledger(WatchingMode):
             self._watching = False
             return out
         if self.live_bytes > self.peak_bytes or self.live_bytes > self._limit:
-            if self.live_bytes > self._limit and self._asks_for_more(first, effect):
+            if self.live_bytes > self._limit and (self._born > first or effect == Effect.RESIZE):
                 # the traceback keeps this frame: it must not keep the newborn and the inputs alive
                 out = args = kwargs = storage = None  # type: ignore[assignment] # nothing reads them again
                 self._refuse(first)
@@ -260,7 +284,6 @@ class Ledger(WatchingMode):
                     self._resized(alive, storage.nbytes())
 
     def _track(self, storage: torch.UntypedStorage) -> None:
-        """Book a birth."""
         size_bytes = storage.nbytes()
         if not size_bytes or is_spilled(storage):
             return
@@ -315,9 +338,6 @@ class Ledger(WatchingMode):
         unnamed = Category.ACTIVATIONS if alive.moment in FORWARD_LIKE else Category.TEMPORARIES
         return self._assigned.get(alive.number, unnamed)
 
-    def _asks_for_more(self, first: int, effect: int) -> bool:
-        return self._born > first or effect == Effect.RESIZE
-
     def _refuse(self, first: int) -> None:
         """Raise as the allocator of a GPU would; the newborn storages have just been dropped."""
         asked_bytes = sum(size for _, size, number, _ in self._events if number > first and size > 0)
@@ -358,3 +378,49 @@ def _storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.Untyp
         except (NotImplementedError, RuntimeError):
             # opaque tensors have no storage that could be counted
             return
+
+
+def parameters_of(model: torch.nn.Module) -> Iterator[Holding]:
+    """Parameters and buffers of a model."""
+    yield from ((Category.PARAMETERS, tensor) for tensor in model.parameters())
+    yield from ((Category.PARAMETERS, tensor) for tensor in model.buffers())
+
+
+def gradients_of(model: torch.nn.Module) -> Iterator[Holding]:
+    """Gradients of a model's parameters."""
+    return ((Category.GRADIENTS, p.grad) for p in model.parameters() if p.grad is not None)
+
+
+def state_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Holding]:
+    """Tensors in the state of optimizers."""
+    return ((Category.OPTIMIZER_STATE, tensor) for o in optimizers for tensor in tensors_in(o.state))
+
+
+def inputs_of(batch: Batch) -> Iterator[Holding]:
+    """Tensors of a batch: they grow with it and are kept for backward, as activations are."""
+    return ((Category.ACTIVATIONS, tensor) for tensor in batch.tensors)
+
+
+class LedgerObserver(Observer):
+    """Tells a ledger what runs, and what has found its place by then."""
+
+    def __init__(self, model: torch.nn.Module, ledger: Ledger) -> None:
+        self._model = model
+        self._ledger = ledger
+
+    def forward_begins(self, batch: Batch) -> None:
+        self._ledger.phase = Phase.FORWARD
+        self._ledger.know(inputs_of(batch))
+
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        self._ledger.phase = Phase.OTHER
+
+    def gradients_complete(self) -> None:
+        self._ledger.know(gradients_of(self._model))
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self._ledger.phase = Phase.STEP
+        self.gradients_complete()
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        self._ledger.phase = Phase.OTHER

@@ -37,20 +37,14 @@ RawEvent = tuple[float, int, int, int]
 
 @dataclass(frozen=True)
 class Observation:
-    """Observations of a ledger in one step.
+    """Observations of a ledger in one step."""
 
-    Args:
-        peak_bytes: highest live bytes of the step.
-        baseline: bytes of every storage that lived when the step began, by number.
-        raw: births and deaths in order: seconds, bytes, number of the storage, moment.
-        owners: number of the model that a storage is of, by the storage's number, where several models train.
-    """
-
-    peak_bytes: int
-    baseline: Mapping[int, int]
-    raw: tuple[RawEvent, ...]
-    _assigned: Mapping[int, Category]
-    _start: float
+    peak_bytes: int  # highest live bytes of the step
+    baseline: Mapping[int, int]  # bytes of every storage that lived when the step began, by number
+    raw: tuple[RawEvent, ...]  # births and deaths in order: seconds, bytes, number of the storage, moment
+    assigned: Mapping[int, Category]  # what storages were said to be for, by number
+    start: float  # when the step began, on the clock of `raw`
+    # number of the model that a storage is of, by the storage's number, where several models train
     owners: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -59,7 +53,7 @@ class Observation:
         categories = self.categories
         return tuple(
             AllocEvent(
-                seconds=seconds - self._start,
+                seconds=seconds - self.start,
                 size_bytes=size_bytes,
                 storage=number,
                 category=categories.get(number, Category.TEMPORARIES),
@@ -70,7 +64,6 @@ class Observation:
 
     @property
     def baseline_bytes(self) -> dict[Category, int]:
-        """Bytes by category that lived when the step began."""
         categories = self.categories
         summed: dict[Category, int] = {}
         for number, size_bytes in self.baseline.items():
@@ -103,13 +96,7 @@ class Observation:
     def categories(self) -> dict[int, Category]:
         """Return what each storage is for, by number; those that are missing are temporaries."""
         saved = dict.fromkeys(_saved_for_backward(self.raw), Category.ACTIVATIONS)
-        return {**saved, **self._assigned}
-
-
-def breakdown_at_peak(timeline: Iterable[TimelinePoint]) -> dict[str, int]:
-    """Live bytes by category at the highest point, without the categories that are empty there."""
-    highest = max(timeline, key=lambda point: point.total_bytes)
-    return {str(category): size for category, size in highest.live_bytes.items() if size}
+        return {**saved, **self.assigned}
 
 
 def _saved_for_backward(raw: Iterable[RawEvent]) -> set[int]:

@@ -184,13 +184,7 @@ def _measured_or_not(workload: Workloads, plan: Plan, steps: int, device: Device
 
 
 def row_of_failure(plan: Plan, device: Device, words: str) -> Measurement:
-    """The row of a plan that ran out of memory.
-
-    Args:
-        plan: the plan in force.
-        device: what ran full.
-        words: text of the `torch.OutOfMemoryError`.
-    """
+    """The row of a plan that ran out of memory."""
     capacity_bytes = device.capacity_bytes
     if capacity_bytes is None and torch.cuda.is_available():
         capacity_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -199,11 +193,7 @@ def row_of_failure(plan: Plan, device: Device, words: str) -> Measurement:
 
 
 def say_when_long(doing: str) -> Callable[[str], None]:
-    """Progress on standard error, from two seconds on and at most once in two seconds.
-
-    Args:
-        doing: what takes long, as in "measuring".
-    """
+    """Progress on standard error, from two seconds on and at most once in two seconds."""
     last = time.monotonic()
 
     def say(line: str) -> None:
@@ -322,13 +312,13 @@ def loss_in(workload: Workload, output: Any) -> torch.Tensor:
     return loss
 
 
-def require_complete(workload: Workload) -> None:
-    """Make sure that a workload can be trained.
+def require_complete(workload: Workload, wanted: str = "measuring") -> None:
+    """Make sure that a workload can be trained; `wanted` begins the error.
 
     Raises:
         WorkloadError: no batch or no optimizer.
     """
     if workload.batch is None:
-        raise WorkloadError("measuring needs a batch to train on: Workload(model, optimizer, batch={…})")
+        raise WorkloadError(f"{wanted} needs a batch to train on: Workload(model, optimizer, batch={{…}})")
     if not workload.optimizers:
-        raise WorkloadError("measuring needs the optimizer: Workload(model, optimizer, batch={…})")
+        raise WorkloadError(f"{wanted} needs the optimizer: Workload(model, optimizer, batch={{…}})")

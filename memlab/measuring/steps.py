@@ -29,8 +29,7 @@ import torch
 
 from memlab.errors import MemlabError
 from memlab.measuring.device import Device, Mark
-from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
-from memlab.measuring.ledger import Holding
+from memlab.measuring.ledger import Holding, gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.observation import Observation
 from memlab.measuring.waiting import Waiting
 from memlab.plan import Plan
@@ -119,7 +118,6 @@ class _Period:
 
     @cached_property
     def label(self) -> str:
-        """Return that of the plan; every step carries it."""
         return self.plan.label
 
     def note(self, seconds: float, *, observed: bool) -> None:
@@ -155,23 +153,6 @@ class Meter(Observer):
         host_bytes: tells how many bytes techniques keep off the device at present.
         held: parts of parameters that techniques keep on the device at present, beside the model.
 
-    Example:
-        >>> from memlab.measuring.device import device_for
-        >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> meter = Meter(model, [optimizer], device_for(torch.device("cpu")))
-        >>> batch = torch.zeros(3, 4)
-        >>> meter.forward_begins(Batch((batch,), {}))
-        >>> loss = model(batch).sum()
-        >>> meter.forward_ended(loss)
-        >>> loss.backward()
-        >>> meter.step_begins(optimizer)
-        >>> _ = optimizer.step()
-        >>> meter.step_ended(optimizer, skipped=False)
-        >>> meter.steps[0].samples
-        3
-        >>> meter.close()
-
     Known limitations:
         An exception between forward and step shows only in the next forward: a session that sees one
         escape calls `interrupted`, or the forwards before it count towards the next step.
@@ -202,7 +183,7 @@ class Meter(Observer):
         self._step: _OpenStep | None = None
         self._steps_ended = 0
         self._last_end: Mark | None = None
-        self._in_forward = False
+        self.in_forward = False
         self._in_step = False
         self._pending: deque[_PastStep] = deque()
         self._timed: deque[_TimedStep] = deque(maxlen=_MOST_RECORDS)
@@ -244,7 +225,7 @@ class Meter(Observer):
 
     def plan_changed(self, plan: Plan) -> None:
         """Begin a new period: at a step boundary, or within a step whose batch is done again under the new plan."""
-        if not self._in_forward:
+        if not self.in_forward:
             self._end_step_if_over()
         self._period.release()
         before = self._periods.get(plan)
@@ -257,10 +238,6 @@ class Meter(Observer):
 
     def take_in(self, model: torch.nn.Module, names: Sequence[str]) -> int:
         """Measure another model that trains in the same loop.
-
-        Args:
-            model: to be measured as well.
-            names: of all models so far, this one's last.
 
         Returns:
             Its number, for `call_begins`.
@@ -293,11 +270,6 @@ class Meter(Observer):
             self._ledger.belong(number, (t for p in model.parameters() for t in tensors_in(states.get(id(p), ()))))
 
     @property
-    def in_forward(self) -> bool:
-        """Return whether a model call is under way."""
-        return self._in_forward
-
-    @property
     def _is_observed(self) -> bool:
         return self._step is not None and self._step.observed
 
@@ -307,13 +279,11 @@ class Meter(Observer):
             self._forget_peaks(self._step, ())
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take in an optimizer that is first seen now."""
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
 
     def forward_begins(self, batch: Batch) -> None:
-        """A training forward of the user's loop begins."""
-        if self._in_forward:
+        if self.in_forward:
             self.interrupted()
         self._end_step_if_over()
         step = self._step
@@ -325,12 +295,11 @@ class Meter(Observer):
         self._forwards += 1
         step.samples += batch.rows
         step.tokens += batch.tokens
-        self._in_forward = True
+        self.in_forward = True
         self._ledger.phase = Phase.FORWARD
 
     def forward_ended(self, loss: torch.Tensor | None) -> None:
-        """The forward returned, with a loss when the model computes one."""
-        self._in_forward = False
+        self.in_forward = False
         self._ledger.phase = Phase.STEP if self._in_step else Phase.OTHER
         if self._step is not None and _is_readable(loss):
             self._step.loss = loss.detach()
@@ -342,15 +311,11 @@ class Meter(Observer):
             self._claim()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step()` begins: gradients have found their place."""
         self._in_step = True
         self._ledger.phase = Phase.STEP
-        if self._is_observed:
-            self._ledger.know(self._gradients())
-            self._claim()
+        self.gradients_complete()
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
-        """`optimizer.step()` returned, or its update was skipped."""
         self._in_step = False
         self._ledger.phase = Phase.OTHER
         self.optimizer_found(optimizer)
@@ -368,13 +333,13 @@ class Meter(Observer):
 
         The ledger stops watching; the next step is timed from its first forward.
         """
-        if not self._in_forward:
+        if not self.in_forward:
             self._end_step_if_over()
         self._ledger.stop()
         self._ledger.phase = Phase.OTHER
         self._step = None
         self._last_end = None
-        self._in_forward = self._in_step = False
+        self.in_forward = self._in_step = False
         self._calling, self._ledger.owner = [], 0
 
     def measurement(self, plan: Plan) -> Measurement:
@@ -396,9 +361,6 @@ class Meter(Observer):
 
     def so_far(self, plan: str) -> Measurement | None:
         """Return what is known of a plan by now, from its newest steps; never waits for the device.
-
-        Args:
-            plan: its label.
 
         Returns:
             The measurement; None before a step of it has been timed.

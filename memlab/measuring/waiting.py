@@ -16,11 +16,6 @@ class Waiting:
 
     Waiting for data, for files, for a GPU or in a pause is not counted: the thread is not ready then.
 
-    Example:
-        >>> waiting = Waiting()
-        >>> waiting.look(), 0 <= waiting.share <= 1
-        (None, True)
-
     Known limitations: only Linux tells; elsewhere the share is 0.
     """
 

@@ -31,10 +31,6 @@ class Passes:
     Two traces with different numbers of rows serve all numbers of rows, where they are alike: the whole batch and
     half of it. Where they are not (a loss in tiles whose number grows with the batch, blocks chosen by what they
     keep), and for a single row, which is spared copies of transposed tensors, each number of rows is traced.
-
-    Args:
-        tracer: traces them.
-        rates: of the device.
     """
 
     def __init__(self, tracer: Tracer, rates: Rates) -> None:
@@ -46,11 +42,7 @@ class Passes:
         self._scalable: dict[Plan, TracedPass | None] = {}
 
     def whole(self, settings: Plan) -> Trace:
-        """The trace of the whole batch.
-
-        Args:
-            settings: those of a plan that work on the model.
-        """
+        """The trace of the whole batch."""
         return self._trace(settings, None, is_split=False)
 
     def segments(self, settings: Plan, sizes: Sequence[int]) -> list[Segment]:
@@ -61,33 +53,22 @@ class Passes:
             sizes: rows of each micro-batch; a single one is the whole batch.
         """
         if len(sizes) == 1:
-            return [self._sized(settings, sizes[0], is_split=False).segment(sizes[0])]
+            return [self.traced(settings, sizes[0], is_split=False).segment(sizes[0])]
         places = self._kept(settings)
         found = []
         for number, rows in enumerate(sizes):
             # blocks are chosen by what they keep of the largest micro-batch, which comes first
-            traced = self._sized(settings, rows, is_split=True, after=sizes[0])
+            traced = self.traced(settings, rows, is_split=True, after=sizes[0])
             kept = frozenset(traced.trace.outputs[place] for place in places)
             found.append(traced.segment(rows, accumulating=number > 0, kept=kept))
         return [*found, self._joined(settings)] if places else found
 
-    def traced(self, settings: Plan, rows: int, *, is_split: bool) -> TracedPass:
-        """Return what serves a pass with so many rows.
-
-        Args:
-            settings: those of a plan that work on the model.
-            rows: of the batch.
-            is_split: whether they are some of a larger batch's rows.
-        """
-        return self._sized(settings, rows, is_split=is_split)
-
     def notes(self, settings: Plan, rows: int) -> tuple[str, ...]:
-        """Return what a pass with so many rows has to say."""
-        return self._sized(settings, rows, is_split=rows != self._rows).trace.notes
+        return self.traced(settings, rows, is_split=rows != self._rows).trace.notes
 
     def kept(self, settings: Plan) -> Levels:
         """Bytes, by category, of the outputs that a split batch keeps until its update."""
-        whole, sizes = self._sized(without_budget(settings), self._rows, is_split=True), self._whole_outputs(settings)
+        whole, sizes = self.traced(without_budget(settings), self._rows, is_split=True), self._whole_outputs(settings)
         found = NOTHING
         for place in self._kept(settings):
             found = added(found, levels({whole.category_of(whole.trace.outputs[place]): sizes[place]}))
@@ -95,16 +76,15 @@ class Passes:
 
     def large_outputs_bytes(self, settings: Plan) -> int:
         """Bytes of the model's outputs that nothing but the loop keeps alive during backward."""
-        whole = self._sized(settings, self._rows, is_split=False)
+        whole = self.traced(settings, self._rows, is_split=False)
         return sum(whole.outputs_bytes(self._rows).values())
 
     def host_bytes(self, settings: Plan, rows: int) -> int:
         """Bytes kept off the device during a pass with so many rows."""
-        return self._sized(settings, rows, is_split=rows != self._rows).host_bytes(rows)
+        return self.traced(settings, rows, is_split=rows != self._rows).host_bytes(rows)
 
     @property
     def _rows(self) -> int:
-        """Rows of the whole batch."""
         return self.whole(Plan()).samples
 
     def _trace(self, settings: Plan, rows: int | None, *, is_split: bool, after: int | None = None) -> Trace:
@@ -115,8 +95,15 @@ class Passes:
             self._traces[key] = self._tracer.one_pass(settings, rows, use_cache=use_cache, after=after)
         return self._traces[key]
 
-    def _sized(self, settings: Plan, rows: int, *, is_split: bool, after: int | None = None) -> TracedPass:
-        """Return what serves this number of rows; where calls before it matter, `after` one of so many."""
+    def traced(self, settings: Plan, rows: int, *, is_split: bool, after: int | None = None) -> TracedPass:
+        """Return what serves a pass with so many rows.
+
+        Args:
+            settings: those of a plan that work on the model.
+            rows: of the batch.
+            is_split: whether they are some of a larger batch's rows.
+            after: where calls before it matter, rows of the one before.
+        """
         # a budget that serves the parts of a batch may be too small for the whole of it
         whole = self._trace(settings if rows == self._rows else without_budget(settings), None, is_split=is_split)
         if rows not in (1, whole.samples) and settings.checkpointing.budget_bytes is None:
@@ -145,7 +132,7 @@ class Passes:
         return TracedPass(self._rates, whole, rows, other)
 
     def _whole_outputs(self, settings: Plan) -> list[int]:
-        whole = self._sized(without_budget(settings), self._rows, is_split=True)
+        whole = self.traced(without_budget(settings), self._rows, is_split=True)
         sizes = whole.outputs_bytes(self._rows)
         return [sizes.get(number, 0) for number in whole.trace.outputs]
 

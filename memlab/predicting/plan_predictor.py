@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from memlab.errors import RefusalError, WorkloadError
+from memlab.errors import RefusalError
 from memlab.hardware.gpus import Gpu
+from memlab.measuring.runs import require_complete
 from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, Precision
 from memlab.predicting.passes import Passes, without_budget
 from memlab.predicting.segments import (
@@ -45,34 +46,21 @@ _NOTEWORTHY_BYTES = 16 * MIB
 
 @dataclass(frozen=True)
 class Parts:
-    """A step, in parts.
+    """A step, in parts."""
 
-    Args:
-        base: bytes by category that live throughout.
-        segments: its stretches, in order; the last one is the update.
-        samples: rows of its batch.
-        tokens: tokens of its batch.
-        host_bytes: kept off the device.
-        notes: in words.
-        look: of accumulation at a few rows, before its first step; None without.
-        has_state: whether the optimizer has taken steps already, so that its state lives during that look.
-        kept: bytes by category of outputs that stay until the update.
-        inputs: sizes of the batch's tensors.
-        owned: sizes of what lives before the first step, by number in the last segment.
-        state: sizes of the optimizer state that the first step creates, likewise.
-    """
-
-    base: Levels
-    segments: tuple[Segment, ...]
-    samples: int
-    tokens: int
-    host_bytes: int
-    notes: tuple[str, ...]
-    look: Segment | None = None
-    has_state: bool = False
-    kept: Levels = NOTHING
-    inputs: tuple[int, ...] = ()
+    base: Levels  # bytes by category that live throughout
+    segments: tuple[Segment, ...]  # its stretches, in order; the last one is the update
+    samples: int  # rows of its batch
+    tokens: int  # tokens of its batch
+    host_bytes: int  # kept off the device
+    notes: tuple[str, ...]  # in words
+    look: Segment | None = None  # of accumulation at a few rows, before its first step; None without
+    has_state: bool = False  # whether the optimizer has taken steps already, so that its state lives during that look
+    kept: Levels = NOTHING  # bytes by category of outputs that stay until the update
+    inputs: tuple[int, ...] = ()  # sizes of the batch's tensors
+    # sizes of what lives before the first step, by number in the last segment
     owned: Mapping[int, int] = field(default_factory=dict)
+    # sizes of the optimizer state that the first step creates, likewise
     state: Mapping[int, int] = field(default_factory=dict)
 
     def bases(self) -> list[Levels]:
@@ -85,7 +73,6 @@ class Parts:
         return found
 
     def peak(self) -> Levels:
-        """Bytes by category at the highest point."""
         bases = self.bases()
         peaks = [added(base, segment.shape.peak) for base, segment in zip(bases, self.segments, strict=True)]
         if self.look is not None:
@@ -94,7 +81,6 @@ class Parts:
 
     @property
     def seconds(self) -> float:
-        """Time of the step."""
         return sum(segment.seconds for segment in self.segments)
 
 
@@ -112,7 +98,7 @@ class PlanPredictor:
     """
 
     def __init__(self, workload: Workload, device: str | Gpu | None = None) -> None:
-        require_complete(workload)
+        require_complete(workload, "a prediction")
         self.target: Target = target_for(workload, device)
         self._tracer = Tracer(workload, self.target.device, self.target.choices)
         self._passes = Passes(self._tracer, self.target.rates)
@@ -124,7 +110,6 @@ class PlanPredictor:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch."""
         return self._passes.whole(Plan()).samples
 
     def refusal(self, plan: Plan) -> RefusalError | None:
@@ -269,11 +254,3 @@ def _sizes(trace: Trace, category: Category) -> dict[int, int]:
     categories = trace.observation.categories
     baseline = trace.observation.baseline.items()
     return {number: size_bytes for number, size_bytes in baseline if categories.get(number) is category}
-
-
-def require_complete(workload: Workload) -> None:
-    """Raise a `WorkloadError` where a batch or the optimizer is missing."""
-    if workload.batch is None:
-        raise WorkloadError("a prediction needs a batch: Workload(model, optimizer, batch={…})")
-    if not workload.optimizers:
-        raise WorkloadError("a prediction needs the optimizer: Workload(model, optimizer, batch={…})")

@@ -1,9 +1,18 @@
-"""`predict` and `predict_all`: what plans would cost, before any is applied."""
+"""`predict` and `predict_all`: what plans would cost, before any is applied.
+
+Several models that train together are predicted each by itself and added up:
+
+1. All have the same plan. What one of them refuses, all do.
+2. The peak is that of one model's own step while the others hold what they always hold: parameters, gradients and
+   optimizer state. That is what steps in turn need, which is how a trial runs them.
+3. A loop may keep graphs of several at once, as a generator's while its judge is called. The upper end of the interval
+   is therefore the sum of all peaks, and a plan is only chosen unseen where that fits.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from memlab.errors import RefusalError, TraceError
@@ -12,12 +21,12 @@ from memlab.measuring.runs import Workloads, say_when_long
 from memlab.plan import Plan
 from memlab.plan.space import half_format, plan_space
 from memlab.predicting.plan_predictor import Parts, PlanPredictor
-from memlab.predicting.reserved import Reserved, reserved_by, script_of
+from memlab.predicting.reserved import reserved_by, script_of
 from memlab.predicting.segments import by_name
-from memlab.predicting.targets import Target, interval_seconds
-from memlab.predicting.together import of_all
-from memlab.records import Measurement, Prediction, TimelinePoint, thin
+from memlab.predicting.targets import interval_seconds
+from memlab.records import Category, Measurement, Prediction, TimelinePoint, thin
 from memlab.runtime.workload import Workload
+from memlab.units import format_bytes
 
 
 def predict(
@@ -97,11 +106,6 @@ def predict_each(
 ) -> Iterator[Prediction]:
     """Predict plans one at a time, on the device the model is on; as `predict_all`, for who has other things to do.
 
-    Args:
-        workload: as for `predict`.
-        plans: to predict.
-        measured: as for `predict`.
-
     Yields:
         One prediction per plan, in their order.
 
@@ -116,13 +120,7 @@ def predict_each(
 
 
 def predicted_by(predictor: PlanPredictor, plan: Plan, measured: Measurement | None = None) -> Prediction:
-    """Predict one plan, keeping what was traced for the next one; a plan that does not apply says why in `refused`.
-
-    Args:
-        predictor: of the workload.
-        plan: to predict.
-        measured: as for `predict`.
-    """
+    """Predict one plan, keeping what was traced for the next one; a plan that does not apply says why in `refused`."""
     return _calibrated([_prediction_or_refusal(predictor, plan)], measured, predictor)[0]
 
 
@@ -159,7 +157,8 @@ def _prediction(predictor: PlanPredictor, plan: Plan) -> Prediction:
     target = predictor.target
     parts = predictor.parts(plan)
     highest = parts.peak()
-    reserved = _reserved(parts, target)
+    settings = target.settings
+    reserved = None if settings is None else reserved_by(script_of(parts, target.workspaces), settings)
     allocated_bytes = sum(highest) if reserved is None else reserved.allocated_bytes
     reserved_bytes = None if reserved is None else reserved.reserved_bytes
     return Prediction(
@@ -188,12 +187,6 @@ def _timeline(parts: Parts) -> tuple[TimelinePoint, ...]:
     return thin(points)
 
 
-def _reserved(parts: Parts, target: Target) -> Reserved | None:
-    if target.settings is None:
-        return None
-    return reserved_by(script_of(parts, target.workspaces), target.settings)
-
-
 def _calibrated(
     predictions: list[Prediction], measured: Measurement | None, predictor: PlanPredictor
 ) -> list[Prediction]:
@@ -214,4 +207,49 @@ def _scaled(prediction: Prediction, factor: float) -> Prediction:
         step_seconds=seconds,
         interval_seconds=interval_seconds(seconds, calibrated=True),
         timeline=tuple(replace(point, seconds=point.seconds * factor) for point in prediction.timeline),
+    )
+
+
+_ALWAYS_HELD = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
+
+
+def of_all(of_each: Sequence[Sequence[Prediction]], names: Sequence[str]) -> list[Prediction]:
+    """Predictions of the same plans for several models, as those of all together."""
+    by_label = [{prediction.plan: prediction for prediction in predictions} for predictions in of_each]
+    shared = [label for label in by_label[0] if all(label in each for each in by_label)]
+    return [_added([each[label] for each in by_label], names) for label in shared]
+
+
+def _added(predictions: Sequence[Prediction], names: Sequence[str]) -> Prediction:
+    """Predictions of one plan for several models, as one."""
+    refused = next((each for each in predictions if each.refused), None)
+    if refused is not None:
+        return refused
+    held = [sum(each.breakdown.get(str(name), 0) for name in _ALWAYS_HELD) for each in predictions]
+    peaks = [each.peak_allocated_bytes + sum(held) - own for each, own in zip(predictions, held, strict=True)]
+    highest = max(range(len(peaks)), key=peaks.__getitem__)
+    first, others_bytes = predictions[highest], sum(held) - held[highest]
+    breakdown = dict(first.breakdown)
+    for each in predictions:
+        for name in _ALWAYS_HELD if each is not first else ():
+            breakdown[str(name)] = breakdown.get(str(name), 0) + each.breakdown.get(str(name), 0)
+    reserved = first.peak_reserved_bytes
+    most_bytes = sum(each.interval_bytes[1] for each in predictions)
+    return replace(
+        first,
+        peak_allocated_bytes=peaks[highest],
+        peak_reserved_bytes=None if reserved is None else reserved + others_bytes,
+        host_bytes=sum(each.host_bytes for each in predictions),
+        breakdown={name: size for name, size in breakdown.items() if size},
+        timeline=(),
+        step_seconds=sum(each.step_seconds for each in predictions),
+        interval_bytes=(first.interval_bytes[0] + others_bytes, most_bytes),
+        interval_seconds=(
+            sum(each.interval_seconds[0] for each in predictions),
+            sum(each.interval_seconds[1] for each in predictions),
+        ),
+        notes=(
+            *dict.fromkeys(note for each in predictions for note in each.notes),
+            f"{', '.join(names)} in turn; a loop that keeps graphs of several at once needs up to {format_bytes(most_bytes)}",
+        ),
     )

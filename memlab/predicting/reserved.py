@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Any
 
 from memlab.allocator import Allocator, Block, Settings
-from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_SEGMENT_BYTES
+from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_SEGMENT_BYTES, round_up
 from memlab.predicting.plan_predictor import Parts
-from memlab.predicting.segments import OUTSIDE
+from memlab.predicting.segments import ACTIVATIONS, OUTSIDE
 from memlab.records import Category
 
 _MOST_STEPS = 4  # state that the first makes, and what later ones replace, may take places that activations had
 # the first pass differs from the second, which adds to gradients; all that follow are like the second
 _MOST_PASSES = 3
 # the place of a category in events
-_GRADIENTS, _WORKSPACES = (tuple(Category).index(each) for each in (Category.GRADIENTS, Category.WORKSPACES))
+_PLACES = tuple(Category)
+_GRADIENTS, _WORKSPACES = (_PLACES.index(each) for each in (Category.GRADIENTS, Category.WORKSPACES))
 # numbers of workspaces among a stretch's storages, downwards
 _FIRST_WORKSPACE = -(2**40)
 # the stretch of the look at a few rows
@@ -31,19 +32,11 @@ _LOOK = -1
 Events = Sequence[tuple[int, int, int, int]]
 
 
-class Served(Protocol):
-    """A storage that has been given memory."""
+class Player:
+    """Serves the births and deaths of steps by an allocator."""
 
-    @property
-    def requested(self) -> int:
-        """Its bytes."""
-
-
-ServedT = TypeVar("ServedT", bound=Served)
-
-
-class Player(Protocol[ServedT]):
-    """Allocator that serves the allocations of steps."""
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
 
     def begin(self, step: int, stretch: int) -> None:
         """A stretch begins; what is born and dies until the next one belongs to it.
@@ -53,53 +46,55 @@ class Player(Protocol[ServedT]):
             stretch: its place in the step, the update last; −1 for the look at a few rows.
         """
 
-    def born(self, size_bytes: int, category: Category) -> ServedT:
-        """Give a storage memory, outside of a stretch's events."""
+    def born(self, size_bytes: int, place: int, moment: int = OUTSIDE) -> Any:
+        """Give a storage memory; what is returned has `requested` bytes.
 
-    def died(self, storage: ServedT) -> None:
+        Args:
+            size_bytes: 1 or more.
+            place: of its category.
+            moment: what runs.
+        """
+        return self._allocator.malloc(size_bytes)
+
+    def died(self, storage: Any) -> None:
         """Take its memory back."""
+        self._allocator.free(storage)
 
-    def play(self, events: Events, live: dict[int, ServedT]) -> None:
+    def play(self, events: Iterable[tuple[int, int, int, int]], live: dict[int, Any]) -> None:
         """Serve events in order; `live` holds what is in use, by number of the storage."""
+        for size_bytes, number, place, moment in events:
+            before = live.pop(number, None)
+            # a storage that changes its size is given other memory
+            now_bytes = size_bytes if before is None else before.requested + size_bytes
+            if now_bytes > 0:
+                live[number] = self.born(now_bytes, place, moment)
+            if before is not None:
+                self.died(before)
 
 
 @dataclass(frozen=True)
 class Script:
-    """Requests of steps to the allocator.
+    """Requests of steps to the allocator."""
 
-    Args:
-        inputs: sizes of the batch's tensors, in bytes.
-        owned: sizes of what lives throughout, by number in the last stretch.
-        state: sizes of optimizer state, likewise.
-        passes: stretches of a step but the last: bytes, number of the storage, category, moment of each event.
-        last: the last stretch, which may replace what is owned.
-        workspaces: what libraries allocate once, by stretch of the first step: after which storage's birth (None for
-            at once), and sizes in bytes.
-        look: what accumulation does once before its first step.
-        has_state: whether there is optimizer state before the first step; otherwise its update creates it.
-    """
-
-    inputs: Iterable[int]
-    owned: Mapping[int, int]
-    state: Mapping[int, int]
+    inputs: Iterable[int]  # sizes of the batch's tensors, in bytes
+    owned: Mapping[int, int]  # sizes of what lives throughout, by number in the last stretch
+    state: Mapping[int, int]  # sizes of optimizer state, likewise
+    # stretches of a step but the last: bytes, number of the storage, category, moment of each event
     passes: Sequence[Events]
-    last: Events
+    last: Events  # the last stretch, which may replace what is owned
+    # what libraries allocate once, by stretch of the first step: after which storage's birth (None for at once), and
+    # sizes in bytes
     workspaces: Mapping[int, Sequence[tuple[int | None, int]]] = field(default_factory=dict)
-    look: Events = ()
-    has_state: bool = False
+    look: Events = ()  # what accumulation does once before its first step
+    has_state: bool = False  # whether there is optimizer state before the first step; otherwise its update creates it
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Peaks as torch's counters would show them.
+    """Peaks as torch's counters would show them."""
 
-    Args:
-        allocated_bytes: in blocks that hold tensors, with what rounding adds.
-        reserved_bytes: in segments, live or not.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
+    allocated_bytes: int  # in blocks that hold tensors, with what rounding adds
+    reserved_bytes: int  # in segments, live or not
 
 
 def reserved_by(script: Script, settings: Settings) -> Reserved:
@@ -107,31 +102,18 @@ def reserved_by(script: Script, settings: Settings) -> Reserved:
 
     Small requests have a pool of their own, whose segments are small as well: they are counted, and rounded up to whole
     segments, and what is replayed are the few large ones that make or break a plan.
-
-    Args:
-        script: what they ask for.
-        settings: of the allocator.
     """
     script = replace(script, passes=_shortened(script.passes))
     counts_small = not (settings.expandable_segments or any(parts > 1 for parts in settings.roundup_power2_divisions))
     allocator = Allocator(settings)
     serving = _Serving(allocator, SMALL_BLOCK_BYTES if counts_small else 0)
     play_steps(script, serving, _until_settled(allocator))
-    segments_bytes = _rounded(serving.most_small_bytes, SMALL_SEGMENT_BYTES)
+    segments_bytes = round_up(serving.most_small_bytes, SMALL_SEGMENT_BYTES)
     return Reserved(serving.peak_bytes, allocator.stats().peak_reserved_bytes + segments_bytes)
 
 
-def _rounded(size_bytes: int, multiple: int) -> int:
-    return -(-size_bytes // multiple) * multiple
-
-
 def script_of(parts: Parts, workspaces: Sequence[int]) -> Script:
-    """Return what two steps of a plan ask for.
-
-    Args:
-        parts: the step.
-        workspaces: sizes of what libraries allocate once; the second half is that of backward's thread.
-    """
+    """Return what two steps of a plan ask for."""
     *passes, last = [segment.events for segment in parts.segments]
     look = () if parts.look is None else parts.look.events
     taken: dict[int, list[tuple[int | None, int]]] = {}
@@ -156,25 +138,19 @@ def _until_settled(allocator: Allocator) -> Iterator[int]:
         before_bytes = reserved_bytes
 
 
-def play_steps(script: Script, player: Player[ServedT], steps: Iterable[int] = range(2)) -> None:
-    """Let steps be served.
-
-    Args:
-        script: what they ask for.
-        player: who serves them.
-        steps: their numbers, from 0.
-    """
+def play_steps(script: Script, player: Player, steps: Iterable[int] = range(2)) -> None:
+    """Let steps be served."""
     held = _born(player, script.owned, Category.PARAMETERS)
     for size_bytes in filter(None, script.inputs):
-        player.born(size_bytes, Category.ACTIVATIONS)
+        player.born(size_bytes, ACTIVATIONS)
     if script.has_state:
         held |= _born(player, script.state, Category.OPTIMIZER_STATE)
     if script.look:
         player.begin(0, _LOOK)
         _end(player, _played(player, script.look, script.workspaces.get(_LOOK, ())).values())
     for step in steps:
-        left: list[ServedT] = []
-        outputs: list[ServedT] = []
+        left: list[Any] = []
+        outputs: list[Any] = []
         for place, events in enumerate((*script.passes, script.last)):
             player.begin(step, place)
             if place == len(script.passes):
@@ -223,12 +199,8 @@ class _Small:
     requested: int
 
 
-class _Serving:
-    """Serves by an allocator, and notes nothing down but peaks.
-
-    Args:
-        allocator: serves large requests.
-        small_bytes: requests up to this size are counted beside it.
+class _Serving(Player):
+    """Counts requests up to a size beside the allocator, and notes nothing down but peaks.
 
     Attributes:
         peak_bytes: most that was allocated at once.
@@ -236,53 +208,39 @@ class _Serving:
     """
 
     def __init__(self, allocator: Allocator, small_bytes: int) -> None:
-        self._allocator, self._limit_bytes, self._small_bytes = allocator, small_bytes, 0
+        super().__init__(allocator)
+        self._limit_bytes, self._small_bytes = small_bytes, 0
         self.peak_bytes = self.most_small_bytes = 0
 
-    def begin(self, step: int, stretch: int) -> None:
-        """Nothing depends on it."""
-
-    def born(self, size_bytes: int, category: Category) -> Served:
-        return self._given(size_bytes)
-
-    def _given(self, size_bytes: int) -> Served:
-        given: Served
+    def born(self, size_bytes: int, place: int, moment: int = OUTSIDE) -> Any:
+        given: Block | _Small
         if size_bytes <= self._limit_bytes:
             given = _Small(size_bytes)
-            self._small_bytes += _rounded(size_bytes, MIN_BLOCK_BYTES)
+            self._small_bytes += round_up(size_bytes, MIN_BLOCK_BYTES)
             self.most_small_bytes = max(self.most_small_bytes, self._small_bytes)
         else:
             given = self._allocator.malloc(size_bytes)
         self.peak_bytes = max(self.peak_bytes, self._allocator.allocated_bytes + self._small_bytes)
         return given
 
-    def died(self, storage: Served) -> None:
+    def died(self, storage: Any) -> None:
         if isinstance(storage, Block):
             self._allocator.free(storage)
         else:
-            self._small_bytes -= _rounded(storage.requested, MIN_BLOCK_BYTES)
-
-    def play(self, events: Events, live: dict[int, Served]) -> None:
-        for size_bytes, number, _, _ in events:
-            before = live.pop(number, None)
-            # a storage that changes its size is given other memory
-            now_bytes = size_bytes if before is None else before.requested + size_bytes
-            if now_bytes > 0:
-                live[number] = self._given(now_bytes)
-            if before is not None:
-                self.died(before)
+            self._small_bytes -= round_up(storage.requested, MIN_BLOCK_BYTES)
 
 
-def _born(player: Player[ServedT], sizes: Mapping[int, int], category: Category) -> dict[int, ServedT]:
-    return {number: player.born(size_bytes, category) for number, size_bytes in sizes.items() if size_bytes}
+def _born(player: Player, sizes: Mapping[int, int], category: Category) -> dict[int, Any]:
+    place = _PLACES.index(category)
+    return {number: player.born(size_bytes, place) for number, size_bytes in sizes.items() if size_bytes}
 
 
 def _played(
-    player: Player[ServedT],
+    player: Player,
     events: Events,
     workspaces: Sequence[tuple[int | None, int]],
-    held: Mapping[int, ServedT] = MappingProxyType({}),
-) -> dict[int, ServedT]:
+    held: Mapping[int, Any] = MappingProxyType({}),
+) -> dict[int, Any]:
     """Serve a stretch, and return what is held after it, without the workspaces that are taken in it: they stay."""
     live = dict(held)
     player.play(_with_workspaces(events, workspaces), live)
@@ -299,19 +257,19 @@ def _with_workspaces(events: Events, workspaces: Sequence[tuple[int | None, int]
     return found
 
 
-def _end(player: Player[ServedT], storages: Iterable[ServedT]) -> None:
+def _end(player: Player, storages: Iterable[Any]) -> None:
     for storage in storages:
         player.died(storage)
 
 
-def _renumbered(held: Mapping[int, ServedT], owned: Mapping[int, int]) -> tuple[dict[int, ServedT], list[ServedT]]:
+def _renumbered(held: Mapping[int, Any], owned: Mapping[int, int]) -> tuple[dict[int, Any], list[Any]]:
     """Give storages that were born in an update the numbers of those of the same size that died in it.
 
     Returns:
         What goes on living, and what was born and has no such place: it ends with the step.
     """
     found = {number: storage for number, storage in held.items() if number in owned}
-    free: dict[int, list[ServedT]] = {}
+    free: dict[int, list[Any]] = {}
     for number, storage in held.items():
         if number not in owned:
             free.setdefault(storage.requested, []).append(storage)

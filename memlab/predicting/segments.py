@@ -56,18 +56,12 @@ def by_name(total: Levels) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Births and deaths of a stretch.
+    """Births and deaths of a stretch."""
 
-    Args:
-        events: bytes, number of the storage, place of its category, moment; in order.
-        bill: the work of its operators.
-        rates: how fast the device works.
-        products: number of the storage that the first product of matrices filled, outside of backward and in it.
-    """
-
-    events: Sequence[tuple[int, int, int, int]]
-    bill: Bill
-    rates: Rates
+    events: Sequence[tuple[int, int, int, int]]  # bytes, number of the storage, place of its category, moment; in order
+    bill: Bill  # the work of its operators
+    rates: Rates  # how fast the device works
+    # number of the storage that the first product of matrices filled, outside of backward and in it
     products: Mapping[bool, int] = field(default_factory=dict)
 
     @functools.cached_property
@@ -77,7 +71,6 @@ class Segment:
 
     @functools.cached_property
     def seconds(self) -> float:
-        """Return how long the stretch takes."""
         return self.bill.seconds(self.rates)
 
     def timeline(self, begin_seconds: float, base: Levels) -> Iterator[TimelinePoint]:
@@ -89,20 +82,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a stretch.
+    """Shape of a stretch."""
 
-    Args:
-        peak: bytes by category at the highest point.
-        peak_bytes: their sum.
-        phase: what runs there.
-        end: bytes by category when it is over.
-        points: number of the event, moment, bytes by category: of every part of the stretch the highest one.
-    """
-
-    peak: Levels
-    peak_bytes: int
-    phase: Phase
-    end: Levels
+    peak: Levels  # bytes by category at the highest point
+    peak_bytes: int  # their sum
+    phase: Phase  # what runs there
+    end: Levels  # bytes by category when it is over
+    # number of the event, moment, bytes by category: of every part of the stretch the highest one
     points: tuple[tuple[int, int, Levels], ...]
 
 
@@ -128,21 +114,13 @@ def _walked(events: Sequence[tuple[int, int, int, int]]) -> Shape:
 
 @dataclass(frozen=True)
 class Resized:
-    """A pass with another number of rows, laid beside a trace of it.
+    """A pass with another number of rows, laid beside a trace of it."""
 
-    Args:
-        rows: rows of its batch.
-        sizes: bytes of each event of the trace, with so many rows.
-        bill: the work of each of its operators.
-        hidden: what lives inside operators.
-        host_bytes: kept off the device.
-    """
-
-    rows: int
-    sizes: Sequence[int]
-    bill: Bill
-    hidden: Sequence[Hidden]
-    host_bytes: int
+    rows: int  # rows of its batch
+    sizes: Sequence[int]  # bytes of each event of the trace, with so many rows
+    bill: Bill  # the work of each of its operators
+    hidden: Sequence[Hidden]  # what lives inside operators
+    host_bytes: int  # kept off the device
 
 
 class TracedPass:
@@ -175,24 +153,18 @@ class TracedPass:
         return 0.0 if self._other is None else (rows - self._rows) / (self._other.rows - self._rows)
 
     def segment(self, rows: int, *, accumulating: bool = False, kept: frozenset[int] = frozenset()) -> Segment:
-        """The pass with so many rows.
-
-        Args:
-            rows: rows of the micro-batch.
-            accumulating: whether gradients are there already: new ones are added to them and freed.
-            kept: numbers of storages that outlive the pass.
-        """
+        """The pass with so many rows."""
         key = (rows, accumulating, kept)
         if key not in self._segments:
             self._segments[key] = self._made(rows, accumulating=accumulating, kept=kept)
         return self._segments[key]
 
-    def events(self, rows: int) -> list[tuple[int, int, Category, Phase]]:
-        """Births and deaths with so many rows, one for each of the trace: bytes, number, category, what ran."""
+    def events(self, rows: int) -> list[tuple[int, int, int, int]]:
+        """Births and deaths with so many rows: bytes, number of the storage, place of its category, moment."""
         share = self.share(rows)
         sizes = [_between(a, b, share) for a, b in zip(self._sizes, self._other_sizes, strict=True)]
         return [
-            (size_bytes, number, _CATEGORIES[place], PHASES[moment])
+            (size_bytes, number, place, moment)
             for size_bytes, (number, moment), place in zip(sizes, self._numbers, self._places, strict=True)
         ]
 
@@ -202,12 +174,10 @@ class TracedPass:
         return ((each.event, round(sum(each.sizes) * factor)) for each in hidden)
 
     def host_bytes(self, rows: int) -> int:
-        """Bytes kept off the device during a pass."""
         other = self.trace.host_bytes if self._other is None else self._other.host_bytes
         return _between(self.trace.host_bytes, other, self.share(rows))
 
     def category_of(self, number: int) -> Category:
-        """Return what a storage is for."""
         return self.trace.observation.categories.get(number, Category.TEMPORARIES)
 
     def outputs_bytes(self, rows: int) -> dict[int, int]:
@@ -230,12 +200,7 @@ class TracedPass:
         return self._other.hidden, rows / self._other.rows
 
     def _made(self, rows: int, *, accumulating: bool, kept: frozenset[int]) -> Segment:
-        share = self.share(rows)
-        sizes = [_between(a, b, share) for a, b in zip(self._sizes, self._other_sizes, strict=True)]
-        events = [
-            (size_bytes, number, place, moment)
-            for size_bytes, (number, moment), place in zip(sizes, self._numbers, self._places, strict=True)
-        ]
+        share, events = self.share(rows), self.events(rows)
         hidden, factor = self._hidden(share)
         if hidden or accumulating:
             settled = self.trace.settled if accumulating else {}
@@ -266,9 +231,6 @@ class Growth:
     Passes of a model under different settings are made of the same storages and operators. Once it is known what
     becomes of each with other rows, a second trace is needed only for what was not met before, or for a size that
     belongs to two things that grow differently. Where such a size is small, it is taken not to grow.
-
-    Args:
-        rows: rows of the batches that sizes are told for.
     """
 
     def __init__(self, rows: int) -> None:
@@ -355,13 +317,7 @@ def segment_of(trace: Trace, rates: Rates) -> Segment:
 
 
 def begun_without_state(first: Segment, later: Trace, like: Segment) -> Segment:
-    """The first update, to stand where state of all later ones is counted as there; it takes the time of these.
-
-    Args:
-        first: the stretch that creates the state.
-        later: one like all that follow.
-        like: the same as a stretch.
-    """
+    """The first update, to stand where state of all later ones is counted as there; it takes the time of these."""
     state_bytes = later.observation.baseline_bytes.get(Category.OPTIMIZER_STATE, 0)
     missing = (-state_bytes, -1, _PLACE[Category.OPTIMIZER_STATE], PHASES.index(Phase.STEP))
     return Segment([missing, *first.events], like.bill, first.rates)

@@ -8,26 +8,24 @@ file shows and where its stretches begin and end.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memlab.allocator import Allocator, Event, Frame, Settings, memory_viz
+from memlab.allocator import Allocator, Context, Frame, Settings, memory_viz
 from memlab.errors import MemlabError
 from memlab.hardware.gpus import Gpu
 from memlab.measuring.device import device_for
-from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
-from memlab.measuring.ledger import Holding, Ledger
+from memlab.measuring.ledger import Holding, Ledger, LedgerObserver, inputs_of, parameters_of, state_of
 from memlab.measuring.observation import PHASES, Observation
 from memlab.measuring.runs import call_of, rehearsal, training_step
 from memlab.plan import Plan
 from memlab.predicting.plan_predictor import Parts, PlanPredictor
-from memlab.predicting.reserved import Events, play_steps, script_of
-from memlab.predicting.segments import Segment
+from memlab.predicting.reserved import Events, Player, play_steps, script_of
+from memlab.predicting.segments import OUTSIDE, Segment
 from memlab.records import Category, Phase
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Batch, Workload
@@ -41,11 +39,7 @@ _NO_ALLOCATOR = (
     "a CPU has no caching allocator: storages are laid out as torch's CUDA allocator would with its default settings"
 )
 # told on the training thread only: a split batch runs its backward passes within the model's call
-_WHERE = {
-    Phase.FORWARD: "within the model's call",
-    Phase.STEP: "within the optimizer's step",
-    Phase.OTHER: "outside of model and optimizer",
-}
+_OUTSIDE = "memlab: outside of model and optimizer"
 # a recorder that is never switched off would otherwise grow without end; some 40 000 entries are a step of GPT-2 XL
 _MOST_ENTRIES = 2_000_000
 
@@ -128,67 +122,33 @@ def _require_own_device(workload: Workload, device: str | Gpu | None) -> None:
 # -- births and deaths with times and labels ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """A storage on the tape.
+class _History(Player):
+    """Serves births and deaths with times and labels, for the allocator's history."""
 
-    Args:
-        number: its own, never used again.
-        requested: its bytes.
-    """
-
-    number: int
-    requested: int
-
-
-class _Tape:
-    """Notes births and deaths down as the allocator's history wants them.
-
-    Args:
-        words: what the file shows.
-
-    Attributes:
-        events: for `Allocator.replay`.
-        seconds: the present time.
-    """
-
-    def __init__(self, words: str) -> None:
-        self.events: list[Event] = []
+    def __init__(self, words: str, settings: Settings) -> None:
+        super().__init__(Allocator(settings, history=True))
         self.seconds = 0.0
         self._words = words
         self._within = "before the first step"
         self._stretches: list[tuple[str, float]] = []
-        self._frames: dict[tuple[str, Category, Phase], tuple[Frame, ...]] = {}
-        self._born = 0
+        self._contexts: dict[tuple[str, int, int], Context] = {}
 
     def enter(self, within: str) -> None:
         """A stretch of a step begins now."""
         self._within = within
         self._stretches.append((within, self.seconds))
 
-    def born(self, size_bytes: int, category: Category, phase: Phase = Phase.OTHER) -> _Noted:
-        self._born += 1
-        frames = self._frames_of(category, phase)
-        self.events.append(Event(self._born, size_bytes, 0, self.seconds, frames, str(category)))
-        return _Noted(self._born, size_bytes)
+    def now(self, seconds: float) -> None:
+        """Say what time it is."""
+        self.seconds = seconds
+        self._allocator.set_time(seconds)
 
-    def died(self, storage: _Noted) -> None:
-        self.events.append(Event(storage.number, -storage.requested, 0, self.seconds))
+    def born(self, size_bytes: int, place: int, moment: int = OUTSIDE) -> Any:
+        return self._allocator.malloc(size_bytes, context=self._context_of(place, moment))
 
-    def change(self, live: dict[int, _Noted], number: int, size_bytes: int, category: Category, phase: Phase) -> None:
-        """Note the event of a numbered storage; one that changes its size is given other memory."""
-        before = live.pop(number, None)
-        now_bytes = size_bytes if before is None else before.requested + size_bytes
-        if now_bytes > 0:
-            live[number] = self.born(now_bytes, category, phase)
-        if before is not None:
-            self.died(before)
-
-    def memory_viz(self, settings: Settings) -> dict[str, Any]:
-        """Return what was noted, replayed through the allocator, as the viewer's dictionary."""
-        allocator = Allocator(settings, history=True)
-        allocator.replay(self.events)
-        return {**memory_viz(allocator), "external_annotations": list(self._annotations())}
+    def memory_viz(self) -> dict[str, Any]:
+        """Return what was noted, as the viewer's dictionary."""
+        return {**memory_viz(self._allocator), "external_annotations": list(self._annotations())}
 
     def _annotations(self) -> Iterator[dict[str, Any]]:
         yield _annotation(self._words, "START", 0.0)
@@ -198,12 +158,14 @@ class _Tape:
             yield _annotation(within, "END", end)
         yield _annotation(self._words, "END", self.seconds)
 
-    def _frames_of(self, category: Category, phase: Phase) -> tuple[Frame, ...]:
-        key = (self._within, category, phase)
-        if key not in self._frames:
+    def _context_of(self, place: int, moment: int) -> Context:
+        key = (self._within, place, moment)
+        if key not in self._contexts:
+            category, phase = _CATEGORIES[place], PHASES[moment]
             name = str(category) if phase is Phase.OTHER else f"{category} · {phase}"
-            self._frames[key] = tuple(Frame("memlab", 0, words) for words in (name, self._within, self._words))
-        return self._frames[key]
+            frames = tuple(Frame("memlab", 0, words) for words in (name, self._within, self._words))
+            self._contexts[key] = Context(frames, str(category))
+        return self._contexts[key]
 
 
 def _annotation(name: str, stage: str, seconds: float) -> dict[str, Any]:
@@ -217,21 +179,18 @@ def _predicted(workload: Workload, plan: Plan, device: str | Gpu | None) -> dict
     predictor = PlanPredictor(workload, device)
     target, parts = predictor.target, predictor.parts(plan)
     words = f"memlab: {plan.label}, predicted for {target.name}"
-    tape = _PredictedTape(words if target.settings else f"{words}; {_NO_ALLOCATOR}", parts)
-    play_steps(script_of(parts, target.workspaces), tape)
-    return tape.memory_viz(target.settings or Settings())
+    history = _PredictedHistory(
+        words if target.settings else f"{words}; {_NO_ALLOCATOR}", target.settings or Settings(), parts
+    )
+    play_steps(script_of(parts, target.workspaces), history)
+    return history.memory_viz()
 
 
-class _PredictedTape(_Tape):
-    """Plays two steps with their predicted times.
+class _PredictedHistory(_History):
+    """Plays two steps with their predicted times."""
 
-    Args:
-        words: what the file shows.
-        parts: the step.
-    """
-
-    def __init__(self, words: str, parts: Parts) -> None:
-        super().__init__(words)
+    def __init__(self, words: str, settings: Settings, parts: Parts) -> None:
+        super().__init__(words, settings)
         self._segments = [*parts.segments, *([] if parts.look is None else [parts.look])]
         self._names = [*_names_of(parts.segments), "look at a few rows"]
         self._stretch = 0
@@ -240,13 +199,16 @@ class _PredictedTape(_Tape):
         self._stretch = stretch
         self.enter(f"step {step + 1} · {self._names[stretch]}" if stretch >= 0 else self._names[stretch])
 
-    def play(self, events: Events, live: dict[int, _Noted]) -> None:
+    def play(self, events: Iterable[tuple[int, int, int, int]], live: dict[int, Any]) -> None:
+        listed = list(events)
         begin, seconds = self.seconds, self._segments[self._stretch].seconds
-        per_event = seconds / max(1, len(events))
-        for at, (size_bytes, number, place, moment) in enumerate(events):
-            self.seconds = begin + at * per_event
-            self.change(live, number, size_bytes, _CATEGORIES[place], PHASES[moment])
-        self.seconds = begin + seconds
+        super().play(self._in_time(listed, begin, seconds / max(1, len(listed))), live)
+        self.now(begin + seconds)
+
+    def _in_time(self, events: Events, begin: float, per_event: float) -> Iterator[tuple[int, int, int, int]]:
+        for at, event in enumerate(events):
+            self.now(begin + at * per_event)
+            yield event
 
 
 def _names_of(segments: Sequence[Segment]) -> list[str]:
@@ -278,13 +240,13 @@ def _measured(workload: Workload, plan: Plan) -> dict[str, Any]:
         words = f"memlab: {plan.label}, measured on {device.name}; {_NO_ALLOCATOR}"
     finally:
         device.close()
-    return _noted(observation, words).memory_viz(Settings())
+    return _noted(observation, words).memory_viz()
 
 
 def _observed(workload: Workload, plan: Plan, ledger: Ledger) -> Observation:
     """Two real steps in one observation."""
     with rehearsal(workload, plan) as session:
-        session.observers = [_LedgerWatch(workload, ledger, session)]
+        session.observers = [_Watch(workload, ledger, session)]
         ledger.begin(_holdings(workload, session))
         ledger.start()
         try:
@@ -304,67 +266,37 @@ def _holdings(workload: Workload, session: Session) -> Iterator[Holding]:
     yield from inputs_of(call_of(workload))
 
 
-class _Watch(Observer):
-    """An observer that is only interested in what runs."""
-
-    def phase_changed(self, phase: Phase) -> None:
-        """Forward, step, or what lies between begins."""
-
-    def forward_begins(self, batch: Batch) -> None:
-        self.phase_changed(Phase.FORWARD)
-
-    def forward_ended(self, loss: torch.Tensor | None) -> None:
-        self.phase_changed(Phase.OTHER)
-
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        self.phase_changed(Phase.STEP)
-
-    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        self.phase_changed(Phase.OTHER)
-
-
-class _LedgerWatch(_Watch):
-    """Tells a ledger what runs, and what has found its place by then."""
+class _Watch(LedgerObserver):
+    """Begins anew where what ran so far was only tried."""
 
     def __init__(self, workload: Workload, ledger: Ledger, session: Session) -> None:
+        super().__init__(workload.model, ledger)
         self._workload = workload
-        self._ledger = ledger
         self._session = session
 
     def only_tried(self) -> None:
         self._ledger.begin(_holdings(self._workload, self._session))
 
-    def phase_changed(self, phase: Phase) -> None:
-        self._ledger.phase = phase
 
-    def forward_begins(self, batch: Batch) -> None:
-        super().forward_begins(batch)
-        self._ledger.know(inputs_of(batch))
+def _noted(observation: Observation, words: str) -> _History:
+    history, temporaries = _History(words, Settings()), Category.TEMPORARIES
+    places = {number: _CATEGORIES.index(category) for number, category in observation.categories.items()}
+    live: dict[int, Any] = {}
 
-    def gradients_complete(self) -> None:
-        self._ledger.know(gradients_of(self._workload.model))
+    def in_time() -> Iterator[tuple[int, int, int, int]]:
+        step, updated = 0, True
+        for number, size_bytes in observation.baseline.items():
+            yield size_bytes, number, places.get(number, _CATEGORIES.index(temporaries)), OUTSIDE
+        for seconds, size_bytes, number, moment in observation.raw:
+            history.now(seconds - observation.start)
+            if updated and PHASES[moment] is not Phase.STEP and size_bytes > 0:
+                step, updated = step + 1, False
+                history.enter(f"step {step}")
+            updated = updated or PHASES[moment] is Phase.STEP
+            yield size_bytes, number, places.get(number, _CATEGORIES.index(temporaries)), moment
 
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        super().step_begins(optimizer)
-        self._ledger.know(gradients_of(self._workload.model))
-
-
-def _noted(observation: Observation, words: str) -> _Tape:
-    tape = _Tape(words)
-    categories = observation.categories
-    live = {
-        number: tape.born(size_bytes, categories.get(number, Category.TEMPORARIES))
-        for number, size_bytes in observation.baseline.items()
-    }
-    step, updated = 0, True
-    for event in observation.events:
-        tape.seconds = event.seconds
-        if updated and event.phase is not Phase.STEP and event.size_bytes > 0:
-            step, updated = step + 1, False
-            tape.enter(f"step {step}")
-        updated = updated or event.phase is Phase.STEP
-        tape.change(live, event.storage, event.size_bytes, event.category, event.phase)
-    return tape
+    history.play(in_time(), live)
+    return history
 
 
 # -- measured on CUDA ------------------------------------------------------------------------------
@@ -373,7 +305,7 @@ def _noted(observation: Observation, words: str) -> _Tape:
 def _record_on_cuda(target: Path, workload: Workload, plan: Plan) -> None:
     """Torch's own recording of two real steps; what ran is each allocation's user metadata."""
     with rehearsal(workload, plan) as session, torch.cuda.device(workload.device):
-        watch = _MetadataWatch()
+        watch = _MetadataObserver()
         session.observers = [watch]
         with _recording():
             try:
@@ -405,7 +337,7 @@ def _recording() -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-class _MetadataWatch(_Watch):
+class _MetadataObserver(Observer):
     """Writes what runs into the user metadata of allocations, where this torch has any."""
 
     def __init__(self) -> None:
@@ -413,11 +345,22 @@ class _MetadataWatch(_Watch):
         get = getattr(torch.cuda.memory, "_get_memory_metadata", None)
         self._before: str = get() if get is not None else ""
 
-    def phase_changed(self, phase: Phase) -> None:
+    def _write(self, text: str) -> None:
         if self._set is not None:
-            self._set(f"memlab: {_WHERE[phase]}")
+            self._set(text)
+
+    def forward_begins(self, batch: Batch) -> None:
+        self._write("memlab: within the model's call")
+
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        self._write(_OUTSIDE)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self._write("memlab: within the optimizer's step")
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        self._write(_OUTSIDE)
 
     def close(self) -> None:
         """Put back what the metadata was."""
-        if self._set is not None:
-            self._set(self._before)
+        self._write(self._before)

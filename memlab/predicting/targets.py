@@ -33,27 +33,16 @@ _CALIBRATED_TIME = (0.2, 0.25)
 
 @dataclass(frozen=True)
 class Target:
-    """A device that a step is predicted for.
+    """A device that a step is predicted for."""
 
-    Args:
-        name: in words.
-        rates: how fast it works.
-        device: what techniques see as the device of the model.
-        compute_capability: of a GPU, (major, minor); None for a CPU.
-        choices: what makes operators choose as on that device.
-        settings: of the caching allocator; None where there is none.
-        workspaces: sizes in bytes of what libraries allocate once and keep.
-        memory_shares: how far below and above the prediction a peak may lie.
-    """
-
-    name: str
-    rates: Rates
-    device: torch.device
-    compute_capability: tuple[int, int] | None
-    choices: Choices
-    settings: Settings | None
-    workspaces: tuple[int, ...]
-    memory_shares: tuple[float, float]
+    name: str  # in words
+    rates: Rates  # how fast it works
+    device: torch.device  # what techniques see as the device of the model
+    compute_capability: tuple[int, int] | None  # of a GPU, (major, minor); None for a CPU
+    choices: Choices  # what makes operators choose as on that device
+    settings: Settings | None  # of the caching allocator; None where there is none
+    workspaces: tuple[int, ...]  # sizes in bytes of what libraries allocate once and keep
+    memory_shares: tuple[float, float]  # how far below and above the prediction a peak may lie
 
     def interval_bytes(self, needed_bytes: int) -> tuple[int, int]:
         """Lowest and highest peak that would be no surprise."""
@@ -94,7 +83,7 @@ def target_for(workload: Workload, device: str | Gpu | None) -> Target:
 
 def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
     from memlab.trace.cuda_choices import cuda_choices
-    from memlab.trace.hidden_memory import workspaces
+    from memlab.trace.hidden_memory import hidden_bytes, workspaces
 
     entered: Callable[[], AbstractContextManager[Any]] = partial(cuda_choices, model)
     return Target(
@@ -102,17 +91,11 @@ def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
         rates=rates_of(model),
         device=torch.device("cuda"),
         compute_capability=model.compute_capability,
-        choices=Choices(entered, partial(_hidden_on, model)),
+        choices=Choices(entered, partial(hidden_bytes, gpu=model)),
         settings=settings or Settings(),
         workspaces=workspaces(model),
         memory_shares=_GPU_MEMORY,
     )
-
-
-def _hidden_on(model: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, ...]:
-    from memlab.trace.hidden_memory import hidden_bytes
-
-    return hidden_bytes(func, args, kwargs, out, model)
 
 
 def _own_settings() -> Settings:

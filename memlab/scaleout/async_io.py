@@ -46,11 +46,7 @@ _MOST_LINES = 12
 
 
 def missing(device: torch.device) -> str:
-    """Return what the build would fail for; empty when it can begin, or is done.
-
-    Args:
-        device: that is trained on.
-    """
+    """Return what the build would fail for; empty when it can begin, or is done."""
     if _folder(device).exists():
         return ""
     compiler = os.environ.get("CXX", "c++")
@@ -69,10 +65,6 @@ def missing(device: torch.device) -> str:
 
 def ensure_built(device: torch.device, say: Callable[[str], object]) -> None:
     """Build the operators, unless that has been done.
-
-    Args:
-        device: that is trained on.
-        say: called with a line on how far it is.
 
     Raises:
         ScaleError: the build failed, or there is no place for it.
@@ -105,11 +97,7 @@ def ensure_built(device: torch.device, say: Callable[[str], object]) -> None:
 
 @contextmanager
 def loaded_from_there(device: torch.device) -> Iterator[None]:
-    """Have DeepSpeed import what is built instead of building it.
-
-    Args:
-        device: that is trained on.
-    """
+    """Have DeepSpeed import what is built instead of building it."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 
     folder = _folder(device)
@@ -140,7 +128,6 @@ def _operator(folder: Path, name: str) -> Path:
 
 
 def _folder(device: torch.device) -> Path:
-    """Return where the operators are for these versions and this kind of device."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     versions = f"deepspeed-{version('deepspeed')}-torch-{torch.__version__}-{sys.implementation.cache_tag}"
     return cache / "memlab" / f"{versions}-{device.type}"
@@ -175,9 +162,9 @@ def _build_in(folder: Path, device: torch.device, say: Callable[[str], object]) 
             start_new_session=True,
         )  # fmt: skip
         try:
-            saying = _Saying(say)
+            reporter = _Reporter(say)
             while build.poll() is None:
-                saying.look(log)
+                reporter.look(log)
                 interrupts.deliver()
                 time.sleep(_POLL_SECONDS)
         finally:
@@ -199,12 +186,8 @@ def _build() -> None:
     AsyncIOBuilder().load(verbose=True)  # that of pinned memory first, which it needs
 
 
-class _Saying:
-    """Says how far the build is: at once, and then every few seconds.
-
-    Args:
-        say: called with a line.
-    """
+class _Reporter:
+    """Says how far the build is: at once, and then every few seconds."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
@@ -212,7 +195,6 @@ class _Saying:
         self._next_seconds = 0.0
 
     def look(self, log: Path) -> None:
-        """Read what ninja has written so far."""
         if time.monotonic() < self._next_seconds:
             return
         self._next_seconds = time.monotonic() + _SAY_SECONDS

@@ -20,25 +20,15 @@ _CONTAINERS = (list, dict, set)
 
 @dataclass(frozen=True)
 class Brought:
-    """Changes that a cell made to its variables.
+    """Changes that a cell made to its variables."""
 
-    Args:
-        assigned: values of names it assigned.
-        contained: what lists, dicts and sets it was given hold now, by name.
-        left: names of assigned variables that cannot be sent, each with the reason.
-    """
-
-    assigned: Mapping[str, Any]
-    contained: Mapping[str, Any]
-    left: Mapping[str, str]
+    assigned: Mapping[str, Any]  # values of names it assigned
+    contained: Mapping[str, Any]  # what lists, dicts and sets it was given hold now, by name
+    left: Mapping[str, str]  # names of assigned variables that cannot be sent, each with the reason
 
 
 class CellCode:
     r"""A cell that can be called anywhere.
-
-    Args:
-        text: Python, as IPython would run it.
-        variables: those of the notebook.
 
     Raises:
         ScaleError: the text calls IPython (a magic, a shell command) or awaits.

@@ -20,7 +20,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,6 +27,7 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan, ScaleOut
+from memlab.runtime.hooks import chained
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Workload
@@ -41,12 +41,7 @@ Optimizer = torch.optim.Optimizer
 
 
 def live_engine(plan: Plan, workload: Workload) -> LiveEngine:
-    """The engine of a plan.
-
-    Args:
-        plan: with an engine as its scale.
-        workload: the live objects.
-    """
+    """The engine of a plan."""
     if plan.scale is ScaleOut.FSDP2:
         from memlab.scaleout.engines.fsdp2 import LiveFsdp2
 
@@ -71,7 +66,7 @@ class InKernel(LiveEngine):
         self._undo = ExitStack()
         self._replica: Replica | None = None
         self._techniques: InForce | None = None
-        self._homes: list[tuple[nn.Parameter, tuple[int, ...]]] = []
+        self._shown_parameters: list[tuple[nn.Parameter, tuple[int, ...]]] = []
         self._optimizers: list[Optimizer] = []
         self._storage_resized: Resized = lambda _storage: None
         self._is_under_way = False  # a call, a backward pass or a step; afterwards, whether one has failed
@@ -95,7 +90,7 @@ class InKernel(LiveEngine):
             undo.callback(one_rank.release, self)
             one_rank.hold(self, self.device)
             tell_resizes(storage_resized, undo)
-            _hush()
+            _ignore_deprecations()
             self._replica = Replica(self.workload.model, self.workload.name)
             self._techniques = InForce(Workload(self._replica.model, name=self.workload.name))
             self._techniques.change(replace(self.plan, scale=ScaleOut.NONE, offload=()))
@@ -111,7 +106,7 @@ class InKernel(LiveEngine):
 
     def _show(self, parameter: nn.Parameter, data: torch.Tensor) -> None:
         """Have a parameter show the engine's data, until that is given back."""
-        self._homes.append((parameter, parameter.stride()))
+        self._shown_parameters.append((parameter, parameter.stride()))
         show(parameter, data, None if parameter.grad is None else parameter.grad.to(data.device))
 
     @abstractmethod
@@ -141,9 +136,7 @@ class InKernel(LiveEngine):
         self._recover()
         assert self._replica is not None
         assert self._techniques is not None
-        call: Callable[..., Any] = self._run
-        for technique in self._techniques.techniques:
-            call = partial(_wrapped, getattr(technique, moment), call)
+        call = chained([getattr(technique, moment) for technique in self._techniques.techniques], self._run)
         self._replica.follow()
         with self._under_way():
             try:
@@ -188,15 +181,15 @@ class InKernel(LiveEngine):
     def give_back(self) -> None:
         if self._replica is None:
             return
-        values = [_at_home(parameter.detach(), self.device, stride) for parameter, stride in self._homes]
-        gradients = [None if p.grad is None else p.grad.to(self.device, copy=True) for p, _ in self._homes]
-        for (parameter, _), value, gradient in zip(self._homes, values, gradients, strict=True):
+        values = [_with_stride(parameter.detach(), self.device, stride) for parameter, stride in self._shown_parameters]
+        gradients = [None if p.grad is None else p.grad.to(self.device, copy=True) for p, _ in self._shown_parameters]
+        for (parameter, _), value, gradient in zip(self._shown_parameters, values, gradients, strict=True):
             show(parameter, value, gradient)
 
     def close(self) -> None:
         self._undo.close()
         self._replica = self._techniques = None
-        self._homes, self._optimizers, self._is_under_way = [], [], False
+        self._shown_parameters, self._optimizers, self._is_under_way = [], [], False
         # engines are full of cycles
         gc.collect()
 
@@ -207,7 +200,7 @@ class InKernel(LiveEngine):
         return sum(tensor.nbytes for tensor in self._tensors() if tensor.device.type == "cpu")
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        for parameter, _ in self._homes:
+        for parameter, _ in self._shown_parameters:
             yield from (parameter, *(() if parameter.grad is None else (parameter.grad,)))
         for optimizer in self.workload.optimizers:
             for state in optimizer.state.values():
@@ -232,15 +225,11 @@ def show(parameter: nn.Parameter, data: torch.Tensor, gradient: torch.Tensor | N
     parameter.grad = gradient
 
 
-def _at_home(value: torch.Tensor, device: torch.device, stride: tuple[int, ...]) -> torch.Tensor:
+def _with_stride(value: torch.Tensor, device: torch.device, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=device).copy_(value)
 
 
-def _wrapped(wrapper: Callable[..., Any], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return wrapper(inner, args, kwargs)
-
-
-def _hush() -> None:
+def _ignore_deprecations() -> None:
     """DeepSpeed calls functions of torch by names that torch warns of, within the loop's own backward pass."""
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     filters = cast("list[Any]", warnings.filters)

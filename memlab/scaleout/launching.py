@@ -19,22 +19,24 @@ from typing import Any
 import torch
 
 from memlab.errors import ScaleError
+from memlab.extras import require_installed
+from memlab.plan import Plan
 from memlab.plan.scale import Scale
 from memlab.records import StepRecord
 from memlab.records.comparison import Comparison
 from memlab.records.run_record import RunRecord
 from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, serialization, tensors
-from memlab.scaleout.checks import check, check_engine
-from memlab.scaleout.failures import Told, failure, hung
-from memlab.scaleout.messages import DONE, ENDED, FAILED, SAID, STARTED, STEP, Listener
-from memlab.scaleout.restoring import restore_results
-from memlab.scaleout.worker import DISK, HOME, OUT, PACKED, VALUE, Home, RankJob
+from memlab.scaleout.engines import tp
+from memlab.scaleout.engines.deepspeed_engine import check_optimizers
+from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, Listener, RunStatus, failure, hung
+from memlab.scaleout.results import read_results, restore_results
+from memlab.scaleout.worker import DISK, PACKED, RESULTS, SENT, VALUES, RankJob
+from memlab.session import session_of
 from memlab.session.snapshot import random_states
 from memlab.units import format_bytes
 
 _LISTEN_SECONDS = 0.1
-_TERM_SECONDS = 5.0
 _NO_STEP = "no optimizer step ended on the ranks, so nothing was measured"
 
 
@@ -56,7 +58,6 @@ class Launched:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Loss of each step, where the model returns one."""
         return tuple(step.loss for step in self.steps if step.loss is not None)
 
     def __str__(self) -> str:
@@ -135,14 +136,12 @@ def launch(
         with _timed(seconds, "out"):
             _send(folder, train, workload, scale, capacity_bytes)
         with _timed(seconds, "there"):
-            told = _run(folder, nproc, hang_seconds, say or sys.stdout.write, progress)
+            status = _run(folder, nproc, hang_seconds, say or sys.stdout.write, progress)
         comparison = _comparison(folder, nproc, workload, scale)
         with _timed(seconds, "home"):
-            home: Home = serialization.unpack((folder / VALUE).read_bytes(), serialization.Apart.placeholder)[
-                "what the loop returned"
-            ]
-            restore_results(folder / HOME, home, workload)
-    return Launched(home.value, comparison, tuple(told.steps), seconds)
+            results = read_results(folder / VALUES)
+            restore_results(folder / RESULTS, results, workload)
+    return Launched(results.value, comparison, tuple(status.steps), seconds)
 
 
 @contextmanager
@@ -188,7 +187,7 @@ def _send(
         "random": random_states(workload.device),
     }  # fmt: skip
     (folder / PACKED).write_bytes(serialization.pack(what, apart))
-    tensors.store(apart, folder / OUT)
+    tensors.store(apart, folder / SENT)
     (folder / DISK).mkdir()
 
 
@@ -209,27 +208,39 @@ def _takes_an_argument(train: Callable[..., Any]) -> bool:
 
 def _run(
     folder: Path, nproc: int, hang_seconds: float, say: Callable[[str], Any], progress: Callable[[str], None]
-) -> Told:
-    told = Told()
-    listener = Listener(folder, nproc)
-    log = (folder / "log").open("wb")
-    agent = subprocess.Popen(  # noqa: S603 - this interpreter, with paths of our own
-        [sys.executable, "-c", "from memlab.scaleout.agent import main; main()", str(folder), str(nproc)],
-        stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=_environment(nproc), start_new_session=True,
-    )  # fmt: skip
+) -> RunStatus:
+    """Start the ranks and listen to them until all are done, or one has failed; none is left running."""
+    status, listener, log = RunStatus(), Listener(folder, nproc), folder / "log"
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
-        while agent.poll() is None:
+        ranks.extend(_started(folder, rank, nproc, log) for rank in range(nproc))
+        while len(status.exit_codes) < nproc and not any(status.exit_codes.values()):
             time.sleep(_LISTEN_SECONDS)
-            _listen(listener, told, nproc, say, progress)
-            if time.monotonic() - told.last > hang_seconds:
-                raise ScaleError(hung(told, nproc, hang_seconds))
-        _listen(listener, told, nproc, say, progress)
+            _listen(listener, status, nproc, say, progress)
+            if time.monotonic() - status.last > hang_seconds:
+                raise ScaleError(hung(status, nproc, hang_seconds))
+            status.exit_codes = {n: code for n, rank in enumerate(ranks) if (code := rank.poll()) is not None}
+        _listen(listener, status, nproc, say, progress)
     finally:
-        _end(agent, told)
-        log.close()
-    if len(told.done) < nproc:
-        raise failure(told, nproc, (folder / "log").read_text(errors="replace"))
-    return told
+        for process in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes it has started
+            process.wait()
+    if len(status.done) < nproc:
+        raise failure(status, nproc, log.read_text(errors="replace"))
+    return status
+
+
+def _started(folder: Path, rank: int, nproc: int, log: Path) -> subprocess.Popen[bytes]:
+    environment = {
+        **_environment(nproc), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+    }  # fmt: skip
+    with log.open("ab") as output:
+        return subprocess.Popen(  # noqa: S603 - this interpreter, with paths of our own
+            [sys.executable, "-u", "-c", "from memlab.scaleout.worker import main; main()", str(folder)],
+            stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+        )  # fmt: skip
 
 
 def _environment(nproc: int) -> dict[str, str]:
@@ -243,28 +254,26 @@ def _environment(nproc: int) -> dict[str, str]:
 
 
 def _listen(
-    listener: Listener, told: Told, nproc: int, say: Callable[[str], Any], progress: Callable[[str], None]
+    listener: Listener, status: RunStatus, nproc: int, say: Callable[[str], Any], progress: Callable[[str], None]
 ) -> None:
     for message in listener.news():
-        told.last = time.monotonic()
+        status.last = time.monotonic()
         content = message.content
         if message.kind == STARTED:
-            told.pids[message.rank] = content["pid"]
+            status.started.add(message.rank)
         elif message.kind == STEP:
-            told.reached[message.rank] = content["step"]
+            status.reached[message.rank] = content["step"]
             if content["peak_bytes"] is not None:
-                told.peak_bytes[message.rank] = content["peak_bytes"]
+                status.peak_bytes[message.rank] = content["peak_bytes"]
             if message.rank == 0:
-                told.steps.append(_step(content))
-                progress(_line(told.steps[-1], nproc, told.peak_bytes))
+                status.steps.append(_step(content))
+                progress(_line(status.steps[-1], nproc, status.peak_bytes))
         elif message.kind == SAID:
             say(content["text"])
         elif message.kind == DONE:
-            told.done.add(message.rank)
+            status.done.add(message.rank)
         elif message.kind == FAILED:
-            told.failed.append(message)
-        elif message.kind == ENDED:
-            told.exit_codes = {int(rank): code for rank, (code, _) in content["failures"].items()}
+            status.failed.append(message)
 
 
 def _step(content: Mapping[str, Any]) -> StepRecord:
@@ -295,20 +304,6 @@ def _peaks(peak_bytes: Mapping[int, int]) -> str:
     return f" · peak {low} a rank" if low == high else f" · peaks {low} (rank {least}) to {high} (rank {most})"
 
 
-def _end(agent: subprocess.Popen[bytes], told: Told) -> None:
-    """End whatever still runs of a run, ranks included: they have process groups of their own."""
-    if agent.poll() is None:
-        agent.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            agent.wait(_TERM_SECONDS)
-    if agent.poll() is None:
-        agent.kill()
-        agent.wait()
-    for pid in told.pids.values():
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-
-
 def _comparison(folder: Path, nproc: int, workload: Workload, scale: Scale) -> Comparison | None:
     measured = [
         measurement
@@ -318,3 +313,47 @@ def _comparison(folder: Path, nproc: int, workload: Workload, scale: Scale) -> C
     ]
     title = f"{workload.name} · {nproc} processes · {scale}"
     return Comparison(title, tuple(measured), are_ranks=True) if measured else None
+
+
+def check(workload: Workload, nproc: int) -> None:
+    """Refuse what no engine can do here.
+
+    Raises:
+        ScaleError: no number, fewer GPUs than processes, a plan in force, or BatchNorm.
+    """
+    if not isinstance(nproc, int) or nproc < 1:
+        raise ScaleError(f"nproc {nproc!r}: expected a whole number of processes, 1 or more")
+    gpus = torch.cuda.device_count() if workload.device.type == "cuda" else nproc
+    if nproc > gpus:
+        raise ScaleError(f"nproc {nproc}: this machine has {gpus} GPUs; use nproc={gpus}, or move the model to the CPU")
+    session = session_of(workload.model)
+    if session is not None and session.plan != Plan():
+        raise ScaleError(
+            f"{session.plan.label} is in force on {workload.name}: undo it first (session.undo(), %memfit undo), and give "
+            "what the ranks are to use with --scale"
+        )
+    for module_name, module in workload.model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and nproc > 1:
+            raise ScaleError(
+                f"{workload.name} has BatchNorm ({module_name}), whose statistics depend on the whole batch: replace it "
+                "by GroupNorm"
+            )
+
+
+def check_engine(workload: Workload, scale: Scale, nproc: int) -> None:
+    """Refuse what the engine cannot do here.
+
+    Raises:
+        RefusalError: the engine does not go together with the model.
+        ScaleError: what it needs of the system is missing.
+        MissingExtraError: its library is not installed.
+    """
+    if scale.engine == "tp":
+        tp.check(workload.model, workload.name, nproc)
+    if scale.engine.startswith("zero"):
+        require_installed("deepspeed")
+        check_optimizers(workload)
+    if scale.uses_files and (reason := async_io.missing(workload.device)):
+        raise ScaleError(
+            f"--scale {scale.engine} {scale.plan} needs a C++ compiler and libaio with its header, and {reason}: {async_io.INSTALL}"
+        )

@@ -38,12 +38,7 @@ def check() -> None:
 
 
 def hold(holder: object, device: torch.device) -> None:
-    """Have a group until `release`.
-
-    Args:
-        holder: whoever needs it.
-        device: that tensors are on.
-    """
+    """Have a group until `release`."""
     if not _holders:
         if _VARIABLE not in os.environ:
             os.environ[_VARIABLE] = str(device.index or 0)

@@ -27,10 +27,6 @@ _CONTAINERS = (list, tuple, dict, set)
 class Replica:
     """A model and its second.
 
-    Args:
-        model: the user's.
-        name: how errors call it.
-
     Attributes:
         model: the second one.
 
@@ -57,7 +53,7 @@ class Replica:
         self._pairs: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
         self.model: nn.Module = self._second(model)
         # hooks of the outermost module run when the user's is called
-        for key in [key for key in vars(model) if _is_hooks(key)]:
+        for key in [key for key in vars(model) if is_hooks(key)]:
             vars(self.model)[key] = type(vars(model)[key])()
         for module, second, _ in self._pairs:
             self._require_own_forward(module, second)
@@ -175,9 +171,10 @@ def _no_second(reason: str) -> RefusalError:
     )
 
 
-def _is_hooks(key: str) -> bool:
+def is_hooks(key: str) -> bool:
+    """Return whether an attribute of a module is a table of hooks, or of their options."""
     return key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
 
 
 def _is_table(key: str) -> bool:
-    return key in ("_parameters", "_buffers", "_modules") or _is_hooks(key)
+    return key in ("_parameters", "_buffers", "_modules") or is_hooks(key)

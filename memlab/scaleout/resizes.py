@@ -15,20 +15,7 @@ _listeners: list[Resized] = []
 
 
 def tell_resizes(resized: Resized, undo: ExitStack) -> None:
-    """Have something told of every storage that is resized from Python, which no operator shows.
-
-    Args:
-        resized: called with the storage, after it.
-        undo: takes it back.
-
-    Example:
-        >>> seen = []
-        >>> with ExitStack() as undo:
-        ...     tell_resizes(seen.append, undo)
-        ...     _ = torch.zeros(2).untyped_storage().resize_(0)
-        >>> len(seen)
-        1
-    """
+    """Have something told of every storage that is resized from Python, which no operator shows."""
     if not _listeners:
         torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
     _listeners.append(resized)

@@ -69,7 +69,7 @@ class Rows:
         layout = self._probe.layout(whole)
         each = self._micro_batches_for(layout.rows)
         parts = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, self._ranks * each)]
-        weights = {i: _told(every) for i, every in self._probe.weights(whole, layout, parts).items()}
+        weights = {i: _shares_of(every) for i, every in self._probe.weights(whole, layout, parts).items()}
         joins = self._probe.joins(whole)
         own = slice(self._rank * each, (self._rank + 1) * each)
         share = Share(parts[own], layout, {i: every[own] for i, every in weights.items()}, joins)
@@ -141,7 +141,7 @@ class Rows:
             loops.restore()
 
 
-def _told(weights: list[float]) -> list[float]:
+def _shares_of(weights: list[float]) -> list[float]:
     """Weights of parts; without a target in any of them, each gives its share of the model's own answer, 0/0."""
     return weights if any(weights) else [1 / len(weights)] * len(weights)
 

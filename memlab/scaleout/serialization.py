@@ -23,28 +23,19 @@ from memlab.extras import require
 
 @dataclass(frozen=True)
 class Apart:
-    """A tensor that travels apart.
+    """A tensor that travels apart."""
 
-    Args:
-        key: under which it is stored.
-        shape: its shape.
-        dtype: its dtype.
-        is_parameter: whether it is an `nn.Parameter`.
-        requires_grad: whether it is trained.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_parameter: bool
-    requires_grad: bool
+    key: str  # under which it is stored
+    shape: tuple[int, ...]  # its shape
+    dtype: torch.dtype  # its dtype
+    is_parameter: bool  # whether it is an `nn.Parameter`
+    requires_grad: bool  # whether it is trained
 
     @classmethod
     def of(cls, key: str, tensor: torch.Tensor) -> Apart:
         return cls(key, tuple(tensor.shape), tensor.dtype, isinstance(tensor, nn.Parameter), tensor.requires_grad)
 
     def placeholder(self) -> torch.Tensor:
-        """A tensor like it that has no data yet."""
         empty = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return nn.Parameter(empty, self.requires_grad) if self.is_parameter else empty
 
@@ -59,13 +50,6 @@ def pack(what: Mapping[str, Any], apart: Mapping[str, torch.Tensor]) -> bytes:
     Raises:
         ScaleError: something cannot be pickled, with its name.
         MissingExtraError: cloudpickle is missing.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> packed = pack({"layer": layer}, {"weight": layer.weight})
-        >>> opened = unpack(packed, Apart.placeholder)["layer"]
-        >>> opened.weight.device.type, torch.equal(opened.bias, layer.bias)
-        ('meta', True)
     """
     keys = {id(tensor): Apart.of(key, tensor) for key, tensor in apart.items()}
     try:

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +21,7 @@ Optimizer = torch.optim.Optimizer
 
 
 def parameter_keys(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by key; one that several modules share is there once.
-
-    Example:
-        >>> [*parameter_keys(nn.Linear(2, 2))]
-        ['parameter.weight', 'parameter.bias']
-    """
+    """Parameters by key; one that several modules share is there once."""
     return {f"parameter.{name}": parameter for name, parameter in model.named_parameters()}
 
 
@@ -37,12 +31,7 @@ def buffer_keys(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def state_keys(optimizers: list[Optimizer], names: Mapping[int, str]) -> dict[str, torch.Tensor]:
-    """Tensors of optimizer state by key.
-
-    Args:
-        optimizers: whose state it is.
-        names: name of each parameter, by its id.
-    """
+    """Tensors of optimizer state by key."""
     return {
         state_key(i, names[id(parameter)], entry): value
         for i, optimizer in enumerate(optimizers)
@@ -77,11 +66,7 @@ def all_of(workload: Workload) -> dict[str, torch.Tensor]:
                 f"{type(optimizer).__name__} steps {len(strange)} parameters that are not in {workload.name}: "
                 "only a model and the optimizers of its own parameters can be sent to other processes"
             )
-    return {
-        **parameter_keys(workload.model),
-        **buffer_keys(workload.model),
-        **state_keys(workload.optimizers, names),
-    }
+    return {**parameter_keys(workload.model), **buffer_keys(workload.model), **state_keys(workload.optimizers, names)}
 
 
 def store(tensors: Mapping[str, torch.Tensor], folder: Path, *, together: bool = False) -> None:
@@ -97,12 +82,7 @@ def store(tensors: Mapping[str, torch.Tensor], folder: Path, *, together: bool =
 
 
 def fill(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Read tensors into those that are given, each rank what its shards need.
-
-    Args:
-        tensors: by key, of the right shapes; they are written to.
-        folder: where `store` wrote.
-    """
+    """Read tensors into those that are given, each rank what its shards need."""
     if tensors:
         with _quiet(), torch.no_grad():
             load({key: tensor.detach() for key, tensor in tensors.items()}, checkpoint_id=folder, no_dist=True)
@@ -121,8 +101,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(torch.distributed is (disabled|unavailable)|single process).*")
         yield
-
-
-def scalars_in(state: Mapping[str, Any]) -> Iterator[str]:
-    """Names of entries of a parameter's state that are no tensors."""
-    return (name for name, value in state.items() if not isinstance(value, torch.Tensor))

@@ -1,4 +1,4 @@
-"""One rank, as torchrun's launcher starts it with a folder as its argument."""
+"""One rank: a process that `launching` starts with a folder as its argument."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,9 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from memlab.errors import ScaleError
 from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
@@ -27,51 +29,34 @@ from memlab.runtime import optimizer_step
 from memlab.runtime.hooks import ForwardSeam, chained, install_step_seam, loss_of
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import Batch, Workload
-from memlab.scaleout import serialization, tensors
-from memlab.scaleout.clipping import Clipping
+from memlab.scaleout import serialization
 from memlab.scaleout.engines import engine_for
 from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, Sender
 from memlab.scaleout.resizes import tell_resizes
+from memlab.scaleout.results import write_results
 from memlab.scaleout.rows import Rows
 from memlab.session.in_force import InForce
-from memlab.session.snapshot import random_states, restore_random_states
+from memlab.session.snapshot import restore_random_states
 from memlab.techniques.base import ModelCall
 
-PACKED, OUT, HOME, VALUE, DISK = "packed.pkl", "out", "home", "value.pkl", "offloaded"
+PACKED, SENT, RESULTS, VALUES, DISK = "packed.pkl", "sent", "results", "values.pkl", "offloaded"
 Optimizer = torch.optim.Optimizer
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """Task of a rank; sent with the objects.
+    """Task of a rank; sent with the objects."""
 
-    Args:
-        scale: engine and plan, as text.
-        name: how the workload is called.
-        device: "cpu" or "cuda".
-        capacity_bytes: size of each rank's device; None for its own.
-        seed: from which the ranks' random numbers start.
-    """
-
-    scale: str
-    name: str
-    device: str
-    capacity_bytes: int | None
-    seed: int
+    scale: str  # engine and plan, as text
+    name: str  # how the workload is called
+    device: str  # "cpu" or "cuda"
+    capacity_bytes: int | None  # size of each rank's device; None for its own
+    seed: int  # from which the ranks' random numbers start
 
 
-class Watched:
-    """The loop's workload on one rank: an engine, its share of the rows, a meter, at the two seams.
-
-    Args:
-        workload: the objects of this rank.
-        engine: started.
-        job: what is to be done.
-        sender: where steps are told.
-        techniques: what else applies within a model call.
-        meter: of the workload; it has seen the engine start.
-    """
+class RankLoop:
+    """The loop's workload on one rank: an engine, its share of the rows, a meter, at the two hooks."""
 
     def __init__(
         self, workload: Workload, engine: Engine, job: RankJob, sender: Sender, techniques: InForce, meter: Meter
@@ -84,7 +69,7 @@ class Watched:
         self._plan = Scale.parse(job.scale).plan
         self._rows = Rows(engine, self._around, self._plan.accumulation, job.name, job.seed)
         self._meter.plan_changed(self._plan)
-        self._told = 0
+        self._last_said = 0
 
     def __enter__(self) -> Self:
         self._undo = ExitStack()
@@ -125,8 +110,8 @@ class Watched:
             return
         self._engine.learnt.updates += 1
         self._meter.step_ended(optimizer)
-        for step in self._meter.steps_after(self._told):
-            self._told = step.step
+        for step in self._meter.steps_after(self._last_said):
+            self._last_said = step.step
             self._sender.say(
                 STEP, step=step.step, seconds=step.seconds, loss=step.loss, samples=step.samples, tokens=step.tokens,
                 peak_bytes=step.peak_allocated_bytes,
@@ -134,12 +119,12 @@ class Watched:
 
     def measurement(self, label: str) -> Measurement | None:
         """Memory and speed of this rank, under a name of its own; None before a step has ended."""
-        if not self._told:
+        if not self._last_said:
             return None
         return replace(self._meter.measurement(self._plan), plan=label)
 
 
-class _Said(io.TextIOBase):
+class _Output(io.TextIOBase):
     """Output of the loop on rank 0, line by line."""
 
     def __init__(self, sender: Sender) -> None:
@@ -150,30 +135,11 @@ class _Said(io.TextIOBase):
         return len(text)
 
 
-@dataclass(frozen=True)
-class Home:
-    """Results beside tensors, as rank 0 has them in the end.
-
-    Args:
-        value: what the function returned.
-        groups: settings of each optimizer's groups, without parameters.
-        plain_state: entries of optimizer state that are no tensors, by optimizer, parameter and entry.
-        scheduler: its state dict, or None.
-        random: random states of the loop.
-    """
-
-    value: Any
-    groups: list[list[dict[str, Any]]]
-    plain_state: list[dict[str, dict[str, Any]]]
-    scheduler: Any
-    random: tuple[Any, ...]
-
-
 def main() -> None:
     """Do the job that lies in a folder."""
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     sender = Sender(folder, rank)
-    sender.say(STARTED, pid=os.getpid())
+    sender.say(STARTED)
     try:
         _work(folder, rank, sender)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is told
@@ -194,13 +160,15 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     opened = serialization.unpack(packed, serialization.Apart.placeholder)
     job: RankJob = opened["job"]
     device = _device(job)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # ranks find each other through a file: no port is needed
+    backend, ranks = "nccl" if device.type == "cuda" else "gloo", int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
     workload: Workload = opened["workload"]
     scale = Scale.parse(job.scale)
     techniques = InForce(Workload(workload.model, name=job.name))
     # rows are split again by `rows`, and what is offloaded is the engine's
     techniques.change(replace(scale.plan, offload=(), accumulation=1))
-    engine = engine_for(scale)(workload, folder / OUT, device, scale)
+    engine = engine_for(scale)(workload, folder / SENT, device, scale)
     meter = Meter(workload.model, workload.optimizers, device_for(device, job.capacity_bytes))
     with meter.engine_starts():
         engine.start()
@@ -209,41 +177,18 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     clipping.engine_clips = engine.clip
     random_state = opened["random"]
     restore_random_states(random_state, device)
-    with Watched(workload, engine, job, sender, techniques, meter) as watched, _spoken(sender, rank):
+    with RankLoop(workload, engine, job, sender, techniques, meter) as watched, _output_sent(sender, rank):
         value = opened["train"](workload) if opened["takes_workload"] else opened["train"]()
         measured = watched.measurement(f"rank {rank}")
     if measured is not None:
         (folder / f"rank{rank}.json").write_text(RunRecord(Comparison(job.name, (measured,))).to_json())
     techniques.change(Plan())  # moments go home as they came
-    engine.save(folder / HOME)
+    engine.save(folder / RESULTS)
     if rank == 0:
-        _leave(folder, workload, engine, value)
+        write_results(folder / VALUES, workload, engine, value)
     dist.barrier()
     engine.stop()
     dist.destroy_process_group()
-
-
-def _leave(folder: Path, workload: Workload, engine: Engine, value: Any) -> None:
-    names = tensors.names_of(workload.model)
-    plain = [
-        {
-            names[id(parameter)]: {entry: state[entry] for entry in tensors.scalars_in(state)}
-            for parameter, state in optimizer.state.items()
-            if id(parameter) in names
-        }
-        for optimizer in workload.optimizers
-    ]
-    home = Home(
-        value,
-        [
-            [{k: v for k, v in group.items() if k in engine.settings} for group in o.param_groups]
-            for o in workload.optimizers
-        ],
-        plain,
-        workload.scheduler.state_dict() if workload.scheduler is not None else None,
-        random_states(engine.device),
-    )
-    (folder / VALUE).write_bytes(serialization.pack({"what the loop returned": home}, {}))
 
 
 def _device(job: RankJob) -> torch.device:
@@ -255,11 +200,45 @@ def _device(job: RankJob) -> torch.device:
 
 
 @contextlib.contextmanager
-def _spoken(sender: Sender, rank: int) -> Iterator[None]:
+def _output_sent(sender: Sender, rank: int) -> Iterator[None]:
     """Send on what rank 0 prints; what the others print would only repeat it."""
-    with contextlib.redirect_stdout(_Said(sender) if rank == 0 else io.StringIO()):
+    with contextlib.redirect_stdout(_Output(sender) if rank == 0 else io.StringIO()):
         yield
 
 
 def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
+
+
+_original = nn.utils.clip_grad_norm_
+Clip = Callable[[Iterable[nn.Parameter], float], torch.Tensor | None]
+
+
+class Clipping:
+    """Takes the place of torch's function in a rank's process, before the loop's modules are read.
+
+    Attributes:
+        engine_clips: the engine's way, once there is one.
+    """
+
+    def __init__(self) -> None:
+        self.engine_clips: Clip = lambda _parameters, _norm: None
+        nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = self._clip
+
+    def _clip(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        listed: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = self.engine_clips(listed, max_norm)
+        if norm is None:
+            return _original(listed, max_norm, norm_type, *args, **kwargs)
+        if norm_type != 2.0:
+            raise ScaleError(
+                f"clip_grad_norm_ with norm_type={norm_type:g}: ZeRO clips by the 2-norm; use --scale fsdp2"
+            )
+        return norm

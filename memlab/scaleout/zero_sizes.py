@@ -18,13 +18,6 @@ class ZeroSizes:
     Its own defaults are made for models of billions: their buckets, of half a billion elements, would be most of a small
     model's memory, and parameters that are used again within a billion would never be let go of.
 
-    Args:
-        bucket: most that are reduced at once, and gathered at once after an update.
-        persistence_threshold: smaller parameters stay gathered.
-        prefetch: how many are gathered beforehand.
-        max_live: how many may be gathered before prefetching pauses.
-        max_reuse: parameters that are used again within so many stay.
-
     Example:
         >>> ZeroSizes.of(7_000_000_000).bucket, ZeroSizes.of(80_000).bucket
         (50000000, 10000)
@@ -32,29 +25,21 @@ class ZeroSizes:
     Source: https://www.deepspeed.ai/docs/config-json/
     """
 
-    bucket: int = _BUCKET_MOST
-    persistence_threshold: int = _PERSISTENT_MOST
-    prefetch: int = _BUCKET_MOST
-    max_live: int = _LIVE_MOST
-    max_reuse: int = _BUCKET_MOST
+    bucket: int = _BUCKET_MOST  # most that are reduced at once, and gathered at once after an update
+    persistence_threshold: int = _PERSISTENT_MOST  # smaller parameters stay gathered
+    prefetch: int = _BUCKET_MOST  # how many are gathered beforehand
+    max_live: int = _LIVE_MOST  # how many may be gathered before prefetching pauses
+    max_reuse: int = _BUCKET_MOST  # parameters that are used again within so many stay
 
     @classmethod
     def of(cls, elements: int) -> ZeroSizes:
-        """Sizes for a model.
-
-        Args:
-            elements: of all its parameters.
-        """
+        """Sizes for a model."""
         bucket = min(max(elements // _BUCKET_SHARE, _BUCKET_LEAST), _BUCKET_MOST)
         bucket += bucket % 2  # the halves of a bucket are aligned
         return cls(bucket, min(elements // _PERSISTENT_SHARE, _PERSISTENT_MOST), bucket, _LIVE_MOST, bucket)
 
     def configuration(self, stage: int) -> dict[str, int]:
-        """The same, as entries of DeepSpeed's ``zero_optimization``.
-
-        Args:
-            stage: 1, 2 or 3.
-        """
+        """The same, as entries of DeepSpeed's ``zero_optimization``."""
         buckets = {"reduce_bucket_size": self.bucket, "allgather_bucket_size": self.bucket}
         if stage < 3:
             return buckets

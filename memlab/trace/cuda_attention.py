@@ -39,27 +39,16 @@ _DEFAULT_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 @dataclass(frozen=True)
 class Attention:
-    """One call of `scaled_dot_product_attention`.
+    """One call of `scaled_dot_product_attention`."""
 
-    Args:
-        query: [batch, heads, queries, channels].
-        key: [batch, key heads, keys, channels].
-        value: [batch, key heads, keys, value channels].
-        mask: boolean or added to the scores.
-        dropout: probability.
-        is_causal: whether a query sees no later key.
-        scale: factor on the scores; None for 1/√channels.
-        grouped: whether several query heads may share a key head.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None = None
-    dropout: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    grouped: bool = False
+    query: torch.Tensor  # [batch, heads, queries, channels]
+    key: torch.Tensor  # [batch, key heads, keys, channels]
+    value: torch.Tensor  # [batch, key heads, keys, value channels]
+    mask: torch.Tensor | None = None  # boolean or added to the scores
+    dropout: float = 0.0  # probability
+    is_causal: bool = False  # whether a query sees no later key
+    scale: float | None = None  # factor on the scores; None for 1/√channels
+    grouped: bool = False  # whether several query heads may share a key head
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

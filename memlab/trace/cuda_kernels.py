@@ -23,18 +23,13 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Registration:
-    """A kernel and its place.
+    """A kernel and its place."""
 
-    Args:
-        operator: overload, as in "softmax.int" or "dropout".
-        key: dispatch key, "AutogradCPU" or "AutocastCPU".
-        here: called as `here(overload, *args, **kwargs)` in a thread that traces; NotImplemented hands the call on.
-        elsewhere: the same for all other threads, where a kernel of torch is covered up; None hands the call on.
-    """
-
-    operator: str
-    key: str
+    operator: str  # overload, as in "softmax.int" or "dropout"
+    key: str  # dispatch key, "AutogradCPU" or "AutocastCPU"
+    # called as `here(overload, *args, **kwargs)` in a thread that traces; NotImplemented hands the call on
     here: Kernel
+    # the same for all other threads, where a kernel of torch is covered up; None hands the call on
     elsewhere: Kernel | None = None
 
 

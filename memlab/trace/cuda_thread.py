@@ -44,11 +44,7 @@ def tracing_for(gpu: Gpu) -> Iterator[None]:
 
 
 class SharedExchange:
-    """A change of the process that several threads may hold at once.
-
-    Args:
-        make: makes the change and registers what takes it back.
-    """
+    """A change of the process that several threads may hold at once."""
 
     def __init__(self, make: Callable[[ExitStack], None]) -> None:
         self._make = make
@@ -79,12 +75,6 @@ class SharedExchange:
 
 def exchange(owner: Any, name: str, replacement: Callable[[Any], Any], undo: ExitStack) -> None:
     """Replace an attribute by what is made of it.
-
-    Args:
-        owner: module or class that has the attribute itself.
-        name: of the attribute.
-        replacement: given the original, returns what stands in for it.
-        undo: gets what puts the original back.
 
     Raises:
         MemlabError: this torch has no such attribute.

@@ -10,19 +10,29 @@ official fake mode runs it; what it returned is learnt as a recipe:
 
 Recipes are kept by operator and by everything a result can depend on: shapes, strides, dtypes and plain arguments.
 `tests/trace/test_fast_fakes.py` holds both ways to the same events.
+
+Some fakes are not like the results of real operators, and are put right (`_CORRECTIONS`); `tests/trace/test_corrections.py`
+compares each with the real operator:
+
+- `mse_loss`, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` with a reduction write their elements into
+  the result first, whose storage keeps that size (aten/src/ATen/native/BinaryOps.cpp and Loss.cpp).
+- `native_group_norm` of a half-precision input with fp32 weights keeps its statistics in fp32 and gives a gradient in the
+  dtype of the input (aten/src/ATen/native/group_norm.cpp); the fake has the dtype of the input for the one, fp32 for the other.
+- `mkldnn_rnn_layer` keeps a workspace for backward, which the fake has no bytes for. Its size is oneDNN's secret, so a
+  layer of zeros is run once for each shape.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memlab.measuring.effects import Effect, effect_of
-from memlab.trace.corrections import corrected
+from memlab.measuring.ledger import Effect, effect_of
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -48,19 +58,13 @@ _CHANGES_METADATA = frozenset({torch.Tag.inplace_view, torch.Tag.data_dependent_
 
 @dataclass(slots=True)
 class Recipe:
-    """Recipe for an operator's result on given shapes.
+    """Recipe for an operator's result on given shapes."""
 
-    Args:
-        way: one of the four ways.
-        results: for each result the place of the argument it is, or shape, stride and dtype; None for no tensor.
-        container: the type the results come in; None for a single one.
-        learnt: room for what a caller wants to remember with it.
-    """
-
-    way: int
+    way: int  # one of the four ways
+    # for each result the place of the argument it is, or shape, stride and dtype; None for no tensor
     results: tuple[Any, ...] = ()
-    container: Callable[[Iterable[Any]], Any] | None = None
-    learnt: dict[str, Any] = field(default_factory=dict)
+    container: Callable[[Iterable[Any]], Any] | None = None  # the type the results come in; None for a single one
+    learnt: dict[str, Any] = field(default_factory=dict)  # room for what a caller wants to remember with it
 
     @property
     def bears_nothing(self) -> bool:
@@ -69,14 +73,7 @@ class Recipe:
 
 
 class FastFakes:
-    """Runs operators on the fake tensors of one mode.
-
-    Args:
-        mode: the mode the tensors belong to.
-
-    Attributes:
-        mode: the same.
-    """
+    """Runs operators on the fake tensors of one mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
@@ -226,3 +223,91 @@ def _is_own_storage(result: Any) -> bool:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True))
     needed = 0 if result.numel() == 0 else extent * result.element_size()
     return bool(result.untyped_storage().nbytes() == needed)
+
+
+_aten = torch.ops.aten
+_NO_REDUCTION = 0
+_HALF = (torch.float16, torch.bfloat16)
+
+_Correction = Callable[[FakeTensorMode, tuple[Any, ...], Any], Any]
+
+
+def corrected(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Any:
+    """The result of an operator on fakes as the real operator would give it."""
+    correction = _CORRECTIONS.get(func)
+    return out if correction is None else correction(mode, (*args, *kwargs.values()), out)
+
+
+def _with_storage_of_elements(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:
+    reduction = next((value for value in args[2:4] if type(value) is int), None)
+    if reduction == _NO_REDUCTION or not isinstance(out, FakeTensor):
+        return out
+    shape = torch.broadcast_tensors(args[0], args[1])[0].shape  # type: ignore[no-untyped-call]
+    with mode:
+        return torch.empty(shape, dtype=out.dtype, device=out.device).as_strided((), ())
+
+
+def _is_mixed(values: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    return values.dtype in _HALF and weight is not None and weight.dtype is torch.float32
+
+
+def _group_norm(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:
+    if not _is_mixed(args[0], args[1]):
+        return out
+    with mode:
+        normalized = torch.empty_like(out[0], dtype=args[0].dtype)
+        statistics = [torch.empty_like(part, dtype=torch.float32) for part in out[1:]]
+    return (normalized, *statistics)
+
+
+def _group_norm_backward(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:
+    values = args[1]
+    if out[0] is None or out[0].dtype is values.dtype:
+        return out
+    with mode:
+        return (torch.empty_like(values), *out[1:])
+
+
+def _recurrent_layer(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:
+    *outputs, workspace = out
+    size_bytes = _workspace_bytes(*(_described(value) for value in args))
+    if workspace is None or not size_bytes:
+        return out
+    with mode:
+        return (*outputs, torch.empty(size_bytes, dtype=torch.uint8, device=workspace.device))
+
+
+def _described(value: Any) -> Any:
+    """A tensor as its shape and dtype; anything else as it is, in a form that can be looked up."""
+    if isinstance(value, torch.Tensor):
+        return _Described(tuple(value.shape), value.dtype)
+    return tuple(value) if isinstance(value, list) else value
+
+
+class _Described(tuple[Any, ...]):
+    """Shape and dtype of a tensor."""
+
+    __slots__ = ()
+
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+        return super().__new__(cls, (shape, dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def _workspace_bytes(*described: Any) -> int:
+    """Bytes that a recurrent layer keeps for its backward pass, from running it on zeros."""
+    args = [torch.zeros(value[0], dtype=value[1]) if isinstance(value, _Described) else value for value in described]
+    args = [list(value) if type(value) is tuple else value for value in args]
+    workspace: torch.Tensor | None = _aten.mkldnn_rnn_layer.default(*args)[-1]
+    return 0 if workspace is None else workspace.untyped_storage().nbytes()
+
+
+_CORRECTIONS: dict[Any, _Correction] = {
+    _aten.mse_loss.default: _with_storage_of_elements,
+    _aten.binary_cross_entropy.default: _with_storage_of_elements,
+    _aten.soft_margin_loss.default: _with_storage_of_elements,
+    _aten.smooth_l1_loss.default: _with_storage_of_elements,
+    _aten.native_group_norm.default: _group_norm,
+    _aten.native_group_norm_backward.default: _group_norm_backward,
+    _aten.mkldnn_rnn_layer.default: _recurrent_layer,
+}

@@ -1,8 +1,8 @@
 """Bytes on a CUDA device that no dispatch mode sees, by formulas from torch's sources.
 
-Three kinds: temporaries that one operator takes from the caching allocator and gives back before it
-returns (`hidden_bytes`), workspaces that libraries take once and keep (`workspaces`), and what lies
-outside of the allocator (`context_bytes`). Where a size is not certain, nothing is counted.
+Two kinds: temporaries that one operator takes from the caching allocator and gives back before it returns
+(`hidden_bytes`), and workspaces that libraries take once and keep (`workspaces`). Where a size is not certain, nothing
+is counted.
 
 Sources (pytorch; the formulas are those of 2.13 unless a version is named):
 - flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp `mha_bwd`;
@@ -36,7 +36,6 @@ from typing import Any
 import torch
 
 from memlab.hardware.gpus import Gpu
-from memlab.units import MIB
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -58,19 +57,6 @@ def hidden_bytes(
     """Sizes of the temporaries inside one operator that are alive together when they need the most.
 
     They are alive beside the operator's inputs and outputs; all are freed when it returns.
-
-    Args:
-        func: the aten overload, as a dispatch mode sees it.
-        args: its arguments.
-        kwargs: its named arguments.
-        out: its result.
-        gpu: what it runs on.
-
-    Example:
-        >>> from memlab.hardware.gpus import gpu
-        >>> scores = torch.empty(2, 4, 8, 8, device="meta")
-        >>> hidden_bytes(torch.ops.aten._safe_softmax.default, (scores, -1), {}, scores, gpu("A100 80GB"))
-        (512, 64)
     """
     rule = _RULES.get(func)
     return () if rule is None else rule(args, kwargs, gpu)
@@ -341,11 +327,6 @@ def workspaces(gpu: Gpu) -> Sizes:
     """Sizes of the cuBLAS workspaces of a training process: one of forward's thread, one of backward's.
 
     `CUBLAS_WORKSPACE_CONFIG`, `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and `CUBLASLT_WORKSPACE_SIZE` are honoured.
-
-    Example:
-        >>> from memlab.hardware.gpus import gpu
-        >>> workspaces(gpu("A100 80GB"))
-        (8519680, 8519680)
     """
     of_a_thread = (_cublas_bytes(gpu), *_separate_lt_bytes())
     return tuple(size for size in of_a_thread if size) * _THREADS
@@ -365,31 +346,3 @@ def _separate_lt_bytes() -> Sizes:
         return ()
     size = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
     return ((int(size) if size.isdigit() else 1024) * 1024,)
-
-
-# --- outside of the allocator ---------------------------------------------------------------------
-
-CONTEXT_RANGE_BYTES = (140 * MIB, 670 * MIB)
-"""Least and most that was reported for a context with its loaded kernels, over GPUs, drivers and loading modes:
-140.9 MiB on a T4 (fitcheck-llm 0.3.1), 287 MB lazy and 667 MB eager
-(https://github.com/pytorch/pytorch/issues/86509)."""
-
-# reported by others, by compute capability
-_CONTEXT_BYTES: Mapping[tuple[int, int], int] = {
-    (7, 5): 141 * MIB,  # T4, fitcheck-llm 0.3.1 (PyPI)
-    (8, 9): 426 * MIB,  # RTX 6000 Ada, torch 2.10+cu130, https://github.com/unslothai/unsloth-zoo/issues/1053
-}
-
-
-def context_bytes(gpu: Gpu) -> int | None:
-    """Bytes of the CUDA context with the kernels a step loads, which no allocator counts.
-
-    None where nobody has reported a number for such a GPU: it lies within `CONTEXT_RANGE_BYTES`. Reported
-    numbers depend on driver, CUDA version and loading mode, and may be off by a factor of two.
-
-    Example:
-        >>> from memlab.hardware.gpus import gpu
-        >>> context_bytes(gpu("H200")) is None
-        True
-    """
-    return _CONTEXT_BYTES.get(gpu.compute_capability)

@@ -31,31 +31,17 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment of a pass.
+    """A moment of a pass."""
 
-    Args:
-        event: number of births and deaths booked before it.
-        moment: what happens.
-        what: number of the module, or of the parameter that got its gradient.
-        storage: number of the gradient's storage.
-    """
-
-    event: int
-    moment: Moment
-    what: int
-    storage: int = 0
+    event: int  # number of births and deaths booked before it
+    moment: Moment  # what happens
+    what: int  # number of the module, or of the parameter that got its gradient
+    storage: int = 0  # number of the gradient's storage
 
 
 @contextmanager
 def marking(model: nn.Module, modules: Sequence[nn.Module], recorder: Recorder, marks: list[Mark]) -> Iterator[None]:
-    """Let marks be made of some modules, and of the gradients of all parameters.
-
-    Args:
-        model: whose parameters are watched.
-        modules: those to mark, by their place here.
-        recorder: counts births and deaths.
-        marks: where they go.
-    """
+    """Let marks be made of some modules, and of the gradients of all parameters."""
     with ExitStack() as undo:
         for number, module in enumerate(modules):
             _watch(module, number, recorder, marks, undo)

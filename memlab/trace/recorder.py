@@ -31,8 +31,7 @@ from torch._subclasses.fake_tensor import (
 
 from memlab.errors import TraceError
 from memlab.hardware.roofline import Work
-from memlab.measuring.effects import effect_of
-from memlab.measuring.ledger import Ledger
+from memlab.measuring.ledger import Ledger, effect_of
 from memlab.runtime.dispatch import defers
 from memlab.runtime.tree import tensors_in
 from memlab.trace.fast_fakes import FastFakes, Recipe
@@ -59,42 +58,24 @@ HiddenBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """One operator's work, and when it ran.
+    """One operator's work, and when it ran."""
 
-    Args:
-        event: number of births and deaths booked before it.
-        work: what it had to do.
-        moment: what ran (see `memlab.measuring.observation`).
-    """
-
-    event: int
-    work: Work
-    moment: int
+    event: int  # number of births and deaths booked before it
+    work: Work  # what it had to do
+    moment: int  # what ran (see `memlab.measuring.observation`)
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Temporaries that live together while one operator runs, beside its inputs and outputs.
+    """Temporaries that live together while one operator runs, beside its inputs and outputs."""
 
-    Args:
-        event: number of births and deaths booked before the operator is over.
-        sizes: in bytes.
-        moment: what ran.
-    """
-
-    event: int
-    sizes: tuple[int, ...]
-    moment: int
+    event: int  # number of births and deaths booked before the operator is over
+    sizes: tuple[int, ...]  # in bytes
+    moment: int  # what ran
 
 
 class Recorder(Ledger):
     """Watches a step on a twin: births, deaths and work.
-
-    Args:
-        fakes: runs operators on the twin's tensors.
-        price: tells the work of an operator, None for one that does none.
-        live: tensors of the live model, which no operator may touch.
-        hidden_bytes: tells the sizes of temporaries inside an operator; None where none are known.
 
     Attributes:
         priced: the operators that did work, in order.
@@ -105,11 +86,7 @@ class Recorder(Ledger):
     """
 
     def __init__(
-        self,
-        fakes: FastFakes,
-        price: Price,
-        live: Iterable[torch.Tensor] = (),
-        hidden_bytes: HiddenBytes | None = None,
+        self, fakes: FastFakes, price: Price, live: Iterable[torch.Tensor] = (), hidden_bytes: HiddenBytes | None = None
     ) -> None:
         super().__init__("cpu")
         self.priced: list[Priced] = []

@@ -10,7 +10,7 @@ import functools
 import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,16 +20,15 @@ from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.hardware.roofline import Bill
-from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
-from memlab.measuring.ledger import Holding
+from memlab.measuring.ledger import Holding, LedgerObserver, gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.observation import Observation
 from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.plan import Plan
-from memlab.records import Category, Phase
+from memlab.records import Category
+from memlab.runtime.hooks import stand_in
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.model_state import State
 from memlab.runtime.modules import accepts_use_cache, without_cache
-from memlab.runtime.observer import Observer
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import Session, fit
@@ -49,48 +48,30 @@ _NO_LOSS = "the loop's own loss function is not known here: what it computes fro
 
 @dataclass(frozen=True)
 class Choices:
-    """Context in which operators on the twin choose what they would choose on its device.
+    """Context in which operators on the twin choose what they would choose on its device."""
 
-    Args:
-        entered: context in which steps run.
-        hidden_bytes: sizes of the temporaries inside an operator; None where none are known.
-    """
-
-    entered: Callable[[], AbstractContextManager[Any]] = nullcontext
-    hidden_bytes: HiddenBytes | None = None
+    entered: Callable[[], AbstractContextManager[Any]] = nullcontext  # context in which steps run
+    hidden_bytes: HiddenBytes | None = None  # sizes of the temporaries inside an operator; None where none are known
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Observations of a step, or a part of one, on the twin.
+    """Observations of a step, or a part of one, on the twin."""
 
-    Args:
-        observation: births and deaths, on top of what lived before.
-        priced: operators that did work, in order.
-        hidden: what lived inside operators.
-        samples: rows that went in.
-        tokens: tokens that went in.
-        host_bytes: bytes techniques would keep off the device.
-        notes: what techniques had to say, and what was left out.
-        outputs: numbers of the storages the model's outputs lie in, beside scalars.
-        trained: numbers of the parameters that got a gradient.
-        settled: number of births and deaths before a gradient was complete, by number of its storage.
-        products: number of the storage that the first product of matrices filled, outside of backward and in it.
-        marks: of the modules that were to be marked, in order.
-    """
-
-    observation: Observation
-    priced: tuple[Priced, ...]
-    hidden: tuple[Hidden, ...]
-    samples: int
-    tokens: int
-    host_bytes: int
-    notes: tuple[str, ...]
-    outputs: tuple[int, ...] = ()
-    trained: frozenset[int] = frozenset()
+    observation: Observation  # births and deaths, on top of what lived before
+    priced: tuple[Priced, ...]  # operators that did work, in order
+    hidden: tuple[Hidden, ...]  # what lived inside operators
+    samples: int  # rows that went in
+    tokens: int  # tokens that went in
+    host_bytes: int  # bytes techniques would keep off the device
+    notes: tuple[str, ...]  # what techniques had to say, and what was left out
+    outputs: tuple[int, ...] = ()  # numbers of the storages the model's outputs lie in, beside scalars
+    trained: frozenset[int] = frozenset()  # numbers of the parameters that got a gradient
+    # number of births and deaths before a gradient was complete, by number of its storage
     settled: Mapping[int, int] = field(default_factory=dict)
+    # number of the storage that the first product of matrices filled, outside of backward and in it
     products: Mapping[bool, int] = field(default_factory=dict)
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[Mark, ...] = ()  # of the modules that were to be marked, in order
 
     @property
     def has_surrogate_loss(self) -> bool:
@@ -99,7 +80,6 @@ class Trace:
 
     @functools.cached_property
     def bill(self) -> Bill:
-        """The work of all operators."""
         return Bill.of(priced.work for priced in self.priced)
 
 
@@ -116,15 +96,6 @@ class Tracer:
 
     Raises:
         TraceError: the model cannot be copied.
-
-    Example:
-        >>> model = nn.Linear(256, 256)
-        >>> workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.zeros(4, 256),),
-        ...                     loss_fn=None)
-        >>> tracer = Tracer(workload)
-        >>> trace = tracer.steps(Plan())[-1]
-        >>> trace.observation.baseline_bytes[Category.PARAMETERS]
-        263168
     """
 
     def __init__(self, workload: Workload, device: torch.device | None = None, choices: Choices | None = None) -> None:
@@ -175,7 +146,8 @@ class Tracer:
             seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
             seen.start()
             marks: list[Mark] = []
-            with _settling(workload.model, seen.recorder), self._marking(workload.model, seen.recorder, marks):
+            marked = marking(workload.model, self.marked, seen.recorder, marks) if self.marked else nullcontext()
+            with _settling(workload.model, seen.recorder), marked:
                 loss = self._backward(workload, seen)
             seen.recorder.know(gradients_of(workload.model))
             trained = frozenset(self._parameters[id(p)] for p in workload.model.parameters() if p.grad is not None)
@@ -183,10 +155,7 @@ class Tracer:
             del loss
             return trace
 
-    def _marking(self, model: nn.Module, recorder: Recorder, marks: list[Mark]) -> AbstractContextManager[None]:
-        return marking(model, self.marked, recorder, marks) if self.marked else nullcontext()
-
-    def _let_learn(self, session: Session, workload: Workload, seen: _Seen) -> None:
+    def _let_learn(self, session: Session, workload: Workload, seen: _StepObserver) -> None:
         """Run a forward beforehand where the first one decides how those after it are run."""
         if any(technique.learns_from_calls for technique in session.techniques):
             seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
@@ -203,7 +172,7 @@ class Tracer:
             seen.workload.model.eval()
             return self._kept(seen, with_graph=True) - self._kept(seen, with_graph=False)
 
-    def _kept(self, seen: _Seen, *, with_graph: bool) -> int:
+    def _kept(self, seen: _StepObserver, *, with_graph: bool) -> int:
         """Live bytes after a forward whose output is held."""
         recorder, workload = seen.recorder, seen.workload
         recorder.begin([*parameters_of(workload.model), *inputs_of(call_of(workload))])
@@ -226,7 +195,7 @@ class Tracer:
             first, second = (self._one_update(session, seen, parameters) for _ in range(_STEPS))
             return first, second
 
-    def _one_update(self, session: Session, seen: _Seen, parameters: Iterable[nn.Parameter]) -> Trace:
+    def _one_update(self, session: Session, seen: _StepObserver, parameters: Iterable[nn.Parameter]) -> Trace:
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         model, optimizers = seen.workload.model, seen.workload.optimizers
@@ -256,7 +225,7 @@ class Tracer:
         with self.twin.fake_mode:
             return nn.Parameter(torch.empty(elements))
 
-    def _one_update_of(self, groups: Sequence[Mapping[str, Any]], seen: _Seen) -> Trace:
+    def _one_update_of(self, groups: Sequence[Mapping[str, Any]], seen: _StepObserver) -> Trace:
         parameters = [parameter for group in groups for parameter in group["params"]]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
@@ -272,9 +241,6 @@ class Tracer:
 
     def one_probe(self, parts: int) -> Trace:
         """Trace the look at a few rows that accumulation takes before it first splits a batch.
-
-        Args:
-            parts: micro-batches of the split.
 
         Raises:
             RefusalError: the batch does not split.
@@ -293,14 +259,13 @@ class Tracer:
 
     @functools.cached_property
     def _layout(self) -> Layout:
-        """Return how the batch splits into rows."""
         with self._session(Plan()) as (_, seen):
             seen.recorder.start()
             return Probe(seen.workload.model, seen.workload.name).layout(_flat(call_of(seen.workload)))
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _step(self, session: Session, seen: _Seen) -> Trace:
+    def _step(self, session: Session, seen: _StepObserver) -> Trace:
         workload = seen.workload
         seen.recorder.begin(
             [
@@ -319,7 +284,7 @@ class Tracer:
             optimizer.zero_grad(set_to_none=True)
         return trace
 
-    def _backward(self, workload: Workload, seen: _Seen) -> torch.Tensor:
+    def _backward(self, workload: Workload, seen: _StepObserver) -> torch.Tensor:
         """Forward and backward; returns the loss, which a loop holds until its step is over."""
         output = output_of(workload)
         seen.outputs[:] = seen.recorder.numbers_of(_large(output))
@@ -332,7 +297,7 @@ class Tracer:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    def _update(self, seen: _Seen) -> None:
+    def _update(self, seen: _StepObserver) -> None:
         for optimizer in seen.workload.optimizers:
             optimizer.step()
         seen.recorder.know([*state_of(seen.workload.optimizers), *parameters_of(seen.workload.model)])
@@ -371,7 +336,7 @@ class Tracer:
         return self.twin.with_batch(batch)
 
     @contextmanager
-    def _session(self, plan: Plan) -> Iterator[tuple[Session, _Seen]]:
+    def _session(self, plan: Plan) -> Iterator[tuple[Session, _StepObserver]]:
         """A session on the twin that is being recorded; everything is put back afterwards."""
         model = self.twin.workload.model
         recorder = Recorder(self._fakes, work_of, live_tensors(self._live), self._choices.hidden_bytes)
@@ -387,7 +352,7 @@ class Tracer:
                 fit(self.twin.workload, plan) as session,
             ):
                 model.train()
-                seen = _Seen(recorder, self.twin.workload, list(self.twin.notes))
+                seen = _StepObserver(recorder, self.twin.workload, list(self.twin.notes))
                 session.observers = [seen]
                 yield session, seen
                 recorder.stop()
@@ -406,16 +371,16 @@ class Tracer:
             before.check()
 
 
-@dataclass
-class _Seen(Observer):
+class _StepObserver(LedgerObserver):
     """Record of a step; an observer of the session that tells the recorder what runs."""
 
-    recorder: Recorder
-    workload: Workload
-    notes: list[str]
-    outputs: list[int] = field(default_factory=list)
-    samples: int = 0
-    tokens: int = 0
+    def __init__(self, recorder: Recorder, workload: Workload, notes: list[str]) -> None:
+        super().__init__(workload.model, recorder)
+        self.recorder = recorder
+        self.workload = workload
+        self.notes = notes
+        self.outputs: list[int] = []
+        self.samples = self.tokens = 0
 
     def start(self) -> None:
         self.samples = self.tokens = 0
@@ -443,23 +408,9 @@ class _Seen(Observer):
             self.notes.append(text)
 
     def forward_begins(self, batch: Batch) -> None:
-        self.recorder.phase = Phase.FORWARD
-        self.recorder.know(inputs_of(batch))
+        super().forward_begins(batch)
         self.samples += batch.rows
         self.tokens += batch.tokens
-
-    def forward_ended(self, loss: torch.Tensor | None) -> None:
-        self.recorder.phase = Phase.OTHER
-
-    def gradients_complete(self) -> None:
-        self.recorder.know(gradients_of(self.workload.model))
-
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        self.recorder.phase = Phase.STEP
-        self.recorder.know(gradients_of(self.workload.model))
-
-    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        self.recorder.phase = Phase.OTHER
 
 
 class _GradientsBefore:
@@ -485,33 +436,25 @@ class _GradientsBefore:
 def _watched_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Let the recorder know when the model's own forward runs, below all techniques."""
     original: Callable[..., Any] = model.forward
-    before = model.__dict__.get("forward")
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         with recorder.model_runs():
             return original(*args, **kwargs)
 
-    model.__dict__["forward"] = watched
-    try:
+    with ExitStack() as undo:
+        stand_in(model, "forward", watched, undo)
         yield
-    finally:
-        if before is None:
-            del model.__dict__["forward"]
-        else:
-            model.__dict__["forward"] = before
 
 
 @contextmanager
 def _settling(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Let the recorder know when gradients are complete: those of tied weights have to wait for one another."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    handles = [p.register_post_accumulate_grad_hook(recorder.gradient_settled) for p in trainable]  # type: ignore[no-untyped-call]
-    try:
+    with ExitStack() as undo:
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            settled = parameter.register_post_accumulate_grad_hook(recorder.gradient_settled)  # type: ignore[no-untyped-call]
+            undo.callback(settled.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _flat(call: Batch) -> Call:

@@ -32,32 +32,14 @@ from memlab.runtime.workload import Batch, Workload
 from memlab.session import session_of
 
 _CPU = torch.device("cpu")
-_MODULE_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-_OPTIMIZER_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 # objects a module may refer to that are no part of it, and that lead to the whole program
 _FOREIGN_ATTRIBUTES = ("_trainer", "_fabric")
 
 
 class TwinWorkload(Workload):
-    """A workload of fakes that says it is on the device it stands for.
-
-    Args:
-        device: the device the live workload is on, or the one it is predicted for.
-        **given: as for `Workload`.
-    """
+    """A workload of fakes that says it is on the device it stands for."""
 
     def __init__(self, device: torch.device, **given: Any) -> None:
         self._stands_for = device
@@ -71,10 +53,6 @@ class TwinWorkload(Workload):
 class Twin:
     """The fake counterpart of a workload.
 
-    Args:
-        workload: the live objects, with a batch; they are not changed.
-        device: the device the twin says it is on.
-
     Attributes:
         fake_mode: the mode all fake tensors belong to.
         workload: fake model, optimizers without state, batch and loss function.
@@ -82,12 +60,6 @@ class Twin:
 
     Raises:
         TraceError: the model cannot be copied.
-
-    Example:
-        >>> model = nn.Linear(4, 2)
-        >>> twin = Twin(Workload(model, torch.optim.SGD(model.parameters()), batch=torch.zeros(3, 4)))
-        >>> twin.workload.model.weight.shape, twin.workload.model.weight.device.type
-        (torch.Size([2, 4]), 'cpu')
     """
 
     def __init__(self, workload: Workload, device: torch.device | None = None) -> None:
@@ -97,12 +69,13 @@ class Twin:
         self._memo: dict[int, Any] = {}
         model = self._copied_model(workload.model)
         self._leave_hooks_behind(model)
+        loss_fn = workload.loss_fn
         self.workload = TwinWorkload(
             device or workload.device,
             model=model,
             optimizer=[self._copied_optimizer(optimizer) for optimizer in workload.optimizers],
             batch=self._copied_batch(workload.batch),
-            loss_fn=self._copied_loss(workload.loss_fn),
+            loss_fn=self._copied(loss_fn, "loss_fn") if isinstance(loss_fn, nn.Module) else loss_fn,
             name=workload.name,
         )
 
@@ -172,7 +145,7 @@ class Twin:
         twin: torch.optim.Optimizer = object.__new__(type(live))
         kept = {name: value for name, value in live.__dict__.items() if name != "step"}  # schedulers patch step
         twin.__dict__.update(kept)
-        twin.__dict__.update({name: OrderedDict() for name in _OPTIMIZER_HOOKS if name in kept})
+        twin.__dict__.update({name: OrderedDict() for name in kept if name.endswith("_hooks")})
         twin.param_groups = [self._copied_group(group) for group in live.param_groups]
         twin.state = defaultdict(dict)
         return twin
@@ -201,15 +174,14 @@ class Twin:
         except TraceError:
             return value
 
-    def _copied_loss(self, loss_fn: Any) -> Any:
-        return self._copied(loss_fn, "loss_fn") if isinstance(loss_fn, nn.Module) else loss_fn
-
     def _leave_hooks_behind(self, model: nn.Module) -> None:
         left = 0
         for module in model.modules():
             for name in _MODULE_HOOKS:
                 hooks = getattr(module, name)
-                for key in [key for key, hook in hooks.items() if not _is_torchs(hook)]:
+                for key in [
+                    key for key, hook in hooks.items() if not type(hook).__module__.startswith("torch.nn.utils.")
+                ]:
                     del hooks[key]
                     for options in _HOOK_OPTIONS:
                         getattr(module, options).pop(key, None)
@@ -259,7 +231,3 @@ def _share_what_cannot_be_copied(value: Any, memo: dict[int, Any]) -> None:
                 copy.deepcopy(attribute, dict(memo))
             except Exception:  # noqa: BLE001 - anything may come out of a class's own __deepcopy__
                 memo[id(attribute)] = attribute
-
-
-def _is_torchs(hook: Any) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils.")

@@ -34,12 +34,6 @@ _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
 def work_of(func: Any, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work | None:
     """The work of an operator call, on real or fake tensors.
 
-    Args:
-        func: the operator, as a dispatch mode sees it.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        out: what it returned.
-
     Returns:
         The work, or None for views and for operators that touch no tensor's values.
 
@@ -244,12 +238,7 @@ _CHUNK_ELEMENTS = 65536
 
 
 class _Rule:
-    """Cost of the calls of one operator.
-
-    Args:
-        name: of the operator, without its overload.
-        schema: of the overload.
-    """
+    """Cost of the calls of one operator."""
 
     def __init__(self, name: str, schema: Any) -> None:
         self.kind: str = _KINDS.get(name, Kind.ELEMENTWISE)

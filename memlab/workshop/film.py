@@ -9,8 +9,7 @@ from time import perf_counter
 
 import torch
 
-from memlab.measuring.holdings import parameters_of, state_of
-from memlab.measuring.ledger import Ledger
+from memlab.measuring.ledger import Ledger, parameters_of, state_of
 
 
 class Film:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.cuda import _memory_viz
 
-from memlab.allocator import Allocator, Event, Frame, Settings, memory_viz, save_memory_viz
+from memlab.allocator import Allocator, Context, Event, Frame, Settings, memory_viz
 from memlab.units import MIB
 
 FRAME = Frame("train.py", 12, "forward")
 EVENTS = (
-    Event(1, 5 * MIB, seconds=0.001, frames=(FRAME,), label="parameters"),
+    Event(1, 5 * MIB, seconds=0.001, context=Context((FRAME,), "parameters")),
     Event(2, 700, seconds=0.002),
     Event(3, 30 * MIB, seconds=0.003, stream=7),
     Event(1, -5 * MIB, seconds=0.004),
@@ -104,9 +103,8 @@ def test_no_history_no_trace() -> None:
 
 
 @pytest.fixture(params=["", "expandable_segments:True"])
-def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    path = save_memory_viz(replayed(request.param, capacity_bytes=100 * MIB), tmp_path / "predicted.pickle")
-    return pickle.loads(path.read_bytes())
+def saved(request: pytest.FixtureRequest) -> Any:
+    return pickle.loads(pickle.dumps(memory_viz(replayed(request.param, capacity_bytes=100 * MIB))))
 
 
 def test_torch_sums_up_the_segments(saved: Any) -> None:

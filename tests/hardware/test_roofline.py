@@ -13,7 +13,7 @@ import pytest
 
 from memlab.hardware import roofline
 from memlab.hardware.gpus import Gpu, gpu, gpus
-from memlab.hardware.roofline import Bill, Kind, Rates, Work, rates_of, seconds_of
+from memlab.hardware.roofline import Bill, Kind, Rates, Work, rates_of
 
 HIDING = Rates(
     name="round numbers",
@@ -45,6 +45,10 @@ WORKS = [
 ]
 
 
+def seconds_of(work: Work, rates: Rates) -> float:
+    return Bill.of([work]).seconds(rates)
+
+
 def test_it_needs_only_the_standard_library() -> None:
     tree = ast.parse(Path(roofline.__file__).read_text())
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -69,7 +73,6 @@ def test_the_parts_add_up_on_the_cpu(work: Work, seconds: float) -> None:
 @pytest.mark.parametrize("rates", [HIDING, EXPOSED], ids=["gpu", "cpu"])
 def test_a_bill_is_the_sum_of_its_operators(rates: Rates) -> None:
     assert Bill.of(WORKS).seconds(rates) == pytest.approx(sum(seconds_of(work, rates) for work in WORKS))
-    assert (Bill.of(WORKS[:3]) + Bill.of(WORKS[3:])).seconds(rates) == pytest.approx(Bill.of(WORKS).seconds(rates))
     assert Bill.of([]).seconds(rates) == 0
 
 
@@ -154,8 +157,8 @@ def rows(count: float) -> Bill:
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 64])
 def test_a_bill_between_or_beyond_two_others(count: int) -> None:
     composed = rows(2).towards(rows(4), (count - 2) / 2)
-    assert list(composed.flops) == pytest.approx(rows(count).flops)
-    assert list(composed.moved_bytes) == pytest.approx(rows(count).moved_bytes)
+    assert list(composed.columns["flops"]) == pytest.approx(rows(count).columns["flops"])
+    assert list(composed.columns["moved_bytes"]) == pytest.approx(rows(count).columns["moved_bytes"])
     for rates in (HIDING, EXPOSED):
         assert composed.seconds(rates) == pytest.approx(rows(count).seconds(rates))
 

@@ -8,7 +8,7 @@ import torch
 from memlab.errors import BudgetError, SessionError, WorkloadError
 from memlab.inferring.batches import Call, proven
 from memlab.inferring.inference import inference
-from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.device import CpuDevice
 from memlab.records.inference import CallKind, CallRecord, InferenceRecord, advice_from
 from memlab.runtime.workload import Batch
 from memlab.units import KIB, MIB

@@ -7,7 +7,7 @@ import torch
 
 from memlab.inferring import cache
 from memlab.inferring.inference import inference
-from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.device import CpuDevice
 from memlab.records import Category
 from memlab.units import KIB
 from tests.inferring.small_models import PROMPT, VOCABULARY, generate, gpt2, llama, mistral, plain, t5

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import memlab
 from memlab.errors import PlanError, RefusalError, SessionError, WorkloadError
 from memlab.inferring.inference import explained, inference, inference_of, precision_of
-from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.device import CpuDevice
 from memlab.plan import Plan
 from memlab.session.snapshot import Snapshot
 from tests.helpers.fingerprint import differing, fingerprint

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memlab.hardware.roofline import Bill, Kind, Rates, Work
 from memlab.measuring import host_rates as module
-from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.device import CpuDevice
 from memlab.measuring.host_rates import host_rates
 
 

@@ -9,8 +9,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from memlab.measuring.device import CpuDevice
 from memlab.measuring.ledger import Ledger
-from memlab.measuring.observation import Observation, breakdown_at_peak
+from memlab.measuring.observation import Observation
 from memlab.plan import Tier
 from memlab.records import Category, Phase
 from memlab.techniques.offload.spill import Spill
@@ -96,7 +97,7 @@ def test_peak_and_timeline_agree_to_the_byte():
     ledger = Ledger()
     observation = observed_step(ledger, model, optimizer, torch.randn(4, 64))
     assert max(point.total_bytes for point in observation.timeline()) == observation.peak_bytes
-    assert sum(breakdown_at_peak(observation.timeline()).values()) == observation.peak_bytes
+    assert sum(CpuDevice().breakdown(observation.timeline(), None, None).values()) == observation.peak_bytes
     lived = sum(observation.baseline_bytes.values()) + sum(e.size_bytes for e in observation.events)
     gc.collect()
     assert lived >= ledger.live_bytes

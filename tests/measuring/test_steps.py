@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from memlab.errors import MemlabError, WorkloadError
 from memlab.measuring import steps
-from memlab.measuring.cpu import CpuDevice
-from memlab.measuring.device import device_for
+from memlab.measuring.device import CpuDevice, device_for
 from memlab.measuring.steps import Meter, steps_between_observations
 from memlab.plan import Plan
 from memlab.records import Category, Phase

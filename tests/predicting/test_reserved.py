@@ -12,8 +12,8 @@ from memlab.allocator.sizes import MIN_BLOCK_BYTES
 from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
 from memlab.predicting.plan_predictor import PlanPredictor
-from memlab.predicting.reserved import Script, play_steps, reserved_by, script_of
-from memlab.records import Category
+from memlab.predicting.reserved import Player, Script, play_steps, reserved_by, script_of
+from memlab.predicting.segments import OUTSIDE
 from tests.predicting.families import family
 
 MIB = 2**20
@@ -43,23 +43,21 @@ class Noted:
         self.requested = size_bytes
 
 
-class Noting:
-    """Notes what is live, and the highest sum."""
+class Noting(Player):
+    """Notes what is live, the highest sum, and the categories of what is born outside of a stretch's events."""
 
     def __init__(self) -> None:
         self.live: list[Noted] = []
         self.peak_bytes = 0
         self.begun: list[tuple[int, int]] = []
-        self.categories: list[tuple[Category, int]] = []
+        self.categories: list[tuple[int, int]] = []
 
     def begin(self, step: int, stretch: int) -> None:
         self.begun.append((step, stretch))
 
-    def born(self, size_bytes: int, category: Category) -> Noted:
-        self.categories.append((category, size_bytes))
-        return self._given(size_bytes)
-
-    def _given(self, size_bytes: int) -> Noted:
+    def born(self, size_bytes: int, place: int, moment: int = OUTSIDE) -> Noted:
+        if moment == OUTSIDE:
+            self.categories.append((place, size_bytes))
         noted = Noted(size_bytes)
         self.live.append(noted)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -67,15 +65,6 @@ class Noting:
 
     def died(self, storage: Noted) -> None:
         self.live.remove(storage)
-
-    def play(self, events: Sequence[Event], live: dict[int, Noted]) -> None:
-        for size_bytes, number, _, _ in events:
-            before = live.pop(number, None)
-            now = size_bytes + (before.requested if before else 0)
-            if now > 0:
-                live[number] = self._given(now)
-            if before:
-                self.died(before)
 
     @property
     def live_bytes(self) -> int:
@@ -87,9 +76,9 @@ def test_state_appears_in_the_first_update() -> None:
     play_steps(script(), noting)
     assert noting.begun == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert noting.categories == [
-        (Category.PARAMETERS, 2 * MIB),
-        (Category.ACTIVATIONS, MIB),
-        (Category.OPTIMIZER_STATE, 4 * MIB),
+        (PARAMETERS, 2 * MIB),
+        (ACTIVATIONS, MIB),
+        (STATE, 4 * MIB),
     ]
     # parameters, input, state, activations and the temporary of the second step
     assert noting.peak_bytes == (2 + 1 + 4 + 4 + 8) * MIB
@@ -99,7 +88,7 @@ def test_state_appears_in_the_first_update() -> None:
 def test_state_that_is_there_already_is_born_first() -> None:
     noting = Noting()
     play_steps(script(has_state=True), noting)
-    assert [category for category, _ in noting.categories][-1] is Category.OPTIMIZER_STATE
+    assert [category for category, _ in noting.categories][-1] == STATE
     assert len(noting.categories) == 3
     assert noting.live_bytes == (2 + 1 + 4) * MIB
 

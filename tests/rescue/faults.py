@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from memlab import Workload, fit
-from memlab.measuring.effects import Effect, effect_of
-from memlab.measuring.ledger import Ledger, defers
+from memlab.measuring.ledger import Effect, Ledger, defers, effect_of
 from memlab.records import Rescue
 from tests.loops.cases import Tower, bert_classifier, gpt2
 

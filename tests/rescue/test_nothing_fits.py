@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.device import CpuDevice
 from memlab.plan import Plan
 from memlab.records import Prediction
 from memlab.rescue.ladder import Place

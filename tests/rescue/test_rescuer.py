@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from memlab import Workload, fit
-from memlab.measuring.holdings import parameters_of, state_of
-from memlab.measuring.ledger import Ledger
+from memlab.measuring.ledger import Ledger, parameters_of, state_of
 from memlab.rescue.rescuer import Rescuer
 from tests.techniques.models import gpt2, ragged_batch
 

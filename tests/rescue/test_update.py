@@ -14,8 +14,7 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab import Workload, fit
-from memlab.measuring.effects import Effect, effect_of
-from memlab.measuring.ledger import Ledger
+from memlab.measuring.ledger import Effect, Ledger, effect_of
 from memlab.records import Category
 from memlab.rescue.update import BrokenUpdateError, Retrying, Update, free_bytes, may_repeat, need_bytes
 from memlab.runtime.optimizer_step import _writes_gradients, is_separable

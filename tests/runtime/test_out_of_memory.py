@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from memlab.errors import MemlabError
-from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.device import CpuDevice
 from memlab.runtime.out_of_memory import is_out_of_memory, release, requested_bytes
 
 CUDA_TEXT = (

@@ -17,8 +17,8 @@ import pytest
 
 from memlab import Workload, launch
 from memlab.errors import MissingExtraError, ScaleError
-from memlab.scaleout import async_io, launching, restoring, serialization, tensors
-from memlab.scaleout.worker import Home
+from memlab.scaleout import async_io, launching, results, serialization, tensors
+from memlab.scaleout.results import Results
 from memlab.session.snapshot import Snapshot, random_states
 from tests.helpers.needs import needs
 from tests.scaleout.runs import gpt2, texts, trained
@@ -97,14 +97,14 @@ def test_an_interrupt_while_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None
     assert left == []
 
 
-def come_home(folder: Path) -> tuple[Workload, Home]:
+def come_home(folder: Path) -> tuple[Workload, Results]:
     """What ranks would have left of a run: the workload as it is there, and what comes beside its tensors."""
     there = gpt2()
     trained(there, texts(2))
     tensors.store(tensors.all_of(there), folder)
     groups = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in there.optimizers]
     assert there.scheduler is not None
-    home = Home(None, groups, [{}], there.scheduler.state_dict(), random_states(there.device))
+    home = Results(None, groups, [{}], there.scheduler.state_dict(), random_states(there.device))
     return there, serialization.unpack(serialization.pack({"home": home}, {}), serialization.Apart.placeholder)["home"]
 
 
@@ -116,22 +116,22 @@ def test_an_interrupt_before_the_first_write_changes_nothing(monkeypatch: pytest
     def interrupted(*_args: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(restoring.tensors, "fill", interrupted)
+    monkeypatch.setattr(results.tensors, "fill", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        restoring.restore_results(tmp_path, home, workload)
+        results.restore_results(tmp_path, home, workload)
     assert before.differences(Snapshot(workload)) == []
 
 
 def test_an_interrupt_between_writes_waits_for_the_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     there, home = come_home(tmp_path)
     workload = gpt2()
-    write = restoring._write_model
+    write = results._write_state
 
     def pressed(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         write(*args)
 
-    monkeypatch.setattr(restoring, "_write_model", pressed)
+    monkeypatch.setattr(results, "_write_state", pressed)
     with pytest.raises(KeyboardInterrupt):
-        restoring.restore_results(tmp_path, home, workload)
+        results.restore_results(tmp_path, home, workload)
     assert Snapshot(there).differences(Snapshot(workload)) == []

@@ -7,14 +7,9 @@ import pytest
 from memlab.errors import PlanError, ScaleError
 from memlab.scaleout.sharding import model_states
 from memlab.scaleout.sharding.fsdp2 import Fsdp2
-from memlab.scaleout.sharding.memory_account import MemoryAccount, Part
-from memlab.scaleout.sharding.shape import ROOT, ModelShape, ParameterShape
-from memlab.scaleout.sharding.sharding import Ddp, Sharding
-from memlab.scaleout.sharding.wire import Wire
+from memlab.scaleout.sharding.sharding import ROOT, Ddp, MemoryAccount, ModelShape, ParameterShape, Part, Sharding
 from memlab.scaleout.sharding.zero import Zero3, Zero12
 from memlab.scaleout.zero_sizes import ZeroSizes
-
-KIB = 2**10
 
 
 def parameter(elements: int, *, trained: bool = True) -> ParameterShape:
@@ -66,7 +61,7 @@ def test_a_step_leaves_what_it_found(engine: str, ranks: int) -> None:
         "zero3": lambda: Zero3(MODEL, ranks, sizes=ZeroSizes(persistence_threshold=500, prefetch=1000)),
     }[engine]()
     account = MemoryAccount(has_host=False)
-    sharding.stands(account)
+    sharding.add_base(account)
     standing = dict(account.live)
     for _ in range(2):
         a_step(sharding, account)
@@ -76,7 +71,7 @@ def test_a_step_leaves_what_it_found(engine: str, ranks: int) -> None:
 
 def test_fsdp2_gathers_one_block_at_a_time_and_the_next_beforehand() -> None:
     account, sharding = MemoryAccount(has_host=False), Fsdp2(MODEL, 2)
-    sharding.stands(account)
+    sharding.add_base(account)
     assert account.live[Part.PARAMETERS] == 2200 * 4 / 2
     sharding.forward_begins(account, ROOT)
     sharding.forward_begins(account, 2)
@@ -93,10 +88,10 @@ def test_fsdp2_gathers_one_block_at_a_time_and_the_next_beforehand() -> None:
 
 def test_a_full_bucket_is_reduced_at_once() -> None:
     account, sharding = MemoryAccount(has_host=False), Zero12(MODEL, 2, stage=2, sizes=ZeroSizes(bucket=1200))
-    sharding.stands(account)
+    sharding.add_base(account)
     a_step(sharding, account)
-    # two blocks do not fit into it together, so two are reduced
-    assert sharding.wire.reduced_bytes == 2200 * 4
+    # all gradients are reduced, and the updated parameters gathered
+    assert sharding.ring_bytes == (2 + 1) * 2200 * 4
     # parameters, half of them again, the bucket, what is in it again while it is reduced, and the gradient that did not fit;
     # the first rank keeps none of that bucket's
     assert account.peak_bytes == 2200 * 4 + 2200 * 2 + 1200 * 4 + 1000 * 4 + 1000 * 4
@@ -105,7 +100,7 @@ def test_a_full_bucket_is_reduced_at_once() -> None:
 def test_frozen_parameters_have_no_gradient_and_no_part_in_the_update() -> None:
     model = ModelShape((parameter(100), parameter(100, trained=False)), ((0, 1),), (), (), buffer_bytes=40)
     account = MemoryAccount(has_host=False)
-    Zero12(model, 1, stage=1).stands(account)
+    Zero12(model, 1, stage=1).add_base(account)
     assert account.live[Part.PARAMETERS] == 840
     assert account.live[Part.OPTIMIZER_STATE] == 400
 
@@ -116,12 +111,11 @@ def test_parameters_in_rows_are_filled_up() -> None:
     assert [uneven.part_bytes(ranks) for ranks in (1, 2, 4, 8)] == [100, 50, 26, 14]
 
 
-def test_one_rank_sends_nothing() -> None:
-    wire = Wire(1)
-    wire.all_reduced(KIB)
-    wire.all_gathered(KIB)
-    wire.reduce_scattered(KIB)
-    assert wire.sent_bytes == 0
+def test_a_ring_of_one_rank_sends_nothing() -> None:
+    for ranks, sent_bytes in ((1, 0), (4, 2 * 2200 * 4 * 3 // 4)):
+        sharding = Ddp(MODEL, ranks)
+        a_step(sharding, MemoryAccount(has_host=False))
+        assert sharding.sent_bytes == sent_bytes
 
 
 def test_states_of_a_model_nobody_has_built() -> None:

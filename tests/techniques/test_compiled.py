@@ -13,8 +13,7 @@ from torch._functorch import config
 
 from memlab import Workload, fit
 from memlab.errors import RefusalError
-from memlab.measuring.holdings import parameters_of
-from memlab.measuring.ledger import Ledger
+from memlab.measuring.ledger import Ledger, parameters_of
 
 
 class Block(nn.Module):

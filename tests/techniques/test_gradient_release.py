@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab import Workload, fit, measure, predict
 from memlab.errors import PlanError, RefusalError, SessionError
-from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.device import CpuDevice
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer

@@ -14,7 +14,7 @@ from torch import nn
 
 from memlab import RefusalError, Workload, fit, measure, predict
 from memlab.inferring.weights import HalfWeights
-from memlab.measuring.cpu import CpuDevice
+from memlab.measuring.device import CpuDevice
 from memlab.measuring.runs import training_step
 from memlab.plan import Precision
 from memlab.records import Category

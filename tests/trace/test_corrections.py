@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memlab.trace.corrections import corrected
-from memlab.trace.fast_fakes import FastFakes
+from memlab.trace.fast_fakes import FastFakes, corrected
 
 aten = torch.ops.aten
 

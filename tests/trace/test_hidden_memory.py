@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memlab.hardware.gpus import Gpu, gpu
 from memlab.trace import hidden_memory
 from memlab.trace.cuda_choices import cuda_choices
-from memlab.trace.hidden_memory import context_bytes, hidden_bytes, workspaces
+from memlab.trace.hidden_memory import hidden_bytes, workspaces
 from memlab.units import MIB
 from tests.trace.cuda_twins import fake, twin_of
 
@@ -230,11 +230,3 @@ def test_settings_of_the_workspaces_are_honoured(monkeypatch: pytest.MonkeyPatch
     assert workspaces(A100) == (8_519_680, MIB) * 2
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "2048")
     assert workspaces(A100) == (8_519_680, 2 * MIB) * 2
-
-
-def test_the_context_is_told_only_where_somebody_measured_it() -> None:
-    low, high = hidden_memory.CONTEXT_RANGE_BYTES
-
-    assert context_bytes(A100) is None
-    assert low <= (context_bytes(T4) or 0) <= high
-    assert low <= (context_bytes(L4) or 0) <= high

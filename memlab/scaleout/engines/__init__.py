@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import cast
+
 from memlab.plan.scale import Scale
 from memlab.scaleout.engines.base import Engine
+
+# module and class; all stages of ZeRO are one
+_ENGINES = {"ddp": ("ddp", "Ddp"), "fsdp2": ("fsdp2", "Fsdp2"), "tp": ("tp", "Tp")}
 
 
 def engine_for(scale: Scale) -> type[Engine]:
     """Return the engine of a scale on one rank."""
-    if scale.engine == "ddp":
-        from memlab.scaleout.engines.ddp import Ddp
-
-        return Ddp
-    if scale.engine == "fsdp2":
-        from memlab.scaleout.engines.fsdp2 import Fsdp2
-
-        return Fsdp2
-    if scale.engine == "tp":
-        from memlab.scaleout.engines.tp import Tp
-
-        return Tp
-    from memlab.scaleout.engines.zero import Zero
-
-    return Zero
+    module, name = _ENGINES.get(scale.engine, ("zero", "Zero"))
+    return cast("type[Engine]", getattr(importlib.import_module(f"{__name__}.{module}"), name))

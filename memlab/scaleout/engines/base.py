@@ -17,6 +17,7 @@ from memlab.plan.scale import Scale
 from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.micro import EngineRun, SetAside, Share
+from memlab.scaleout.replica import is_hooks
 from memlab.techniques.accumulation.micro import Learnt, MicroRun
 from memlab.techniques.base import ModelCall
 
@@ -115,12 +116,7 @@ class Engine(ABC):
         return self.call(*args, **kwargs)
 
     def accumulate(self, share: Share, around: Callable[[ModelCall], ModelCall]) -> Any:
-        """Run the model on some rows, a few at a time.
-
-        Args:
-            share: the rows.
-            around: puts what surrounds a call of the model around it.
-        """
+        """Run the model on some rows, a few at a time."""
         aside = SetAside(self.workload.model.parameters(), self.device)
         return self._run_of(EngineRun, share, around(self.call), gatherer=aside).outputs()
 
@@ -148,17 +144,10 @@ def inner_of(model: nn.Module) -> nn.Module:
     """A second outermost module over the same parameters and submodules, with hooks of its own.
 
     An engine hooks itself to it, and a call of the user's model does not run the engine's hooks twice.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2))
-        >>> inner = inner_of(model)
-        >>> _ = inner.register_forward_hook(lambda *_: None)
-        >>> len(model._forward_hooks), inner[0] is model[0]
-        (0, True)
     """
     inner = copy.copy(model)
     for name, value in vars(model).items():
-        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
+        if is_hooks(name) and isinstance(value, dict):
             vars(inner)[name] = OrderedDict()
     vars(inner).pop("forward", None)
     return inner

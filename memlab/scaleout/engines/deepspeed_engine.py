@@ -46,23 +46,14 @@ _SERVED = (
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Part of a parameter that is in a flat tensor of this rank.
+    """Part of a parameter that is in a flat tensor of this rank."""
 
-    Args:
-        parameter: the engine's.
-        shape: of the whole parameter.
-        flat: number of the flat tensor.
-        offset: where the part begins there.
-        start: first of the parameter's elements that are in it.
-        length: number of elements; 0 where other ranks have all.
-    """
-
-    parameter: nn.Parameter
-    shape: torch.Size
-    flat: int
-    offset: int
-    start: int
-    length: int
+    parameter: nn.Parameter  # the engine's
+    shape: torch.Size  # of the whole parameter
+    flat: int  # number of the flat tensor
+    offset: int  # where the part begins there
+    start: int  # first of the parameter's elements that are in it
+    length: int  # number of elements; 0 where other ranks have all
 
     def in_flat(self, flat: torch.Tensor) -> torch.Tensor:
         """The part, of a tensor laid out as the flat one."""
@@ -149,11 +140,9 @@ class DeepSpeedEngine:
                 offset += part  # the last rank's is filled up
 
     def places_in(self, flat: int) -> list[Place]:
-        """Places in one of the flat tensors."""
         return [place for place in self.places if place.flat == flat]
 
     def is_in_file(self, flat: int) -> bool:
-        """Return whether a flat tensor and its state are in a file."""
         return self._stage == 3 and bool(self.zero._swappable_optimizer_subgroup(flat))
 
     @contextmanager
@@ -172,12 +161,7 @@ class DeepSpeedEngine:
     def give_state(
         self, states: Mapping[int, State], value_of: Callable[[nn.Parameter, str], torch.Tensor] | None = None
     ) -> None:
-        """Hand state over.
-
-        Args:
-            states: of parameters, by id.
-            value_of: reads an entry where tensors in `states` have no data.
-        """
+        """Hand state over."""
         read = value_of or (lambda parameter, name: states[id(parameter)][name])
         for number in range(len(self.flats)):
             places = self.places_in(number)
@@ -200,7 +184,7 @@ class DeepSpeedEngine:
 
     def whole_state(self, place: Place, state: State) -> State:
         """State of a parameter, from all ranks; every rank calls it."""
-        return {name: self.whole(place, value) if _is_flat(value) else _copied(value) for name, value in state.items()}
+        return {name: self.whole(place, value) if is_flat(value) else _copied(value) for name, value in state.items()}
 
 
 def load_deepspeed(device: torch.device) -> Any:
@@ -222,9 +206,6 @@ def load_deepspeed(device: torch.device) -> Any:
 def check_optimizers(workload: Workload) -> None:
     """Refuse optimizers whose state or update a flat tensor cannot have.
 
-    Args:
-        workload: the live objects.
-
     Raises:
         RefusalError: not one optimizer, one that sees more than single elements, or unequal counts of steps in a group.
     """
@@ -238,10 +219,6 @@ def check_optimizers(workload: Workload) -> None:
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer whose state or update a flat tensor cannot have.
-
-    Args:
-        optimizer: of the model.
-        model: whose parameters' names errors use.
 
     Raises:
         RefusalError: as for `check_optimizers`.
@@ -302,14 +279,10 @@ def _offloads(plan: Plan, device: torch.device, folder: Path) -> dict[str, Any]:
 
 
 def _joined(
-    first: Any,
-    flat: torch.Tensor,
-    places: list[Place],
-    name: str,
-    read: Callable[[nn.Parameter, str], torch.Tensor],
+    first: Any, flat: torch.Tensor, places: list[Place], name: str, read: Callable[[nn.Parameter, str], torch.Tensor]
 ) -> Any:
     """An entry of the state of all parameters in a flat tensor, as one."""
-    if not _is_flat(first):
+    if not is_flat(first):
         return _copied(first)
     joined = torch.zeros(flat.numel(), dtype=first.dtype, device=flat.device)
     for place in places:
@@ -317,7 +290,7 @@ def _joined(
     return joined
 
 
-def _is_flat(value: Any) -> bool:
+def is_flat(value: Any) -> bool:
     """Return whether an entry has an element for each of the parameter's, and is no single number."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
 

@@ -103,13 +103,7 @@ class LiveFsdp2(InKernel):
 
 
 def shard(model: nn.Module, device: torch.device, *, offloads: bool) -> None:
-    """Put `fully_shard` on every repeated block and on the whole.
-
-    Args:
-        model: with parameters on the device, or without data.
-        device: of this rank.
-        offloads: whether shards are kept in host memory, where the update is done too.
-    """
+    """Put `fully_shard` on every repeated block and on the whole."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     pinned = device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pinned) if offloads else OffloadPolicy()

@@ -30,12 +30,7 @@ class _View:
 
 
 class Gathered:
-    """Knows which storages belong to gathered parameters.
-
-    Args:
-        model: whose modules gather their parameters in hooks that are there already.
-        undo: takes out the hooks put on it.
-    """
+    """Knows which storages belong to gathered parameters."""
 
     def __init__(self, model: nn.Module, undo: ExitStack) -> None:
         self._by_address: dict[int, nn.Parameter] = {}
@@ -44,7 +39,6 @@ class Gathered:
                 undo.callback(module.register_forward_pre_hook(self._note).remove)
 
     def keeping(self) -> AbstractContextManager[Any]:
-        """Context of a training forward."""
         pack: Callable[[torch.Tensor], Any] = self._pack
         return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 

@@ -36,6 +36,7 @@ from memlab.scaleout.engines.deepspeed_engine import (
     Place,
     check_optimizer,
     check_optimizers,
+    is_flat,
     load_deepspeed,
 )
 from memlab.scaleout.engines.gathered import Gathered
@@ -48,29 +49,18 @@ _SETTINGS = ("mpu", "mesh_device")
 
 @dataclass(frozen=True, eq=False)
 class _Pair:
-    """A parameter of the user's, and where the engine has it.
+    """A parameter of the user's, and where the engine has it."""
 
-    Args:
-        name: of the parameter.
-        users: the user's parameter.
-        place: that of the replica's.
-    """
-
-    name: str
-    users: nn.Parameter
-    place: Place
+    name: str  # of the parameter
+    users: nn.Parameter  # the user's parameter
+    place: Place  # that of the replica's
 
     def in_flat(self, flat: torch.Tensor) -> torch.Tensor:
         return self.place.in_flat(flat).view(self.users.shape)
 
 
 class LiveZero(InKernel):
-    """A DeepSpeed engine over a replica.
-
-    Args:
-        plan: as for `InKernel`.
-        workload: as for `InKernel`.
-    """
+    """A DeepSpeed engine over a replica."""
 
     owns_steps = True
 
@@ -180,12 +170,12 @@ class LiveZero(InKernel):
             )  # fmt: skip
 
     @property
-    def _there(self) -> DeepSpeedEngine:
+    def _deepspeed(self) -> DeepSpeedEngine:
         assert self._engine is not None
         return self._engine
 
     def _flat_of(self, pair: _Pair) -> torch.Tensor:
-        return pair.in_flat(self._there.flats[pair.place.flat].detach())
+        return pair.in_flat(self._deepspeed.flats[pair.place.flat].detach())
 
     def _show_all(self) -> None:
         for name, users, own in self._parameters():
@@ -208,11 +198,10 @@ class LiveZero(InKernel):
         """The user's optimizer shows the state where it is; what is in files it does not show."""
         assert self._optimizer is not None
         for pair in self._pairs:
-            kept = self._there.kept_state(pair.place.flat)
-            if kept and not self._there.is_in_file(pair.place.flat):
+            kept = self._deepspeed.kept_state(pair.place.flat)
+            if kept and not self._deepspeed.is_in_file(pair.place.flat):
                 self._optimizer.state[pair.users] = {
-                    name: pair.in_flat(value) if isinstance(value, torch.Tensor) and value.dim() else value
-                    for name, value in kept.items()
+                    name: pair.in_flat(value) if is_flat(value) else value for name, value in kept.items()
                 }
             else:
                 self._optimizer.state.pop(pair.users, None)
@@ -222,18 +211,18 @@ class LiveZero(InKernel):
     def _wire(self, undo: ExitStack) -> None:
         optimizer = self._optimizer
         assert optimizer is not None
-        self._gradients = ShownGradients(self._there, self._pairs, self.workload.name, self._stage, undo)
+        self._gradients = ShownGradients(self._deepspeed, self._pairs, self.workload.name, self._stage, undo)
         if self._stage == 3:
             assert self._replica is not None
             self._gathered = Gathered(self._replica.model, undo)
         undo.callback(optimizer.register_load_state_dict_pre_hook(_refuse_loading).remove)
-        if any(self._there.is_in_file(number) for number in range(len(self._there.flats))):
+        if any(self._deepspeed.is_in_file(number) for number in range(len(self._deepspeed.flats))):
             undo.callback(optimizer.register_state_dict_pre_hook(_refuse_saving).remove)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._take_written()
         with nullcontext() if self._gathered is None else self._gathered.keeping():
-            return self._there.engine(*args, **kwargs)
+            return self._deepspeed.engine(*args, **kwargs)
 
     def step(self, optimizer: Optimizer) -> bool:
         """Have DeepSpeed update the parameters.
@@ -258,7 +247,7 @@ class LiveZero(InKernel):
         for users, own in self._groups:
             own.update({name: value for name, value in users.items() if name != "params"})
         with self._under_way():
-            self._there.engine.step()
+            self._deepspeed.engine.step()
         self._gradients.forget()
         self._show_state()
         self._note_versions()
@@ -278,7 +267,7 @@ class LiveZero(InKernel):
         elif self._stage < 3:
             zero.update_lp_params()
         else:
-            for number in range(len(self._there.flats)):
+            for number in range(len(self._deepspeed.flats)):
                 zero._reassign_or_swap_out_partitioned_parameters(number)
         if self._stage == 3:
             zero._partition_all_parameters()
@@ -289,7 +278,7 @@ class LiveZero(InKernel):
     @torch.no_grad()
     def _update_masters(self, written: list[_Pair]) -> None:
         for pair in written:
-            if self._there.is_in_file(pair.place.flat):
+            if self._deepspeed.is_in_file(pair.place.flat):
                 self._zero.set_local_hp_param(pair.users.detach().flatten(), pair.place.parameter)
             else:
                 self._flat_of(pair).copy_(pair.users)
@@ -314,7 +303,7 @@ class LiveZero(InKernel):
             self._engine.engine.destroy()
         if self._stage == 3:
             assert self._replica is not None
-            _let_go_of(self._replica.model)
+            _forget_modules(self._replica.model)
         self._engine = self._zero = self._optimizer = self._gathered = self._gradients = None
         self._groups, self._pairs = [], []
 
@@ -331,15 +320,7 @@ class LiveZero(InKernel):
 
 
 class ShownGradients:
-    """DeepSpeed's gradients, shown as those of the user's parameters.
-
-    Args:
-        engine: whose gradients they are.
-        pairs: the parameters.
-        name: how errors call the model.
-        stage: of ZeRO.
-        undo: takes back the hooks.
-    """
+    """DeepSpeed's gradients, shown as those of the user's parameters."""
 
     def __init__(self, engine: DeepSpeedEngine, pairs: list[_Pair], name: str, stage: int, undo: ExitStack) -> None:
         self._zero = engine.zero
@@ -416,7 +397,6 @@ class ShownGradients:
                 shown.copy_(now)
 
     def forget(self) -> None:
-        """Begin anew, after a step."""
         self._shown.clear()
         self._touched.clear()
 
@@ -457,7 +437,7 @@ def _forgetting() -> Callable[[], None]:
     return forget
 
 
-def _let_go_of(model: nn.Module) -> None:
+def _forget_modules(model: nn.Module) -> None:
     """ZeRO 3 leaves modules on a stack, and itself in a cache."""
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 

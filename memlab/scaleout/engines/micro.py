@@ -28,19 +28,13 @@ from memlab.techniques.accumulation.split import Call, Layout, Outputs
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of a call.
+    """A rank's part of a call."""
 
-    Args:
-        micro_batches: its rows, a few at a time.
-        layout: along which dimension they were cut.
-        weights: for each scalar output that has a rule, the weight of each micro-batch in the whole batch.
-        joins: for each output where it is joined, or None.
-    """
-
-    micro_batches: list[Call]
-    layout: Layout
+    micro_batches: list[Call]  # its rows, a few at a time
+    layout: Layout  # along which dimension they were cut
+    # for each scalar output that has a rule, the weight of each micro-batch in the whole batch
     weights: Mapping[int, list[float]]
-    joins: tuple[Join | None, ...]
+    joins: tuple[Join | None, ...]  # for each output where it is joined, or None
 
 
 @dataclass
@@ -49,23 +43,7 @@ class _Holder:
 
 
 class SetAside:
-    """Gradients of some parameters, kept apart from those the loop has gathered already.
-
-    Args:
-        parameters: whose gradients gather in `grad`.
-        device: on which the model is run.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(1))
-        >>> weight.grad = torch.ones(1)
-        >>> aside = SetAside([weight], torch.device("cpu"))
-        >>> with aside.in_place():
-        ...     (3 * weight).sum().backward()
-        >>> before = weight.grad.item()
-        >>> _ = aside.take_gradients()
-        >>> before, weight.grad.item()
-        (1.0, 4.0)
-    """
+    """Gradients of some parameters, kept apart from those the loop has gathered already."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -128,17 +106,13 @@ class EngineRun(MicroRun):
 
 @dataclass
 class ShardedLearnt(Learnt):
-    """Facts learnt from calls where gradients go into shards.
+    """Facts learnt from calls where gradients go into shards."""
 
-    Args:
-        factor: by which the loop scaled the gradient of its loss last; None before its first backward pass.
-        unclaimed: runs whose gradients are in the shards, while the loop has not asked for them.
-        answered: whether the loop has asked for gradients since the last update.
-    """
-
+    # by which the loop scaled the gradient of its loss last; None before its first backward pass
     factor: torch.Tensor | None = None
+    # runs whose gradients are in the shards, while the loop has not asked for them
     unclaimed: list[ShardedRun] = field(default_factory=list)
-    answered: bool = False
+    answered: bool = False  # whether the loop has asked for gradients since the last update
 
     def settle(self) -> None:
         """Take back the gradients the loop never asked for, before an update uses them."""

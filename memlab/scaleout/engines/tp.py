@@ -47,23 +47,13 @@ _INSTEAD = "use --scale fsdp2, which needs no plan"
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
-    """The model's own plan: how each layer is cut, by pattern of its name; empty when it has none.
-
-    Example:
-        >>> plan_of(nn.Linear(2, 2))
-        {}
-    """
+    """The model's own plan: how each layer is cut, by pattern of its name; empty when it has none."""
     plan = getattr(model, "tp_plan", None)
     return dict(plan) if isinstance(plan, Mapping) else {}
 
 
 def check(model: nn.Module, name: str, ranks: int) -> None:
     """Refuse a model that cannot be cut into so many parts.
-
-    Args:
-        model: the model.
-        name: how errors call it.
-        ranks: number of processes.
 
     Raises:
         RefusalError: no plan, an entry that is not known here, or sizes that cannot be divided.

@@ -33,12 +33,6 @@ DISK = "offloaded"
 class Zero(Engine):
     """A DeepSpeed engine over the inner model.
 
-    Args:
-        workload: as for `Engine`.
-        folder: as for `Engine`.
-        device: as for `Engine`.
-        scale: as for `Engine`.
-
     Attributes:
         owns_steps: always.
 
@@ -63,10 +57,10 @@ class Zero(Engine):
         self._names = tensors.names_of(model)
         states = {id(parameter): state for parameter, state in self._optimizer.state.items()}
         self._optimizer.state.clear()
-        self._there = DeepSpeedEngine(
+        self._deepspeed = DeepSpeedEngine(
             self.inner, self._optimizer, self._stage, self.scale.plan, self.device, self.folder.parent / DISK
         )
-        self._engine, self._zero = self._there.engine, self._there.zero
+        self._engine, self._zero = self._deepspeed.engine, self._deepspeed.zero
         # the engine drops gradients after each step; the loop's call would drop the buffers it gathers them in
         self._optimizer.zero_grad = self._drop_gradients  # type: ignore[method-assign]
         self._zero.register_grad_acc_post_hook(self._backward_ended)
@@ -79,7 +73,7 @@ class Zero(Engine):
             tensors.fill({key: whole}, self.folder)
             return whole
 
-        self._there.give_state(states, read)
+        self._deepspeed.give_state(states, read)
 
     # -- training ------------------------------------------------------------------------------
 
@@ -142,7 +136,6 @@ class Zero(Engine):
         self.learnt.answered = self.learnt.answered or not self._splitting
 
     def _drop_gradients(self, set_to_none: bool = True) -> None:
-        """Stands in for `zero_grad`."""
         if not self.learnt.answered:
             return
         if self._stage > 1:
@@ -182,7 +175,7 @@ class Zero(Engine):
     # -- home ----------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        model, there = self.workload.model, self._there
+        model, there = self.workload.model, self._deepspeed
         whole: dict[str, torch.Tensor] = dict(tensors.buffer_keys(model))
         for number in range(len(there.flats)):
             with there.in_memory(number) as flat:

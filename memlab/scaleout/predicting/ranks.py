@@ -5,36 +5,51 @@
 2. The update is traced for parameters of the sizes that the engine leaves the optimizer on a rank.
 3. What memlab itself does with the rows is counted: outputs beside the loss are gathered on every rank
    (`memlab.scaleout.rows`).
+4. Under ZeRO 3 linear layers are traced as DeepSpeed computes them. What autograd keeps for
+   `torch.nn.functional.linear` is a view of the weight, and under autocast a copy of it in 16 bits: either would hold a
+   gathered weight until the backward pass. DeepSpeed's own function keeps the parameter itself and casts it anew there.
+
+Source of 4: https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/linear.py
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from memlab.errors import RefusalError, ScaleError
 from memlab.hardware.gpus import Gpu
+from memlab.measuring.runs import require_complete
 from memlab.plan import Offloaded, Plan
 from memlab.plan.fields import BY_NAME, ENGINES
 from memlab.plan.scale import Scale
 from memlab.predicting.passes import Passes
-from memlab.predicting.plan_predictor import of_model, require_complete
+from memlab.predicting.plan_predictor import of_model
 from memlab.predicting.segments import TracedPass
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category
 from memlab.records.ranks import PredictedRanks, RankPrediction
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.workload import Workload
-from memlab.scaleout.predicting.zero3_linear import linear_as_in_stage_3
 from memlab.scaleout.sharding.fsdp2 import Fsdp2
-from memlab.scaleout.sharding.memory_account import MemoryAccount, Part
-from memlab.scaleout.sharding.shape import ROOT, ModelShape, ParameterShape
-from memlab.scaleout.sharding.sharding import Ddp, Flats, Sharding
+from memlab.scaleout.sharding.sharding import (
+    ROOT,
+    Ddp,
+    Flats,
+    MemoryAccount,
+    ModelShape,
+    ParameterShape,
+    Part,
+    Sharding,
+)
 from memlab.scaleout.sharding.zero import Zero3, Zero12
 from memlab.techniques.accumulation.split import row_ranges
 from memlab.trace.marks import Mark, Moment
@@ -147,10 +162,6 @@ def _prediction_or_refusal(predictor: RankPredictor, engine: str, plan: Plan, ra
 class RankPredictor:
     """Traces one workload for one target, and divides it under any engine among any number of ranks.
 
-    Args:
-        workload: the live objects.
-        device: as for `predict_ranks`.
-
     Raises:
         WorkloadError: no batch or no optimizer.
         TraceError: the model cannot be copied.
@@ -158,7 +169,7 @@ class RankPredictor:
     """
 
     def __init__(self, workload: Workload, device: str | Gpu | None = None) -> None:
-        require_complete(workload)
+        require_complete(workload, "a prediction")
         self.target: Target = target_for(workload, device)
         self._tracer = Tracer(workload, self.target.device, self.target.choices)
         model = self._tracer.twin.workload.model
@@ -172,7 +183,6 @@ class RankPredictor:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch."""
         return self._passes.whole(Plan()).samples
 
     def prediction(
@@ -196,11 +206,11 @@ class RankPredictor:
         traced = self._traced(scale, sharding, rows, is_split=ranks > 1)
         account = MemoryAccount(has_host=self.target.settings is not None)
         update = self._update(sharding)
-        self._stand(account, sharding, update, of_model(replace(scale.plan, offload=())))
+        self._add_base(account, sharding, update, of_model(replace(scale.plan, offload=())))
         outputs_bytes = sum(traced.outputs_bytes(rows).values()) if gathers_outputs else 0
         # a second step finds what the first has left, and knows its order
         for _ in range(2):
-            sharding.wire.clear()
+            sharding.ring_bytes = 0
             _run(account, sharding, traced, rows, outputs_bytes)
             sharding.update_begins(account)
             if not (sharding.offloads and account.has_host):
@@ -216,7 +226,7 @@ class RankPredictor:
             host_bytes=account.peak_host_bytes,
             breakdown={str(part): size for part, size in account.at_peak.items() if size},
             divided=kept,
-            wire_bytes=sharding.wire.sent_bytes,
+            wire_bytes=sharding.sent_bytes,
             interval_bytes=self.target.interval_bytes(account.peak_bytes),
             notes=tuple(_about(traced, account, sharding, outputs_bytes)),
         )
@@ -228,9 +238,9 @@ class RankPredictor:
         with linear_as_in_stage_3():
             return self._passes_that_keep_parameters.traced(settings, rows, is_split=is_split)
 
-    def _stand(self, account: MemoryAccount, sharding: Sharding, update: _Update, settings: Plan) -> None:
+    def _add_base(self, account: MemoryAccount, sharding: Sharding, update: _Update, settings: Plan) -> None:
         """Add what exists throughout: the engine's, the optimizer's, the batch (of which a rank has all), workspaces."""
-        sharding.stands(account)
+        sharding.add_base(account)
         account.add(Part.OPTIMIZER_STATE, update.state_bytes, host=sharding.offloads)
         inputs_bytes = self._passes.whole(settings).observation.baseline_bytes.get(Category.ACTIVATIONS, 0)
         account.add(Part.ACTIVATIONS, inputs_bytes)
@@ -279,19 +289,13 @@ def _refuse_what_is_not_known(scale: Scale) -> None:
 
 @dataclass(frozen=True)
 class _Update:
-    """An update like all that follow the first.
+    """An update like all that follow the first."""
 
-    Args:
-        trace: of it.
-        share: of its sizes.
-    """
-
-    trace: Trace
-    share: float = 1.0
+    trace: Trace  # of it
+    share: float = 1.0  # of its sizes
 
     @property
     def state_bytes(self) -> int:
-        """Return what the optimizer keeps."""
         return round(self.share * self.trace.observation.baseline_bytes.get(Category.OPTIMIZER_STATE, 0))
 
     def replay(self, account: MemoryAccount) -> None:
@@ -305,7 +309,6 @@ class _Update:
 
 
 def _about(traced: TracedPass, account: MemoryAccount, sharding: Sharding, outputs_bytes: int) -> Iterator[str]:
-    """Yield what is to be said about a prediction."""
     yield from traced.trace.notes
     whole_bytes = sharding.ranks * outputs_bytes
     if sharding.ranks > 1 and whole_bytes > _MOST_OUTPUTS_SHARE * account.peak_bytes:
@@ -326,7 +329,7 @@ def _run(account: MemoryAccount, sharding: Sharding, traced: TracedPass, rows: i
     hidden: dict[int, list[int]] = defaultdict(list)
     for at, size_bytes in traced.hidden(rows):
         hidden[at].append(size_bytes)
-    events = traced.events(rows)
+    events, parts = traced.events(rows), [_PART_OF[category] for category in Category]
     sizes = {number: size_bytes for size_bytes, number, _, _ in events if size_bytes > 0}
     outputs = _Outputs(account, sharding, outputs_bytes)
     account.dropped.clear()
@@ -337,9 +340,9 @@ def _run(account: MemoryAccount, sharding: Sharding, traced: TracedPass, rows: i
         for size_bytes in hidden.get(at, ()):
             account.touch(Part.TEMPORARIES, size_bytes)
         if at < len(events):
-            size_bytes, number, category, _ = events[at]
+            size_bytes, number, place, _ = events[at]
             if number not in account.dropped:
-                account.add(_PART_OF[category], size_bytes)
+                account.add(parts[place], size_bytes)
     sharding.backward_over(account)
 
 
@@ -364,19 +367,18 @@ class _Outputs:
         self._account = account
         self._part_bytes = part_bytes
         self._whole_bytes = part_bytes * sharding.ranks if sharding.ranks > 1 else 0
-        self._wire = sharding.wire
+        self._sharding = sharding
         self._at_the_end, self._in_backward = sharding.copies_outputs
         self._held_bytes = 0
 
     def see(self, mark: Mark) -> None:
-        """Act on a mark of the pass."""
         if mark.moment is Moment.FORWARD_ENDS and mark.what == ROOT:
             if self._at_the_end:
                 self._account.touch(Part.TEMPORARIES, self._part_bytes)
             self._account.add(Part.ACTIVATIONS, self._whole_bytes)
             self._account.touch(Part.TEMPORARIES, self._whole_bytes)
             self._held_bytes = self._whole_bytes
-            self._wire.all_gathered(self._whole_bytes)
+            self._sharding.ring_bytes += self._whole_bytes
         elif mark.moment is Moment.BACKWARD_BEGINS:
             self._account.add(Part.ACTIVATIONS, -self._held_bytes)
             self._held_bytes = 0
@@ -432,3 +434,50 @@ def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, int]:
     """Number of the group each parameter is in, over all optimizers."""
     groups: Iterator[dict[str, object]] = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {id(p): number for number, group in enumerate(groups) for p in group["params"]}  # type: ignore[attr-defined]
+
+
+class _KeepsItsParameters(torch.autograd.Function):
+    """``x @ weight.T + bias``, which keeps `x`, `weight` and `bias`."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.dim() == 2 and bias is not None:
+            return torch.addmm(bias, x, weight.t())
+        out = x.matmul(weight.t())
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG004
+        x, _, _ = inputs
+        kind = x.device.type
+        ctx.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        x, weight, bias = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        kind, enabled, dtype = ctx.autocast
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        with torch.autocast(kind, enabled=enabled, dtype=dtype):
+            of_x = gradient.matmul(weight) if wants_x else None
+            of_weight = flat.t().matmul(x.reshape(-1, x.shape[-1])) if wants_weight else None
+            of_bias = flat.sum(0) if bias is not None and wants_bias else None
+        return of_x, of_weight, of_bias
+
+
+@contextmanager
+def linear_as_in_stage_3() -> Iterator[None]:
+    """Have linear layers computed in that way, until it is left."""
+    original = F.linear
+
+    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002
+        out: torch.Tensor = _KeepsItsParameters.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+        return out
+
+    F.linear = linear
+    try:
+        yield
+    finally:
+        F.linear = original

@@ -11,9 +11,7 @@
 
 from __future__ import annotations
 
-from memlab.scaleout.sharding.memory_account import MemoryAccount, Part
-from memlab.scaleout.sharding.shape import ROOT, ModelShape
-from memlab.scaleout.sharding.sharding import Sharding
+from memlab.scaleout.sharding.sharding import ROOT, MemoryAccount, ModelShape, Part, Sharding
 
 
 class Fsdp2(Sharding):
@@ -33,7 +31,7 @@ class Fsdp2(Sharding):
     def stepped(self) -> float:
         return self._shard_bytes(self.model.trained) / max(1, self.model.size_bytes(self.model.trained))
 
-    def stands(self, account: MemoryAccount) -> None:
+    def add_base(self, account: MemoryAccount) -> None:
         account.add(Part.PARAMETERS, self._shard_bytes(range(len(self.model.parameters))), host=self.offloads)
         account.add(Part.PARAMETERS, self.model.buffer_bytes)
 
@@ -105,7 +103,7 @@ class Fsdp2(Sharding):
             account.touch(Part.GATHERED, self._shard_bytes(self._units[unit]))
         self._buffers[unit] = size_bytes
         account.add(Part.BUFFERS, size_bytes)
-        self.wire.all_gathered(size_bytes)
+        self.ring_bytes += size_bytes
 
     def _copy_out(self, account: MemoryAccount, unit: int) -> None:
         account.add(Part.GATHERED, self._unit_bytes(unit))
@@ -130,4 +128,4 @@ class Fsdp2(Sharding):
         for number in numbers:
             account.drop_gradient(number)
         account.add(Part.GRADIENTS, shard_bytes, host=self.offloads)
-        self.wire.reduce_scattered(self._reducing_bytes if self.ranks > 1 else 0)
+        self.ring_bytes += self._reducing_bytes

@@ -25,37 +25,25 @@ _OFFLOADED = {"optimizer": "optimizer state", "params": "parameters", "gradients
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Sizes of a model's states on each rank.
+    """Sizes of a model's states on each rank."""
 
-    Args:
-        parameters: how many parameters the model has.
-        engine: as in ``--scale``.
-        ranks: how many.
-        whole: bytes of the model's states, by kind.
-        on_device: bytes on each rank's device, by kind.
-        offloaded: bytes of each rank off its device (in host memory or on NVMe), by kind.
-    """
-
-    parameters: int
-    engine: str
-    ranks: int
-    whole: Mapping[str, int]
-    on_device: Mapping[str, int]
-    offloaded: Mapping[str, int]
+    parameters: int  # how many parameters the model has
+    engine: str  # as in ``--scale``
+    ranks: int  # how many
+    whole: Mapping[str, int]  # bytes of the model's states, by kind
+    on_device: Mapping[str, int]  # bytes on each rank's device, by kind
+    offloaded: Mapping[str, int]  # bytes of each rank off its device (in host memory or on NVMe), by kind
 
     @property
     def whole_bytes(self) -> int:
-        """All states of the model, once."""
         return sum(self.whole.values())
 
     @property
     def device_bytes(self) -> int:
-        """Return what each rank's device holds."""
         return sum(self.on_device.values())
 
     @property
     def offloaded_bytes(self) -> int:
-        """Return what each rank keeps off its device."""
         return sum(self.offloaded.values())
 
 

@@ -26,9 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from memlab.scaleout.sharding.memory_account import MemoryAccount, Part
-from memlab.scaleout.sharding.shape import ModelShape
-from memlab.scaleout.sharding.sharding import Flats, Sharding
+from memlab.scaleout.sharding.sharding import Flats, MemoryAccount, ModelShape, Part, Sharding
 from memlab.scaleout.zero_sizes import ZeroSizes
 
 # what a rank's part of a flat tensor is a multiple of, in elements
@@ -38,19 +36,32 @@ _FP32_BYTES = 4
 _NORM_FACTOR = 2
 
 
-class Zero12(Sharding):
-    """Stages 1 and 2."""
+class _Zero(Sharding):
+    """All stages: gradients are reduced in a bucket."""
 
     copies_outputs = (False, True)
 
     def __init__(
-        self, model: ModelShape, ranks: int, *, stage: int, offloads: bool = False, sizes: ZeroSizes | None = None
+        self, model: ModelShape, ranks: int, *, offloads: bool = False, sizes: ZeroSizes | None = None
     ) -> None:
         super().__init__(model, ranks, offloads=offloads)
+        self._sizes = sizes or ZeroSizes.of(model.elements())
+        self._in_bucket = self._in_bucket_bytes = 0
+
+    @property
+    def _full_bucket_bytes(self) -> int:
+        trained = (self.model.parameters[number].itemsize for number in self.model.trained)
+        return self._sizes.bucket * max(trained, default=_FP32_BYTES)
+
+
+class Zero12(_Zero):
+    """Stages 1 and 2."""
+
+    def __init__(
+        self, model: ModelShape, ranks: int, *, stage: int, offloads: bool = False, sizes: ZeroSizes | None = None
+    ) -> None:
+        super().__init__(model, ranks, offloads=offloads, sizes=sizes)
         self._stage = stage
-        self._bucket_elements = (sizes or ZeroSizes.of(model.elements())).bucket
-        self._in_bucket = 0
-        self._bucketed_bytes = 0
         self._bucket_bytes = 0
         self._own_bytes = 0
         # of which the first rank has a part; their gradients are kept whole
@@ -62,7 +73,7 @@ class Zero12(Sharding):
     def stepped(self) -> Flats:
         return tuple(self._part(group) for group in self.model.groups)
 
-    def stands(self, account: MemoryAccount) -> None:
+    def add_base(self, account: MemoryAccount) -> None:
         stepped = {number for group in self.model.groups for number in group}
         others = [number for number in range(len(self.model.parameters)) if number not in stepped]
         account.add(Part.PARAMETERS, self.model.size_bytes(others) + self.model.buffer_bytes + self._flat_bytes)
@@ -101,7 +112,7 @@ class Zero12(Sharding):
         if not self.offloads:
             account.add(Part.GRADIENTS, -self._part_elements * _FP32_BYTES)
         self._own_bytes = 0
-        self.wire.all_gathered(self._flat_bytes)
+        self.ring_bytes += self._flat_bytes
 
     # -- steps of it ---------------------------------------------------------------------------
 
@@ -137,21 +148,17 @@ class Zero12(Sharding):
 
     def _need_bucket(self, account: MemoryAccount) -> None:
         if not self._bucket_bytes:
-            self._bucket_bytes = self._bucket_elements * self._itemsize
+            self._bucket_bytes = self._full_bucket_bytes
             account.add(Part.BUFFERS, self._bucket_bytes)
-
-    @property
-    def _itemsize(self) -> int:
-        return max((self.model.parameters[number].itemsize for number in self.model.trained), default=_FP32_BYTES)
 
     def _into_bucket(self, account: MemoryAccount, parameter: int) -> None:
         shape = self.model.parameters[parameter]
-        if self._in_bucket + shape.elements > self._bucket_elements:
+        if self._in_bucket + shape.elements > self._sizes.bucket:
             self._reduce(account)
         self._in_bucket += shape.elements
-        self._bucketed_bytes += shape.size_bytes
+        self._in_bucket_bytes += shape.size_bytes
         self._bucket_has_owned |= parameter in self._owned
-        if shape.elements <= self._bucket_elements:
+        if shape.elements <= self._sizes.bucket:
             account.drop_gradient(parameter)
         else:
             self._reduce(account, alone=parameter)
@@ -160,11 +167,11 @@ class Zero12(Sharding):
         if not self._in_bucket:
             return
         if alone is None:
-            account.touch(Part.BUFFERS, self._bucketed_bytes)
+            account.touch(Part.BUFFERS, self._in_bucket_bytes)
         if self.offloads and self._stage == 1:
             account.touch(Part.BUFFERS, _NORM_FACTOR * self._largest_bytes)
-        self.wire.all_reduced(self._bucketed_bytes)
-        self._in_bucket = self._bucketed_bytes = 0
+        self.ring_bytes += 2 * self._in_bucket_bytes
+        self._in_bucket = self._in_bucket_bytes = 0
         if self._bucket_has_owned and not self._own_bytes and not self.offloads:
             self._own_bytes = self._owned_bytes
             account.add(Part.GRADIENTS, self._own_bytes)
@@ -173,19 +180,15 @@ class Zero12(Sharding):
             account.drop_gradient(alone)
 
 
-class Zero3(Sharding):
+class Zero3(_Zero):
     """Stage 3."""
 
-    copies_outputs = (False, True)
     keeps_parameters = True
 
     def __init__(
         self, model: ModelShape, ranks: int, *, offloads: bool = False, sizes: ZeroSizes | None = None
     ) -> None:
-        super().__init__(model, ranks, offloads=offloads)
-        self._sizes = sizes or ZeroSizes.of(model.elements())
-        self._bucket_elements = self._sizes.bucket
-        self._in_bucket_bytes = self._in_bucket = 0
+        super().__init__(model, ranks, offloads=offloads, sizes=sizes)
         self._kept = {n for n, p in enumerate(model.parameters) if p.elements < self._sizes.persistence_threshold}
         self._available: set[int] = set(self._kept)
         self._flat: dict[int, _Flat] = {}
@@ -200,7 +203,7 @@ class Zero3(Sharding):
     def stepped(self) -> Flats:
         return tuple(self._parts(group) for group in self.model.groups)
 
-    def stands(self, account: MemoryAccount) -> None:
+    def add_base(self, account: MemoryAccount) -> None:
         everything = tuple(range(len(self.model.parameters)))
         account.add(Part.PARAMETERS, sum(self.model.parameters[n].part_bytes(self.ranks) for n in everything))
         account.add(Part.PARAMETERS, self.model.buffer_bytes)
@@ -211,7 +214,7 @@ class Zero3(Sharding):
         if self.offloads:
             # gradients the optimizer is handed, beside the buffer they are gathered in
             account.add(Part.GRADIENTS, stepped * _FP32_BYTES, host=True)
-        account.add(Part.BUFFERS, self._bucket_elements * self._itemsize)
+        account.add(Part.BUFFERS, self._full_bucket_bytes)
 
     def forward_begins(self, account: MemoryAccount, module: int) -> None:
         self._fetch(account, module)
@@ -227,15 +230,13 @@ class Zero3(Sharding):
 
     def settled(self, account: MemoryAccount, parameter: int) -> None:
         shape = self.model.parameters[parameter]
-        if self._in_bucket and self._in_bucket + shape.elements > self._bucket_elements:
+        if self._in_bucket and self._in_bucket + shape.elements > self._sizes.bucket:
             self._reduce(account)
         self._in_bucket += shape.elements
         self._in_bucket_bytes += shape.size_bytes
-        if shape.elements <= self._bucket_elements:
-            account.drop_gradient(parameter)
-        else:
+        if shape.elements > self._sizes.bucket:
             self._reduce(account)
-            account.drop_gradient(parameter)
+        account.drop_gradient(parameter)
 
     def backward_over(self, account: MemoryAccount) -> None:
         self._reduce(account)
@@ -254,8 +255,7 @@ class Zero3(Sharding):
         self._step = 0
 
     def update_begins(self, account: MemoryAccount) -> None:
-        kept_bytes = self.model.size_bytes(self._kept)
-        account.add(Part.GATHERED, -kept_bytes)
+        account.add(Part.GATHERED, -self.model.size_bytes(self._kept))
         if not self.offloads:
             account.add(Part.GRADIENTS, self._largest_group_bytes)
 
@@ -265,7 +265,7 @@ class Zero3(Sharding):
             account.add(Part.GRADIENTS, -self._largest_group_bytes)
         kept_bytes = self.model.size_bytes(self._kept)
         account.add(Part.GATHERED, kept_bytes)
-        self.wire.all_gathered(kept_bytes if self.ranks > 1 else 0)
+        self.ring_bytes += kept_bytes
 
     # -- steps of it ---------------------------------------------------------------------------
 
@@ -277,17 +277,13 @@ class Zero3(Sharding):
         return max((self._parts(group) for group in self.model.groups), default=0) * _FP32_BYTES
 
     @property
-    def _itemsize(self) -> int:
-        return max((self.model.parameters[number].itemsize for number in self.model.trained), default=_FP32_BYTES)
-
-    @property
     def _norm_bytes(self) -> int:
         parts = (self.model.parameters[number].part_bytes(self.ranks) for number in self.model.trained)
         return _NORM_FACTOR * max(parts, default=0) if self.offloads and self.ranks > 1 else 0
 
     def _reduce(self, account: MemoryAccount) -> None:
         account.touch(Part.BUFFERS, self._in_bucket_bytes + self._norm_bytes)
-        self.wire.reduce_scattered(self._in_bucket_bytes)
+        self.ring_bytes += self._in_bucket_bytes
         self._in_bucket = self._in_bucket_bytes = 0
 
     def _fetch(self, account: MemoryAccount, module: int) -> None:
@@ -329,7 +325,7 @@ class Zero3(Sharding):
         if not numbers:
             return
         size_bytes = sum(self.ranks * self.model.parameters[number].part_bytes(self.ranks) for number in numbers)
-        self.wire.all_gathered(size_bytes if self.ranks > 1 else 0)
+        self.ring_bytes += size_bytes
         flat = _Flat(size_bytes, set(numbers), is_taken_over=len(numbers) == 1)
         account.add(Part.BUFFERS, size_bytes)
         for number in numbers:

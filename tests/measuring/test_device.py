@@ -1,4 +1,4 @@
-"""The CUDA device against a stand-in for `torch.cuda`: what is asked of it, and what is made of the answers.
+"""The CPU as a device, and the CUDA device against a stand-in for `torch.cuda`: what is asked of it and made of the answers.
 
 The same on a real GPU is in `tests/gpu/test_measure.py`.
 """
@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memlab.measuring.cuda import CudaDevice
-from memlab.measuring.device import device_for
+from memlab.measuring.device import CpuDevice, CudaDevice, device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Category, Phase, TimelinePoint
@@ -156,3 +155,11 @@ def test_a_loop_is_timed_by_events_and_never_waits_until_it_is_measured(gpu):
     assert measured.breakdown == {Category.WORKSPACES: 3 * GIB, Category.UNUSED: GIB}
     assert all(r.loss is not None and r.peak_allocated_bytes == 3 * GIB for r in meter.steps)
     meter.close()
+
+
+def test_the_cpu_says_what_it_is():
+    assert CpuDevice().name == "CPU ledger"
+    assert CpuDevice(2**32).name == "CPU ledger (capacity 4.00 GiB)"
+    assert CpuDevice(2**32).ledger().capacity_bytes == 2**32
+    assert CpuDevice().peaks(5) == (5, None)
+    assert CpuDevice().driver_bytes() is None
