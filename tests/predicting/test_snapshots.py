@@ -391,7 +391,7 @@ def test_a_recording_of_the_users_is_left_alone(recorder: dict[str, Any]) -> Non
 
 
 def test_metadata_says_what_runs_and_is_put_back(recorder: dict[str, Any], speaker: Workload) -> None:
-    watch = snapshots._MetadataWatch()
+    watch = snapshots._MetadataObserver()
     with fit(speaker, "", observers=[watch]):
         speaker.model(**speaker.batch)["loss"].backward()
         speaker.optimizers[0].step()
