@@ -232,9 +232,11 @@ def _run(
 
 
 def _started(folder: Path, rank: int, nproc: int, log: Path) -> subprocess.Popen[bytes]:
+    # as torchrun sets it, for libraries in the loop that look for it; nobody opens the port
     environment = {
         **_environment(nproc), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": folder.name,
     }  # fmt: skip
     with log.open("ab") as output:
         return subprocess.Popen(  # noqa: S603 - this interpreter, with paths of our own

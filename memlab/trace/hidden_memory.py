@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from memlab.allocator.sizes import round_up
 from memlab.hardware.gpus import Gpu
 
 _aten = torch.ops.aten
@@ -62,17 +63,9 @@ def hidden_bytes(
     return () if rule is None else rule(args, kwargs, gpu)
 
 
-def _rounded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _copy_bytes(tensor: torch.Tensor) -> Sizes:
     """Return what `.contiguous()` takes."""
-    return () if tensor.is_contiguous() else (_bytes_of(tensor),)
+    return () if tensor.is_contiguous() else (tensor.nbytes,)
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -81,8 +74,8 @@ def _copy_bytes(tensor: torch.Tensor) -> Sizes:
 def _flash_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
     gradient, query, key, _value, out = args[:5]  # [b, h, s, d]
     batch, heads, queries, channels = query.shape
-    wide_queries = _rounded(queries, 128)
-    wide_channels = _rounded(channels, 32 if channels <= 128 else 64)
+    wide_queries = round_up(queries, 128)
+    wide_channels = round_up(channels, 32 if channels <= 128 else 64)
     softmax_sums = batch * heads * wide_queries * _FP32_BYTES
     query_gradient = softmax_sums * wide_channels
     expanded = _per_query_head(query, key, key)
@@ -136,7 +129,7 @@ def _efficient_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> 
 def _per_query_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sizes:
     """Gradients of keys and values for each query head, to be summed where heads share them."""
     heads = query.size(1)
-    return tuple(_bytes_of(shared) // shared.size(1) * heads for shared in (key, value) if shared.size(1) != heads)
+    return tuple(shared.nbytes // shared.size(1) * heads for shared in (key, value) if shared.size(1) != heads)
 
 
 def _efficient_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gpu: Gpu) -> int:
@@ -146,12 +139,12 @@ def _efficient_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Te
     elements = 0
     if half and not tiles.in_registers:
         splits = max(1, min(-(-key.size(2) // tiles.keys), 200 // (batch * heads)))
-        widths = _rounded(channels, tiles.queries) + _rounded(value.size(-1), tiles.queries)
+        widths = round_up(channels, tiles.queries) + round_up(value.size(-1), tiles.queries)
         elements += splits * tiles.keys * widths
     if half or gpu.compute_capability >= (7, 0):  # keys are split: query gradients are added up in tiles, with a lock
         stored = 4 + tiles.queries * tiles.keys
         elements += -(-queries // tiles.queries) * -(-channels // tiles.keys) * stored
-    return batch * heads * _rounded(elements, 4) * _FP32_BYTES
+    return batch * heads * round_up(elements, 4) * _FP32_BYTES
 
 
 def _efficient_forward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
@@ -280,7 +273,7 @@ def _laid_out(tensors: Sequence[torch.Tensor], deciding: Sequence[torch.Tensor])
         tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous() for tensor in deciding
     ):
         wanted = last
-    return tuple(_bytes_of(tensor) for tensor in tensors if not tensor.is_contiguous(memory_format=wanted))
+    return tuple(tensor.nbytes for tensor in tensors if not tensor.is_contiguous(memory_format=wanted))
 
 
 # --- many tensors at once -------------------------------------------------------------------------
