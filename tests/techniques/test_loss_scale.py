@@ -161,3 +161,16 @@ def test_an_output_that_computes_when_the_loop_calls_it(precision: str) -> None:
         f"precision: Later does not run in {precision}: its output is a function, which computes with {precision} values when "
         "the loop calls it; leave its precision as it is"
     )
+
+
+def test_a_part_that_is_unfrozen_under_the_plan() -> None:
+    found = []
+    for plan in ("", "--fp16"):
+        torch.manual_seed(0)
+        model, rows = _Tower(), torch.randn(16, 8)
+        model.inner.requires_grad_(False)
+        with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), plan):
+            model.inner.requires_grad_(True)
+            model(rows).square().mean().backward()
+            found.append(gradients(model))
+    assert distance(found[1], found[0]) < 1e-2

@@ -50,6 +50,8 @@ class LossScale:
         self._sums: list[torch.Tensor] = []
         self._last_were_bad = False
         self._parameters: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._hooks: list[Any] = []
+        self._all: list[weakref.ref[nn.Parameter]] = []  # in the middle of a call others may stand in their places
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._note: Callable[[str], None] = lambda _text: None
         self._name = ""
@@ -67,12 +69,23 @@ class LossScale:
         """
         self._name, self._optimizers, self._note = workload.name, workload.optimizers, note
         undo.callback(self._sums.clear)
-        for parameter in workload.model.parameters():
-            if parameter.requires_grad:
-                undo.callback(parameter.register_hook(self._unscale).remove)  # type: ignore[no-untyped-call]
-                self._parameters[id(parameter)] = weakref.ref(parameter)
-        undo.callback(self._parameters.clear)
+        self._all = [weakref.ref(parameter) for parameter in workload.model.parameters()]
+        undo.callback(self._unwatch)
+        self._watch_parameters()
         around_backward_passes(self._scaled_past_calls, undo)
+
+    def _watch_parameters(self) -> None:
+        """Put a hook on each parameter that has a gradient and none of them yet, as of layers that the loop has unfrozen."""
+        for parameter in (each for ref in self._all if (each := ref()) is not None):
+            if parameter.requires_grad and id(parameter) not in self._parameters:
+                self._hooks.append(parameter.register_hook(self._unscale))  # type: ignore[no-untyped-call]
+                self._parameters[id(parameter)] = weakref.ref(parameter)
+
+    def _unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._parameters.clear()
 
     def call_begins(self, *, is_own: bool) -> None:
         """Leave gradients as they are where the loop calls the model under autocast of its own.
@@ -80,6 +93,7 @@ class LossScale:
         Raises:
             RefusalError: it does so for some calls and not for others, whose gradients could not be told apart.
         """
+        self._watch_parameters()
         if self._is_off is None:
             self._is_off = is_own
         elif self._is_off is not is_own:
