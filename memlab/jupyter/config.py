@@ -9,7 +9,7 @@ from traitlets.config import Configurable
 
 from memlab.errors import PlanError
 from memlab.plan import Plan
-from memlab.rescue.ladder import pinned
+from memlab.rescue.fallback import pinned
 from memlab.units import parse_bytes
 
 

@@ -13,7 +13,7 @@ from memlab.jupyter.flags import CELL_FLAGS, LAST_FLAG, PREDICT_FLAGS, WORDS, Fl
 from memlab.plan import Plan, ScaleOut, unknown_flag
 from memlab.plan.fields import ENGINES
 from memlab.plan.scale import Scale, take_engine
-from memlab.rescue.ladder import pinned
+from memlab.rescue.fallback import pinned
 from memlab.units import parse_bytes
 
 

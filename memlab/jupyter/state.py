@@ -14,7 +14,7 @@ from torch import nn
 from memlab.errors import RefusalError
 from memlab.jupyter.history import History
 from memlab.plan import Plan
-from memlab.rescue.ladder import Place, next_plans
+from memlab.rescue.fallback import Place, next_plans
 from memlab.rescue.rescuer import NothingFitsError
 from memlab.runtime.workload import Batch, Workload, unwrap_model
 from memlab.session import Session, check
@@ -64,7 +64,7 @@ def _peak(plan: Plan, history: History) -> str:
 def out_of_memory_advice(
     error: BaseException, session: Session | None, batch: Batch | None, keep: Collection[str] = ()
 ) -> str:
-    """Return what to try when memory ran out: the first plan of the rescue's own ladder that applies here."""
+    """Return what to try when memory ran out: the first fallback that applies here."""
     if session is None:
         return "memfit: out of memory before any model was trained under a plan."
     said = f"memfit: out of memory under {session.plan.label}."
@@ -77,15 +77,15 @@ def out_of_memory_advice(
 
 
 def _next_plan(session: Session, batch: Batch | None, keep: Collection[str]) -> Plan | None:
-    """The first plan of the ladder that applies, as a rescue would find it; None without one."""
+    """The first fallback that applies, as a rescue would find it; None without one."""
     rows = (batch.rows or 1) if batch is not None else 2 * session.plan.accumulation
     has_optimizer = bool(session.workload.optimizers)
     refused: set[Plan] = set()
     while True:
-        rungs = next_plans(
+        fallbacks = next_plans(
             session.plan, Place.FORWARD, rows=rows, keep=keep, has_optimizer=has_optimizer, refused=refused
         )
-        plan = next((rung.plan for rung in rungs), None)
+        plan = next((fallback.plan for fallback in fallbacks), None)
         if plan is None or _applies(session.workload, plan):
             return plan
         refused.add(plan)

@@ -1,6 +1,6 @@
 """`SAVINGS`: the ways in which a plan can need less memory, what each usually costs, and the next stronger setting.
 
-Their order is that in which they are tried where memory runs out (`memlab.rescue.ladder`). Ablations measure them in the
+Their order is that in which they are tried where memory runs out (`memlab.rescue.fallback`). Ablations measure them in the
 order of cost; a search that has no predicted times goes by the same costs.
 """
 

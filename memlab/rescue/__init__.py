@@ -6,7 +6,7 @@ The loop must not see the error, so it is caught where the work is done, and eac
 - `guard`: forward and backward pass of the model; `outputs`: the tensors in what a model returns
 - `loop_code`: the loop's own code between model call and optimizer step (loss function, unscaling, clipping)
 - `update`: the optimizer's update
-- `ladder`: which plan to try next; `nothing_fits`: what is left to do when there is none
+- `fallback`: which plan to try next; `nothing_fits`: what is left to do when there is none
 - `thrash`: steps that the allocator could serve only after giving back its cache
 """
 

@@ -1,4 +1,4 @@
-"""One paragraph for the user when memory ran out under every plan of the ladder."""
+"""One paragraph for the user when memory ran out under every plan to fall back on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import groupby
 from memlab.hardware.gpus import gpu_for
 from memlab.plan import FIELDS, Plan
 from memlab.records import Prediction
-from memlab.rescue.ladder import Place, next_plans
+from memlab.rescue.fallback import Place, next_plans
 from memlab.units import format_bytes, parse_bytes
 
 # labels of this many plans are read; of more, the first ones and the last

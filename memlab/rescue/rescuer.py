@@ -2,8 +2,7 @@
 
 What it does, by the place where memory ran out:
 
-1. *In the model's forward*: everything the call made is dropped, random state and buffers go back, the next plan of
-   the ladder comes into force, the same batch runs again.
+1. *In the model's forward*: everything the call made is dropped, random state and buffers go back, the next plan comes into force, the same batch runs again.
 2. *In its backward*: the same, and the call is run again for the gradients the loop has sent (`guard`).
 3. *In the loop's own code*: graphs of the model that wait for their backward pass are dropped (they are made again),
    then optimizer state leaves the device; the function is called again (`loop_code`).
@@ -36,8 +35,8 @@ from memlab.errors import MemlabError, RefusalError
 from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
 from memlab.rescue.evidence import Evidence
+from memlab.rescue.fallback import Fallback, Place, next_plans
 from memlab.rescue.guard import GuardedCall, Start, _Guarded
-from memlab.rescue.ladder import Place, Rung, next_plans
 from memlab.rescue.loop_code import LoopCode
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.update import BrokenUpdateError, Update
@@ -53,7 +52,7 @@ _T = TypeVar("_T")
 
 
 class NothingFitsError(MemlabError, torch.OutOfMemoryError):
-    """Memory ran out, and no plan of the ladder needs little enough.
+    """Memory ran out, and no plan to fall back on needs little enough.
 
     It is a `torch.OutOfMemoryError`, so that code which handles one handles this.
     """
@@ -64,7 +63,7 @@ class Rescuer:
 
     Args:
         keep: names of plan fields that must not change.
-        predictions: of plans for this workload and device; order the ladder where they are known.
+        predictions: of plans for this workload and device; order the fallbacks where they are known.
         capacity_bytes: size of the device, to tell which predictions fit; None when unknown.
         say: told in words about each rescue, when it has succeeded.
         evidence: says whether memory can run out in a step; None guards every step.
@@ -134,7 +133,7 @@ class Rescuer:
             kwargs: keyword arguments of the model call.
 
         Raises:
-            NothingFitsError: under no plan of the ladder there is memory for it.
+            NothingFitsError: under no plan to fall back on there is memory for it.
         """
         self._loop_code.end()
         self._work_began = perf_counter()
@@ -360,7 +359,7 @@ class Rescuer:
         keeps_rows: bool = False,
         is_as_before: bool = True,
     ) -> None:
-        """Bring the next plan of the ladder into force.
+        """Bring the next plan into force.
 
         Raises:
             NothingFitsError: there is none.
@@ -373,7 +372,7 @@ class Rescuer:
         release(error)
         start_over()
         _collect()
-        if not self._climb(trouble, place, keeps_rows=keeps_rows) and not self._companions_come():
+        if not self._fall_back(trouble, place, keeps_rows=keeps_rows) and not self._companions_come():
             if trouble.is_last_try:
                 is_as_before = is_as_before and not self._is_in_step
                 self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
@@ -390,13 +389,13 @@ class Rescuer:
         trouble.attempts.append(Attempt(trouble.step, place, session.plan, str(error), requested_bytes(error)))
         return trouble
 
-    def _climb(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> bool:
-        """Change to the first plan of the ladder that applies; whether there is one."""
+    def _fall_back(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> bool:
+        """Change to the first fallback that applies; whether there is one."""
         session = self._live_session
-        while (rung := next(self._rungs(trouble, place, keeps_rows=keeps_rows), None)) is not None:
-            trouble.rung = rung
+        while (fallback := next(self._fallbacks(trouble, place, keeps_rows=keeps_rows), None)) is not None:
+            trouble.fallback = fallback
             try:
-                session.change_plan(rung.plan, noted=False)
+                session.change_plan(fallback.plan, noted=False)
             except (RefusalError, MemoryError, RuntimeError) as error:
                 if not (isinstance(error, RefusalError) or is_out_of_memory(error)):
                     raise
@@ -404,7 +403,7 @@ class Rescuer:
             else:
                 self._follow_parameters()
                 return True
-            trouble.refused.add(rung.plan)
+            trouble.refused.add(fallback.plan)
         return False
 
     def _companions_come(self) -> bool:
@@ -417,7 +416,7 @@ class Rescuer:
             came |= each.plan != before
         return came
 
-    def _rungs(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> Iterator[Rung]:
+    def _fallbacks(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> Iterator[Fallback]:
         return next_plans(
             trouble.base,
             place,
@@ -529,15 +528,15 @@ class _Trouble:
         self.attempts: list[Attempt] = []
         self.base = plan  # the last plan that applied, and ran out of memory
         self.refused: set[Plan] = set()  # plans that do not apply, or that there was no room to change to
-        self.rung: Rung | None = None
+        self.fallback: Fallback | None = None
         self.is_last_try = False
         self.began = began
         self.room_made = began
 
     @property
     def is_trying(self) -> bool:
-        """Return whether a plan of the ladder is in force."""
-        return self.rung is not None
+        """Return whether a fallback is in force."""
+        return self.fallback is not None
 
 
 def _can_be_guarded(model: torch.nn.Module) -> bool:

@@ -128,7 +128,7 @@ def test_two_places_in_one_step(family: str) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "bert", "tower"])
 @pytest.mark.parametrize("share", [0.05, 0.2])
 def test_attempts_that_fail_again_and_again(share: float, family: str) -> None:
-    """Four faults, each some allocations into the attempt that follows the one before: several rungs are climbed."""
+    """Four faults, each some allocations into the attempt that follows the one before: several plans are tried."""
     first = int(share * allocations(family, "", 1))
     faults = Faults([first + 3 * k for k in range(4)])
     found = train(family, "", faults=faults)

@@ -10,7 +10,7 @@ import torch
 from memlab.measuring.device import CpuDevice
 from memlab.plan import Plan
 from memlab.records import Prediction
-from memlab.rescue.ladder import Place
+from memlab.rescue.fallback import Place
 from memlab.rescue.nothing_fits import Attempt, Room, nothing_fits
 from memlab.runtime.out_of_memory import requested_bytes
 

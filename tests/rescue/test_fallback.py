@@ -15,14 +15,14 @@ from memlab.errors import PlanError
 from memlab.plan import FIELDS, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.space import plan_space
 from memlab.records import Prediction
-from memlab.rescue.ladder import Place, Rung, next_plans, pinned
+from memlab.rescue.fallback import Fallback, Place, next_plans, pinned
 
 PASSES = (Place.FORWARD, Place.BACKWARD, Place.LOOP)
 NAMES = [spec.name for spec in FIELDS]
 
 
 def flags(plan: str, place: Place = Place.FORWARD, rows: int = 4, **options: Any) -> list[str]:
-    return [rung.plan.label for rung in next_plans(Plan.parse(plan), place, rows=rows, **options)]
+    return [fallback.plan.label for fallback in next_plans(Plan.parse(plan), place, rows=rows, **options)]
 
 
 def predicted(
@@ -67,10 +67,10 @@ def test_the_order_without_predictions(place: Place) -> None:
     ]
 
 
-def test_what_each_rung_changes_in_words() -> None:
-    rungs = list(next_plans(Plan(), Place.FORWARD, rows=11))
+def test_what_each_fallback_changes_in_words() -> None:
+    fallbacks = list(next_plans(Plan(), Place.FORWARD, rows=11))
 
-    assert [rung.why for rung in rungs] == [
+    assert [fallback.why for fallback in fallbacks] == [
         "half the rows at a time",
         "at most 3 rows at a time",
         "at most 2 rows at a time",
@@ -84,7 +84,7 @@ def test_what_each_rung_changes_in_words() -> None:
         "the optimizer's moments in 8 bits",
         "forward and backward pass in bf16",
     ]
-    assert [rung.lossy for rung in rungs] == [False] * 10 + [True] * 2
+    assert [fallback.lossy for fallback in fallbacks] == [False] * 10 + [True] * 2
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_checkpointing_is_raised_to_full(setting: str) -> None:
 
 
 def test_what_is_offloaded_stays_where_it_is() -> None:
-    rungs = flags("--offload optimizer:disk", keep=set(NAMES) - {"offload"})
+    fallbacks = flags("--offload optimizer:disk", keep=set(NAMES) - {"offload"})
 
-    assert rungs == ["--offload activations,optimizer:disk", "--offload activations,optimizer:disk,params"]
+    assert fallbacks == ["--offload activations,optimizer:disk", "--offload activations,optimizer:disk,params"]
 
 
 def test_a_precision_or_an_optimizer_that_was_chosen_is_not_changed() -> None:
@@ -134,13 +134,13 @@ def test_a_precision_or_an_optimizer_that_was_chosen_is_not_changed() -> None:
 
 
 def test_gradient_release_stays_where_it_is() -> None:
-    assert not any("--release-grads" in rung for rung in flags(""))
-    rungs = flags("--release-grads")
-    assert all("--release-grads" in rung for rung in rungs)
-    assert len(rungs) == len(flags(""))
-    assert not any("--fp16" in rung for rung in flags("--release-grads", half=Precision.FP16))
+    assert not any("--release-grads" in fallback for fallback in flags(""))
+    fallbacks = flags("--release-grads")
+    assert all("--release-grads" in fallback for fallback in fallbacks)
+    assert len(fallbacks) == len(flags(""))
+    assert not any("--fp16" in fallback for fallback in flags("--release-grads", half=Precision.FP16))
     predictions = dict([predicted("--release-grads", 1), predicted("--release-grads --checkpoint", 1)])
-    assert not any("--release-grads" in rung for rung in flags("", predictions=predictions))
+    assert not any("--release-grads" in fallback for fallback in flags("", predictions=predictions))
 
 
 def test_settings_that_exclude_each_other_are_left_out() -> None:
@@ -166,12 +166,12 @@ def test_in_the_update_only_what_makes_it_smaller() -> None:
 
 
 def test_paged_moments_where_the_state_cannot_be_offloaded() -> None:
-    rungs = list(next_plans(Plan(), Place.STEP, rows=4, keep=["offload"]))
-    assert [(rung.plan.label, rung.lossy) for rung in rungs] == [
+    fallbacks = list(next_plans(Plan(), Place.STEP, rows=4, keep=["offload"]))
+    assert [(fallback.plan.label, fallback.lossy) for fallback in fallbacks] == [
         ("--adam8bit", True),
         ("--optim paged-adam8bit", True),
     ]
-    assert [rung.why for rung in rungs] == [
+    assert [fallback.why for fallback in fallbacks] == [
         "the optimizer's moments in 8 bits",
         "the optimizer's 8-bit moments paged to the host",
     ]
@@ -203,10 +203,10 @@ def test_a_refused_setting_is_left_out_of_all_that_follows() -> None:
 def test_a_refusal_on_the_way_is_heeded() -> None:
     refused: set[Plan] = set()
     seen = []
-    for rung in next_plans(Plan(), Place.FORWARD, rows=8, keep=["offload", "tiling"], refused=refused):
-        seen.append(rung.plan.label)
-        if rung.plan.accumulation > 2 or rung.plan.loss is Loss.CHUNKED:
-            refused.add(rung.plan)
+    for fallback in next_plans(Plan(), Place.FORWARD, rows=8, keep=["offload", "tiling"], refused=refused):
+        seen.append(fallback.plan.label)
+        if fallback.plan.accumulation > 2 or fallback.plan.loss is Loss.CHUNKED:
+            refused.add(fallback.plan)
 
     assert seen == [
         "--accumulate 2",
@@ -225,11 +225,11 @@ def test_plans_that_ran_out_on_the_way_may_be_among_the_refused() -> None:
     assert flags("--accumulate 4", refused=tried) == flags("--accumulate 4")
 
 
-def test_climbing_one_rung_at_a_time_is_the_same_ladder() -> None:
+def test_one_fallback_at_a_time_gives_the_same_order() -> None:
     """As the rescuer does it: after each failure it asks anew, from the plan that has just failed."""
     plan, seen, tried = Plan(), [], {Plan()}
-    while (rung := next(next_plans(plan, Place.BACKWARD, rows=8, refused=tried), None)) is not None:
-        plan = rung.plan
+    while (fallback := next(next_plans(plan, Place.BACKWARD, rows=8, refused=tried), None)) is not None:
+        plan = fallback.plan
         tried.add(plan)
         seen.append(plan.label)
 
@@ -256,9 +256,11 @@ def test_predicted_plans_come_first_by_their_speed() -> None:
             predicted("--adam8bit", 7, 1.0),
         ]
     )
-    rungs = list(next_plans(Plan(), Place.FORWARD, rows=4, keep=["offload", "loss", "tiling"], predictions=predictions))
+    fallbacks = list(
+        next_plans(Plan(), Place.FORWARD, rows=4, keep=["offload", "loss", "tiling"], predictions=predictions)
+    )
 
-    assert [(rung.plan.label, rung.lossy) for rung in rungs] == [
+    assert [(fallback.plan.label, fallback.lossy) for fallback in fallbacks] == [
         ("--accumulate 2", False),
         ("--accumulate 4", False),
         ("--checkpoint", False),
@@ -269,7 +271,7 @@ def test_predicted_plans_come_first_by_their_speed() -> None:
         ("--accumulate 4 --checkpoint --optim paged-adam8bit", True),
         ("--accumulate 4 --checkpoint --bf16 --optim paged-adam8bit", True),
     ]
-    assert rungs[0].why == "half the rows at a time; predicted to need 6.00 GiB"
+    assert fallbacks[0].why == "half the rows at a time; predicted to need 6.00 GiB"
 
 
 def test_what_surely_does_not_fit_is_skipped() -> None:
@@ -282,30 +284,30 @@ def test_what_surely_does_not_fit_is_skipped() -> None:
     )
     only = {"offload", "loss", "optimizer", "precision", "tiling"}
 
-    rungs = flags("", keep=only, predictions=predictions, budget_bytes=4 * 2**30)
+    fallbacks = flags("", keep=only, predictions=predictions, budget_bytes=4 * 2**30)
 
-    assert rungs == ["--accumulate 4", "--checkpoint", "--accumulate 4 --checkpoint"]
+    assert fallbacks == ["--accumulate 4", "--checkpoint", "--accumulate 4 --checkpoint"]
 
 
 def test_sizes_without_times_leave_the_usual_order() -> None:
     predictions = dict([predicted("--checkpoint", 1), predicted("--accumulate 2", 6), predicted("--accumulate 4", 3)])
     only = {"offload", "loss", "optimizer", "precision", "tiling"}
 
-    rungs = flags("", keep=only, predictions=predictions, budget_bytes=4 * 2**30)
+    fallbacks = flags("", keep=only, predictions=predictions, budget_bytes=4 * 2**30)
 
-    assert rungs == ["--accumulate 4", "--accumulate 4 --checkpoint"]
+    assert fallbacks == ["--accumulate 4", "--accumulate 4 --checkpoint"]
 
 
 def test_what_is_predicted_to_be_refused_is_left_out() -> None:
     predictions = dict([predicted("--chunk-loss", 0, refused="loss: no large head"), predicted("--checkpoint", 1, 1.3)])
 
-    rungs = flags("", predictions=predictions)
+    fallbacks = flags("", predictions=predictions)
 
-    assert rungs[0] == "--checkpoint"
-    assert not any("--chunk-loss" in each for each in rungs)
+    assert fallbacks[0] == "--checkpoint"
+    assert not any("--chunk-loss" in each for each in fallbacks)
 
 
-def test_predictions_of_other_ways_to_train_are_not_rungs() -> None:
+def test_predictions_of_other_ways_to_train_are_no_fallbacks() -> None:
     predictions = dict(
         predicted(plan, 1, 1.0)
         for plan in ("--optim sgd", "--optim adafactor", "--precision pure-bf16", "--fp16", "--accumulate 16")
@@ -314,7 +316,7 @@ def test_predictions_of_other_ways_to_train_are_not_rungs() -> None:
     assert flags("", predictions=predictions) == flags("")
 
 
-def test_predictions_that_take_something_off_are_not_rungs() -> None:
+def test_predictions_that_take_something_off_are_no_fallbacks() -> None:
     predictions = dict([predicted("--checkpoint", 1, 1.3), predicted("--accumulate 8", 1, 1.3)])
 
     assert flags("--accumulate 4 --chunk-loss", rows=4, predictions=predictions) == flags("--accumulate 4 --chunk-loss")
@@ -414,30 +416,30 @@ def same_numerics(first: Plan, second: Plan) -> bool:
     return first.precision is second.precision and same_optimizer
 
 
-def climbed(plan: Plan, place: Place, options: Mapping[str, Any]) -> list[Rung]:
-    rungs = next_plans(plan, place, **options)
+def tried(plan: Plan, place: Place, options: Mapping[str, Any]) -> list[Fallback]:
+    fallbacks = next_plans(plan, place, **options)
     taken = []
-    for rung in rungs:
-        taken.append(rung)
-        assert len(taken) < 1000, "the ladder does not end"
+    for fallback in fallbacks:
+        taken.append(fallback)
+        assert len(taken) < 1000, "there is no end"
     return taken
 
 
 @given(questions())
-def test_every_ladder(question: tuple[Plan, Place, dict[str, Any]]) -> None:
+def test_every_order(question: tuple[Plan, Place, dict[str, Any]]) -> None:
     plan, place, options = question
-    rungs = climbed(plan, place, options)
-    found = [rung.plan for rung in rungs]
-    lossy = [rung.lossy for rung in rungs]
+    fallbacks = tried(plan, place, options)
+    found = [fallback.plan for fallback in fallbacks]
+    lossy = [fallback.lossy for fallback in fallbacks]
 
     assert all(each.contains(plan) and each != plan for each in found)
     assert len(set(found)) == len(found)
     assert lossy == sorted(lossy)
-    assert all(rung.lossy != same_numerics(rung.plan, plan) for rung in rungs)
+    assert all(fallback.lossy != same_numerics(fallback.plan, plan) for fallback in fallbacks)
     assert all(value(each, name) == value(plan, name) for each in found for name in options["keep"])
     assert all(each.accumulation <= max(plan.accumulation, options["rows"]) for each in found)
-    assert all(rung.why for rung in rungs)
-    assert [rung.plan for rung in climbed(plan, place, options)] == found
+    assert all(fallback.why for fallback in fallbacks)
+    assert [fallback.plan for fallback in tried(plan, place, options)] == found
     if options["keeps_rows"] or place is Place.STEP:
         assert all(each.accumulation == plan.accumulation for each in found)
     if not options["has_optimizer"]:
@@ -455,10 +457,10 @@ def _surely_too_large(options: Mapping[str, Any]) -> Collection[Plan]:
 
 
 @given(questions())
-def test_without_predictions_every_rung_adds_one_setting(question: tuple[Plan, Place, dict[str, Any]]) -> None:
+def test_without_predictions_every_fallback_adds_one_setting(question: tuple[Plan, Place, dict[str, Any]]) -> None:
     plan, place, options = question
     options = {name: option for name, option in options.items() if name not in ("predictions", "budget_bytes")}
-    found = [plan, *(rung.plan for rung in climbed(plan, place, options))]
+    found = [plan, *(fallback.plan for fallback in tried(plan, place, options))]
 
     for before, after in pairwise(found):
         assert after.contains(before)

@@ -1,20 +1,20 @@
 """Choice of the plan to try next when memory ran out: pure values in, pure values out.
 
-Rules of the ladder:
+Rules:
 
-1. A rung *contains* the plan that ran out (`Plan.contains`): it keeps every setting and adds or raises some. So no rung
-   comes twice, and the ladder ends.
-2. Exact rungs come before *lossy* ones, which change numerics within a documented tolerance.
+1. A fallback *contains* the plan that ran out (`Plan.contains`): it keeps every setting and adds or raises some. So no fallback
+   comes twice, and there is an end.
+2. Exact fallbacks come before *lossy* ones, which change numerics within a documented tolerance.
 3. The order is that of `memlab.plan.savings`, each raised by its next stronger setting until there is none.
 4. Where memory ran out in the optimizer's update, only what makes the update smaller helps.
-5. Every rung adds one setting to the one before. The loss in tiles comes on top of the micro-batches: going back to
+5. Every fallback adds one setting to the one before. The loss in tiles comes on top of the micro-batches: going back to
    fewer of them would be a plan that may need more than the last one.
 6. Micro-batches are doubled without leaps. A plan that fails does so in its first micro-batch, so that the n-th
    attempt costs about 1/2ⁿ of a step, and all of them together one step; a leap too far costs speed for as long as
    the training lasts.
-7. With predictions, every predicted plan that rules 1 and 4 allow is a rung, the fastest first, unless it does not fit
-   for certain. Rungs of rules 3 to 5 whose speed is not predicted come after.
-8. Gradient release is on no rung. It serves loops of one kind only, and takes the rescue of backward passes away.
+7. With predictions, every predicted plan that rules 1 and 4 allow is a fallback, the fastest first, unless it does not fit
+   for certain. Fallbacks of rules 3 to 5 whose speed is not predicted come after.
+8. Gradient release is in no fallback. It serves loops of one kind only, and takes the rescue of backward passes away.
 9. A plan that was refused takes with it all plans that contain it.
 """
 
@@ -49,7 +49,7 @@ class Place(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rung:
+class Fallback:
     """A plan to try next.
 
     Args:
@@ -91,16 +91,16 @@ def next_plans(
     predictions: Mapping[Plan, Prediction] | None = None,
     budget_bytes: int | None = None,
     half: Precision = Precision.BF16,
-) -> Iterator[Rung]:
+) -> Iterator[Fallback]:
     """Plans to try after one has run out of memory, in the order to try them.
 
     Args:
         plan: the plan that ran out.
         place: where it did.
-        rows: rows of the batch; no rung splits it into more micro-batches.
+        rows: rows of the batch; no fallback splits it into more micro-batches.
         keep: fields of the plan that must not change, as `pinned` returns them.
         keeps_rows: whether the batch must stay whole, so that there is no accumulation.
-        has_optimizer: whether there is an optimizer whose state a rung could change.
+        has_optimizer: whether there is an optimizer whose state a fallback could change.
         refused: plans that do not apply here; a set that grows meanwhile is heeded. Plans contained in `plan` do
             apply, so those that ran out on the way to it may be among them.
         predictions: what is predicted for plans, where it is.
@@ -108,11 +108,11 @@ def next_plans(
         half: the 16-bit format of the device.
 
     Returns:
-        The rungs, each made when it is asked for; none when nothing is left.
+        The fallbacks, each made when it is asked for; none when nothing is left.
 
     Example:
-        >>> for rung in next_plans(Plan(), Place.FORWARD, rows=3, keep=["offload", "loss", "optimizer"]):
-        ...     print(rung.plan, "·", rung.why)
+        >>> for fallback in next_plans(Plan(), Place.FORWARD, rows=3, keep=["offload", "loss", "optimizer"]):
+        ...     print(fallback.plan, "·", fallback.why)
         --accumulate 2 · half the rows at a time
         --accumulate 3 · one row at a time
         --accumulate 3 --checkpoint · activations of every block recomputed in the backward pass
@@ -120,7 +120,7 @@ def next_plans(
         --accumulate 3 --checkpoint --bf16 --tile 4 · forward and backward pass in bf16
     """
     limits = _Limits(plan, rows, half, _free_savings(place, frozenset(keep), keeps_rows, has_optimizer))
-    return _Climb(limits, refused, predictions or {}, budget_bytes).rungs()
+    return _Order(limits, refused, predictions or {}, budget_bytes).fallbacks()
 
 
 # -- what may change
@@ -175,11 +175,11 @@ def _free_savings(place: Place, keep: frozenset[str], keeps_rows: bool, has_opti
     )
 
 
-# -- the climb
+# -- the order
 
 
-class _Climb:
-    """One way up the ladder.
+class _Order:
+    """The order in which fallbacks are tried.
 
     Args:
         limits: which plans are on it.
@@ -202,28 +202,28 @@ class _Climb:
         self._budget_bytes = budget_bytes
         self._base = limits.plan
 
-    def rungs(self) -> Iterator[Rung]:
-        """Exact rungs, then lossy ones; of each those with a predicted speed first."""
+    def fallbacks(self) -> Iterator[Fallback]:
+        """Exact fallbacks, then lossy ones; of each those with a predicted speed first."""
         for lossy in (False, True):
             yield from self._predicted(lossy)
             yield from self._usual(lossy)
 
-    def _predicted(self, lossy: bool) -> Iterator[Rung]:
+    def _predicted(self, lossy: bool) -> Iterator[Fallback]:
         plan, limits = self._limits.plan, self._limits
         timed = [each for each in self._predictions if self._has_speed(each) and limits.allow(each)]
         for candidate in sorted((each for each in timed if limits.is_lossy(each) == lossy), key=self._place):
             if self._fits(candidate) and not self._is_refused(candidate):
                 needed = format_bytes(self._predictions[candidate].needed_bytes)
                 why = f"{_why(plan, candidate, limits.rows)}; predicted to need {needed}"
-                yield Rung(candidate, why, lossy)
+                yield Fallback(candidate, why, lossy)
 
-    def _usual(self, lossy: bool) -> Iterator[Rung]:
+    def _usual(self, lossy: bool) -> Iterator[Fallback]:
         for saving in SAVINGS:
             while (candidate := self._limits.raised(self._base, saving)) is not None:
                 if self._limits.is_lossy(candidate) != lossy or self._is_refused(candidate):
                     break
                 if not self._has_speed(candidate) and self._fits(candidate):
-                    yield Rung(candidate, _why(self._base, candidate, self._limits.rows), lossy)
+                    yield Fallback(candidate, _why(self._base, candidate, self._limits.rows), lossy)
                     if self._is_refused(candidate):
                         break
                 self._base = candidate
