@@ -35,6 +35,7 @@ from memlab.plan import Plan, Precision
 from memlab.plan.fields import BY_NAME
 from memlab.records import Category
 from memlab.records.inference import BatchAdvice, CallKind, InferenceRecord
+from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.hooks import ForwardSeam, is_compiled, on_first_step, stand_in
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.out_of_memory import is_out_of_memory, release
@@ -156,9 +157,7 @@ class Inference:
         device, where = self._meter.device, next(self.model.parameters()).device
         if device.capacity_bytes is not None or where.type != "cuda":
             return device.capacity_bytes
-        ours = torch.cuda.memory_reserved(where)
-        total_bytes = torch.cuda.get_device_properties(where).total_memory
-        return total_bytes - max(0, (device.driver_bytes() or 0) - ours)
+        return most_bytes(where)
 
     @property
     def attached(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from memlab.errors import WorkloadError
 from memlab.measuring.ledger import Ledger
 from memlab.records import Category, TimelinePoint
+from memlab.runtime.cuda_room import allowed_share
 from memlab.units import format_bytes
 
 
@@ -171,8 +173,10 @@ class CudaDevice(Device):
         # the limit refuses new segments only; what an earlier run left cached would be used beyond it
         torch.cuda.empty_cache()
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
-        self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, capacity_bytes / total_bytes), self.device)
+        self._fraction_before = allowed_share(self.device)
+        # rounded up: the allocator drops what the product with the total has behind the point, a byte where it is just below
+        fraction = math.nextafter(capacity_bytes / total_bytes, math.inf)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), self.device)
 
 
 def _peak(counters: dict[str, dict[str, dict[str, int]]], counter: str) -> int:

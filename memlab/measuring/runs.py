@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from memlab.errors import WorkloadError
 from memlab.measuring.beside import Beside, Calls, meter_of
-from memlab.measuring.device import Device, device_for
+from memlab.measuring.device import CudaDevice, Device, device_for
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
 from memlab.records.comparison import Comparison
@@ -186,8 +186,8 @@ def _measured_or_not(workload: Workloads, plan: Plan, steps: int, device: Device
 def row_of_failure(plan: Plan, device: Device, words: str) -> Measurement:
     """The row of a plan that ran out of memory."""
     capacity_bytes = device.capacity_bytes
-    if capacity_bytes is None and torch.cuda.is_available():
-        capacity_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    if capacity_bytes is None and isinstance(device, CudaDevice):
+        capacity_bytes = torch.cuda.get_device_properties(device.device).total_memory
     asked = words.split(". ")[1] if ". " in words else words
     return out_of_memory(plan, device.name, capacity_bytes or 0, asked)
 

@@ -20,6 +20,8 @@ from collections.abc import Callable
 
 import torch
 
+from memlab.runtime.cuda_room import most_bytes
+
 _MARGIN = 1.25  # of the highest peak: fragments of the allocator, and steps that differ a little
 
 
@@ -52,7 +54,7 @@ class Evidence:
     ) -> None:
         self._always = capacity_bytes is not None
         self._is_gpu = device.type != "cpu"
-        self._limit_bytes = limit_bytes or (lambda: _limit_on_cuda(device))
+        self._limit_bytes = limit_bytes or (lambda: most_bytes(device))
         self._peak_bytes = peak_bytes or (lambda: int(torch.cuda.max_memory_allocated(device)))
         self._highest_bytes = 0
         self._most_elements = -1  # of a batch whose step has ended
@@ -82,12 +84,3 @@ class Evidence:
     def ran_out(self) -> None:
         """Guard every step from now on: memory has run out where nothing said that it would."""
         self._always = True
-
-
-def _limit_on_cuda(device: torch.device) -> int:
-    """Return what the allocator of this process holds or could still get."""
-    counters = torch.cuda.memory_stats_as_nested_dict(device)
-    reserved = counters.get("reserved_bytes", {}).get("all", {}).get("current", 0)
-    free, total = torch.cuda.mem_get_info(device)
-    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)(device)  # torch 2.6 cannot say
-    return int(min(reserved + free, share * total))

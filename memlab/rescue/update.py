@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_iter
 from memlab.errors import MemlabError
 from memlab.plan import Tier
 from memlab.runtime import optimizer_step
+from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.dispatch import WatchingMode, defers
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.out_of_memory import is_out_of_memory, release
@@ -153,13 +154,7 @@ def _free_on_cuda(device: torch.device, enough_bytes: int) -> int:
     cached: int = max(0, reserved - active - split)
     if cached >= enough_bytes:
         return cached
-    free, total = torch.cuda.mem_get_info(device)
-    share = getattr(torch.cuda, "get_per_process_memory_fraction", _whole)(device)  # torch 2.6 cannot say
-    return cached + max(0, int(min(free, share * total - reserved)))
-
-
-def _whole(_device: torch.device) -> float:
-    return 1.0
+    return cached + max(0, most_bytes(device) - reserved)
 
 
 def _with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:

@@ -28,7 +28,8 @@ _MINUTES = "30"
 _PYTEST = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--show-capture=no", "-rfE")
 _PACKAGES = ("torch", "transformers", "bitsandbytes", "deepspeed", "accelerate")
 # files of `tests/gpu` that need more than one GPU, or another one
-_OPTIONS = dict.fromkeys(("test_export_ranks_cuda.py", "test_notebooks_cuda.py"), ("--devices", "2"))
+_OF_TWO = ("test_export_ranks_cuda.py", "test_notebooks_cuda.py", "test_scaleout_cuda.py")
+_OPTIONS = dict.fromkeys(_OF_TWO, ("--devices", "2"))
 
 _OUTCOMES = ("passed", "failed", "skipped")
 

@@ -89,6 +89,21 @@ def test_a_capacity_makes_the_gpu_small_and_is_lifted_again():
 
 
 @pytest.mark.memory
+def test_what_was_reserved_fits_a_capacity_of_the_same_size():
+    torch.cuda.empty_cache()
+    total, held = torch.cuda.get_device_properties(0).total_memory, torch.cuda.memory_reserved()
+    # a size whose share of the device, times the device, is just below it
+    sizes = (held + number * 2 * MIB for number in range(10, total // (2 * MIB)))
+    capacity = next((size for size in sizes if int(size / total * total) < size), held + 20 * MIB)
+    device = device_for(torch.device("cuda"), capacity)
+    try:
+        torch.empty(capacity - held, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.max_memory_reserved() >= capacity
+    finally:
+        device.close()
+
+
+@pytest.mark.memory
 def test_a_capacity_holds_after_training_without_one():
     torch.cuda.empty_cache()
     held_bytes = torch.cuda.memory_reserved()

@@ -34,6 +34,7 @@ from torch import nn
 from memlab.errors import MemlabError, RefusalError
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
+from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.lazy import real
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.rng import Randomness, is_generator
@@ -288,8 +289,7 @@ class Judge:
 
 def _free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return max(0, most_bytes(device) - torch.cuda.memory_allocated(device))
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # not on this system
