@@ -154,7 +154,8 @@ def _free_on_cuda(device: torch.device, enough_bytes: int) -> int:
     cached: int = max(0, reserved - active - split)
     if cached >= enough_bytes:
         return cached
-    return cached + max(0, most_bytes(device) - reserved)
+    beyond: int = most_bytes(device) - reserved
+    return cached + max(0, beyond)
 
 
 def _with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:
