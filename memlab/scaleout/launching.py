@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from memlab.scaleout.engines import tp
 from memlab.scaleout.engines.deepspeed_engine import check_optimizers
 from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, Listener, RunStatus, failure, hung
 from memlab.scaleout.results import read_results, restore_results
-from memlab.scaleout.worker import DISK, PACKED, RESULTS, SENT, VALUES, RankJob
+from memlab.scaleout.worker import DISK, JOB, PACKED, RESULTS, SENT, VALUES, RankJob
 from memlab.session import session_of
 from memlab.session.snapshot import random_states
 from memlab.units import format_bytes
@@ -183,9 +184,10 @@ def _send(
     apart = {key: tensor for key, tensor in everything.items() if tensor.dim() or not key.startswith("optimizer.")}
     job = RankJob(str(scale), workload.name, workload.device.type, capacity_bytes, torch.initial_seed() % 2**31)
     what = {
-        "workload": workload, "train": train, "takes_workload": _takes_an_argument(train), "job": job,
+        "workload": workload, "train": train, "takes_workload": _takes_an_argument(train),
         "random": random_states(workload.device),
     }  # fmt: skip
+    (folder / JOB).write_text(json.dumps(asdict(job)))
     (folder / PACKED).write_bytes(serialization.pack(what, apart))
     tensors.store(apart, folder / SENT)
     (folder / DISK).mkdir()

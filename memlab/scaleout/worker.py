@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import sys
 import traceback
@@ -40,7 +41,7 @@ from memlab.session.in_force import InForce
 from memlab.session.snapshot import restore_random_states
 from memlab.techniques.base import ModelCall
 
-PACKED, SENT, RESULTS, VALUES, DISK = "packed.pkl", "sent", "results", "values.pkl", "offloaded"
+JOB, PACKED, SENT, RESULTS, VALUES, DISK = "job.json", "packed.pkl", "sent", "results", "values.pkl", "offloaded"
 Optimizer = torch.optim.Optimizer
 
 
@@ -156,10 +157,9 @@ def main() -> None:
 
 def _work(folder: Path, rank: int, sender: Sender) -> None:
     clipping = Clipping()
-    packed = (folder / PACKED).read_bytes()
-    opened = serialization.unpack(packed, serialization.Apart.placeholder)
-    job: RankJob = opened["job"]
+    job = RankJob(**json.loads((folder / JOB).read_text()))
     device = _device(job)
+    opened = serialization.unpack((folder / PACKED).read_bytes(), serialization.Apart.placeholder)
     # ranks find each other through a file: no port is needed
     backend, ranks = "nccl" if device.type == "cuda" else "gloo", int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
