@@ -49,6 +49,11 @@ def hold(holder: object, device: torch.device) -> None:
     _holders.add(id(holder))
 
 
+def backends_for(device: torch.device) -> str:
+    """Return the backends of a group of this kind of device: what is offloaded, and checkpoints, talk on the CPU as well."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
 def at_end(callback: Callable[[], object]) -> None:
     """Have something called when the last holder lets go, before the group ends."""
     _undo.callback(callback)
@@ -62,10 +67,9 @@ def release(holder: object) -> None:
 
 
 def _make_group(device: torch.device) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     hook = sys.excepthook
     try:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backends_for(device), store=HashStore(), rank=0, world_size=1)
     finally:
         sys.excepthook = hook  # torch's names the rank in front of every line
 

@@ -34,6 +34,7 @@ from memlab.scaleout import serialization
 from memlab.scaleout.engines import engine_for
 from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, Sender
+from memlab.scaleout.one_rank import backends_for
 from memlab.scaleout.resizes import tell_resizes
 from memlab.scaleout.results import write_results
 from memlab.scaleout.rows import Rows
@@ -161,8 +162,8 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     device = _device(job)
     opened = serialization.unpack((folder / PACKED).read_bytes(), serialization.Apart.placeholder)
     # ranks find each other through a file: no port is needed
-    backend, ranks = "nccl" if device.type == "cuda" else "gloo", int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
+    ranks, store = int(os.environ["WORLD_SIZE"]), f"file://{folder / 'store'}"
+    dist.init_process_group(backends_for(device), init_method=store, rank=rank, world_size=ranks)
     workload: Workload = opened["workload"]
     scale = Scale.parse(job.scale)
     techniques = InForce(Workload(workload.model, name=job.name))

@@ -52,15 +52,12 @@ def test_a_context_in_the_kernel_is_no_obstacle(flags: str) -> None:
 
 
 @needs(gpu=2, extra="deepspeed")
-@pytest.mark.parametrize(
-    "flags", ["fsdp2", "fsdp2 --checkpoint --offload optimizer", "ddp --accumulate 2", "zero1", "zero2", "zero3"]
-)
+@pytest.mark.parametrize("flags", ["fsdp2 --checkpoint --offload optimizer", "ddp --accumulate 2", "zero2", "zero3"])
 def test_a_cell_on_two_gpus_has_the_losses_of_the_cpu(flags: str, cell: Cell, shell: Any) -> None:  # noqa: F811
     expected = trained(gpt2(), texts(6))
     assert cell(_SETUP).error is None
     for line, part in ((f"%%memfit --nproc 2 --scale {flags}", ":3"), ("%%memfit", "3:")):
         ran = cell(line + _LOOP.format(part=part))
         assert ran.error is None, ran.err
-        assert torch.cuda.get_device_name() in ran.out
     assert shell.user_ns["losses"] == pytest.approx(expected, rel=1e-5)
     assert all(parameter.is_cuda for parameter in shell.user_ns["model"].parameters())
