@@ -272,6 +272,8 @@ class Accumulation(Technique):
         self._check_batch_norm(self._model, self._name)
         with self._uncompiled():
             verdict = self._judge.judge(call, whole, layout, parts)
+        if next(self._model.parameters()).is_cuda:
+            torch.cuda.empty_cache()  # rows together reserve more than the steps that follow need
         self._learnt.needs_graph |= verdict is not None and verdict.needs_graph
         for technique in self.host.techniques():
             technique.trial_over()
