@@ -13,6 +13,7 @@ import torch
 
 from memlab.measuring.device import device_for
 from memlab.predicting import predict_all
+from memlab.units import MIB
 from tests.bench.accuracy import (
     MODELS,
     PLANS,
@@ -112,7 +113,8 @@ def _catalogue_name(workload: Any) -> str:
 def test_pairs_are_made_from_an_empty_cache() -> None:
     workload = workload_of(MODELS[-1], torch.device("cuda"))
     one, other = ([pair.measured_bytes for pair in examine(workload, lambda line: None)] for _ in range(2))
-    assert one == pytest.approx(other, rel=0.01)
+    # of a large block up to 1 MiB is left whole and counted as allocated: where, depends on what lay there before
+    assert one == pytest.approx(other, rel=0.01, abs=8 * MIB)
 
 
 @pytest.mark.parametrize("flags", record.PLANS)
