@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from memlab.allocator import Allocator, Settings
+from memlab.allocator.blocks import Block
 from memlab.plan import Plan
 from memlab.rescue.thrash import AllocatorSample, ThrashWatch, advice
 
@@ -27,17 +29,26 @@ class Gpu:
 
     def __init__(self, settings: Settings | None = None, capacity_mib: int = 150) -> None:
         self._allocator = Allocator(settings, capacity_bytes=capacity_mib * MIB)
-        self._weights = self._allocator.malloc(20 * MIB)
+        self._peaks: Counter[str] = Counter()  # of the step
+        self._weights = self._malloc(20)
+
+    def _malloc(self, size_mib: int) -> Block:
+        block = self._allocator.malloc(size_mib * MIB)
+        values = self._allocator.stats().values
+        self._peaks |= Counter(
+            {f"{name}.all.peak": values[f"{name}.all.current"] for name in ("allocated_bytes", "reserved_bytes")}
+        )
+        return block
 
     def step(self, groups: Step) -> AllocatorSample:
-        self._allocator.reset_peak_stats()
+        self._peaks.clear()
         for sizes_mib in groups:
-            for block in [self._allocator.malloc(size * MIB) for size in sizes_mib]:
+            for block in [self._malloc(size) for size in sizes_mib]:
                 self._allocator.free(block)
         return AllocatorSample.of(self.counters())
 
     def counters(self) -> Mapping[str, int]:
-        return self._allocator.stats().values
+        return {**self._allocator.stats().values, **self._peaks}
 
 
 def samples(steps: Sequence[Step], settings: Settings | None = None) -> list[AllocatorSample]:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -342,7 +343,7 @@ class TestInTheLoop:
                 Odd("mean"),
                 "--accumulate 2",
                 "accumulation: rows of a batch depend on each other in Odd: run apart they give another result than "
-                "together (output is 0.71 of its size off, allowed 1e-04); use --checkpoint or --offload activations, which keep "
+                "together (output is N of its size off, allowed 1e-04); use --checkpoint or --offload activations, which keep "
                 "the batch whole",
             ),
         ],
@@ -350,7 +351,8 @@ class TestInTheLoop:
     def test_a_batch_that_cannot_be_split(self, model: nn.Module, plan: str, text: str) -> None:
         workload = Workload(model, torch.optim.AdamW(model.parameters()))
         with unchanged(workload), fit(workload, plan):
-            assert refusal(lambda: model(*pairs(0))) == text
+            # by how much it is off depends on the weights
+            assert re.sub(r"output is [\d.]+ of", "output is N of", refusal(lambda: model(*pairs(0)))) == text
 
     @pytest.mark.parametrize(
         ("model", "batch", "plan", "text"),
