@@ -24,6 +24,7 @@ _TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent
 # a table may be narrower than its title, which then stays on one line
 _CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit;white-space:nowrap"
 _CELL = f"padding:5px 14px 5px 0;vertical-align:top;background:transparent;border:0;border-bottom:1px solid {_RULE}"
+_NOTE = f"{_CELL};padding-top:0;max-width:60em;text-align:left;white-space:normal;opacity:.85"
 _HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600;white-space:nowrap"
 _CODE = "font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
 _BAR = "display:flex;height:8px;margin-top:4px;width:170px"
@@ -55,7 +56,10 @@ def table(content: Table) -> str:
         for column, of in zip(content.columns, bars, strict=True)
     ]
     rows = "".join(_row(content.columns, each, flush, scales) for each in content.rows)
-    body = f"<thead>{_heads(content.columns, flush)}</thead><tbody>{rows}</tbody>" if content.columns else ""
+    headed = [
+        (column, side) for column, side in zip(content.columns, flush, strict=True) if column.kind is not Kind.NOTE
+    ]
+    body = f"<thead>{_heads(headed)}</thead><tbody>{rows}</tbody>" if content.columns else ""
     drawn = [bar.parts for column in bars for bar in column if bar is not None and bar.look in _OF_CATEGORIES]
     key = keys(categories_of(drawn), "margin-top:8px")
     more = "".join(f'<div style="margin-top:8px">{table(inner)}</div>' for inner in content.more)
@@ -71,13 +75,10 @@ def _flush(column: Column[Any], *, has_bars: bool) -> str:
     return "text-align:right" if column.kind is Kind.NUMBER and not has_bars else "text-align:left"
 
 
-def _heads(columns: Sequence[Column[Any]], flush: Sequence[str]) -> str:
+def _heads(columns: Sequence[tuple[Column[Any], str]]) -> str:
     """The headings, under one over several columns where there is one."""
-    heads = "".join(
-        f'<th scope="col" style="{_HEAD};{side}">{_head(column.title)}</th>'
-        for column, side in zip(columns, flush, strict=True)
-    )
-    over = [(group, len(list(each))) for group, each in groupby(columns, key=lambda column: column.group)]
+    heads = "".join(f'<th scope="col" style="{_HEAD};{side}">{_head(column.title)}</th>' for column, side in columns)
+    over = [(group, len(list(each))) for group, each in groupby(columns, key=lambda headed: headed[0].group)]
     if len(over) == 1:
         return f'<tr style="background:transparent">{heads}</tr>'
     groups = "".join(
@@ -95,27 +96,32 @@ def _head(title: str) -> str:
 
 
 def _row(columns: Sequence[Column[Any]], each: Row, flush: Sequence[str], scales: Sequence[float]) -> str:
+    """A row; its notes stand below it over the whole width, since a wide table would push them out of sight."""
+    notes = [text for column, text in zip(columns, each.texts, strict=True) if column.kind is Kind.NOTE and text]
+    rule = ";border-bottom:0" if notes else ""
     cells = "".join(
-        _plan_cell(text, each) if column.kind is Kind.PLAN else _cell(column, text, bar, side, scale)
+        _plan_cell(text, each, rule) if column.kind is Kind.PLAN else _cell(text, bar, f"{side}{rule}", scale)
         for column, text, bar, side, scale in zip(columns, each.texts, each.bars, flush, scales, strict=True)
+        if column.kind is not Kind.NOTE
     )
-    set_back = ";opacity:.65" if each.is_left_out else ""
-    return f'<tr style="background:{_FITS if each.fits else "transparent"}{set_back}">{cells}</tr>'
+    shown = sum(column.kind is not Kind.NOTE for column in columns)
+    below = "".join(f'<td colspan="{shown}" style="{_NOTE}">{_unbroken(note)}</td>' for note in notes)
+    style = f"background:{_FITS if each.fits else 'transparent'}{';opacity:.65' if each.is_left_out else ''}"
+    return "".join(f'<tr style="{style}">{content}</tr>' for content in (cells, below) if content)
 
 
-def _cell(column: Column[Any], text: str, bar: Bar | None, side: str, scale: float) -> str:
-    wrap = "white-space:normal;min-width:16em;max-width:34em" if column.kind is Kind.NOTE else "white-space:nowrap"
-    return f'<td style="{_CELL};{side};{wrap}">{_unbroken(text)}{_bar(bar, scale) if bar is not None else ""}</td>'
+def _cell(text: str, bar: Bar | None, side: str, scale: float) -> str:
+    return f'<td style="{_CELL};{side};white-space:nowrap">{_unbroken(text)}{_bar(bar, scale) if bar is not None else ""}</td>'
 
 
-def _plan_cell(plan: str, each: Row) -> str:
+def _plan_cell(plan: str, each: Row, rule: str) -> str:
     mark = f' <span style="{_BADGE}">✓ fits</span>' if each.fits else ""
     below = (
         f'<div style="{"" if each.is_left_out else "opacity:.75;"}font-size:12px">{escape(each.below)}</div>'
         if each.below
         else ""
     )
-    style = f"{_CELL};text-align:left;font-weight:400;min-width:{19 if each.below else 12}em"
+    style = f"{_CELL};text-align:left;font-weight:400;min-width:{19 if each.below else 12}em{rule}"
     return f'<th scope="row" style="{style}"><code style="{_CODE}">{_unbroken(plan)}</code>{mark}{below}</th>'
 
 
