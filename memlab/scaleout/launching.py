@@ -227,7 +227,7 @@ def _run(
         for process in ranks:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes it has started
-            process.wait()
+            process.communicate()
     if len(status.done) < nproc:
         raise failure(status, nproc, log.read_text(errors="replace"))
     return status
@@ -243,7 +243,7 @@ def _started(folder: Path, rank: int, nproc: int, log: Path) -> subprocess.Popen
     with log.open("ab") as output:
         return subprocess.Popen(  # noqa: S603 - this interpreter, with paths of our own
             [sys.executable, "-u", "-c", "from memlab.scaleout.worker import main; main()", str(folder)],
-            stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+            stdout=output, stderr=output, stdin=subprocess.PIPE, env=environment, start_new_session=True,
         )  # fmt: skip
 
 

@@ -6,7 +6,9 @@ import contextlib
 import io
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -139,6 +141,7 @@ class _Output(io.TextIOBase):
 
 def main() -> None:
     """Do the job that lies in a folder."""
+    _end_with_parent()
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     sender = Sender(folder, rank)
     sender.say(STARTED)
@@ -154,6 +157,20 @@ def main() -> None:
     sender.say(DONE)
     # all is written down; what libraries do when an interpreter ends could only spoil it
     os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """End when the process ends that holds the other end of standard input: a kernel that is killed leaves no rank on a GPU."""
+    held = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # what the loop sees
+    os.close(nothing)
+
+    def wait() -> None:
+        os.read(held, 1)
+        os.killpg(0, signal.SIGKILL)  # with the processes it has started
+
+    threading.Thread(target=wait, name="memlab-parent", daemon=True).start()
 
 
 def _work(folder: Path, rank: int, sender: Sender) -> None:

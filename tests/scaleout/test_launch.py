@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -173,6 +175,34 @@ def test_an_interrupt_ends_all_ranks() -> None:
         launch(train, workload, "--scale ddp", nproc=2, progress=progress)
     assert reached.is_set()
     assert differing(workload, before) == []
+
+
+_KILLED = """
+import os, psutil, signal
+from memlab import launch
+from tests.scaleout.runs import gpt2, texts, trained
+
+def train(there):
+    for _ in range(10_000):
+        trained(there, texts(1))
+
+def progress(_line):
+    print(*(child.pid for child in psutil.Process().children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+launch(train, gpt2(), "--scale ddp", nproc=2, progress=progress)
+"""
+
+
+@pytest.mark.full
+def test_ranks_end_with_a_kernel_that_is_killed() -> None:
+    killed = subprocess.run([sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, check=False, timeout=120)
+    ranks = [int(pid) for pid in killed.stdout.split()]
+    assert len(ranks) == 2
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in ranks):
+        assert time.monotonic() < deadline, ranks
+        time.sleep(0.1)
 
 
 def test_what_cannot_be_sent_is_named() -> None:
