@@ -143,7 +143,7 @@ def test_the_description_is_in_the_file() -> None:
 @pytest.mark.full
 def test_pyplot_is_never_imported() -> None:
     code = (
-        "import sys; from memlab.records import *; from memlab.records.comparison import *; from memlab.report import image, timeline_image, html, text, figure\n"
+        "import sys; from memlab.records import *; from memlab.records.comparison import *; from memlab.report import image, timeline_image, html, text\n"
         "assert 'matplotlib' not in sys.modules and 'plotly' not in sys.modules\n"
         "m = Measurement('as written', 'cpu', 8, None, 0, {}, (), (1.0,), 1, 0)\n"
         "image.png(Comparison('t', (m,))); timeline_image.png(m)\n"
