@@ -80,7 +80,11 @@ class Background:
     def start(
         self, shell: Shell, source: Source, work: Callable[[Place], None], failed: Callable[[BaseException], None]
     ) -> None:
-        """Run a cell in the background."""
+        """Run a cell in the background.
+
+        Raises:
+            SessionError: one runs already.
+        """
         if self._job is not None and self._job.is_running:
             raise SessionError(f"%%memfit --background: {self._job.name} runs in the background already; {WAYS_OUT}")
         self._job = Job(shell, Program(shell, source), work, failed)
@@ -92,13 +96,21 @@ class Background:
         return job is not None and any(each is model for each in job.models)
 
     def require_rest(self, what: str) -> None:
-        """Refuse what must not be done while a cell runs in the background, unless that cell does it itself."""
+        """Refuse what must not be done while a cell runs in the background, unless that cell does it itself.
+
+        Raises:
+            SessionError: a cell runs in the background.
+        """
         job = self._other()
         if job is not None:
             raise SessionError(f"{what}: {job.name} runs in the background; {WAYS_OUT}")
 
     def require_other(self, model: nn.Module | None) -> None:
-        """Refuse a foreground cell on the model that is trained in the background."""
+        """Refuse a foreground cell on the model that is trained in the background.
+
+        Raises:
+            SessionError: it is the same model, or nobody can tell.
+        """
         job = self._other()
         if job is None:
             return
@@ -108,7 +120,11 @@ class Background:
             raise SessionError(f"%%memfit: {job.name} trains {type(model).__name__} in the background; {WAYS_OUT}")
 
     def wait(self) -> str:
-        """Wait until the cell has ended; Ctrl-C ends the waiting, and not the cell."""
+        """Wait until the cell has ended; Ctrl-C ends the waiting, and not the cell.
+
+        Raises:
+            SessionError: it failed, or waits for itself.
+        """
         job = self._job
         if job is None:
             return "no cell runs in the background"
@@ -131,7 +147,11 @@ class Background:
         return f"{job.name} in the background ends before its next step"
 
     def close(self, patience_seconds: float = _PATIENCE_SECONDS) -> None:
-        """Cancel the cell and wait for its end."""
+        """Cancel the cell and wait for its end.
+
+        Raises:
+            SessionError: it makes no more training steps, so it cannot be cancelled.
+        """
         job = self._other()
         if job is None:
             return

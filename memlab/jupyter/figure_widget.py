@@ -31,6 +31,9 @@ class LiveFigure:
     """One figure for as long as it is open; any thread may show a moment in it.
 
     It keeps the plain values it drew last, and nothing of the moments it was shown.
+
+    Raises:
+        MissingExtraError: plotly, anywidget or ipywidgets is not installed.
     """
 
     def __init__(self) -> None:

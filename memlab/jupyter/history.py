@@ -92,6 +92,9 @@ class History:
 
         Args:
             moment: what a panel shows of the run, so that it can be replayed in one.
+
+        Raises:
+            MemlabError: nothing was measured yet.
         """
         considered = {each.plan: replace(each, timeline=()) for each in self.plan_space}
         record = RunRecord(
@@ -117,7 +120,11 @@ class History:
         )
 
     def require(self) -> Comparison:
-        """The receipt."""
+        """The receipt.
+
+        Raises:
+            MemlabError: nothing was measured yet.
+        """
         if self.comparison is None:
             raise MemlabError("nothing is measured yet: put %%memfit on the cell that trains, and run it")
         return self.comparison

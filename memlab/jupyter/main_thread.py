@@ -51,6 +51,9 @@ class MainThread:
         """Do something on the main thread as soon as no cell runs there; returns at once. From any thread.
 
         An error is shown in the output of the cell that made this object.
+
+        Raises:
+            SessionError: there is no event loop to do it, and this is not the main thread.
         """
         if self._kernel is not None:
             # the context of whoever asks is not the one of the cell that shows the output
@@ -63,7 +66,11 @@ class MainThread:
             )
 
     def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> Steps:
-        """Advance an iterator, a step at a time, while no cell runs. From any thread."""
+        """Advance an iterator, a step at a time, while no cell runs. From any thread.
+
+        Raises:
+            SessionError: a terminal has no event loop to advance it.
+        """
         if self._kernel is None:
             raise SessionError("steps beside cells need a notebook's event loop; in a terminal, run them in a loop")
         played = Steps(steps, ended, self, self._shell.events)

@@ -69,7 +69,11 @@ class Notebook:
         return sorted(sessions(), key=lambda session: all(session.workload.model is not model for model in last))
 
     def together(self) -> list[Session]:
-        """The sessions of the last cell, that of its receipt first; where none of them is left, any."""
+        """The sessions of the last cell, that of its receipt first; where none of them is left, any.
+
+        Raises:
+            WorkloadError: none is attached.
+        """
         models = (model() for model in self._last_models)
         found = [session for model in models if model is not None and (session := session_of(model)) is not None]
         if not found and not sessions():
@@ -113,7 +117,11 @@ class Notebook:
     def subject(
         self, command: str, options: PredictOptions, *, needs_batch: bool = True
     ) -> tuple[list[Workload], History]:
-        """Return what is predicted: the models of the last cell, or those in the notebook, and the history of the first."""
+        """Return what is predicted: the models of the last cell, or those in the notebook, and the history of the first.
+
+        Raises:
+            WorkloadError: as for `prediction.workloads_of`.
+        """
         together = self.together() if sessions() else []
         workloads = prediction.workloads_of(
             command, options, self.shell.user_ns, together, self.history_of, needs_batch=needs_batch

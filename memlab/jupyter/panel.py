@@ -35,13 +35,21 @@ _MAGIC = "magic"
 
 
 def require_widgets() -> None:
-    """Import what a panel is made of."""
+    """Import what a panel is made of.
+
+    Raises:
+        MissingExtraError: something of it is not installed.
+    """
     for package in ("ipywidgets", "anywidget", "plotly"):
         require(package)
 
 
 class Panel:
-    """A view of a run, with controls."""
+    """A view of a run, with controls.
+
+    Raises:
+        MissingExtraError: ipywidgets, anywidget or plotly is not installed.
+    """
 
     def __init__(self, source: Source, hearing: Hearing | None = None) -> None:
         require_widgets()

@@ -63,6 +63,9 @@ class PredictOptions:
 def predict_options(command: str, words: list[str]) -> PredictOptions:
     """Read the words after `%memfit predict`, `find`, `ablation`, `panel` or `snapshot`.
 
+    Raises:
+        PlanError: as for `cell_options`.
+
     Example:
         >>> options = predict_options("predict", ["--fp16", "--budget", "2GiB"])
         >>> options.plan.label, options.budget
@@ -121,7 +124,11 @@ def _models_in(given: dict[str, str]) -> tuple[str, ...]:
 
 
 def one_model(names: tuple[str, ...], what: str) -> str | None:
-    """The one name of a model, where no more than one can be served; None without any."""
+    """The one name of a model, where no more than one can be served; None without any.
+
+    Raises:
+        PlanError: there are several.
+    """
     if len(names) > 1:
         raise PlanError(f"--model {','.join(names)}: {what} has one model; name one")
     return names[0] if names else None
@@ -263,7 +270,11 @@ def _check_inference(plan: Plan, given: dict[str, str]) -> None:
 
 
 def split_words(line: str) -> list[str]:
-    """Split a magic's line as a shell does."""
+    """Split a magic's line as a shell does.
+
+    Raises:
+        PlanError: a quotation is left open.
+    """
     try:
         return shlex.split(line)
     except ValueError as error:

@@ -34,7 +34,11 @@ _STYLE = f"""
 
 @cache
 def status_class() -> type[Any]:
-    """The class of status bars; made when it is first needed, since it derives from an optional package."""
+    """The class of status bars; made when it is first needed, since it derives from an optional package.
+
+    Raises:
+        MissingExtraError: anywidget is not installed.
+    """
     require("ipywidgets")
     anywidget = require("anywidget")
     import traitlets

@@ -57,6 +57,10 @@ class LivePredictions:
             measured: a measurement on such a batch, by which times are calibrated; the first one there is makes
                 predictions without it worthless.
             every: every plan worth considering as well.
+
+        Raises:
+            TraceError: what the model computes depends on values.
+            WorkloadError: no batch or no optimizer.
         """
         self.is_complete = False
         self._begin(workload, is_calibrated=measured is not None)
@@ -68,7 +72,11 @@ class LivePredictions:
         self.is_complete = True
 
     def fastest_within(self, budget_bytes: int) -> Plan:
-        """The fastest plan that is predicted to fit a budget for certain."""
+        """The fastest plan that is predicted to fit a budget for certain.
+
+        Raises:
+            MemlabError: none is.
+        """
         known = [each for each in self.predictions if not each.refused]
         best = fastest(each for each in known if each.verdict(budget_bytes).fit is Fit.YES)
         if best is None:

@@ -24,6 +24,9 @@ def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[f
 
     Yields:
         The loss of each step.
+
+    Raises:
+        WorkloadError: no batch or no optimizer, or the model gives no loss.
     """
     require_complete(workload)
     if keep:

@@ -157,6 +157,9 @@ class Plan:
     def of_label(cls, label: str) -> Plan:
         """The plan that prints as a label.
 
+        Raises:
+            PlanError: as for `parse`.
+
         Example:
             >>> Plan.of_label("as written") == Plan(), Plan.of_label("--bf16").label
             (True, '--bf16')

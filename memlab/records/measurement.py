@@ -139,6 +139,7 @@ class StepRecord:
     skipped: bool = False
 
 
+@dataclass(frozen=True)
 class Profile(Shown):
     """What a measurement and a prediction of a plan have in common."""
 
@@ -186,13 +187,6 @@ class Measurement(Profile):
         models: the breakdown of each model, by name, where several trained; what is no model's is under `LOOP`.
     """
 
-    plan: str
-    device: str
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int | None
-    host_bytes: int
-    breakdown: Mapping[str, int]
-    timeline: tuple[TimelinePoint, ...]
     step_seconds: tuple[float, ...]
     samples_per_step: float
     tokens_per_step: float

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from memlab.records.measurement import Measurement, Profile, TimelinePoint, ratio
+from memlab.records.measurement import Measurement, Profile, ratio
 
 
 class Fit(StrEnum):
@@ -61,13 +61,6 @@ class Prediction(Profile):
         refused: why the plan does not apply here; empty when it does. A refused plan has no numbers.
     """
 
-    plan: str
-    device: str
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int | None
-    host_bytes: int
-    breakdown: Mapping[str, int]
-    timeline: tuple[TimelinePoint, ...]
     step_seconds: float
     samples_per_step: float
     tokens_per_step: float

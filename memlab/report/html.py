@@ -24,7 +24,7 @@ _TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent
 # a table may be narrower than its title, which then stays on one line
 _CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit;white-space:nowrap"
 _CELL = f"padding:5px 14px 5px 0;vertical-align:top;background:transparent;border:0;border-bottom:1px solid {_RULE}"
-_NOTE = f"{_CELL};padding-top:0;max-width:60em;text-align:left;white-space:normal;opacity:.85"
+_NOTE = f"{_CELL};padding-top:0;max-width:60em;text-align:left;white-space:normal"
 _HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600;white-space:nowrap"
 _CODE = "font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
 _BAR = "display:flex;height:8px;margin-top:4px;width:170px"

@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 
 def png(comparison: Comparison) -> bytes:
-    """Draw a comparison: peak memory by category on the left, throughput on the right."""
+    """Draw a comparison: peak memory by category on the left, throughput on the right.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
     labels = ["\n".join(flag_lines(row.measurement.plan, 32)) for row in comparison.rows]
     rows = _row_heights(labels)
     height = 1.45 + 0.54 * sum(rows)

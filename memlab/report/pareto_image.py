@@ -37,7 +37,11 @@ _OPEN = {"markerfacecolor": "none"}
 
 
 def png(chart: Chart) -> bytes:
-    """Draw predictions as open marks, their Pareto front as a line, trials as filled marks, the budget as a line."""
+    """Draw predictions as open marks, their Pareto front as a line, trials as filled marks, the budget as a line.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
     figure = paper(5.2)
     write(figure, 0.012, 0.975, "\n".join(textwrap.wrap(chart.title, 120)), size=11, weight="bold", va="top")
     axes = figure.add_axes((0.065, 0.105, 0.92, 0.745))

@@ -31,7 +31,11 @@ table_of.register(
 
 @singledispatch
 def text_of(record: Any) -> str:
-    """Return a record as text."""
+    """Return a record as text.
+
+    Raises:
+        TypeError: nothing is known of this kind.
+    """
     table = table_of(record)
     if table is None:
         raise TypeError(f"{type(record).__name__}: no report shows it")

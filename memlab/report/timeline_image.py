@@ -50,7 +50,11 @@ _HEAD_INCHES, _ROW_INCHES, _FOOT_INCHES = 0.5, 2.3, 0.42
 
 
 def png(profile: Profile, budget_bytes: int | None = None) -> bytes:
-    """Draw the memory of one step over time, stacked by category, above a band of its phases."""
+    """Draw the memory of one step over time, stacked by category, above a band of its phases.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
     figure = paper(4.3)
     title = heading(profile)
     write(figure, 0.012, 0.972, "\n".join(textwrap.wrap(title, 120)), size=11, weight="bold", va="top")
@@ -76,7 +80,12 @@ def png(profile: Profile, budget_bytes: int | None = None) -> bytes:
 
 
 def together_png(profiles: Sequence[Profile]) -> bytes:
-    """Draw several steps below each other, on one scale of memory and one of time."""
+    """Draw several steps below each other, on one scale of memory and one of time.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        MemlabError: no profile, or one without a timeline.
+    """
     bare = [profile.plan for profile in profiles if not profile.timeline]
     if bare or not profiles:
         raise MemlabError(f"a picture of steps needs steps with a timeline, and has none of {', '.join(bare) or 'any'}")

@@ -182,7 +182,7 @@ class _Order:
     """The order in which fallbacks are tried.
 
     Args:
-        limits: which plans are on it.
+        limits: which plans are in it.
         refused: plans that do not apply; may grow.
         predictions: what is predicted.
         budget_bytes: what plans are to fit into.

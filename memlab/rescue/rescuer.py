@@ -2,7 +2,8 @@
 
 What it does, by the place where memory ran out:
 
-1. *In the model's forward*: everything the call made is dropped, random state and buffers go back, the next plan comes into force, the same batch runs again.
+1. *In the model's forward*: everything the call made is dropped, random state and buffers go back, the next plan comes
+   into force, the same batch runs again.
 2. *In its backward*: the same, and the call is run again for the gradients the loop has sent (`guard`).
 3. *In the loop's own code*: graphs of the model that wait for their backward pass are dropped (they are made again),
    then optimizer state leaves the device; the function is called again (`loop_code`).

@@ -142,7 +142,11 @@ class Search:
         self._estimates.clear()
 
     def refuse(self, plan: Plan, error: RefusalError | MissingExtraError) -> None:
-        """Leave out every plan with the setting that was refused."""
+        """Leave out every plan with the setting that was refused.
+
+        Raises:
+            RefusalError: the model itself is refused, whatever the plan.
+        """
         # packages are missing for optimizers only
         name = error.technique if isinstance(error, RefusalError) else "optimizer"
         if name not in plan.changes():
@@ -152,7 +156,12 @@ class Search:
                 candidate.prediction = replace(candidate.prediction, refused=str(error))
 
     def result(self) -> FoundPlan:
-        """The fastest plan that was run and fits."""
+        """The fastest plan that was run and fits.
+
+        Raises:
+            BudgetError: none fits.
+            WorkloadError: none applies.
+        """
         best = self._best()
         if best is None:
             raise self.nothing_left()

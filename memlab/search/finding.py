@@ -152,7 +152,11 @@ def considered(
     *,
     lossless: bool = False,
 ) -> tuple[Plan, ...]:
-    """The plans to consider for a batch and a device."""
+    """The plans to consider for a batch and a device.
+
+    Raises:
+        MemlabError: no such GPU in the catalogue.
+    """
     workloads = each_of(workload)
     half = half_format(compute_capability_of(workloads[0].device, device))
     rows = min((rows for each in workloads if (rows := rows_of(each)) is not None), default=None)

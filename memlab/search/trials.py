@@ -25,7 +25,13 @@ Say = Callable[[str], None]
 
 
 def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan:
-    """Run plans until none is worth a trial."""
+    """Run plans until none is worth a trial.
+
+    Raises:
+        BudgetError: none fits.
+        RefusalError: the model is refused, whatever the plan.
+        WorkloadError: none applies.
+    """
     while (plan := search.next_plan(trials)) is not None:
         say(search.announcement(plan))
         try:
@@ -40,7 +46,11 @@ def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan
 def run_trial(
     workload: Workloads, plan: Plan, steps: int, device: Device, budget_bytes: float = math.inf
 ) -> Measurement:
-    """The measurement of a plan; the row that says so when it does not fit."""
+    """The measurement of a plan; the row that says so when it does not fit.
+
+    Raises:
+        RefusalError: a technique of the plan does not apply.
+    """
     _free_cache(each_of(workload)[0].device)
     words = ""
     try:

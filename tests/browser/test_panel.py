@@ -164,7 +164,7 @@ def _flip_while_it_trains(opened: OpenNotebook, panel: Any) -> None:
     until(
         opened, panel, f"panel => {{ const y = ({_MEASURED_PEAKS})(panel); return y.at(-1) < 0.7 * Math.max(...y); }}"
     )
-    expect(panel.locator("tbody tr")).to_have_count(2, timeout=_MILLISECONDS)
+    expect(panel.locator("tbody th[scope=row]")).to_have_count(2, timeout=_MILLISECONDS)
     spoken = panel.locator(".memlab-spoken[aria-live=polite]")
     expect(spoken).to_contain_text(f"checkpointing applied at step {step}", timeout=_MILLISECONDS)
     assert opened.is_running(2)
@@ -176,7 +176,7 @@ def _cancel(opened: OpenNotebook, panel: Any) -> None:
     output = opened.cell(2).locator(".jp-OutputArea")
     expect(output.get_by_text(re.compile(r"cancelled from the panel after step \d+"))).to_have_count(1)
     assert "Traceback" not in output.inner_text()
-    assert output.locator(".memlab-receipt tbody tr").count() == 2
+    assert output.locator(".memlab-receipt tbody th[scope=row]").count() == 2
     until_says(panel, "idle")
 
 

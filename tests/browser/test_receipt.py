@@ -78,7 +78,7 @@ def test_receipt_and_figure(browser: Any, lab: str, lab_folder: Path, tmp_path: 
         page.locator(".jp-OutputArea img[src^='data:image/png']").first.wait_for(timeout=_MILLISECONDS)
         page.wait_for_function("document.querySelectorAll('.memlab-receipt table').length === 3", timeout=_MILLISECONDS)
         page.screenshot(path=str(tmp_path / "receipt.png"))
-        rows = receipts.nth(1).locator("tbody tr").all_inner_texts()
+        rows = receipts.nth(1).locator("tbody tr:has(th)").all_inner_texts()
         assert rows[0].startswith("as written")
         assert rows[1].startswith("--accumulate 4")
         assert "memfit · Sequential" in receipts.nth(1).locator("caption").inner_text()
@@ -101,7 +101,7 @@ def test_one_cell_by_keyboard(browser: Any, lab: str, lab_folder: Path) -> None:
         for _ in CELLS[:3]:
             page.keyboard.press("Shift+Enter")
         page.locator(".memlab-receipt table").wait_for(timeout=_MILLISECONDS)
-        assert page.locator(".memlab-receipt tbody tr").count() == 1
+        assert page.locator(".memlab-receipt tbody th[scope=row]").count() == 1
     finally:
         page.close()
 

@@ -53,8 +53,7 @@ class Noise(WatchingMode):
 
     Attributes:
         computes_low: whether an operator of the run together computed in TF32, in half precision or in less.
-        draws_inside: whether dropout inside of a kernel was left out.
-        draws_inside: whether a kernel would have drawn that cannot be given numbers (rule 3).
+        draws_inside: whether dropout inside of a kernel was left out (rule 3).
 
     Example:
         >>> noise = Noise()

@@ -12,6 +12,9 @@ from memlab.workshop.questions import Check
 def chapter(number: int) -> Check:
     """The exercises of a chapter.
 
+    Raises:
+        PlanError: there is no such chapter, or it has no exercises.
+
     Example:
         >>> sorted(chapter(1).questions)[0]
         'q1'
