@@ -15,7 +15,6 @@ asked for is answered by the error, and so are memlab's own loops (measurements,
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import threading
@@ -313,7 +312,8 @@ class Session:
 
     def _tell(self, moment: str, *args: Any) -> None:
         for observer in tuple(self.observers):
-            if _hears(type(observer), moment):
+            # most moments of a step are nothing to most observers
+            if getattr(type(observer), moment) is not getattr(Observer, moment):
                 self.tell(observer, moment, *args)
 
     def tell(self, observer: Observer, moment: str, *args: Any) -> None:
@@ -683,12 +683,6 @@ class Session:
                 pair for pair in self.plan.offload if any(t.wanted(Plan(offload=(pair,))) for t in idle)
             )
         return f"{replace(Plan(), **settings)} had no effect: {why}; {advice}"
-
-
-@functools.cache
-def _hears(kind: type[Observer], moment: str) -> bool:
-    """Return whether observers of a class do anything at a moment; most moments of a step pass most of them by."""
-    return getattr(kind, moment) is not getattr(Observer, moment)
 
 
 def fit(
