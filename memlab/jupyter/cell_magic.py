@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from IPython.core.error import UsageError
 
@@ -15,7 +16,7 @@ from memlab.jupyter.freeing import calls_for_freeing, free, sentence
 from memlab.jupyter.help import cell_help
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Line, Progress, Saying
-from memlab.jupyter.notebook import Notebook, one_line
+from memlab.jupyter.notebook import Notebook, beside_the_cell, one_line
 from memlab.jupyter.panels import bring_up_to_date
 from memlab.jupyter.parser import CellOptions, cell_options
 from memlab.jupyter.state import out_of_memory_advice, own_frames
@@ -122,13 +123,14 @@ class CellMagic:
             with one_line():
                 self._find(watch, options, source)
             outcome = place.run(self._notebook.shell, source)
-        steps = self._keep(watch, outcome.error)
-        if steps and watch.session is not None:
-            # whoever interrupted the cell does not wait for predictions
-            plans = watch.plans if outcome.error is None and len(watch.sessions) == 1 else ()
-            self._predict(watch.session, plans, budget_bytes, line)
-        if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
-            self._show_receipt(watch, steps)
+        with beside_the_cell("the receipt"):
+            steps = self._keep(watch, outcome.error)
+            if steps and watch.session is not None:
+                # whoever interrupted the cell does not wait for predictions
+                plans = watch.plans if outcome.error is None and len(watch.sessions) == 1 else ()
+                self._predict(watch.session, plans, budget_bytes, line)
+            if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
+                self._show_receipt(watch, steps)
         if outcome.error is not None:
             self._raise(outcome, watch, place, options)
         self._require_model(watch, options)
@@ -190,23 +192,31 @@ class CellMagic:
     def _find(self, watch: CellWatch, options: CellOptions, source: cells.Source) -> None:
         # a copy: other cells may make variables meanwhile
         variables = dict(self._notebook.shell.user_ns)
-        for stale in stale_optimizers(variables, source.python):
-            print(f"memfit: {stale}")  # noqa: T201 - it trains nothing, which nobody notices in a long cell
-        named = options.models or (None,)
-        try:
-            found = [Workload.find(variables, source.python, model=name, optimizer=options.optimizer) for name in named]
-        except SeveralModelsError:
-            # those that train are found when they do
-            found = []
-        workloads = list({id(each.model): each for each in found if each is not None}.values())
-        if not options.models and not all(is_trained_by(each, variables, source.python) for each in workloads):
-            workloads = []
+        workloads = []
+        with beside_the_cell("the search for the model among the variables"):
+            for stale in stale_optimizers(variables, source.python):
+                print(f"memfit: {stale}")  # noqa: T201 - it trains nothing, which nobody notices in a long cell
+            workloads = self._named_in(variables, options, source)
         for workload in workloads or (None,):
             self._notebook.background.require_other(workload.model if workload is not None else None)
         for workload in workloads:
             watch.attach(workload, alone=bool(options.models))
         if not workloads:
-            watch.wait_for_model()
+            with beside_the_cell("the search for the model among what is called"):
+                watch.wait_for_model()
+
+    def _named_in(self, variables: dict[str, Any], options: CellOptions, source: cells.Source) -> list[Workload]:
+        """Return what a cell's text says that it trains; nothing where that is only seen when it trains."""
+        try:
+            found = [
+                Workload.find(variables, source.python, model=name, optimizer=options.optimizer)
+                for name in options.models or (None,)
+            ]
+            workloads = list({id(each.model): each for each in found if each is not None}.values())
+            is_sure = options.models or all(is_trained_by(each, variables, source.python) for each in workloads)
+        except SeveralModelsError:
+            return []
+        return workloads if is_sure else []
 
     def _keep(self, watch: CellWatch, error: BaseException | None) -> int:
         if watch.session is None:
@@ -216,6 +226,8 @@ class CellMagic:
         return watch.keep(self._notebook.history_of, error)
 
     def _show_receipt(self, watch: CellWatch, steps: int) -> None:
+        if watch.failure:
+            print(f"memfit: {watch.failure}; the cell is not affected")  # noqa: T201 - the cell itself was fine
         if watch.session is None or (watch.refused is not None and not steps):
             return
         if steps:
@@ -247,17 +259,18 @@ class CellMagic:
             raise UsageError(said)
         advice = ""
         if error is not None and is_out_of_memory(error):
-            advice = out_of_memory_advice(
-                error, watch.session, self._batch_of(watch), options.keep | self._notebook.config.kept
-            )
-            outcome.traceback = own_frames(self._notebook.shell, error) or outcome.traceback
+            with beside_the_cell("the advice"):
+                advice = out_of_memory_advice(
+                    error, watch.session, self._batch_of(watch), options.keep | self._notebook.config.kept
+                )
+                outcome.traceback = own_frames(self._notebook.shell, error) or outcome.traceback
         place.raise_shown(self._notebook.shell, outcome, advice)
 
     def _require_model(self, watch: CellWatch, options: CellOptions) -> None:
         if watch.refused is not None:
             # somebody between here and there has caught the error
             raise UsageError(str(watch.refused))
-        if watch.session is not None:
+        if watch.session is not None or watch.failure:
             return
         why = _PASSED_OVER.format(watch.passed_over) if watch.passed_over else _NO_MODEL
         if options.plan is not None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Self
@@ -23,12 +23,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
-from memlab.errors import MemlabError
+from memlab.errors import MemlabError, first_line
 from memlab.jupyter.first_call import FirstTrainingCall
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress
 from memlab.live.control import Control
-from memlab.measuring.beside import Beside, Calls, meter_of
+from memlab.measuring.beside import Beside, meter_of
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import row_of_failure
 from memlab.measuring.steps import Meter
@@ -72,6 +72,7 @@ class CellWatch:
     Attributes:
         sessions: of the models that the cell trains, in the order in which they were found.
         refused: what memlab has refused in the middle of the cell, last; None for nothing.
+        failure: what of memlab's own failed, so that it sees no more of the cell, in words; empty for nothing.
         passed_over: class of a model that was called and that no optimizer trains; empty for none.
     """
 
@@ -88,6 +89,7 @@ class CellWatch:
         self.sessions: list[Session] = []
         self._models: list[nn.Module] = []  # for the receipt, also of those that the cell drops
         self.refused: MemlabError | None = None
+        self.failure = ""
         self.passed_over = ""
         self._plan = plan
         self._capacity_bytes = capacity_bytes
@@ -166,14 +168,33 @@ class CellWatch:
         self._models.append(workload.model)
         self._log_from.append(len(session.log))
         train_together(self.sessions)
-        if self._meter is None:
-            self._observe(session, self._device)
-            self._let_steer(session)
-            if not alone:
-                self._undo.callback(register_optimizer_step_pre_hook(self._stepped).remove)
-        else:
-            self._observe_beside(session, self._meter)
-        self._keep_alive(session, self._device)
+        with self._stepping_aside(is_needed=self._choose is not None):
+            if self._meter is None:
+                self._observe(session, self._device)
+                self._let_steer(session)
+                if not alone:
+                    self._undo.callback(register_optimizer_step_pre_hook(self._stepped).remove)
+            else:
+                self._observe_beside(session, self._meter)
+            self._keep_alive(session, self._device)
+        if self.failure:
+            self._undo.close()
+
+    @contextmanager
+    def _stepping_aside(self, *, is_needed: bool = False) -> Iterator[None]:
+        """Note where memlab itself fails, and let the cell go on without it.
+
+        Args:
+            is_needed: whether the cell asked for what fails; the error then is raised.
+        """
+        try:
+            yield
+        except MemlabError:
+            raise
+        except Exception as error:
+            if is_needed or is_out_of_memory(error):
+                raise
+            self.failure = f"memlab itself failed and looks for no further models of this cell ({first_line(error)})"
 
     def _name(self, workload: Workload) -> None:
         """Tell models apart: from the second one on, each is called as it is in the notebook."""
@@ -189,12 +210,14 @@ class CellWatch:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look for a further model when an optimizer steps that updates none of those found."""
-        if id(optimizer) in self._known or self._thread not in (None, threading.get_ident()) or is_loop_known():
+        is_mine = self._thread in (None, threading.get_ident())
+        if self.failure or id(optimizer) in self._known or not is_mine or is_loop_known():
             return
-        self._known.add(id(optimizer))
-        if not any(steps_some_of(optimizer, each.workload.model) for each in self.sessions):
-            # hooks of steps are being run: none can join them
-            self._look(expects_closures=False)
+        with self._stepping_aside():
+            self._known.add(id(optimizer))
+            if not any(steps_some_of(optimizer, each.workload.model) for each in self.sessions):
+                # hooks of steps are being run: none can join them
+                self._look(expects_closures=False)
 
     def _look(self, *, expects_closures: bool = True) -> None:
         """Look at what is called, until every model of a step has been seen."""
@@ -206,7 +229,16 @@ class CellWatch:
         """Attach to a model that is called; True when there is no other one to expect."""
         if is_loop_known():
             return False
-        called = unwrap_model(model)
+        is_over = True
+        try:
+            with self._stepping_aside(is_needed=self._plan not in (None, Plan()) or self._choose is not None):
+                is_over = self._takes(unwrap_model(model))
+        except MemlabError as refusal:
+            self._broke_off(refusal)
+            raise
+        return is_over
+
+    def _takes(self, called: nn.Module) -> bool:
         calls = self._calls[id(called)] = self._calls.get(id(called), 0) + 1
         holder = next(
             (each for each in self.sessions if any(part is called for part in each.workload.model.modules())), None
@@ -221,13 +253,9 @@ class CellWatch:
             # a teacher or a loss with weights, unless it is called again and nothing else trains
             self.passed_over = type(called).__name__
             return False
-        try:
-            session = session_of(called)
-            self.attach(session.workload if session is not None else Workload(called, optimizers))
-        except MemlabError as refusal:
-            self._broke_off(refusal)
-            raise
-        return False
+        session = session_of(called)
+        self.attach(session.workload if session is not None else Workload(called, optimizers))
+        return bool(self.failure)
 
     def _has_made_optimizers(self) -> bool:
         return any(id(one) not in self._known for one in live_optimizers())
@@ -243,7 +271,7 @@ class CellWatch:
         self._undo.callback(meter.close)
         # the one that chooses comes first: what it takes is no part of the first step
         watching: list[Observer] = self._choosing(session)
-        watching += [meter, Calls(meter, 1), self._notes, ThrashWatch(session.note)]
+        watching += [meter, self._notes, *([ThrashWatch(session.note)] if torch.cuda.is_available() else [])]
         for observer in watching:
             self._watch(session, observer)
             session.tell(observer, "plan_changed", session.plan)

@@ -30,28 +30,21 @@ def meter_of(sessions: Sequence[Session], device: Device) -> Meter:
     )
 
 
-class Calls(Observer):
-    """Tells the meter of several models which of them is called."""
-
-    def __init__(self, meter: Meter, number: int) -> None:
-        self._meter = meter
-        self._number = number
-
-    def forward_begins(self, batch: Batch) -> None:
-        self._meter.call_begins(self._number, batch)
-
-    def forward_ended(self, loss: torch.Tensor | None) -> None:
-        self._meter.call_ended()
-
-
-class Beside(Calls):
+class Beside(Observer):
     """Tells the meter of one model what happens to another one of the same loop.
 
     Calls of the other model within a call of the first are part of that call, and steps of a shared optimizer are
     told by the first.
+
+    Args:
+        meter: that of the first.
+        number: of the other one, as from `Meter.take_in`.
     """
 
-    _is_inner = False
+    def __init__(self, meter: Meter, number: int) -> None:
+        self._meter = meter
+        self._number = number
+        self._is_inner = False
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         self._meter.optimizer_found(optimizer)
@@ -59,13 +52,13 @@ class Beside(Calls):
     def forward_begins(self, batch: Batch) -> None:
         self._is_inner = self._meter.in_forward
         if not self._is_inner:
-            self._meter.forward_begins(batch)
-        super().forward_begins(batch)
+            self._meter.step_goes_on(batch)
+        self._meter.call_begins(self._number, batch)
 
     def forward_ended(self, loss: torch.Tensor | None) -> None:
-        super().forward_ended(loss)
+        self._meter.call_ended()
         if not self._is_inner:
-            self._meter.forward_ended(loss)
+            self._meter.forward_is_over(loss)
 
     def gradients_complete(self) -> None:
         self._meter.gradients_complete()

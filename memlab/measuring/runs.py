@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memlab.errors import WorkloadError
-from memlab.measuring.beside import Beside, Calls, meter_of
+from memlab.measuring.beside import Beside, meter_of
 from memlab.measuring.device import CudaDevice, Device, device_for
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
@@ -250,7 +250,7 @@ def _measured_in(
 ) -> Measurement:
     several = len(workloads) > 1
     meter = meter_of(sessions, device)
-    sessions[0].observers = [meter, Calls(meter, 1)] if several else [meter]
+    sessions[0].observers = [meter]
     for session, workload in zip(sessions[1:], workloads[1:], strict=True):
         number = meter.take_in(workload.model, [each.name for each in workloads])
         session.observers = [Beside(meter, number)]

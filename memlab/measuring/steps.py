@@ -247,7 +247,7 @@ class Meter(Observer):
         return len(self._models)
 
     def call_begins(self, number: int, batch: Batch) -> None:
-        """A call of one of several models begins: what is born from now on is its own."""
+        """A call of one of the models begins: what is born from now on is its own."""
         self._calling.append(number)
         self._ledger.owner = number
         if self._is_observed:
@@ -283,6 +283,15 @@ class Meter(Observer):
             self._optimizers.append(optimizer)
 
     def forward_begins(self, batch: Batch) -> None:
+        self.step_goes_on(batch)
+        self.call_begins(1, batch)
+
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        self.call_ended()
+        self.forward_is_over(loss)
+
+    def step_goes_on(self, batch: Batch) -> None:
+        """A forward begins, of one or of several models within each other; the first one of a step begins the step."""
         if self.in_forward:
             self.interrupted()
         self._end_step_if_over()
@@ -296,11 +305,14 @@ class Meter(Observer):
         step.samples += batch.rows
         step.tokens += batch.tokens
         self.in_forward = True
-        self._ledger.phase = Phase.FORWARD
+        if step.observed:
+            self._ledger.phase = Phase.FORWARD
 
-    def forward_ended(self, loss: torch.Tensor | None) -> None:
+    def forward_is_over(self, loss: torch.Tensor | None) -> None:
+        """It has ended, and returned this loss."""
         self.in_forward = False
-        self._ledger.phase = Phase.STEP if self._in_step else Phase.OTHER
+        if self._is_observed:
+            self._ledger.phase = Phase.STEP if self._in_step else Phase.OTHER
         if self._step is not None and _is_readable(loss):
             self._step.loss = loss.detach()
 
@@ -312,17 +324,19 @@ class Meter(Observer):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._in_step = True
-        self._ledger.phase = Phase.STEP
-        self.gradients_complete()
+        if self._is_observed:
+            self._ledger.phase = Phase.STEP
+            self.gradients_complete()
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
         self._in_step = False
-        self._ledger.phase = Phase.OTHER
         self.optimizer_found(optimizer)
         self._note_turn(id(optimizer))
         step = self._step
         if step is None:
             return
+        if step.observed:
+            self._ledger.phase = Phase.OTHER
         step.skipped = step.skipped or skipped
         step.stepped.add(id(optimizer))
         if len(step.stepped) == len(self._optimizers):

@@ -54,12 +54,15 @@ class Batch:
     @property
     def rows(self) -> int:
         """Rows: the first dimension of the first tensor that has one; 0 without any."""
-        return next((tensor.shape[0] for tensor in self.tensors if tensor.dim()), 0)
+        for tensor in self.tensors:  # this and `tokens` without generators: they are asked in every step
+            if tensor.dim():
+                return tensor.shape[0]
+        return 0
 
     @property
     def elements(self) -> int:
         """Elements of all tensors."""
-        return sum(tensor.numel() for tensor in self.tensors)
+        return sum(map(torch.Tensor.numel, self.tensors))
 
     @property
     def tokens(self) -> int:
@@ -71,7 +74,10 @@ class Batch:
                 and isinstance(holder.get("input_ids"), torch.Tensor)
             ):
                 return int(holder["input_ids"].numel())
-        return next((value.numel() for value in self.args if _is_token_matrix(value)), 0)
+        for value in self.args:
+            if _is_token_matrix(value):
+                return int(value.numel())
+        return 0
 
     @property
     def shapes(self) -> tuple[tuple[tuple[int, ...], str], ...]:
@@ -96,8 +102,8 @@ class Batch:
 
 
 def _is_token_matrix(value: Any) -> bool:
-    is_integer = isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype is not torch.bool
-    return is_integer and value.dim() == 2
+    is_matrix = isinstance(value, torch.Tensor) and value.dim() == 2
+    return is_matrix and not value.is_floating_point() and value.dtype is not torch.bool
 
 
 class SeveralModelsError(WorkloadError):

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
+from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError, first_line
 from memlab.plan import FIELDS, Plan
 from memlab.rescue.guard import Start
 from memlab.rescue.rescuer import Rescuer
@@ -105,6 +105,8 @@ class Session:
         self.workload = workload
         self.log: list[LogEntry] = []
         self.observers: list[Observer] = list(observers)
+        self._observing: list[int] = []  # their numbers, when it was last noted who hears of which moment
+        self._hearers: dict[str, tuple[Observer, ...]] = {}
         self.rescuer = rescuer
         self._pending: Plan | None = None
         self._before: Plan | None = None  # the plan to go back to
@@ -229,6 +231,7 @@ class Session:
     def leave(self, observer: Observer) -> None:
         """Remove an observer; do nothing when it is not there."""
         self.observers[:] = [one for one in self.observers if one is not observer]
+        self._hearers.clear()  # it must not live on here
 
     def loop_was_left(self) -> None:
         """Discard the state of a step that an error has interrupted and that will not be continued."""
@@ -311,10 +314,18 @@ class Session:
         return f"<memlab session on {on}: {state}, {self._steps} steps>"
 
     def _tell(self, moment: str, *args: Any) -> None:
-        for observer in tuple(self.observers):
+        observing = [*map(id, self.observers)]
+        if observing != self._observing:
+            self._observing = observing
+            self._hearers.clear()
+        hearers = self._hearers.get(moment)
+        if hearers is None:
             # most moments of a step are nothing to most observers
-            if getattr(type(observer), moment) is not getattr(Observer, moment):
-                self.tell(observer, moment, *args)
+            nothing = getattr(Observer, moment)
+            hearers = tuple(each for each in self.observers if getattr(type(each), moment) is not nothing)
+            self._hearers[moment] = hearers
+        for observer in hearers:
+            self.tell(observer, moment, *args)
 
     def tell(self, observer: Observer, moment: str, *args: Any) -> None:
         """Tell an observer of a moment; one of memlab's own that fails steps aside, since it must not end the user's loop.
@@ -331,8 +342,9 @@ class Session:
             if not is_own or isinstance(error, MemlabError) or is_out_of_memory(error):
                 raise
             self.leave(observer)
-            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            self.failure = f"{type(observer).__name__} of memlab failed and sees no more of this run ({said})"
+            self.failure = (
+                f"{type(observer).__name__} of memlab failed and sees no more of this run ({first_line(error)})"
+            )
             self.note_once(self.failure)
             with suppress(Exception):  # it may be in the middle of a step
                 observer.interrupted()
@@ -464,9 +476,11 @@ class Session:
         if is_transformed or not (self.workload.model.training and torch.is_grad_enabled()):
             self._was_evaluated |= torch.is_grad_enabled() and not (is_transformed or self.workload.model.training)
             return _through([t.evaluate for t in self.techniques], original, args, kwargs)
-        self._take_withdrawn_out()
+        if self._withdrawn is not None:
+            self._take_withdrawn_out()
         self.was_called = True
-        if self._own_step_around(sys._getframe()) is None and not self._window_open:
+        is_inner = self._own_step is not None and self._own_step_around(sys._getframe()) is not None
+        if not (is_inner or self._window_open):
             self._at_boundary()
         self._window_open = True
         batch = Batch(args, kwargs)
@@ -485,6 +499,9 @@ class Session:
         def run(*args: Any, **kwargs: Any) -> Any:
             return _through([t.forward for t in self.techniques], original, args, kwargs)
 
+        rescuer = self._rescuing
+        if rescuer is None and not (self.techniques or self._is_on_trial):
+            return original(*args, **kwargs)
         while True:
             start = Start(self.workload.model, self.workload.device) if self._is_on_trial else None
             rescuer = self._rescuing
@@ -523,11 +540,12 @@ class Session:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))  # Accelerate passes None
-        own = self._own_step_around(sys._getframe(2))  # above the hooked call itself
-        if own is not None and own.optimizer is optimizer:
-            own.inner_begins()
-            return None
+        has_closure = callable(kwargs.get("closure")) or any(map(callable, args[1:]))  # Accelerate passes None
+        if self._own_step is not None:
+            own = self._own_step_around(sys._getframe(2))  # above the hooked call itself
+            if own is not None and own.optimizer is optimizer:
+                own.inner_begins()
+                return None
         if self.techniques and not has_closure:
             self._held_back = hold_back(sys._getframe(1))
         try:
@@ -539,18 +557,21 @@ class Session:
     def _step_taken_over(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_closure: bool
     ) -> tuple[Any, Any] | None:
-        self._take_withdrawn_out()
+        if self._withdrawn is not None:
+            self._take_withdrawn_out()
         if has_closure and self._makes_own_step(optimizer) and not self._window_open:
             self._at_boundary()  # no plan can change in the closure's model call, when state is unpacked
             self._window_open = True
-        self._asked_again(lambda: self._tell_step_begins(optimizer, has_closure=has_closure))
+        if self.techniques:
+            self._asked_again(lambda: self._tell_step_begins(optimizer, has_closure=has_closure))
         self._tell("step_begins", optimizer)
         # a closure runs the backward pass, so what it leaves behind is looked at after it
         rescuer = self._rescuing
         is_rescued = rescuer is not None and rescuer.step_begins(optimizer)
-        self._skipped = not has_closure and self._must_skip(optimizer)
+        self._skipped = False
         if not (is_rescued or self.techniques):
             return None
+        self._skipped = not has_closure and self._must_skip(optimizer)
         takes_over = any(t.takes_step or t.owns_steps or _changes_the_step(t, optimizer) for t in self.techniques)
         may_skip = has_closure and any(technique.may_skip for technique in self.techniques)
         if not (self._skipped or takes_over or may_skip or is_rescued):

@@ -345,3 +345,76 @@ raise KeyboardInterrupt().with_traceback(types.TracebackType(None, frame, nowher
     )
     assert isinstance(ran.error, KeyboardInterrupt)
     assert "Unexpected exception formatting exception" not in ran.out + ran.err
+
+
+class TestMemlabItselfFails:
+    """What memlab does not foresee costs the receipt, and not the cell or those that follow."""
+
+    @staticmethod
+    def _trained_all_the_same(shell: Any, ran: Any, said: str) -> None:
+        assert ran.error is None, ran.err
+        assert said in ran.out
+        assert {int(state["step"]) for state in shell.user_ns["optimizer"].state.values()} == {4}
+
+    @pytest.mark.parametrize(
+        ("where", "said"),
+        [
+            (
+                "memlab.jupyter.cell_magic.Workload.find",
+                "memfit: the search for the model among the variables failed in memlab itself (KeyError: 'unforeseen'); "
+                "the cell is not affected",
+            ),
+            (
+                "memlab.jupyter.watch.meter_of",
+                "memfit: memlab itself failed and looks for no further models of this cell (KeyError: 'unforeseen'); "
+                "the cell is not affected",
+            ),
+            (
+                "memlab.jupyter.watch.CellWatch._title",
+                "memfit: the receipt failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected",
+            ),
+            (
+                "memlab.jupyter.watch.Meter.measurement",
+                "memfit: the receipt failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected",
+            ),
+        ],
+    )
+    def test_the_cell_trains(
+        self, shell: Any, made: Cell, monkeypatch: pytest.MonkeyPatch, where: str, said: str
+    ) -> None:
+        monkeypatch.setattr(where, _fail)
+        self._trained_all_the_same(shell, made(f"%%memfit\n{TRAIN}"), said)
+
+    @pytest.mark.parametrize("where", ["Workload", "live_optimizers", "_session_for"])
+    def test_a_cell_that_makes_its_model_trains(
+        self, shell: Any, cell: Cell, monkeypatch: pytest.MonkeyPatch, where: str
+    ) -> None:
+        before = torch.nn.Module.__call__
+        monkeypatch.setattr(f"memlab.jupyter.watch.{where}", _fail)
+        ran = cell(f"%%memfit\n{MAKE}\n{TRAIN}")
+        self._trained_all_the_same(shell, ran, "memlab itself failed" if where != "live_optimizers" else "memfit: ")
+        assert torch.nn.Module.__call__ is before
+
+    def test_an_optimizer_that_cannot_be_looked_at(
+        self, shell: Any, made: Cell, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("memlab.jupyter.watch.steps_some_of", _fail)
+        ran = made(f"%%memfit\nother = torch.optim.SGD([torch.zeros(1, requires_grad=True)])\nother.step()\n{TRAIN}")
+        self._trained_all_the_same(shell, ran, "memlab itself failed and looks for no further models of this cell")
+        assert "as written" in ran.out
+
+    def test_an_error_of_the_cells_stays_the_cells(self, made: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("memlab.jupyter.watch.CellWatch._events", _fail)
+        ran = made(f"%%memfit\n{TRAIN}\n1 / 0")
+        assert isinstance(ran.error, ZeroDivisionError)
+
+    def test_a_plan_that_was_asked_for_is_not_left_out(
+        self, shell: Any, cell: Cell, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("memlab.jupyter.watch._session_for", _fail)
+        assert isinstance(cell(f"%%memfit --checkpoint\n{MAKE}\n{TRAIN}").error, KeyError)
+        assert shell.user_ns["optimizer"].state == {}
+
+
+def _fail(*_args: Any, **_named: Any) -> Any:
+    raise KeyError("unforeseen")

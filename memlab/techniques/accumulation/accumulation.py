@@ -44,7 +44,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from memlab.errors import MemlabError, RefusalError
+from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import BatchNorm, Plan, Precision
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.modules import refuse_kept_weights, without_cache
@@ -56,7 +56,7 @@ from memlab.techniques.accumulation.batchnorm import BATCH_NORM
 from memlab.techniques.accumulation.judge import Judge, Verdict
 from memlab.techniques.accumulation.merge import UnsettledError
 from memlab.techniques.accumulation.micro import Learnt, MicroRun
-from memlab.techniques.accumulation.probe import Probe, first_line
+from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.checkpointing.compiled import uncompiled
@@ -231,7 +231,7 @@ class Accumulation(Technique):
         randomness.restore()
         raise RefusalError(
             self.field,
-            f"{self._name} does not run on some rows of a batch: {type(error).__name__}: {first_line(error)}",
+            f"{self._name} does not run on some rows of a batch: {first_line(error)}",
             KEEP_WHOLE,
         ) from None
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.errors import MemlabError, RefusalError
+from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
@@ -117,7 +117,7 @@ class Probe:
                 f"the random numbers that {self._name} draws with Python or NumPy do not follow the rows of its batch"
             )
         elif failed and isinstance(failed[-1], StrangeDrawError):
-            reason = first_line(failed[-1])
+            reason = str(failed[-1])
         square = (candidates[0].rows,) * 2
         if any(isinstance(leaf, torch.Tensor) and leaf.shape == square for leaf in call.leaves):
             reason += f" (one of its arguments is {[*square]}, rows by rows, as of the nodes of one graph)"
@@ -160,7 +160,7 @@ class Probe:
                 if is_out_of_memory(error) or isinstance(error, MemlabError):
                     raise
                 failed.append(error)
-                why = f"{self._name} does not run on some rows of a batch: {type(error).__name__}: {first_line(error)}"
+                why = f"{self._name} does not run on some rows of a batch: {first_line(error)}"
                 self._apart = self._apart or (why, KEEP_WHOLE)
                 return False
             if joins is not None and (not needs_rule or self._is_telling(call, layout, whole, parts)):
@@ -408,11 +408,6 @@ def class_weights_of(model: nn.Module, call: Call, layout: Layout) -> list[torch
         if isinstance(each, torch.Tensor) and each.dim() == 1 and each.is_floating_point() and 2 <= len(each) <= 4096
     ]
     return vectors[:_MOST_VECTORS]
-
-
-def first_line(error: Exception) -> str:
-    """Return what an error says, in a line."""
-    return (str(error).splitlines() or [""])[0][:120]
 
 
 class Quiet:

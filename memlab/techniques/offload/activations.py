@@ -27,6 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.lifetimes import Departures
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
@@ -93,8 +94,8 @@ class _Passage:
     def __init__(self, spill: Spill, *, reads_in_place: bool) -> None:
         self._spill, self._reads_in_place = spill, reads_in_place
         self._stored: list[weakref.ref[_Stored]] = []
-        self._leaving = Leaving()
-        self._arriving: dict[int, tuple[Ticket, Lanes]] = {}
+        self.leaving = Leaving()
+        self.arriving: dict[int, tuple[Ticket, Lanes]] = {}
         self._arriving_bytes = 0
         self._largest_bytes = 0
 
@@ -107,9 +108,9 @@ class _Passage:
             stored.kept.copy_(source)
             return stored
         self._largest_bytes = max(self._largest_bytes, source.numel())
-        self._leaving.retire(self._window_bytes - source.numel())
+        self.leaving.retire(self._window_bytes - source.numel())
         ticket = lanes.send(stored.kept, source, reused=True)
-        self._leaving.add(ticket, lanes)
+        self.leaving.add(ticket, lanes)
         stored.sent = ticket.without_source()
         return stored
 
@@ -119,7 +120,7 @@ class _Passage:
             return stored.kept
         here = stored.resident
         if here is None:
-            here = self._leaving.take_back(stored.kept)
+            here = self.leaving.take_back(stored.kept)
         if here is None:
             here = self._arrived(stored)
         self._fetch_before(stored.number)
@@ -130,8 +131,8 @@ class _Passage:
         return _TENSORS_AHEAD * self._largest_bytes
 
     def _arrived(self, stored: _Stored) -> torch.Tensor:
-        if stored.number in self._arriving:
-            ticket, _ = self._arriving.pop(stored.number)
+        if stored.number in self.arriving:
+            ticket, _ = self.arriving.pop(stored.number)
             self._arriving_bytes -= stored.kept.numel()
         else:
             ticket = _asked_for(stored)
@@ -144,21 +145,15 @@ class _Passage:
             if self._arriving_bytes >= self._window_bytes:
                 return
             stored = self._stored[earlier]()
-            if stored is None or earlier in self._arriving or self._is_here(stored):
+            if stored is None or earlier in self.arriving or self._is_here(stored):
                 continue
             if self._arriving_bytes + stored.kept.numel() > self._window_bytes:
                 return
-            self._arriving[earlier] = _asked_for(stored), stored.lanes
+            self.arriving[earlier] = _asked_for(stored), stored.lanes
             self._arriving_bytes += stored.kept.numel()
 
     def _is_here(self, stored: _Stored) -> bool:
-        return stored.is_resident or self._leaving.holds(stored.kept)
-
-    def __del__(self) -> None:
-        # a graph that was dropped: its memory must not be given to others while copies run
-        self._leaving.retire(0)
-        for ticket, lanes in self._arriving.values():
-            lanes.wait(ticket)
+        return stored.is_resident or self.leaving.holds(stored.kept)
 
 
 def _asked_for(stored: _Stored) -> Ticket:
@@ -299,6 +294,8 @@ class OffloadActivations(Technique):
         self._model: nn.Module | None = None
         self._spill: Spill | None = None
         self._reads_in_place = False
+        # copies under way of graphs that have gone, whose memory must not be given to others meanwhile
+        self._dropped: Departures[tuple[Leaving, dict[int, tuple[Ticket, Lanes]]]] = Departures()
 
     @classmethod
     def wanted(cls, plan: Plan) -> bool:
@@ -320,14 +317,28 @@ class OffloadActivations(Technique):
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._model is not None
         assert self._spill is not None
+        self._wait_for_dropped()
         staying = {
             tensor.untyped_storage()._cdata
             for tensors in (self._model.parameters(), self._model.buffers())
             for tensor in tensors
         }
-        pack = _Packing(_Passage(self._spill, reads_in_place=self._reads_in_place), staying)
+        passage = _Passage(self._spill, reads_in_place=self._reads_in_place)
+        if not self._reads_in_place:
+            self._dropped.watch(passage, (passage.leaving, passage.arriving))
+        pack = _Packing(passage, staying)
+        del passage  # the graph alone keeps it
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return call(*args, **kwargs)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        self._wait_for_dropped()
+
+    def _wait_for_dropped(self) -> None:
+        for leaving, arriving in self._dropped.new():
+            leaving.retire(0)
+            for ticket, lanes in arriving.values():
+                lanes.wait(ticket)
 
     def trial_over(self) -> None:
         if self._spill is not None and self._model is not None:
@@ -339,6 +350,7 @@ class OffloadActivations(Technique):
 
     def _let_go(self) -> None:
         """Forget the pool: what is in use keeps its memory until it dies."""
+        self._wait_for_dropped()
         settle()
         self._model = self._spill = None
 

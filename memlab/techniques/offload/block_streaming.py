@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from memlab.runtime.hooks import keep_out_of_copies
 from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.lifetimes import WhileAlive
 from memlab.techniques.offload.homes import rests
 from memlab.techniques.offload.spill import Spill
 
@@ -182,12 +183,10 @@ class _Known:
     Args:
         resting: the parameter's.
         dtype: they are cast to.
-        watch: where the storage may die before it is forgotten, and another take its address: what would tell.
     """
 
     resting: Resting
     dtype: torch.dtype
-    watch: weakref.ref[torch.UntypedStorage] | None = None
 
 
 class _Saved:
@@ -251,7 +250,7 @@ class BlockStreaming:
         self._places = {id(block): place for place, block in enumerate(blocks)}
         self._blocks = list(blocks)
         self._at_rest: dict[int, Resting] = {}  # by the storage at rest
-        self._copies: dict[int, _Known] = {}  # by the storage of a copy that is in use
+        self._copies: WhileAlive[_Known] = WhileAlive()  # of storages of copies that are in use
         self._in_use: set[int] = set()
         self._graph_task = -1  # the backward pass at whose end there is something to do
         self._open: list[tuple[int, ExitStack]] = []  # blocks whose forward is under way
@@ -291,12 +290,12 @@ class BlockStreaming:
         try:
             for guest in guests:
                 guest.parameter.data = guest.copy
-                self._copies[storage_of(guest.copy)] = _Known(guest.resting, guest.copy.dtype)
+                self._copies.keep(guest.copy.untyped_storage(), _Known(guest.resting, guest.copy.dtype))
             yield
         finally:
             self._in_use.discard(id(block))
             for guest in guests:
-                self._copies.pop(storage_of(guest.copy), None)
+                self._copies.forget(guest.copy.untyped_storage())
                 guest.leave()
 
     @contextmanager
@@ -307,7 +306,7 @@ class BlockStreaming:
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
         # torch keeps the very object of what is not trained, which is at rest again when the backward pass comes to it
-        is_copy = isinstance(tensor, nn.Parameter) and storage_of(tensor) in self._copies
+        is_copy = isinstance(tensor, nn.Parameter) and self._copies.of(tensor.untyped_storage()) is not None
         return tensor.detach() if is_copy else tensor
 
     def stream(self, block: nn.Module, undo: ExitStack) -> None:
@@ -391,7 +390,7 @@ class BlockStreaming:
         """Return what stands for a saved tensor, if it is a copy of a parameter; None for others."""
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return None
-        known = self._copies.get(storage_of(tensor))
+        known = self._copies.of(tensor.untyped_storage())
         if known is None or tensor.dtype is not known.dtype:
             return None
         saved = _Saved(known.resting, tensor, self._newest)
@@ -542,7 +541,7 @@ class _Casts(TorchFunctionMode):
         device: of the block.
     """
 
-    def __init__(self, copies: dict[int, _Known], device: torch.device) -> None:
+    def __init__(self, copies: WhileAlive[_Known], device: torch.device) -> None:
         super().__init__()
         self._copies = copies
         self._device = device
@@ -561,14 +560,11 @@ class _Casts(TorchFunctionMode):
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if type(value) not in PLAIN or value.dtype is not torch.float32:
             return value
-        known = self._copies.get(storage_of(value))
+        known = self._copies.of(value.untyped_storage())
         # a part of a weight is cast to something that does not lie as the weight does
         if known is None or value.numel() != known.resting.stored.numel() or not is_dense(value):
             return value
         cast = value.to(dtype)
         if cast.stride() == value.stride():
-            storage = cast.untyped_storage()
-            key, copies = storage._cdata, self._copies
-            watch = weakref.ref(storage, lambda _: copies.pop(key, None))
-            copies[key] = _Known(known.resting, dtype, watch)
+            self._copies.keep(cast.untyped_storage(), _Known(known.resting, dtype))
         return cast

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
-# by the storage its values rest in, which parameters and the aliases of them share
-_homes: dict[int, torch.device] = {}
+from memlab.runtime.lifetimes import WhileAlive
+
+# of the storage its values rest in, which parameters and the aliases of them share
+_homes: WhileAlive[torch.device] = WhileAlive()
 
 
 def home_of(parameter: torch.Tensor) -> torch.device:
@@ -20,7 +20,7 @@ def home_of(parameter: torch.Tensor) -> torch.device:
         >>> home_of(torch.nn.Parameter(torch.ones(2)))
         device(type='cpu')
     """
-    return _homes.get(parameter.untyped_storage()._cdata, parameter.device)
+    return _homes.of(parameter.untyped_storage()) or parameter.device
 
 
 def is_at_rest(parameter: torch.Tensor) -> bool:
@@ -29,11 +29,9 @@ def is_at_rest(parameter: torch.Tensor) -> bool:
     Args:
         parameter: of a model.
     """
-    return parameter.untyped_storage()._cdata in _homes
+    return _homes.of(parameter.untyped_storage()) is not None
 
 
 def rests(stored: torch.Tensor, home: torch.device) -> None:
     """Remember, as long as its storage lives, where values that rest in a tensor are used."""
-    storage = stored.untyped_storage()
-    _homes[storage._cdata] = home
-    weakref.finalize(storage, _homes.pop, storage._cdata, None).atexit = False
+    _homes.keep(stored.untyped_storage(), home)

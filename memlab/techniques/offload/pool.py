@@ -21,10 +21,11 @@ import os
 import tempfile
 import weakref
 from bisect import insort
-from collections import deque
 from collections.abc import Callable
 
 import torch
+
+from memlab.runtime.lifetimes import Departures, WhileAlive
 
 SMALLEST_GROWTH_BYTES = 2**20
 LARGEST_GROWTH_BYTES = 2**28
@@ -118,6 +119,10 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
+# a slab outlives its pool as long as a region of it is alive
+_slabs_in_use: WhileAlive[_Slab] = WhileAlive()
+
+
 class Pool:
     """Regions cut from slabs, and used again.
 
@@ -144,8 +149,7 @@ class Pool:
         self._make = slabs
         self._release = release
         self._slabs: list[_Slab] = []
-        # storages die on whatever thread lets go of them, and in the middle of anything: only noted there
-        self._returned: deque[tuple[_Slab, int, int]] = deque()
+        self._returned: Departures[tuple[_Slab, int, int]] = Departures()
         self._peak_bytes = 0
         self._used_bytes = 0
 
@@ -173,8 +177,8 @@ class Pool:
         region = torch.frombuffer(slab.memory[start : start + size_bytes], dtype=torch.uint8)
         self._used_bytes += taken_bytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        note = self._returned.append
-        weakref.finalize(region.untyped_storage(), note, (slab, start, taken_bytes)).atexit = False
+        self._returned.watch(region.untyped_storage(), (slab, start, taken_bytes))
+        _slabs_in_use.keep(region.untyped_storage(), slab)
         return region
 
     def _found(self, size_bytes: int) -> tuple[_Slab, int]:
@@ -191,8 +195,7 @@ class Pool:
         return slab, start
 
     def _take_back(self) -> None:
-        while self._returned:
-            slab, start, size_bytes = self._returned.popleft()
+        for slab, start, size_bytes in self._returned.new():
             slab.give_back(start, size_bytes)
             self._used_bytes -= size_bytes
         if not self._used_bytes and self._peak_bytes:

@@ -7,7 +7,6 @@ spilled to a fake one, which takes up nothing anywhere.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,16 +15,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.plan import Tier
+from memlab.runtime.lifetimes import Departures, WhileAlive
 from memlab.techniques.offload.pool import Pool, file_slab, pinned_slab
 from memlab.techniques.offload.transfers import settle
 
-_spilled_storages: set[int] = set()
+_spilled_storages: WhileAlive[bool] = WhileAlive()
 _spilling_fakes = False
 
 
 def is_spilled(storage: torch.UntypedStorage) -> bool:
     """Return whether a storage is kept elsewhere by a `Spill`, so that it takes no memory of the device."""
-    return _spilling_fakes or storage._cdata in _spilled_storages
+    return _spilling_fakes or _spilled_storages.of(storage) is not None
 
 
 @contextmanager
@@ -68,7 +68,6 @@ class Spill:
             copies to and from them in the lanes of `memlab.techniques.offload.transfers` and nowhere else.
 
     Attributes:
-        stored_bytes: bytes of the tensors held now.
         peak_bytes: most bytes held at once.
 
     Example:
@@ -83,10 +82,17 @@ class Spill:
 
     def __init__(self, tier: Tier, *, pooled: bool = False) -> None:
         self.tier = tier
-        self.stored_bytes = 0
+        self._stored_bytes = 0
         self.peak_bytes = 0
+        self._gone: Departures[int] = Departures()  # bytes of tensors that have
         self._files = Pool(file_slab)
         self._pinned = Pool(pinned_slab, settle) if pooled else None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the tensors held now."""
+        self._stored_bytes -= sum(self._gone.new())
+        return self._stored_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -117,14 +123,10 @@ class Spill:
         return spilled
 
     def _keep_count(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        _spilled_storages.add(storage._cdata)
-        self.stored_bytes += size_bytes
+        _spilled_storages.keep(storage, True)
+        self._stored_bytes += size_bytes
+        self._gone.watch(storage, size_bytes)
         self.peak_bytes = max(self.peak_bytes, self.stored_bytes)
-        weakref.finalize(storage, self._forget, size_bytes, storage._cdata).atexit = False
-
-    def _forget(self, size_bytes: int, address: int) -> None:
-        self.stored_bytes -= size_bytes
-        _spilled_storages.discard(address)
 
 
 def _shaped(region: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from memlab.errors import MemlabError, RefusalError
+from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Plan, Precision
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.hooks import ForwardSeam, is_compiled
@@ -167,7 +167,7 @@ class PrecisionChoice(Technique):
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, MemlabError):
                 raise
-            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+            said = first_line(error)
         else:
             left = self._left_unscaled(before.effects())
             later = None if self._is(Precision.PURE_BF16) else _computing_later(output, self.plan.precision)

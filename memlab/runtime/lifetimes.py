@@ -1,0 +1,73 @@
+"""What is known of objects as long as they live, and what is to be done once they have gone.
+
+Python drops whatever is raised in a finalizer, and a Ctrl-C that happens to arrive in one is raised there: the loop would
+go on. So nothing of Python's runs here when an object goes. It is forgotten or noted by C code alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
+
+
+class WhileAlive(Generic[_T]):
+    """Values of objects that are told apart by identity, each kept as long as its object lives.
+
+    Example:
+        >>> names = WhileAlive()
+        >>> thing = set
+        >>> names.keep(thing, "a set")
+        >>> names.of(thing), names.of(dict), len(names)
+        ('a set', None, 1)
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[weakref.ref[Any], _T] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def keep(self, thing: Any, value: _T) -> None:
+        """Note the value of an object, in place of the one it had."""
+        self._values[weakref.ref(thing, self._values.pop)] = value
+
+    def of(self, thing: Any) -> _T | None:
+        """Return the value of an object; None when it has none."""
+        return self._values.get(weakref.ref(thing))
+
+    def forget(self, thing: Any) -> None:
+        """Drop the value of an object; do nothing when it has none."""
+        self._values.pop(weakref.ref(thing), None)
+
+
+class Departures(Generic[_T]):
+    """Objects that are watched until they have gone, each with a note for whoever asks next.
+
+    Example:
+        >>> class Thing: ...
+        >>> thing, departures = Thing(), Departures()
+        >>> departures.watch(thing, "seen")
+        >>> list(departures.new())
+        []
+        >>> del thing
+        >>> list(departures.new())
+        ['seen']
+    """
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[weakref.ref[Any], _T]] = {}
+        self._gone: deque[weakref.ref[Any]] = deque()
+
+    def watch(self, thing: Any, note: _T) -> None:
+        """Keep a note until an object has gone."""
+        watching = weakref.ref(thing, self._gone.append)
+        self._notes[id(watching)] = watching, note
+
+    def new(self) -> Iterator[_T]:
+        """Yield the notes of those that have gone since this was last asked; from whatever thread."""
+        while self._gone:
+            yield self._notes.pop(id(self._gone.popleft()))[1]
