@@ -43,6 +43,7 @@ from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.update import BrokenUpdateError, Update
 from memlab.runtime import optimizer_step
 from memlab.runtime.aliases import Aliases
+from memlab.runtime.lifetimes import WhileAlive
 from memlab.runtime.out_of_memory import is_out_of_memory, release, requested_bytes
 from memlab.runtime.workload import Batch
 
@@ -107,7 +108,7 @@ class Rescuer:
         self._session: weakref.ref[Session] | None = None
         self._loop_code = LoopCode(self)
         self._aliases: Aliases | None = None
-        self._calls: weakref.WeakSet[GuardedCall] = weakref.WeakSet()
+        self._calls: WhileAlive[None] = WhileAlive()
         self._done: list[GuardedCall] = []  # in the backward pass under way
         self._trouble: _Trouble | None = None
         self._rows = 1
@@ -190,7 +191,7 @@ class Rescuer:
 
     def _guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GuardedCall:
         guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)
-        self._calls.add(guarded)
+        self._calls.keep(guarded, None)
         self._rows = guarded.rows
         return guarded
 
@@ -474,7 +475,7 @@ class Rescuer:
         """Drop graphs of calls that wait for their backward pass; whether there were any."""
         others = (each.rescuer for each in self._live_session.companions)
         rescuers = [self, *(each for each in others if each is not None)]
-        waiting = [call for each in rescuers for call in each._calls if call.has_graph]
+        waiting = [call for each in rescuers for call in each._calls.alive if call.has_graph]
         for call in waiting:
             call.drop_graph()
         return bool(waiting)

@@ -21,8 +21,8 @@ class WhileAlive(Generic[_T]):
         >>> names = WhileAlive()
         >>> thing = set
         >>> names.keep(thing, "a set")
-        >>> names.of(thing), names.of(dict), len(names)
-        ('a set', None, 1)
+        >>> names.of(thing), names.of(dict), len(names), names.alive
+        ('a set', None, 1, [<class 'set'>])
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,11 @@ class WhileAlive(Generic[_T]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    @property
+    def alive(self) -> list[Any]:
+        """The objects, in the order in which they got their values."""
+        return [thing for reference in [*self._values] if (thing := reference()) is not None]
 
     def keep(self, thing: Any, value: _T) -> None:
         """Note the value of an object, in place of the one it had."""

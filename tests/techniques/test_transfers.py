@@ -178,7 +178,7 @@ def test_memory_in_flight_is_bounded_by_twice_the_largest_tensor() -> None:
         def send(self, target: torch.Tensor, source: torch.Tensor, *, reused: bool = False) -> Any:
             ticket = super().send(target, source)
             held.append(
-                sum(passage._leaving.held_bytes for passage in gc.get_objects() if type(passage).__name__ == "_Passage")
+                sum(passage.leaving.held_bytes for passage in gc.get_objects() if type(passage).__name__ == "_Passage")
             )
             return ticket
 

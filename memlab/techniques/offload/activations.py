@@ -326,10 +326,12 @@ class OffloadActivations(Technique):
         passage = _Passage(self._spill, reads_in_place=self._reads_in_place)
         if not self._reads_in_place:
             self._dropped.watch(passage, (passage.leaving, passage.arriving))
-        pack = _Packing(passage, staying)
-        del passage  # the graph alone keeps it
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-            return call(*args, **kwargs)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_Packing(passage, staying), _unpack):
+                return call(*args, **kwargs)
+        except BaseException:
+            passage.leaving.retire(0)  # nothing waits for the next call where memory has run out
+            raise
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         self._wait_for_dropped()
