@@ -92,11 +92,11 @@ class BudgetError(MemlabError):
     """A budget that no plan fits."""
 
 
-def first_line(error: BaseException, most: int = 120) -> str:
-    """Return the kind of an error and the first line of its text, cut after so many characters.
+def first_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its text, cut after 120 characters.
 
     Example:
         >>> first_line(ValueError("not a number"))
         'ValueError: not a number'
     """
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"

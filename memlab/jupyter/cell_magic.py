@@ -16,7 +16,7 @@ from memlab.jupyter.freeing import calls_for_freeing, free, sentence
 from memlab.jupyter.help import cell_help
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Line, Progress, Saying
-from memlab.jupyter.notebook import Notebook, beside_the_cell, one_line
+from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.panels import bring_up_to_date
 from memlab.jupyter.parser import CellOptions, cell_options
 from memlab.jupyter.state import out_of_memory_advice, own_frames
@@ -123,7 +123,7 @@ class CellMagic:
             with one_line():
                 self._find(watch, options, source)
             outcome = place.run(self._notebook.shell, source)
-        with beside_the_cell("the receipt"):
+        with cells.beside("the receipt"):
             steps = self._keep(watch, outcome.error)
             if steps and watch.session is not None:
                 # whoever interrupted the cell does not wait for predictions
@@ -193,7 +193,7 @@ class CellMagic:
         # a copy: other cells may make variables meanwhile
         variables = dict(self._notebook.shell.user_ns)
         workloads = []
-        with beside_the_cell("the search for the model among the variables"):
+        with cells.beside("the search for the model among the variables"):
             for stale in stale_optimizers(variables, source.python):
                 print(f"memfit: {stale}")  # noqa: T201 - it trains nothing, which nobody notices in a long cell
             workloads = self._named_in(variables, options, source)
@@ -202,8 +202,7 @@ class CellMagic:
         for workload in workloads:
             watch.attach(workload, alone=bool(options.models))
         if not workloads:
-            with beside_the_cell("the search for the model among what is called"):
-                watch.wait_for_model()
+            watch.wait_for_model()
 
     def _named_in(self, variables: dict[str, Any], options: CellOptions, source: cells.Source) -> list[Workload]:
         """Return what a cell's text says that it trains; nothing where that is only seen when it trains."""
@@ -227,7 +226,7 @@ class CellMagic:
 
     def _show_receipt(self, watch: CellWatch, steps: int) -> None:
         if watch.failure:
-            print(f"memfit: {watch.failure}; the cell is not affected")  # noqa: T201 - the cell itself was fine
+            print(f"memfit: {watch.failure}")  # noqa: T201 - the cell itself was fine
         if watch.session is None or (watch.refused is not None and not steps):
             return
         if steps:
@@ -259,7 +258,7 @@ class CellMagic:
             raise UsageError(said)
         advice = ""
         if error is not None and is_out_of_memory(error):
-            with beside_the_cell("the advice"):
+            with cells.beside("the advice"):
                 advice = out_of_memory_advice(
                     error, watch.session, self._batch_of(watch), options.keep | self._notebook.config.kept
                 )

@@ -31,8 +31,9 @@ from types import TracebackType
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
+from IPython.core.error import UsageError
 
-from memlab.errors import MemlabError
+from memlab.errors import MemlabError, first_line
 
 _MEMLAB = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -113,6 +114,28 @@ def run(shell: Shell, source: Source) -> Outcome:
         outer.result = result.result
     outcome.error = result.error_before_exec or result.error_in_exec
     return outcome
+
+
+def _print(text: str) -> None:
+    print(f"memfit: {text}")  # noqa: T201 - what the user reads below the cell
+
+
+@contextmanager
+def beside(what: str, say: Callable[[str], None] = _print) -> Iterator[None]:
+    """Say what of memlab's own work for a cell failed: its error is none of the cell's, and ends nothing.
+
+    What memlab refuses is raised.
+
+    Args:
+        what: the work, in words.
+        say: told about it in a sentence; by default it is printed.
+    """
+    try:
+        yield
+    except (UsageError, MemlabError):
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        say(f"{what} failed in memlab itself ({first_line(error)}); the cell is not affected")
 
 
 def raise_shown(shell: Shell, outcome: Outcome, advice: str = "") -> None:

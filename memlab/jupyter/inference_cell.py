@@ -16,7 +16,7 @@ from memlab.jupyter import cells
 from memlab.jupyter.display import show
 from memlab.jupyter.first_call import FirstCall
 from memlab.jupyter.history import History
-from memlab.jupyter.notebook import Notebook, beside_the_cell, one_line
+from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions, one_model
 from memlab.measuring.device import device_for
 from memlab.records.inference import CallKind, InferenceRecord
@@ -47,7 +47,7 @@ class InferenceCell:
                 self._find(options, source)
             outcome = cells.run(self._notebook.shell, source)
             if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
-                with one_line(), beside_the_cell("the receipt"):
+                with one_line(), cells.beside("the receipt"):
                     self._show_receipt(options, is_whole=outcome.error is None)
         finally:
             self._give_back()

@@ -10,7 +10,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from torch import nn
 
-from memlab.errors import MemlabError, WorkloadError, first_line
+from memlab.errors import MemlabError, WorkloadError
 from memlab.jupyter import prediction
 from memlab.jupyter.background import Background
 from memlab.jupyter.config import MemLab
@@ -137,21 +137,6 @@ class Notebook:
 
     def _last(self) -> nn.Module | None:
         return next((model for each in self._last_models if (model := each()) is not None), None)
-
-
-@contextmanager
-def beside_the_cell(what: str) -> Iterator[None]:
-    """Say in a line what of memlab's own work for a cell failed: its error is none of the cell's.
-
-    Args:
-        what: the work, in words.
-    """
-    try:
-        yield
-    except (UsageError, MemlabError):
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, it must neither keep a cell from running nor stop those that follow
-        print(f"memfit: {what} failed in memlab itself ({first_line(error)}); the cell is not affected")  # noqa: T201
 
 
 @contextmanager

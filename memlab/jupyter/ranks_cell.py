@@ -11,7 +11,7 @@ from memlab.errors import ScaleError, WorkloadError
 from memlab.jupyter import cells, prediction
 from memlab.jupyter.display import show
 from memlab.jupyter.live import Saying
-from memlab.jupyter.notebook import Notebook, beside_the_cell, one_line
+from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions, one_model
 from memlab.plan import Plan
 from memlab.plan.scale import Scale
@@ -40,7 +40,7 @@ class RanksCell:
             code = CellCode(source.python, self._notebook.shell.user_ns)
             launched = self._launch(options, scale, workload, code)
         self._take(launched.value)
-        with beside_the_cell("the receipt"):
+        with cells.beside("the receipt"):
             self._show(workload, launched, scale, options.nproc)
 
     def _workload(self, options: CellOptions, source: cells.Source) -> Workload:

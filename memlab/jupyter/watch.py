@@ -10,10 +10,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Self
@@ -21,14 +20,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map
 
-from memlab.errors import MemlabError, first_line
+from memlab.errors import MemlabError
+from memlab.jupyter.cell_observers import BesideInCell, Chooser, Largest, Notes, without_graph
+from memlab.jupyter.cells import beside
 from memlab.jupyter.first_call import FirstTrainingCall
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress
 from memlab.live.control import Control
-from memlab.measuring.beside import Beside, meter_of
+from memlab.measuring.beside import meter_of
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import row_of_failure
 from memlab.measuring.steps import Meter
@@ -39,7 +39,6 @@ from memlab.rescue.thrash import ThrashWatch
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import (
-    Batch,
     Workload,
     describe_all,
     live_optimizers,
@@ -72,7 +71,7 @@ class CellWatch:
     Attributes:
         sessions: of the models that the cell trains, in the order in which they were found.
         refused: what memlab has refused in the middle of the cell, last; None for nothing.
-        failure: what of memlab's own failed, so that it sees no more of the cell, in words; empty for nothing.
+        failure: what of memlab's own failed, in words; empty for nothing.
         passed_over: class of a model that was called and that no optimizer trains; empty for none.
     """
 
@@ -95,7 +94,7 @@ class CellWatch:
         self._capacity_bytes = capacity_bytes
         self._progress = progress
         self._choose = choose
-        self._choosers: list[_Chooser] = []
+        self._choosers: list[Chooser] = []
         self._rescue = rescue
         self._control_of = control_of
         self._name_of = name_of
@@ -103,8 +102,8 @@ class CellWatch:
         self._device: Device | None = None
         self._thread: int | None = None  # whose training counts; None for any
         self._meter: Meter | None = None
-        self._notes = _Notes(self._step_ended, self._broke_off)
-        self._largest: list[_Largest] = [self._notes]
+        self._notes = Notes(self._step_ended, self._broke_off)
+        self._largest: list[Largest] = [self._notes]
         self._log_from: list[int] = []
         self._next_told_seconds = 0.0
         self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
@@ -125,7 +124,7 @@ class CellWatch:
         """Keep nothing of the user's any more."""
         self.sessions, self._models = [], []
         self._meter, self._control, self._device = None, None, None
-        self._notes = _Notes(self._step_ended, self._broke_off)
+        self._notes = Notes(self._step_ended, self._broke_off)
         self._largest = [self._notes]
 
     @property
@@ -141,8 +140,9 @@ class CellWatch:
 
     def wait_for_model(self) -> None:
         """Attach to the models that the cell trains."""
-        self._known |= {id(one) for one in live_optimizers()}
-        self._look()
+        with self._beside("looking for models", is_needed=self._changes_something):
+            self._known |= {id(one) for one in live_optimizers()}
+            self._look()
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
         """Apply the plan to a workload and begin to observe.
@@ -168,7 +168,7 @@ class CellWatch:
         self._models.append(workload.model)
         self._log_from.append(len(session.log))
         train_together(self.sessions)
-        with self._stepping_aside(is_needed=self._choose is not None):
+        with self._beside("watching this cell", is_needed=self._choose is not None):
             if self._meter is None:
                 self._observe(session, self._device)
                 self._let_steer(session)
@@ -180,21 +180,17 @@ class CellWatch:
         if self.failure:
             self._undo.close()
 
-    @contextmanager
-    def _stepping_aside(self, *, is_needed: bool = False) -> Iterator[None]:
-        """Note where memlab itself fails, and let the cell go on without it.
+    def _beside(self, what: str, *, is_needed: bool = False) -> AbstractContextManager[None]:
+        """Note where memlab itself fails, and let the cell go on without it; raise what fails where the cell needs it."""
+        return nullcontext() if is_needed else beside(what, self._failed)
 
-        Args:
-            is_needed: whether the cell asked for what fails; the error then is raised.
-        """
-        try:
-            yield
-        except MemlabError:
-            raise
-        except Exception as error:
-            if is_needed or is_out_of_memory(error):
-                raise
-            self.failure = f"memlab itself failed and looks for no further models of this cell ({first_line(error)})"
+    def _failed(self, text: str) -> None:
+        self.failure = text
+
+    @property
+    def _changes_something(self) -> bool:
+        """Whether the cell asked for a plan, and must not train without it."""
+        return self._plan not in (None, Plan()) or self._choose is not None
 
     def _name(self, workload: Workload) -> None:
         """Tell models apart: from the second one on, each is called as it is in the notebook."""
@@ -213,7 +209,7 @@ class CellWatch:
         is_mine = self._thread in (None, threading.get_ident())
         if self.failure or id(optimizer) in self._known or not is_mine or is_loop_known():
             return
-        with self._stepping_aside():
+        with self._beside("looking for further models"):
             self._known.add(id(optimizer))
             if not any(steps_some_of(optimizer, each.workload.model) for each in self.sessions):
                 # hooks of steps are being run: none can join them
@@ -231,7 +227,7 @@ class CellWatch:
             return False
         is_over = True
         try:
-            with self._stepping_aside(is_needed=self._plan not in (None, Plan()) or self._choose is not None):
+            with self._beside("taking up a model", is_needed=self._changes_something):
                 is_over = self._takes(unwrap_model(model))
         except MemlabError as refusal:
             self._broke_off(refusal)
@@ -271,7 +267,9 @@ class CellWatch:
         self._undo.callback(meter.close)
         # the one that chooses comes first: what it takes is no part of the first step
         watching: list[Observer] = self._choosing(session)
-        watching += [meter, self._notes, *([ThrashWatch(session.note)] if torch.cuda.is_available() else [])]
+        watching += [meter, self._notes]
+        if torch.cuda.is_available():
+            watching.append(ThrashWatch(session.note))
         for observer in watching:
             self._watch(session, observer)
             session.tell(observer, "plan_changed", session.plan)
@@ -280,18 +278,18 @@ class CellWatch:
         """Have the meter of the first model measure another one as well."""
         names = [each.workload.name for each in self.sessions]
         number = meter.take_in(session.workload.model, names)
-        self._largest.append(_Largest())
+        self._largest.append(Largest())
         for observer in (self._largest[-1], *self._choosing(session)):
             self._watch(session, observer)
         for optimizer in session.workload.optimizers:
             meter.optimizer_found(optimizer)
-        self._watch(session, _Beside(meter, number, self._notes))
+        self._watch(session, BesideInCell(meter, number, self._notes))
 
     def _choosing(self, session: Session) -> list[Observer]:
         """Choose the plan when a model is first called, for it and those before it."""
         if self._choose is None:
             return []
-        self._choosers.append(_Chooser(session, self._choose, self._choosers))
+        self._choosers.append(Chooser(session, self._choose, self._choosers))
         return [self._choosers[-1]]
 
     def _watch(self, session: Session, observer: Observer) -> None:
@@ -375,116 +373,6 @@ class CellWatch:
         counted = f"{steps} step{'' if steps == 1 else 's'}"
         described = describe_all([each.workload for each in self.sessions])
         return " · ".join(["memfit", described, *batch, meter.device.name, counted])
-
-
-class _Chooser(Observer):
-    """Chooses the plan at the first training forward of a cell, when the batch is known, and applies it to it.
-
-    A session looks at its techniques after its observers were told of a forward, so the forward that begins
-    runs under the new plan already.
-
-    Args:
-        session: of the model that is trained.
-        choose: called with all workloads that have been called by then, each with its batch.
-        choosers: of the models so far, this one last; those before follow with their next step.
-    """
-
-    def __init__(
-        self, session: Session, choose: Callable[[Sequence[Workload]], Plan], choosers: Sequence[_Chooser]
-    ) -> None:
-        self._session = session
-        self._choose: Callable[[Sequence[Workload]], Plan] | None = choose
-        self._choosers = choosers
-        self.workload: Workload | None = None
-        self._steps = 0
-
-    def forward_begins(self, batch: Batch) -> None:
-        choose, self._choose = self._choose, None
-        if choose is None:
-            return
-        live = self._session.workload
-        self.workload = Workload(live.model, live.optimizers, without_graph(batch), name=live.name)
-        try:
-            plan = choose([each.workload for each in self._choosers if each.workload is not None])
-        except MemlabError as refusal:
-            refusal.in_loop = True
-            raise
-        self._session.switch(plan, now=True)
-        for each in self._session.companions:
-            each.ask(plan)
-
-    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        # a further model is called by then; the batch must not be kept for the whole cell
-        self._steps += 1
-        if self._steps > 1:
-            self.workload = None
-
-
-class _Largest(Observer):
-    """Notes the largest batch of a model, the last of several."""
-
-    def __init__(self) -> None:
-        self.batch: Batch | None = None
-        self._most_elements = 0
-
-    def forward_begins(self, batch: Batch) -> None:
-        elements = batch.elements
-        if elements >= self._most_elements:
-            self.batch, self._most_elements = batch, elements
-
-
-class _Notes(_Largest):
-    """Notes which plans were in force during a cell as well."""
-
-    def __init__(self, step_ended: Callable[[], None], broke_off: Callable[[BaseException], None]) -> None:
-        super().__init__()
-        self.plans: list[Plan] = []
-        self._step_ended = step_ended
-        self._broke_off = broke_off
-
-    def plan_changed(self, plan: Plan) -> None:
-        self.plans = [*(known for known in self.plans if known != plan), plan]
-
-    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        self._step_ended()
-
-    def interrupted(self) -> None:
-        error = sys.exc_info()[1]
-        if error is not None:
-            self._broke_off(error)
-
-
-class _Beside(Beside):
-    """Tells the notes of a cell as well what happens to a further model."""
-
-    def __init__(self, meter: Meter, number: int, notes: _Notes) -> None:
-        super().__init__(meter, number)
-        self._notes = notes
-
-    def plan_changed(self, plan: Plan) -> None:
-        if plan not in self._notes.plans:
-            self._meter.plan_changed(plan)
-            self._notes.plan_changed(plan)
-
-    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        super().step_ended(optimizer, skipped)
-        self._notes.step_ended(optimizer, skipped)
-
-    def interrupted(self) -> None:
-        super().interrupted()
-        self._notes.interrupted()
-
-
-def without_graph(batch: Batch) -> Batch:
-    """The same batch, whose tensors keep no graph alive (that of a generator, say) and share their memory."""
-
-    def cut(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.grad_fn is None:
-            return value
-        return value.detach().requires_grad_()
-
-    args, kwargs = tree_map(cut, (batch.args, dict(batch.kwargs)))
-    return Batch(args, kwargs)
 
 
 def _session_for(workload: Workload, plan: Plan | None) -> Session:

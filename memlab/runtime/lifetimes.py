@@ -73,6 +73,6 @@ class Departures(Generic[_T]):
         self._notes[id(watching)] = watching, note
 
     def new(self) -> Iterator[_T]:
-        """Yield the notes of those that have gone since this was last asked; from whatever thread."""
+        """Yield the notes of those that have gone since this was last asked, by one thread at a time."""
         while self._gone:
             yield self._notes.pop(id(self._gone.popleft()))[1]

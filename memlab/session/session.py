@@ -499,8 +499,7 @@ class Session:
         def run(*args: Any, **kwargs: Any) -> Any:
             return _through([t.forward for t in self.techniques], original, args, kwargs)
 
-        rescuer = self._rescuing
-        if rescuer is None and not (self.techniques or self._is_on_trial):
+        if self._rescuing is None and not (self.techniques or self._is_on_trial):
             return original(*args, **kwargs)
         while True:
             start = Start(self.workload.model, self.workload.device) if self._is_on_trial else None

@@ -19,10 +19,10 @@ import torch
 from memlab.errors import BudgetError, PlanError, TraceError
 from memlab.hardware.gpus import gpu
 from memlab.jupyter import prediction
+from memlab.jupyter.cell_observers import without_graph
 from memlab.jupyter.flags import PREDICT_FLAGS
 from memlab.jupyter.parser import predict_options
 from memlab.jupyter.predicted_plans import PredictedPlans
-from memlab.jupyter.watch import without_graph
 from memlab.live.control import control_of
 from memlab.plan import Plan, Precision
 from memlab.plan.space import plan_space

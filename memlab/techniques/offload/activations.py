@@ -27,7 +27,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Offloaded, Plan, Tier
-from memlab.runtime.lifetimes import Departures
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
@@ -94,8 +93,8 @@ class _Passage:
     def __init__(self, spill: Spill, *, reads_in_place: bool) -> None:
         self._spill, self._reads_in_place = spill, reads_in_place
         self._stored: list[weakref.ref[_Stored]] = []
-        self.leaving = Leaving()
-        self.arriving: dict[int, tuple[Ticket, Lanes]] = {}
+        self._leaving = Leaving()
+        self._arriving: dict[int, tuple[Ticket, Lanes]] = {}
         self._arriving_bytes = 0
         self._largest_bytes = 0
 
@@ -108,9 +107,9 @@ class _Passage:
             stored.kept.copy_(source)
             return stored
         self._largest_bytes = max(self._largest_bytes, source.numel())
-        self.leaving.retire(self._window_bytes - source.numel())
+        self._leaving.retire(self._window_bytes - source.numel())
         ticket = lanes.send(stored.kept, source, reused=True)
-        self.leaving.add(ticket, lanes)
+        self._leaving.add(ticket, lanes)
         stored.sent = ticket.without_source()
         return stored
 
@@ -120,7 +119,7 @@ class _Passage:
             return stored.kept
         here = stored.resident
         if here is None:
-            here = self.leaving.take_back(stored.kept)
+            here = self._leaving.take_back(stored.kept)
         if here is None:
             here = self._arrived(stored)
         self._fetch_before(stored.number)
@@ -131,8 +130,8 @@ class _Passage:
         return _TENSORS_AHEAD * self._largest_bytes
 
     def _arrived(self, stored: _Stored) -> torch.Tensor:
-        if stored.number in self.arriving:
-            ticket, _ = self.arriving.pop(stored.number)
+        if stored.number in self._arriving:
+            ticket, _ = self._arriving.pop(stored.number)
             self._arriving_bytes -= stored.kept.numel()
         else:
             ticket = _asked_for(stored)
@@ -145,15 +144,29 @@ class _Passage:
             if self._arriving_bytes >= self._window_bytes:
                 return
             stored = self._stored[earlier]()
-            if stored is None or earlier in self.arriving or self._is_here(stored):
+            if stored is None or earlier in self._arriving or self._is_here(stored):
                 continue
             if self._arriving_bytes + stored.kept.numel() > self._window_bytes:
                 return
-            self.arriving[earlier] = _asked_for(stored), stored.lanes
+            self._arriving[earlier] = _asked_for(stored), stored.lanes
             self._arriving_bytes += stored.kept.numel()
 
     def _is_here(self, stored: _Stored) -> bool:
-        return stored.is_resident or self.leaving.holds(stored.kept)
+        return stored.is_resident or self._leaving.holds(stored.kept)
+
+
+class _CopiedPassage(_Passage):
+    """The same where backward reads copies, which may be under way when the graph goes."""
+
+    def __init__(self, spill: Spill) -> None:
+        super().__init__(spill, reads_in_place=False)
+
+    def __del__(self) -> None:
+        # a graph that was dropped: its memory must not be given to others while copies run. A Ctrl-C in here is lost;
+        # so this class is not the one that a CPU's tensors pass through
+        self._leaving.retire(0)
+        for ticket, lanes in self._arriving.values():
+            lanes.wait(ticket)
 
 
 def _asked_for(stored: _Stored) -> Ticket:
@@ -294,8 +307,6 @@ class OffloadActivations(Technique):
         self._model: nn.Module | None = None
         self._spill: Spill | None = None
         self._reads_in_place = False
-        # copies under way of graphs that have gone, whose memory must not be given to others meanwhile
-        self._dropped: Departures[tuple[Leaving, dict[int, tuple[Ticket, Lanes]]]] = Departures()
 
     @classmethod
     def wanted(cls, plan: Plan) -> bool:
@@ -317,30 +328,15 @@ class OffloadActivations(Technique):
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._model is not None
         assert self._spill is not None
-        self._wait_for_dropped()
         staying = {
             tensor.untyped_storage()._cdata
             for tensors in (self._model.parameters(), self._model.buffers())
             for tensor in tensors
         }
-        passage = _Passage(self._spill, reads_in_place=self._reads_in_place)
-        if not self._reads_in_place:
-            self._dropped.watch(passage, (passage.leaving, passage.arriving))
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(_Packing(passage, staying), _unpack):
-                return call(*args, **kwargs)
-        except BaseException:
-            passage.leaving.retire(0)  # nothing waits for the next call where memory has run out
-            raise
-
-    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        self._wait_for_dropped()
-
-    def _wait_for_dropped(self) -> None:
-        for leaving, arriving in self._dropped.new():
-            leaving.retire(0)
-            for ticket, lanes in arriving.values():
-                lanes.wait(ticket)
+        in_place = self._reads_in_place
+        passage = _Passage(self._spill, reads_in_place=True) if in_place else _CopiedPassage(self._spill)
+        with torch.autograd.graph.saved_tensors_hooks(_Packing(passage, staying), _unpack):
+            return call(*args, **kwargs)
 
     def trial_over(self) -> None:
         if self._spill is not None and self._model is not None:
@@ -352,7 +348,6 @@ class OffloadActivations(Technique):
 
     def _let_go(self) -> None:
         """Forget the pool: what is in use keeps its memory until it dies."""
-        self._wait_for_dropped()
         settle()
         self._model = self._spill = None
 

@@ -1,0 +1,128 @@
+"""What a `CellWatch` has told to it of each step: the plan to choose, the largest batch, the plans in force, further models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from memlab.errors import MemlabError
+from memlab.measuring.beside import Beside
+from memlab.measuring.steps import Meter
+from memlab.plan import Plan
+from memlab.runtime.observer import Observer
+from memlab.runtime.workload import Batch, Workload
+from memlab.session import Session
+
+
+class Chooser(Observer):
+    """Chooses the plan at the first training forward of a cell, when the batch is known, and applies it to it.
+
+    A session looks at its techniques after its observers were told of a forward, so the forward that begins
+    runs under the new plan already.
+
+    Args:
+        session: of the model that is trained.
+        choose: called with all workloads that have been called by then, each with its batch.
+        choosers: of the models so far, this one last; those before follow with their next step.
+    """
+
+    def __init__(
+        self, session: Session, choose: Callable[[Sequence[Workload]], Plan], choosers: Sequence[Chooser]
+    ) -> None:
+        self._session = session
+        self._choose: Callable[[Sequence[Workload]], Plan] | None = choose
+        self._choosers = choosers
+        self.workload: Workload | None = None
+        self._steps = 0
+
+    def forward_begins(self, batch: Batch) -> None:
+        choose, self._choose = self._choose, None
+        if choose is None:
+            return
+        live = self._session.workload
+        self.workload = Workload(live.model, live.optimizers, without_graph(batch), name=live.name)
+        try:
+            plan = choose([each.workload for each in self._choosers if each.workload is not None])
+        except MemlabError as refusal:
+            refusal.in_loop = True
+            raise
+        self._session.switch(plan, now=True)
+        for each in self._session.companions:
+            each.ask(plan)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        # a further model is called by then; the batch must not be kept for the whole cell
+        self._steps += 1
+        if self._steps > 1:
+            self.workload = None
+
+
+class Largest(Observer):
+    """Notes the largest batch of a model, the last of several."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        self._most_elements = 0
+
+    def forward_begins(self, batch: Batch) -> None:
+        elements = batch.elements
+        if elements >= self._most_elements:
+            self.batch, self._most_elements = batch, elements
+
+
+class Notes(Largest):
+    """Notes which plans were in force during a cell as well."""
+
+    def __init__(self, step_ended: Callable[[], None], broke_off: Callable[[BaseException], None]) -> None:
+        super().__init__()
+        self.plans: list[Plan] = []
+        self._step_ended = step_ended
+        self._broke_off = broke_off
+
+    def plan_changed(self, plan: Plan) -> None:
+        self.plans = [*(known for known in self.plans if known != plan), plan]
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        self._step_ended()
+
+    def interrupted(self) -> None:
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._broke_off(error)
+
+
+class BesideInCell(Beside):
+    """Tells the notes of a cell as well what happens to a further model."""
+
+    def __init__(self, meter: Meter, number: int, notes: Notes) -> None:
+        super().__init__(meter, number)
+        self._notes = notes
+
+    def plan_changed(self, plan: Plan) -> None:
+        if plan not in self._notes.plans:
+            self._meter.plan_changed(plan)
+            self._notes.plan_changed(plan)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        super().step_ended(optimizer, skipped)
+        self._notes.step_ended(optimizer, skipped)
+
+    def interrupted(self) -> None:
+        super().interrupted()
+        self._notes.interrupted()
+
+
+def without_graph(batch: Batch) -> Batch:
+    """The same batch, whose tensors keep no graph alive (that of a generator, say) and share their memory."""
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+            return value
+        return value.detach().requires_grad_()
+
+    args, kwargs = tree_map(cut, (batch.args, dict(batch.kwargs)))
+    return Batch(args, kwargs)
