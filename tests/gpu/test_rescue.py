@@ -10,6 +10,7 @@ import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -129,53 +130,54 @@ class _Greedy(torch.autograd.Function):
     """Passes a tensor on, and wants more than there is on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, trap: Trap) -> torch.Tensor:
-        ctx.trap = trap
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
         return inputs.view_as(inputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.trap.spring("backward", gradient.device)
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _spring("backward", gradient.device)
+        return gradient
 
 
 class Trap(nn.Module):
     """A layer that changes nothing, and runs out of memory in the forward or the backward pass once it is set."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.set_for: str | None = None
-        self.threads: list[int] = []
-
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.spring("forward", inputs.device)
-        return _Greedy.apply(inputs, self)
-
-    def spring(self, place: str, device: torch.device) -> None:
-        if self.set_for == place:
-            self.set_for = None
-            self.threads.append(threading.get_ident())
-            torch.empty(_TOO_LARGE_BYTES, dtype=torch.uint8, device=device)
+        _spring("forward", inputs.device)
+        return _Greedy.apply(inputs)
 
 
-def trapped(device: torch.device, width: int = 512) -> tuple[nn.Module, Trap, torch.optim.Optimizer]:
+# places that are set, each for once, and the threads in which it sprang: queues, as all that a repeated call reaches
+# and that can be copied is put back for it
+_SET: dict[str, SimpleQueue[None]] = {"forward": SimpleQueue(), "backward": SimpleQueue()}
+_SPRUNG: SimpleQueue[int] = SimpleQueue()
+
+
+def _spring(place: str, device: torch.device) -> None:
+    if not _SET[place].empty():
+        _SET[place].get()
+        _SPRUNG.put(threading.get_ident())
+        torch.empty(_TOO_LARGE_BYTES, dtype=torch.uint8, device=device)
+
+
+def trapped(device: torch.device, width: int = 512) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    trap = Trap()
-    layers = [nn.Linear(width, width), nn.GELU(), trap, nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1)]
+    layers = [nn.Linear(width, width), nn.GELU(), Trap(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1)]
     model = nn.Sequential(*layers).to(device)
-    return model, trap, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def steps(
     device: torch.device, places: Sequence[str | None], *, rescue: bool, after: Callable[[Any], None] = lambda _: None
-) -> tuple[list[float], list[torch.Tensor], Any, Trap]:
+) -> tuple[list[float], list[torch.Tensor], Any]:
     """Steps in each of which memory runs out in a place, or does not."""
-    model, trap, optimizer = trapped(device)
+    model, optimizer = trapped(device)
     losses = []
     with fit(Workload(model, optimizer), rescue=rescue) as session:
         for step, place in enumerate(places):
             inputs = torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).to(device)
-            trap.set_for = place
+            if place is not None:
+                _SET[place].put(None)
             optimizer.zero_grad()
             loss = model(inputs).square().mean()
             loss.backward()
@@ -183,20 +185,21 @@ def steps(
             losses.append(loss.item())
             after(session)
         rescuer = session.rescuer
-    return losses, [parameter.detach().cpu() for parameter in model.parameters()], rescuer, trap
+    return losses, [parameter.detach().cpu() for parameter in model.parameters()], rescuer
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_memory_runs_out_in_a_pass(place: str) -> None:
-    losses, weights, rescuer, trap = steps(CUDA, [None, place, None], rescue=True)
-    expected_losses, expected, _, _ = steps(CUDA, [None] * 3, rescue=False)
+    losses, weights, rescuer = steps(CUDA, [None, place, None], rescue=True)
+    expected_losses, expected, _ = steps(CUDA, [None] * 3, rescue=False)
     assert [rescue.step for rescue in rescuer.rescues] == [2]
     assert "out of memory" in rescuer.rescues[0].error
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     for found, wanted in zip(weights, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     # autograd runs the backward pass of a GPU in a thread of its own
-    assert (trap.threads[0] != threading.get_ident()) == (place == "backward")
+    *_, thread = (_SPRUNG.get_nowait() for _ in range(_SPRUNG.qsize()))
+    assert (thread != threading.get_ident()) == (place == "backward")
 
 
 def test_without_rescue_the_traps_are_real() -> None:
