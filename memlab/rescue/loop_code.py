@@ -120,23 +120,22 @@ class LoopCode(LoopMode):
         ] = []  # what the backward pass under way is through with when the model's part begins
         self._runs_again = False  # a backward pass that keeps its graph for this class's sake, not the loop's
         self._keeps_all = False  # what was saved is needed until the end of it
-        self._remove_callback: Callable[[], None] | None = None  # from those that torch's compiler calls
         self._can_repeat = False  # as long as the model's part has not begun, or all is kept
 
     def begin(self) -> None:
         if has_compiled_code():
             return
-        dynamo = sys.modules.get("torch._dynamo.callback")
-        if dynamo is not None and self._remove_callback is None:
-            dynamo.callback_handler.register_start_callback(self._step_aside)
-            self._remove_callback = functools.partial(dynamo.callback_handler.remove_start_callback, self._step_aside)
+        callbacks = _compilers_callbacks()
+        if callbacks is not None and self._step_aside not in callbacks.start_callbacks:
+            callbacks.register_start_callback(self._step_aside)
         super().begin()
 
     def end(self) -> None:
         super().end()
-        if self._remove_callback is not None:
-            self._remove_callback()
-            self._remove_callback = None
+        # asked of the list itself: what is noted beside it would be wrong where a Ctrl-C comes between the two
+        callbacks = _compilers_callbacks()
+        while callbacks is not None and self._step_aside in callbacks.start_callbacks:
+            callbacks.remove_start_callback(self._step_aside)
 
     def _step_aside(self, _compiling: Any) -> None:
         super().end()
@@ -410,6 +409,12 @@ def _set_aside(leaves: list[torch.Tensor]) -> Iterator[Callable[[], None]]:
         for leaf, gradient in before:
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
+
+
+def _compilers_callbacks() -> Any:
+    """What torch's compiler calls when it begins to compile; None as long as it is not imported."""
+    dynamo = sys.modules.get("torch._dynamo.callback")
+    return None if dynamo is None else dynamo.callback_handler
 
 
 def has_compiled_code() -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from memlab.runtime.interrupts import uninterrupted
+
 
 class LoopMode(TorchFunctionMode):
     """A mode that is entered by `begin` and left by `end`, wherever the loop is by then.
@@ -54,8 +56,9 @@ def _default_device() -> Any:
 
 
 def _restack(modes: list[TorchFunctionMode]) -> None:
-    """Rebuild this thread's stack of function modes, bottom first."""
-    for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-        _pop_mode()  # type: ignore[no-untyped-call]
-    for mode in modes:
-        _push_mode(mode)  # type: ignore[no-untyped-call]
+    """Rebuild this thread's stack of function modes, bottom first; a Ctrl-C on the way would lose the loop's own."""
+    with uninterrupted():
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            _pop_mode()  # type: ignore[no-untyped-call]
+        for mode in modes:
+            _push_mode(mode)  # type: ignore[no-untyped-call]

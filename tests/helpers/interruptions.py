@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch._dynamo.callback  # as any cell may have: memlab then asks torch's compiler to be told
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
@@ -150,13 +151,13 @@ class Untouched:
 
 def lines(loop: Loop) -> int:
     """How many lines the steps take at which a Ctrl-C may come."""
-    with _at_line(0) as reached:
+    with at_line(0) as reached:
         loop.run(_STEPS)
     return reached[0]
 
 
 @contextmanager
-def _at_line(nth: int) -> Iterator[list[Any]]:
+def at_line(nth: int) -> Iterator[list[Any]]:
     """Press Ctrl-C at the n-th line; yields how many there were, and where it was."""
     reached: list[Any] = [0, ""]
 
@@ -200,7 +201,7 @@ def interrupted(plan: str, untouched: Untouched, nth: int, *, rescue: bool, zero
     loop = Loop(plan, rescue=rescue, zeroes=zeroes)
     exact = zeroes == "first" and plan not in _DRAWS
     wrong: list[str] = []
-    with _at_line(nth) as reached:
+    with at_line(nth) as reached:
         try:
             loop.run(_STEPS)
         except KeyboardInterrupt:

@@ -5,14 +5,18 @@ All plans, a thousand times: ``python -m tests.helpers.interruptions 22``.
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from memlab import Workload, fit
 from memlab.errors import RefusalError
+from memlab.rescue.loop_code import LoopCode, Owner
 from tests.driving import loss_of, mlp
 from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
-from tests.helpers.interruptions import campaign
+from tests.helpers.interruptions import at_line, campaign
 
 pytestmark = pytest.mark.usefixtures("pythons_own_handler")
 
@@ -111,3 +115,34 @@ def test_a_closure_can_be_interrupted() -> None:
     with fit(Workload(model, optimizer), "--offload optimizer"), pytest.raises(KeyboardInterrupt):
         optimizer.step(closure)
     assert reached == []
+
+
+class _Nobody:
+    """Owner of a loop's code that never runs."""
+
+
+class _OfTheLoop(TorchFunctionMode):
+    """A function mode of the loop's own."""
+
+
+def test_watching_the_loops_code_begins_and_ends_whole_or_not_at_all() -> None:
+    """What is exchanged of torch's, the loop's own modes among it, is there again after a Ctrl-C at any line."""
+    callbacks = torch._dynamo.callback.callback_handler.start_callbacks
+    before = [*callbacks]
+    nth, came = 0, True
+    while came:
+        nth, came, code = nth + 1, False, LoopCode(cast("Owner", _Nobody()))
+        with _OfTheLoop() as mine:
+            try:
+                with at_line(nth):
+                    code.begin()
+                    code.begin()
+                    code.end()
+            except KeyboardInterrupt:
+                came = True
+            assert [mode for mode in _get_current_function_mode_stack() if mode is not code] == [mine]
+            assert len(callbacks) <= len(before) + 1
+            code.end()
+            assert callbacks == before
+            assert _get_current_function_mode_stack() == [mine]
+    assert nth > 30
