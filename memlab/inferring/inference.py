@@ -36,7 +36,7 @@ from memlab.plan.fields import BY_NAME
 from memlab.records import Category
 from memlab.records.inference import BatchAdvice, CallKind, InferenceRecord
 from memlab.runtime.cuda_room import most_bytes
-from memlab.runtime.hooks import ForwardSeam, is_compiled, on_first_step, stand_in
+from memlab.runtime.hooks import CallHook, is_compiled, on_first_step, stand_in
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.workload import Batch, Workload, steps_some_of, unwrap_model
@@ -204,7 +204,7 @@ class Inference:
         with uninterrupted(), ExitStack() as undo:
             _attached[id(self.model)] = self
             undo.callback(_attached.pop, id(self.model), None)
-            ForwardSeam(self.model, self._on_forward).install(undo)
+            CallHook(self.model, self._on_forward).install(undo)
             if callable(getattr(self.model, "generate", None)):
                 generate: Any = self.model.generate
                 handled = functools.wraps(generate)(lambda *args, **kwargs: self._on_generate(generate, args, kwargs))

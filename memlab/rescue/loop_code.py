@@ -97,7 +97,7 @@ class _Saved:
         self.held: list[weakref.ref[_Held]] = []
         self.nodes = 0
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         for reference in self.held:
             held = reference()
             if held is not None:
@@ -115,9 +115,8 @@ class LoopCode(LoopMode):
     def __init__(self, owner: Owner) -> None:
         super().__init__()
         self._owner = owner
-        self._to_let_go: list[
-            _Saved
-        ] = []  # what the backward pass under way is through with when the model's part begins
+        # what the backward pass under way is through with when the model's part begins
+        self._to_free: list[_Saved] = []
         self._runs_again = False  # a backward pass that keeps its graph for this class's sake, not the loop's
         self._keeps_all = False  # what was saved is needed until the end of it
         self._can_repeat = False  # as long as the model's part has not begun, or all is kept
@@ -150,11 +149,11 @@ class LoopCode(LoopMode):
         """
         self._can_repeat = self._keeps_all
         if not (is_kept or self._keeps_all):
-            self._let_go()
+            self._free_saved()
 
-    def _let_go(self) -> None:
-        while self._to_let_go:
-            self._to_let_go.pop().let_go()
+    def _free_saved(self) -> None:
+        while self._to_free:
+            self._to_free.pop().free()
 
     @property
     def graph_is_kept_for_itself(self) -> bool:
@@ -237,7 +236,7 @@ class LoopCode(LoopMode):
             while True:
                 shortage: BaseException | None = None
                 self._can_repeat = True
-                self._to_let_go = [] if wanted.keeps else list(own.saved)
+                self._to_free = [] if wanted.keeps else list(own.saved)
                 try:
                     return wanted.run(keep=True)
                 except BaseException as error:
@@ -250,7 +249,7 @@ class LoopCode(LoopMode):
                 self._owner.makes_room_for_loop(shortage, attempt)
         finally:
             self._runs_again = self._keeps_all = self._can_repeat = False
-            self._let_go()
+            self._free_saved()
 
     def _own_part(self, wanted: _Differentiation) -> _OwnPart | None:
         """Look at the loop's own part of a backward pass; None where it cannot be run twice."""

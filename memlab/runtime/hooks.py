@@ -1,11 +1,11 @@
-"""The two seams between a training loop and memlab: the model call and the optimizer step.
+"""The two hooks between a training loop and memlab: the model call and the optimizer step.
 
 How each is taken over, and given back:
 
-1. *Model call.* `ForwardSeam` stands in the model's ``_compiled_call_impl``, where torch keeps what ``model.compile()``
+1. *Model call.* `CallHook` stands in the model's ``_compiled_call_impl``, where torch keeps what ``model.compile()``
    makes. ``model(...)`` looks there first, and torch leaves it out of every pickle and deep copy: what is saved or
    copied is what it would be without memlab. ``model.forward`` and its signature stay as they are. Hooks of the model
-   run around the seam, once per call, as they run around ``forward``.
+   run around the hook, once per call, as they run around ``forward``.
 2. A call that something else looks through is left alone: one that is traced (``torch.jit``), one inside a compiled
    function, and a model's call of itself.
 3. Methods that torch has no such place for (``generate``, the forward of a block) get a `stand_in`: an attribute of the
@@ -38,7 +38,7 @@ _STATE = "__getstate__"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-class ForwardSeam:
+class CallHook:
     """Stands in for a model's call while a session is attached.
 
     Args:
@@ -46,7 +46,7 @@ class ForwardSeam:
         handler: called with the original forward, its positional and its keyword arguments.
 
     Attributes:
-        further_in: what stood in its place before, compiled code or another seam; None for torch's own call.
+        further_in: what stood in its place before, compiled code or another hook; None for torch's own call.
     """
 
     def __init__(self, model: nn.Module, handler: ForwardHandler) -> None:
@@ -74,7 +74,7 @@ class ForwardSeam:
             return call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # for classes whose own `__getstate__` does not leave the seam out: nothing
+        # for classes whose own `__getstate__` does not leave the hook out: nothing
         return type(None), ()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> None:
@@ -83,7 +83,7 @@ class ForwardSeam:
     @property
     def users(self) -> Any:
         """Return what ``model.compile()`` has put there, or None."""
-        return self.further_in.users if isinstance(self.further_in, ForwardSeam) else self.further_in
+        return self.further_in.users if isinstance(self.further_in, CallHook) else self.further_in
 
     def _takes_over(self) -> bool:
         call = self._calls.get(threading.get_ident())
@@ -106,7 +106,7 @@ class ForwardSeam:
             self._calls.pop(thread, None)
 
     def install(self, undo: ExitStack) -> None:
-        """Put the seam in place; `undo` takes it out again."""
+        """Put the hook in place; `undo` takes it out again."""
         model = self._model()
         assert model is not None
         instance = model.__dict__
@@ -131,14 +131,14 @@ class ForwardSeam:
 class _BetweenHooks:
     """The function that torch calls as ``forward`` between the hooks of a model."""
 
-    def __init__(self, seam: ForwardSeam, original: Callable[..., Any], found: Callable[[], None]) -> None:
-        self._seam = seam
+    def __init__(self, hook: CallHook, original: Callable[..., Any], found: Callable[[], None]) -> None:
+        self._hook = hook
         self._original = original
         self._found = found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._found()
-        return self._seam.handle(self._original, args, kwargs)
+        return self._hook.handle(self._original, args, kwargs)
 
 
 def _has_hooks(model: nn.Module) -> bool:
@@ -271,7 +271,7 @@ def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
     own = {}
     for key, value in attributes.items():
         is_state = isinstance(value, functools.partial) and value.func is _state_without_stand_ins
-        users = None if is_state else value.users if isinstance(value, (ForwardSeam, _StandIn)) else value
+        users = None if is_state else value.users if isinstance(value, (CallHook, _StandIn)) else value
         if users is value or users is not None:
             own[key] = users
     for key in _HOOKS:
@@ -329,7 +329,7 @@ def loss_of(output: Any) -> torch.Tensor | None:
 StepHandler = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
 
 
-def install_step_seam(
+def install_step_hooks(
     optimizer: torch.optim.Optimizer,
     before: StepHandler,
     after: Callable[[torch.optim.Optimizer], None],

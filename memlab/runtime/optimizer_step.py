@@ -43,7 +43,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _SEPARABLE_PACKAGES = ("torch.optim.", "bitsandbytes.optim.", "transformers.optimization")
 
 
-# --- the seam -------------------------------------------------------------------------------------
+# --- the hook -------------------------------------------------------------------------------------
 
 
 def take_over(update: Callable[[Optimizer], object]) -> StepHook:

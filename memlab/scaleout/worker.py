@@ -29,7 +29,7 @@ from memlab.records import Measurement
 from memlab.records.comparison import Comparison
 from memlab.records.run_record import RunRecord
 from memlab.runtime import optimizer_step
-from memlab.runtime.hooks import ForwardSeam, chained, install_step_seam, loss_of
+from memlab.runtime.hooks import CallHook, chained, install_step_hooks, loss_of
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import Batch, Workload
 from memlab.scaleout import serialization
@@ -78,9 +78,9 @@ class RankLoop:
     def __enter__(self) -> Self:
         self._undo = ExitStack()
         tell_resizes(self._meter.storage_resized, self._undo)
-        ForwardSeam(self._workload.model, self._on_forward).install(self._undo)
+        CallHook(self._workload.model, self._on_forward).install(self._undo)
         for optimizer in self._workload.optimizers:
-            install_step_seam(optimizer, self._before_step, self._after_step, self._undo)
+            install_step_hooks(optimizer, self._before_step, self._after_step, self._undo)
         return self
 
     def __exit__(self, *_exc: object) -> None:

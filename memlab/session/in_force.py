@@ -198,10 +198,10 @@ class InForce:
             tried, self._entries, self.plan = self._entries, entries, plan
             self._refresh()
             before.restore()
-            _let_go(tried, entries)
+            _close_left(tried, entries)
             raise
         else:
-            _let_go(entries, self._entries)
+            _close_left(entries, self._entries)
         finally:
             self._exchanged = _nothing
 
@@ -279,10 +279,10 @@ class InForce:
         return [other for other in self.techniques if other.changes_state and TECHNIQUES.index(type(other)) > place]
 
 
-def _let_go(before: dict[type[Technique], _Entry], now: dict[type[Technique], _Entry]) -> None:
+def _close_left(before: dict[type[Technique], _Entry], now: dict[type[Technique], _Entry]) -> None:
     for kind, entry in before.items():
         if entry.technique.is_engine and now.get(kind) is not entry:
-            entry.technique.let_go()
+            entry.technique.close()
 
 
 def _is_on_gpu(parameter: torch.Tensor) -> bool:

@@ -70,7 +70,7 @@ class Rollback:
         """Make everything what it was."""
         # newer tensors go before older ones that were moved away come back
         for part in self._parts:
-            part.let_go()
+            part.drop_newer()
         for part in self._parts:
             part.restore()
         if torch.get_float32_matmul_precision() != self._matmul_precision:
@@ -121,7 +121,7 @@ class _Part(ABC):
     def restore(self) -> None:
         """Make it what it was; nothing is written that is so already."""
 
-    def let_go(self) -> None:  # noqa: B027 - most parts hold nothing newer
+    def drop_newer(self) -> None:  # noqa: B027 - most parts hold nothing newer
         """Drop what is newer, as far as that needs no memory."""
 
     def spare(self, away: _Mover) -> bool:
@@ -145,7 +145,7 @@ class _Table(_Part):
             self._table.clear()
             self._table.update([(key, _brought(value)) for key, value in self._items])
 
-    def let_go(self) -> None:
+    def drop_newer(self) -> None:
         if any(isinstance(value, _Away) for _, value in self._items):
             self._table.clear()
         else:

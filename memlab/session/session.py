@@ -1,6 +1,6 @@
 """`Session`: applies a plan to a workload, switches it at step boundaries, and undoes it.
 
-The session owns the two seams and decides when a plan changes; `InForce` changes it, wholly or not at
+The session owns the two hooks and decides when a plan changes; `InForce` changes it, wholly or not at
 all. Techniques whose setting stays are left alone.
 
 A *step boundary* is the moment before the first training forward after an `optimizer.step()`. A
@@ -35,7 +35,7 @@ from memlab.plan import FIELDS, Plan
 from memlab.rescue.guard import Start
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime import optimizer_step, state_layers
-from memlab.runtime.hooks import ForwardHandler, ForwardSeam, chained, install_step_seam, loss_of, on_first_step
+from memlab.runtime.hooks import CallHook, ForwardHandler, chained, install_step_hooks, loss_of, on_first_step
 from memlab.runtime.interrupts import HeldBack, hold_back, interruptible, uninterrupted
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
@@ -65,7 +65,7 @@ class LogEntry:
 
 _WITHOUT_CALL = "(it calls parts of it, its forward directly, or it within compiled code or a transform of torch.func)"
 
-# models with a session, so that a second one is refused instead of wrapping the first. The model's seam and
+# models with a session, so that a second one is refused instead of wrapping the first. The model's hook and
 # the optimizer's hooks keep the session; when the user drops both, nothing here keeps the model in memory
 _numbers = itertools.count()
 _attached: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
@@ -123,7 +123,7 @@ class Session:
         self._in_force = InForce(workload, host)
         self._number = next(_numbers)
         self._companions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._seams = ExitStack()
+        self._hooks = ExitStack()
         self._steps = 0
         self.failure = ""
         self._window_open = False
@@ -296,7 +296,7 @@ class Session:
                 if self.rescuer is not None:
                     self.rescuer.attach(self)
                 raise
-            self._seams.close()
+            self._hooks.close()
 
     def __enter__(self) -> Self:
         self._require_attached()
@@ -357,20 +357,20 @@ class Session:
 
     def _attach(self) -> None:
         model = self.workload.model
-        with uninterrupted(), ExitStack() as seams:
+        with uninterrupted(), ExitStack() as hooks:
             _attached[id(model)] = self
-            seams.callback(_attached.pop, id(model), None)
-            ForwardSeam(model, self._on_forward).install(seams)
+            hooks.callback(_attached.pop, id(model), None)
+            CallHook(model, self._on_forward).install(hooks)
             for optimizer in self.workload.optimizers:
-                self._add_optimizer(optimizer, seams)
+                self._add_optimizer(optimizer, hooks)
                 self._tell("optimizer_found", optimizer)
-            on_first_step(self._on_any_step, seams)
+            on_first_step(self._on_any_step, hooks)
             deleted = weakref.finalize(model, _model_deleted, weakref.ref(self))
             deleted.atexit = False
-            seams.callback(deleted.detach)
+            hooks.callback(deleted.detach)
             if self.rescuer is not None:
                 self.rescuer.attach(self)
-            self._seams = seams.pop_all()
+            self._hooks = hooks.pop_all()
 
     def _on_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that is first seen when it steps."""
@@ -385,19 +385,19 @@ class Session:
             self._in_force.change(self.plan)
         self._asked_again(lambda: self._in_force.check_optimizer(optimizer))
         with uninterrupted():
-            self._add_optimizer(optimizer, self._seams)
+            self._add_optimizer(optimizer, self._hooks)
             self.workload.optimizers.append(optimizer)
             self.note(f"found optimizer {type(optimizer).__name__}")
             self._tell("optimizer_found", optimizer)
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
-        with ExitStack() as seams:
-            install_step_seam(optimizer, self._before_step, self._after_step, seams)
-            seams.callback(optimizer.register_state_dict_post_hook(self._saved_state).remove)
-            seams.callback(optimizer.register_load_state_dict_post_hook(self._loaded_state).remove)
+        with ExitStack() as hooks:
+            install_step_hooks(optimizer, self._before_step, self._after_step, hooks)
+            hooks.callback(optimizer.register_state_dict_post_hook(self._saved_state).remove)
+            hooks.callback(optimizer.register_load_state_dict_post_hook(self._loaded_state).remove)
             self._in_force.attach_optimizer(optimizer)
-            seams.callback(self._in_force.detach_optimizer, optimizer)
-            undo.push(seams.pop_all())
+            hooks.callback(self._in_force.detach_optimizer, optimizer)
+            undo.push(hooks.pop_all())
 
     def _saved_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_layers.canonical_state_dict(optimizer, state_dict, self.techniques)
@@ -837,7 +837,7 @@ def _model_deleted(session: weakref.ref[Session]) -> None:
     """Let the optimizers of a model that is gone go as well; what the session keeps of them is in a cycle with it."""
     alive = session()
     if alive is not None:
-        alive._seams.close()
+        alive._hooks.close()
         alive.workload.optimizers = []
         alive.observers.clear()
 

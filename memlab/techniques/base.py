@@ -1,6 +1,6 @@
 """The contract of a technique, and the identity that every technique starts from.
 
-A technique meets the training loop at the two seams (the model call, the optimizer step) and
+A technique meets the training loop at the two hooks (the model call, the optimizer step) and
 overrides only the moments it needs. Rules, in the order in which they matter:
 
 1. `check` refuses before anything is touched; it never changes the workload.
@@ -52,7 +52,7 @@ class Host:
         storage_resized: a storage got or lost memory without an operator.
         on_trial: whether there is a plan to go back to, should this one turn out not to apply.
         withdraw: called instead of raising a refusal in the middle of the loop's own code or of a backward pass: True when
-            the plan before comes back at the next seam, and the technique does nothing until then.
+            the plan before comes back at the next hook, and the technique does nothing until then.
         is_led: whether another session sees to the optimizers, and so to the techniques that work on them alone.
     """
 
@@ -225,7 +225,7 @@ class Technique:
     def broken_off(self) -> None:
         """The loop was left in the middle of a step, and begins anew with its next forward."""
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """The technique is out for good: drop what its undo had to leave, should the change of plans be taken back."""
 
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:

@@ -152,7 +152,7 @@ class Scaling(Technique):
     def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         self._at_work.step_ended()
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
         self._engine = None

@@ -1,4 +1,4 @@
-"""Taking over a step: the seam, buckets, layers of state, gradient scalers, interruptions."""
+"""Taking over a step: the hook, buckets, layers of state, gradient scalers, interruptions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-# --- the seam -------------------------------------------------------------------------------------
+# --- the hook -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -494,7 +494,7 @@ class TestOtherCode:
             with torch.no_grad():
                 assert torch.equal(model.train()(inputs), expected)
 
-    def test_a_wrapper_that_still_holds_the_seam(self) -> None:
+    def test_a_wrapper_that_still_holds_the_hook(self) -> None:
         model, _ = tower()
         inputs, _ = pairs(0)
         session = fit(Workload(model), "--accumulate 2")

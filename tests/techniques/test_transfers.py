@@ -1,6 +1,6 @@
 """Copies beside the computation: nobody reads what has not arrived, nor gives memory back that is still read.
 
-There is no GPU here. The techniques run on lanes that copy as late or as early as streams may, fill what is not written
+There is no GPU here. The techniques run on streams that copy as late or as early as streams may, fill what is not written
 yet with rubbish, and fail when memory of a copy under way is gone. Numbers that are right under all of that are right
 under any timing.
 """
@@ -26,7 +26,7 @@ from memlab.techniques.offload import activations, host_update, optimizer_state
 from memlab.techniques.offload.activations import OffloadActivations
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.offload.spill import is_spilled
-from memlab.techniques.offload.transfers import Lanes, Leaving
+from memlab.techniques.offload.transfers import CopyStreams, Leaving
 from tests.driving import (
     FailingAt,
     FailingToAllocateAt,
@@ -38,21 +38,21 @@ from tests.driving import (
     snapshot,
     train,
 )
-from tests.techniques.lanes import LazyLanes
+from tests.techniques.copy_streams import LateCopyStreams
 
 Luck = random.Random
 _LUCK = st.randoms(use_true_random=False)
 
 
 @contextmanager
-def lanes_are(lanes: Lanes) -> Iterator[None]:
+def copy_streams_are(streams: CopyStreams) -> Iterator[None]:
     """Techniques copy in these."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (activations, optimizer_state, host_update):
-            patch.setattr(module, "lanes_of", lambda _tensor: lanes)
-            patch.setattr(module, "lanes_for", lambda _tensor, _device: lanes, raising=False)
+            patch.setattr(module, "copy_streams_of", lambda _tensor: streams)
+            patch.setattr(module, "copy_streams_for", lambda _tensor, _device: streams, raising=False)
             if hasattr(module, "settle"):
-                patch.setattr(module, "settle", lanes.settle)
+                patch.setattr(module, "settle", streams.settle)
         yield
 
 
@@ -77,7 +77,7 @@ class Net(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.wide, hidden, use_reentrant=False).square().mean()
 
 
-def streamed(model: nn.Module, lanes: Lanes) -> Callable[..., torch.Tensor]:
+def streamed(model: nn.Module, streams: CopyStreams) -> Callable[..., torch.Tensor]:
     """The model under a technique that believes to be beside a GPU."""
     technique = OffloadActivations(Plan.parse("--offload activations:disk"))
     from contextlib import ExitStack
@@ -114,21 +114,21 @@ def gradients_after(
 @given(luck=_LUCK, order=st.permutations([0, 1, 2]), left_out=st.integers(0, 2), twice=st.booleans())
 @settings(deadline=None, max_examples=12)
 def test_activations_arrive_before_they_are_read(luck: Luck, order: list[int], left_out: int, twice: bool) -> None:
-    model, lanes = Net(), LazyLanes(luck)
+    model, streams = Net(), LateCopyStreams(luck)
     order = order[: 3 - left_out]  # some graphs are never run backward
     expected = gradients_after(model, model, order, twice=twice)
-    with lanes_are(lanes):
-        call = streamed(model, lanes)
+    with copy_streams_are(streams):
+        call = streamed(model, streams)
         found = gradients_after(model, call, order, twice=twice)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         gc.collect()
         assert call.technique._spill.stored_bytes == 0  # type: ignore[attr-defined]
-        lanes.settle()
+        streams.settle()
 
 
 def test_parts_of_a_batch_are_taken_back_as_what_they_are() -> None:
     """What is saved may be the second half of a storage, and may not have left when backward asks for it."""
-    model, lanes = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 1)), LazyLanes(random.Random(0))
+    model, streams = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 1)), LateCopyStreams(random.Random(0))
     half = torch.randn(64, 32)[48:]
 
     def gradients(call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
@@ -138,43 +138,45 @@ def test_parts_of_a_batch_are_taken_back_as_what_they_are() -> None:
         return found
 
     expected = gradients(model)
-    with lanes_are(lanes):
-        found = gradients(streamed(model, lanes))
-        lanes.settle()
+    with copy_streams_are(streams):
+        found = gradients(streamed(model, streams))
+        streams.settle()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_a_failed_forward_gives_everything_back() -> None:
-    lanes = LazyLanes(random.Random(0))
+    streams = LateCopyStreams(random.Random(0))
     model = Net()
     model.narrow.forward = lambda hidden: 1 / 0  # type: ignore[method-assign]
-    with lanes_are(lanes):
-        call = streamed(model, lanes)
+    with copy_streams_are(streams):
+        call = streamed(model, streams)
         with pytest.raises(ZeroDivisionError):
             call(inputs_of(0))
         gc.collect()
         assert call.technique._spill.stored_bytes == 0  # type: ignore[attr-defined]
-        lanes.settle()
+        streams.settle()
 
 
 def test_what_is_read_next_is_on_its_way_before_it_is_asked_for() -> None:
-    lanes, model = LazyLanes(random.Random(0)), nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    streams, model = LateCopyStreams(random.Random(0)), nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     read: list[tuple[int, int]] = []
-    with lanes_are(lanes):
-        call = streamed(model, lanes)
+    with copy_streams_are(streams):
+        call = streamed(model, streams)
         loss = call(torch.randn(64, 64, requires_grad=True)).square().sum()
         for layer in model:
-            layer.weight.register_hook(lambda _g: read.append((lanes.log.count("ask in"), lanes.log.count("run in"))))
+            layer.weight.register_hook(
+                lambda _g: read.append((streams.log.count("ask in"), streams.log.count("run in")))
+            )
         loss.backward()
     # while the n-th is read, those after it have been asked for
     assert all(asked > number for number, (asked, _) in enumerate(read[:3]))
-    assert lanes.most_under_way > 1
+    assert streams.most_under_way > 1
 
 
 def test_memory_in_flight_is_bounded_by_twice_the_largest_tensor() -> None:
     held: list[int] = []
 
-    class Watching(Lanes):
+    class Watching(CopyStreams):
         def send(self, target: torch.Tensor, source: torch.Tensor, *, reused: bool = False) -> Any:
             ticket = super().send(target, source)
             held.append(
@@ -186,9 +188,9 @@ def test_memory_in_flight_is_bounded_by_twice_the_largest_tensor() -> None:
             )
             return ticket
 
-    model, lanes = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))), Watching()
-    with lanes_are(lanes):
-        streamed(model, lanes)(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    model, streams = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))), Watching()
+    with copy_streams_are(streams):
+        streamed(model, streams)(torch.randn(32, 64, requires_grad=True)).sum().backward()
     assert 0 < max(held) <= 2 * 32 * 64 * 4
 
 
@@ -213,37 +215,37 @@ def beside_a_gpu() -> OffloadOptimizer:
 @settings(deadline=None, max_examples=15)
 def test_state_is_streamed_bit_by_bit(luck: Luck, name: str, bucket_bytes: int) -> None:
     runs = []
-    for lanes in (None, LazyLanes(luck)):
+    for streams in (None, LateCopyStreams(luck)):
         model = mlp()
         optimizer = OPTIMIZERS[name](list(model.parameters()))
-        if lanes is None:
+        if streams is None:
             losses = train(model, optimizer, range(6))
         else:
-            with lanes_are(lanes):
+            with copy_streams_are(streams):
                 losses = train(model, optimizer, range(2))
                 with applied(optimizer, [beside_a_gpu()], bucket_bytes):
                     losses += train(model, optimizer, range(2, 5))
                 losses += train(model, optimizer, range(5, 6))
-                lanes.settle()
+                streams.settle()
         runs.append((losses, snapshot(model, optimizer)))
     assert runs[0][0] == runs[1][0]
     assert same(runs[0][1], runs[1][1])
 
 
 def test_one_bucket_arrives_and_one_leaves_while_one_is_updated() -> None:
-    model, lanes = mlp(), LazyLanes(random.Random(1))
-    lanes._luck.random = lambda: 1.0  # type: ignore[method-assign] # only when it must
+    model, streams = mlp(), LateCopyStreams(random.Random(1))
+    streams._luck.random = lambda: 1.0  # type: ignore[method-assign] # only when it must
     optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
     updated: list[tuple[int, int]] = []
 
     class Watching(OffloadOptimizer):
         def around_update(self, optimizer: Any, parameters: Any) -> Any:
-            updated.append((len(lanes._lanes["in"]), len(lanes._lanes["out"])))
+            updated.append((len(streams._streams["in"]), len(streams._streams["out"])))
             return super().around_update(optimizer, parameters)
 
     technique = Watching(Plan.parse("--offload optimizer:disk"))
     technique._is_for_gpu = True
-    with lanes_are(lanes), applied(optimizer, [technique], 1):
+    with copy_streams_are(streams), applied(optimizer, [technique], 1):
         train(model, optimizer, range(2))
         updated.clear()
         train(model, optimizer, range(2, 3))
@@ -257,14 +259,14 @@ def test_one_bucket_arrives_and_one_leaves_while_one_is_updated() -> None:
 def test_nothing_stays_on_the_device_between_steps() -> None:
     model, technique = mlp(), beside_a_gpu()
     optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
-    lanes = LazyLanes(random.Random(2))
-    with lanes_are(lanes), applied(optimizer, [technique], 2**14):
+    streams = LateCopyStreams(random.Random(2))
+    with copy_streams_are(streams), applied(optimizer, [technique], 2**14):
         train(model, optimizer, range(3))
         assert not technique._arriving
         assert not technique._leaving
         # no more is under way than what nobody waits for: the last copies out were waited for by the computation
-        assert not lanes._lanes["in"]
-        assert not lanes._lanes["out"]
+        assert not streams._streams["in"]
+        assert not streams._streams["out"]
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -288,21 +290,21 @@ def test_a_streamed_step_interrupted_anywhere_can_be_completed(on_host: bool) ->
 @settings(deadline=None, max_examples=12)
 def test_the_host_updates_within_its_tolerance(luck: Luck, name: str, seen: int) -> None:
     runs = []
-    for lanes in (None, LazyLanes(luck)):
+    for streams in (None, LateCopyStreams(luck)):
         model = mlp()
         optimizer = OPTIMIZERS[name](list(model.parameters()))
-        if lanes is None:
+        if streams is None:
             losses = train(model, optimizer, range(8))
         else:
             technique = beside_a_gpu()
             technique.update_on_host(optimizer)
-            with lanes_are(lanes):
+            with copy_streams_are(streams):
                 losses = train(model, optimizer, range(seen))
                 with applied(optimizer, [technique], 2**14):
                     technique.update_on_host(optimizer)
                     losses += train(model, optimizer, range(seen, 7))
                 losses += train(model, optimizer, range(7, 8))
-                lanes.settle()
+                streams.settle()
         runs.append((losses, [p.detach().clone() for p in model.parameters()], snapshot(model, optimizer)["state"]))
     torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-6, atol=0)
     for one, other in zip(runs[0][1], runs[1][1], strict=True):
@@ -377,10 +379,10 @@ def test_the_host_leaves_to_others_what_is_theirs() -> None:
 
 
 def test_leaving_holds_what_is_on_its_way() -> None:
-    lanes = LazyLanes(random.Random(0))
-    lanes._luck.random = lambda: 1.0  # type: ignore[method-assign]
+    streams = LateCopyStreams(random.Random(0))
+    streams._luck.random = lambda: 1.0  # type: ignore[method-assign]
     leaving, target = Leaving(), torch.zeros(4)
-    leaving.add(lanes.send(target, torch.ones(4)), lanes)
+    leaving.add(streams.send(target, torch.ones(4)), streams)
     assert leaving.holds(target)
     leaving.retire(16)
     assert leaving.holds(target)

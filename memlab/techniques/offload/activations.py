@@ -4,7 +4,7 @@ Tensors that autograd saves go to pinned host memory (beside a GPU) or to a file
 pass reads them. Not moved: parameters and buffers, which stay on the device anyway, and tensors too small to be worth
 the trip. Tensors that share a storage are stored once. The memory off the device comes from a pool.
 
-Beside a GPU, copies run in lanes of their own (`memlab.techniques.offload.transfers`). What leaves is held until it has left,
+Beside a GPU, copies run in streams of their own (`memlab.techniques.offload.transfers`). What leaves is held until it has left,
 up to twice the largest tensor saved so far; when backward reads a tensor, the ones saved before it are fetched ahead,
 up to twice the largest as well. So the peak is at most four such tensors above that of copies that wait.
 
@@ -31,10 +31,10 @@ from memlab.runtime.workload import Workload
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.offload.spill import Spill, resolve_tier
-from memlab.techniques.offload.transfers import Lanes, Leaving, Ticket, lanes_of, settle
+from memlab.techniques.offload.transfers import CopyStreams, Leaving, Ticket, copy_streams_of, settle
 
 _SMALLEST_BYTES = 1024
-_TENSORS_AHEAD = 2  # of the size of the largest, in each lane
+_TENSORS_AHEAD = 2  # of the size of the largest, in each direction
 # wrapper subclasses keep their data elsewhere
 _MOVABLE = (torch.Tensor, FakeTensor)
 
@@ -50,13 +50,15 @@ class _Stored:
         number: its place among those that forward saved.
         kept: its bytes off the device, [bytes], uint8.
         device: that they come from.
-        lanes: that they take.
+        streams: that they take.
     """
 
-    __slots__ = ("__weakref__", "_fake", "_used", "device", "kept", "lanes", "number", "passage", "sent")
+    __slots__ = ("__weakref__", "_fake", "_used", "device", "kept", "number", "passage", "sent", "streams")
 
-    def __init__(self, passage: _Passage, number: int, kept: torch.Tensor, device: torch.device, lanes: Lanes) -> None:
-        self.passage, self.number, self.kept, self.device, self.lanes = passage, number, kept, device, lanes
+    def __init__(
+        self, passage: _Passage, number: int, kept: torch.Tensor, device: torch.device, streams: CopyStreams
+    ) -> None:
+        self.passage, self.number, self.kept, self.device, self.streams = passage, number, kept, device, streams
         self.sent: Ticket | None = None
         self._used: weakref.ref[torch.UntypedStorage] | None = None
         self._fake: weakref.ref[torch.Tensor] | None = None
@@ -94,22 +96,22 @@ class _Passage:
         self._spill, self._reads_in_place = spill, reads_in_place
         self._stored: list[weakref.ref[_Stored]] = []
         self._leaving = Leaving()
-        self._arriving: dict[int, tuple[Ticket, Lanes]] = {}
+        self._arriving: dict[int, tuple[Ticket, CopyStreams]] = {}
         self._arriving_bytes = 0
         self._largest_bytes = 0
 
     def store(self, source: torch.Tensor) -> _Stored:
         """Send bytes off the device: [bytes], uint8."""
-        lanes = lanes_of(source)
-        stored = _Stored(self, len(self._stored), self._spill.empty_like(source), source.device, lanes)
+        streams = copy_streams_of(source)
+        stored = _Stored(self, len(self._stored), self._spill.empty_like(source), source.device, streams)
         self._stored.append(weakref.ref(stored))
         if self._reads_in_place:
             stored.kept.copy_(source)
             return stored
         self._largest_bytes = max(self._largest_bytes, source.numel())
         self._leaving.retire(self._window_bytes - source.numel())
-        ticket = lanes.send(stored.kept, source, reused=True)
-        self._leaving.add(ticket, lanes)
+        ticket = streams.send(stored.kept, source, reused=True)
+        self._leaving.add(ticket, streams)
         stored.sent = ticket.without_source()
         return stored
 
@@ -135,7 +137,7 @@ class _Passage:
             self._arriving_bytes -= stored.kept.numel()
         else:
             ticket = _asked_for(stored)
-        stored.lanes.wait(ticket)
+        stored.streams.wait(ticket)
         return ticket.target
 
     def _fetch_before(self, number: int) -> None:
@@ -148,7 +150,7 @@ class _Passage:
                 continue
             if self._arriving_bytes + stored.kept.numel() > self._window_bytes:
                 return
-            self._arriving[earlier] = _asked_for(stored), stored.lanes
+            self._arriving[earlier] = _asked_for(stored), stored.streams
             self._arriving_bytes += stored.kept.numel()
 
     def _is_here(self, stored: _Stored) -> bool:
@@ -165,13 +167,13 @@ class _CopiedPassage(_Passage):
         # a graph that was dropped: its memory must not be given to others while copies run. A Ctrl-C in here is lost;
         # so this class is not the one that a CPU's tensors pass through
         self._leaving.retire(0)
-        for ticket, lanes in self._arriving.values():
-            lanes.wait(ticket)
+        for ticket, streams in self._arriving.values():
+            streams.wait(ticket)
 
 
 def _asked_for(stored: _Stored) -> Ticket:
     target = torch.empty_like(stored.kept, device=stored.device)
-    return stored.lanes.fetch(target, stored.kept, after=stored.sent)
+    return stored.streams.fetch(target, stored.kept, after=stored.sent)
 
 
 @dataclass(frozen=True)
@@ -323,7 +325,7 @@ class OffloadActivations(Technique):
         self._model = workload.model
         self._spill = Spill(self._tier(workload.device), pooled=True)
         self._reads_in_place = workload.device.type == "cpu"
-        undo.callback(self._let_go)
+        undo.callback(self._forget_pool)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._model is not None
@@ -346,7 +348,7 @@ class OffloadActivations(Technique):
     def host_bytes(self) -> int:
         return self._spill.peak_bytes if self._spill else 0
 
-    def _let_go(self) -> None:
+    def _forget_pool(self) -> None:
         """Forget the pool: what is in use keeps its memory until it dies."""
         settle()
         self._model = self._spill = None

@@ -28,7 +28,7 @@ from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.optimizer_step import plain_stepper, restored_on_failure
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.offload.spill import Spill
-from memlab.techniques.offload.transfers import Lanes, Ticket, lanes_of
+from memlab.techniques.offload.transfers import CopyStreams, Ticket, copy_streams_of
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -90,7 +90,7 @@ class HostUpdate:
     def forget(self) -> None:
         """Drop gradients that nobody came for."""
         for parameter, ticket in self._gradients.items():
-            lanes_of(parameter).wait(ticket)
+            copy_streams_of(parameter).wait(ticket)
         self._gradients.clear()
 
     def __call__(self, parameters: Sequence[Parameter]) -> None:
@@ -106,7 +106,7 @@ class HostUpdate:
 
     def _prepared(self, group: dict[str, Any], parameters: Sequence[Parameter]) -> Callable[[], None]:
         """Take all memory that an update needs; what makes the update."""
-        lanes = lanes_of(parameters[0])
+        streams = copy_streams_of(parameters[0])
         tickets = [self._gradients.pop(p) if p in self._gradients else self._sent(group, p) for p in parameters]
         fresh = {p: self._fresh(group, p) for p in parameters if not self._optimizer.state.get(p)}
         states = [fresh.get(p) or self._optimizer.state[p] for p in parameters]
@@ -116,10 +116,10 @@ class HostUpdate:
         steps = [torch.tensor(counter.steps + 1.0) for counter in counters]
 
         def update() -> None:
-            gradients = [_arrived(lanes, ticket) for ticket in tickets]
+            gradients = [_arrived(streams, ticket) for ticket in tickets]
             _fused_update(group, changes, gradients, states, steps)
             for change, target in zip(changes, above, strict=True):
-                lanes.wait(lanes.fetch(target, change))
+                streams.wait(streams.fetch(target, change))
             if _is_decoupled(group, self._optimizer) and group["weight_decay"]:
                 torch._foreach_mul_(list(parameters), 1 - float(group["lr"]) * group["weight_decay"])
             torch._foreach_add_(list(parameters), above)
@@ -135,7 +135,7 @@ class HostUpdate:
         if group["weight_decay"] and not _is_decoupled(group, self._optimizer):
             sign = -1 if group["maximize"] else 1
             gradient = gradient.detach().add(parameter.detach(), alpha=sign * group["weight_decay"])
-        return lanes_of(parameter).send(self._made_for(parameter), gradient)
+        return copy_streams_of(parameter).send(self._made_for(parameter), gradient)
 
     def _fresh(self, group: dict[str, Any], parameter: Parameter) -> dict[str, Any]:
         """State before the first update, made where it will stay."""
@@ -179,8 +179,8 @@ def _large(group: dict[str, Any], parameters: Sequence[Parameter]) -> list[Param
     return [parameter for parameter in group["params"] if id(parameter) in wanted]
 
 
-def _arrived(lanes: Lanes, ticket: Ticket) -> torch.Tensor:
-    lanes.arrived(ticket)
+def _arrived(streams: CopyStreams, ticket: Ticket) -> torch.Tensor:
+    streams.arrived(ticket)
     return ticket.target
 
 

@@ -34,7 +34,7 @@ from memlab.techniques.offload import link as _link
 from memlab.techniques.offload.homes import home_of
 from memlab.techniques.offload.host_update import HostUpdate, is_served, laid_out_like
 from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
-from memlab.techniques.offload.transfers import Leaving, Ticket, lanes_for, lanes_of, settle
+from memlab.techniques.offload.transfers import Leaving, Ticket, copy_streams_for, copy_streams_of, settle
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -109,7 +109,7 @@ class OffloadOptimizer(Technique):
         self._is_for_gpu = home_of(next(workload.model.parameters())).type == "cuda"
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
-        undo.callback(self._let_go, optimizer)
+        undo.callback(self._forget, optimizer)
         if is_served(optimizer):
             self._choose_place(optimizer)
 
@@ -147,10 +147,10 @@ class OffloadOptimizer(Technique):
         if tensor is None or tensor.shape != value.shape or tensor.dtype != value.dtype:
             tensor = self._spill(home_of(parameter)).empty_like(value)
         tensor = laid_out_like(tensor, _like(parameter, value))
-        lanes = lanes_of(value)
-        ticket = lanes.send(tensor, value)
+        streams = copy_streams_of(value)
+        ticket = streams.send(tensor, value)
         if self._leaving:
-            self._leaving[-1].add(ticket, lanes)
+            self._leaving[-1].add(ticket, streams)
         return _Kept(tensor, ticket.without_source())
 
     def _brought(self, optimizer: Optimizer, parameter: Parameter, name: str, kept: _Kept) -> torch.Tensor:
@@ -161,7 +161,7 @@ class OffloadOptimizer(Technique):
             copy = self._spill(home_of(parameter)).empty_like(kept.tensor)
             return laid_out_like(copy, _like(parameter, kept.tensor)).copy_(kept.tensor)
         ticket = self._arriving.pop((parameter, name), None) or _fetched(parameter, kept)
-        lanes_for(parameter, home_of(parameter)).wait(ticket)
+        copy_streams_for(parameter, home_of(parameter)).wait(ticket)
         return ticket.target
 
     def _is_in_file(self, parameter: Parameter) -> bool:
@@ -199,7 +199,7 @@ class OffloadOptimizer(Technique):
         for leaving in self._leaving:
             leaving.retire(0)
         for (parameter, _), ticket in self._arriving.items():
-            lanes_for(parameter, home_of(parameter)).wait(ticket)
+            copy_streams_for(parameter, home_of(parameter)).wait(ticket)
         self._leaving.clear()
         self._arriving.clear()
         if optimizer in self._on_host:
@@ -254,7 +254,7 @@ class OffloadOptimizer(Technique):
         tier = self._tier(device)
         return self._spills.setdefault(tier, Spill(tier))
 
-    def _let_go(self, optimizer: Optimizer) -> None:
+    def _forget(self, optimizer: Optimizer) -> None:
         settle()
         self._on_host.pop(optimizer, None)
         for group in optimizer.param_groups:
@@ -283,4 +283,4 @@ def _fetched(parameter: Parameter, kept: _Kept) -> Ticket:
     target = torch.empty_like(
         _like(parameter, tensor), dtype=tensor.dtype, device=home_of(parameter), requires_grad=False
     )
-    return lanes_for(parameter, home_of(parameter)).fetch(target, tensor, after=kept.sent)
+    return copy_streams_for(parameter, home_of(parameter)).fetch(target, tensor, after=kept.sent)

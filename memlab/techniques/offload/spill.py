@@ -65,7 +65,7 @@ class Spill:
     Args:
         tier: HOST (pinned when there is a GPU) or DISK.
         pooled: take host memory from a pool as well. Its regions are used again at once, so whoever asks for that
-            copies to and from them in the lanes of `memlab.techniques.offload.transfers` and nowhere else.
+            copies to and from them in the streams of `memlab.techniques.offload.transfers` and nowhere else.
 
     Attributes:
         peak_bytes: most bytes held at once.

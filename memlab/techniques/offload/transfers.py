@@ -1,16 +1,16 @@
-"""Copies to and from host memory that run beside the computation: two lanes, one out and one in.
+"""Copies to and from host memory that run beside the computation: two streams, one out and one in.
 
 Rules:
 
-1. A lane is a CUDA stream of its own. Work on the device's current stream is *the computation* here; the host never
+1. Each direction has a CUDA stream of its own. Work on the device's current stream is *the computation* here; the host never
    waits in `send`, `fetch` and `wait`, only in `settle` and `arrived`.
 2. A copy starts when the computation has come to where it was asked for: what it reads is written by then, and what
    it writes nobody reads any more.
 3. Whatever a copy reads or writes is held by its `Ticket`. A ticket may be dropped once the computation has been made
    to wait for it; not before, or the memory would be given to somebody else while the copy runs.
    (`Tensor.record_stream` would also do, but then memory comes back at times nobody can predict.)
-4. A region of a pool that is used again was last written in the lane out, which keeps its order, or read in the lane
-   in, which `send(…, reused=True)` waits for.
+4. A region of a pool that is used again was last written by the stream out, which keeps its order, or read by the
+   stream in, which `send(…, reused=True)` waits for.
 5. On the CPU, and for tensors without values, a copy is made there and then, and waiting is nothing.
 """
 
@@ -43,13 +43,13 @@ class Ticket:
         return Ticket(self.target, self.target, self.left)
 
 
-class Lanes:
-    """Copies made at once; `CudaLanes` makes them beside the computation.
+class CopyStreams:
+    """Copies made at once; `CudaCopyStreams` makes them beside the computation.
 
     Example:
-        >>> lanes = Lanes()
-        >>> ticket = lanes.send(torch.empty(2), torch.ones(2))
-        >>> lanes.wait(ticket)
+        >>> streams = CopyStreams()
+        >>> ticket = streams.send(torch.empty(2), torch.ones(2))
+        >>> streams.wait(ticket)
         >>> ticket.target
         tensor([1., 1.])
     """
@@ -60,7 +60,7 @@ class Lanes:
         Args:
             target: in pinned host memory.
             source: on the device; not to be written to until the computation has waited for the ticket.
-            reused: the target's memory may have been read in the lane in before.
+            reused: the target's memory may have been read by the stream in before.
         """
         with torch.no_grad():
             target.copy_(source.detach())
@@ -88,7 +88,7 @@ class Lanes:
         """Make the host wait for all copies."""
 
 
-class CudaLanes(Lanes):
+class CudaCopyStreams(CopyStreams):
     """Two streams of a GPU.
 
     Args:
@@ -124,20 +124,20 @@ class CudaLanes(Lanes):
         self._out.synchronize()
         self._in.synchronize()
 
-    def _copied(self, lane: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Ticket:
-        with torch.cuda.stream(lane), torch.no_grad():
+    def _copied(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        with torch.cuda.stream(stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
-            return Ticket(target, source, lane.record_event())
+            return Ticket(target, source, stream.record_event())
 
 
 class Leaving:
     """Tensors on their way out, held until they have left, up to a number of bytes.
 
     Example:
-        >>> lanes = Lanes()
+        >>> streams = CopyStreams()
         >>> leaving = Leaving()
         >>> for _ in range(3):
-        ...     leaving.add(lanes.send(torch.empty(2), torch.ones(2)), lanes)
+        ...     leaving.add(streams.send(torch.empty(2), torch.ones(2)), streams)
         >>> leaving.held_bytes
         24
         >>> leaving.retire(16)
@@ -146,7 +146,7 @@ class Leaving:
     """
 
     def __init__(self) -> None:
-        self._tickets: deque[tuple[Ticket, Lanes]] = deque()
+        self._tickets: deque[tuple[Ticket, CopyStreams]] = deque()
 
     @property
     def held_bytes(self) -> int:
@@ -154,15 +154,15 @@ class Leaving:
         # counted anew: two books could differ after an error
         return sum(_size_bytes(ticket.source) for ticket, _ in self._tickets)
 
-    def add(self, ticket: Ticket, lanes: Lanes) -> None:
-        """Hold one more, until it has left in its lane."""
-        self._tickets.append((ticket, lanes))
+    def add(self, ticket: Ticket, streams: CopyStreams) -> None:
+        """Hold one more, until it has left."""
+        self._tickets.append((ticket, streams))
 
     def retire(self, most_bytes: int) -> None:
         """Let the oldest go until no more than so many bytes are held."""
         while self.held_bytes > most_bytes:
-            ticket, lanes = self._tickets[0]
-            lanes.wait(ticket)
+            ticket, streams = self._tickets[0]
+            streams.wait(ticket)
             self._tickets.popleft()
 
     def holds(self, target: torch.Tensor) -> bool:
@@ -171,9 +171,9 @@ class Leaving:
 
     def take_back(self, target: torch.Tensor) -> torch.Tensor | None:
         """The tensor that is on its way to a target, if it is still held; held no longer, once its copy is waited for."""
-        for at, (ticket, lanes) in enumerate(self._tickets):
+        for at, (ticket, streams) in enumerate(self._tickets):
             if ticket.target is target:
-                lanes.wait(ticket)
+                streams.wait(ticket)
                 del self._tickets[at]
                 return ticket.source
         return None
@@ -183,30 +183,30 @@ def _size_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-_at_once = Lanes()
-_cuda_lanes: dict[torch.device, Lanes] = {}
+_at_once = CopyStreams()
+_cuda_streams: dict[torch.device, CopyStreams] = {}
 
 
-def lanes_of(tensor: torch.Tensor) -> Lanes:
-    """The lanes of the device a tensor is on.
+def copy_streams_of(tensor: torch.Tensor) -> CopyStreams:
+    """The streams of the device a tensor is on.
 
     Example:
-        >>> type(lanes_of(torch.ones(1))).__name__
-        'Lanes'
+        >>> type(copy_streams_of(torch.ones(1))).__name__
+        'CopyStreams'
     """
-    return lanes_for(tensor, tensor.device)
+    return copy_streams_for(tensor, tensor.device)
 
 
-def lanes_for(tensor: torch.Tensor, device: torch.device) -> Lanes:
-    """The lanes of the device a tensor is used on, wherever it rests."""
+def copy_streams_for(tensor: torch.Tensor, device: torch.device) -> CopyStreams:
+    """The streams of the device a tensor is used on, wherever it rests."""
     if isinstance(tensor, FakeTensor) or device.type != "cuda":
         return _at_once
-    if device not in _cuda_lanes:
-        _cuda_lanes[device] = CudaLanes(device)
-    return _cuda_lanes[device]
+    if device not in _cuda_streams:
+        _cuda_streams[device] = CudaCopyStreams(device)
+    return _cuda_streams[device]
 
 
 def settle() -> None:
-    """Make the host wait for all copies in all lanes, to read host memory or to give it back."""
-    for lanes in _cuda_lanes.values():
-        lanes.settle()
+    """Make the host wait for all copies in all streams, to read host memory or to give it back."""
+    for streams in _cuda_streams.values():
+        streams.settle()

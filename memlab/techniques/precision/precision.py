@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Plan, Precision
 from memlab.runtime.autocast import without_autocast
-from memlab.runtime.hooks import ForwardSeam, is_compiled
+from memlab.runtime.hooks import CallHook, is_compiled
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
@@ -266,7 +266,7 @@ class PrecisionChoice(Technique):
         for part in () if is_compiled(model) else model.modules():
             is_split = any(id(p) in self._masters for p in part.parameters())
             if is_split and part is not model and not isinstance(part, torch.jit.ScriptModule):
-                ForwardSeam(part, self._part).install(undo)
+                CallHook(part, self._part).install(undo)
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor's master, where the tensor rests; None when it is in its place."""

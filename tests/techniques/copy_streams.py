@@ -1,4 +1,4 @@
-"""Lanes that copy as late, or as early, as streams may: to see whether somebody counts on more than they promise."""
+"""`CopyStreams` that copy as late, or as early, as streams may: to see whether somebody counts on more than they promise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 
 import torch
 
-from memlab.techniques.offload.transfers import Lanes, Ticket
+from memlab.techniques.offload.transfers import CopyStreams, Ticket
 
 
 class _Copy:
@@ -30,7 +30,7 @@ class _Copy:
         return torch.empty(0, dtype=dtype).set_(alive, offset, shape, stride)
 
 
-class LazyLanes(Lanes):
+class LateCopyStreams(CopyStreams):
     """Runs copies when it must, and now and then before.
 
     Args:
@@ -43,12 +43,12 @@ class LazyLanes(Lanes):
 
     def __init__(self, luck: random.Random) -> None:
         self._luck = luck
-        self._lanes: dict[str, deque[_Copy]] = {"out": deque(), "in": deque()}
+        self._streams: dict[str, deque[_Copy]] = {"out": deque(), "in": deque()}
         self.log: list[str] = []
         self.most_under_way = 0
 
     def send(self, target: torch.Tensor, source: torch.Tensor, *, reused: bool = False) -> Ticket:
-        after = self._lanes["in"][-1] if reused and self._lanes["in"] else None
+        after = self._streams["in"][-1] if reused and self._streams["in"] else None
         return self._ask("out", target, source.detach(), after)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None = None) -> Ticket:
@@ -62,32 +62,32 @@ class LazyLanes(Lanes):
         self.wait(ticket)
 
     def settle(self) -> None:
-        for lane in self._lanes.values():
-            while lane:
-                self._run(lane[-1])
+        for stream in self._streams.values():
+            while stream:
+                self._run(stream[-1])
 
     def _ask(self, name: str, target: torch.Tensor, source: torch.Tensor, after: _Copy | None) -> Ticket:
         # until it is written nobody may count on what is in there
         with torch.no_grad():
             target.view(torch.uint8).fill_(0xFF) if target.is_contiguous() else target.fill_(float("nan"))
         copy = _Copy(target, source, after)
-        self._lanes[name].append(copy)
+        self._streams[name].append(copy)
         self.log.append(f"ask {name}")
-        self.most_under_way = max(self.most_under_way, sum(map(len, self._lanes.values())))
-        while self._luck.random() < 0.3 and any(self._lanes.values()):
-            lane = self._luck.choice([lane for lane in self._lanes.values() if lane])
-            self._run(lane[0])
+        self.most_under_way = max(self.most_under_way, sum(map(len, self._streams.values())))
+        while self._luck.random() < 0.3 and any(self._streams.values()):
+            stream = self._luck.choice([stream for stream in self._streams.values() if stream])
+            self._run(stream[0])
         return Ticket(target, source, copy)
 
     def _run(self, copy: _Copy) -> None:
-        """Run a copy, and before it those it comes after: of its lane, and the one it names."""
+        """Run a copy, and before it those it comes after: of its stream, and the one it names."""
         if copy.is_done:
             return
-        name = next(name for name, lane in self._lanes.items() if copy in lane)
+        name = next(name for name, stream in self._streams.items() if copy in stream)
         while not copy.is_done:
-            first = self._lanes[name][0]
+            first = self._streams[name][0]
             if first.after is not None:
                 self._run(first.after)
             first.run()
-            self._lanes[name].popleft()
+            self._streams[name].popleft()
             self.log.append(f"run {name}")
