@@ -5,7 +5,9 @@ Rules of the ledger, in the order in which they matter:
 1. Only outputs of operators are looked at, and only of operators that can give birth: views and
    in-place updates are recognised once by their schema and then cost next to nothing.
 2. A storage is counted once, from its birth to its death, whatever views and ties point to it. Its
-   Python object lives as long as the storage does, so a weak reference to it tells the death.
+   Python object lives as long as the storage does, so a weak reference to it tells the death. What is called then
+   is C code, which only notes it: a Ctrl-C that came in Python code there would be lost. Deaths are booked before
+   anything else is, so that an address that is used again is never taken for the storage that was there before.
 3. What lived before the step is known because it is named: parameters, buffers, gradients,
    optimizer state, inputs; and what an observed step left alive is still tracked in the next.
 4. Categories are decided when the step is over, when gradients and state have found their place.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -46,6 +49,7 @@ from memlab.measuring.observation import (
 )
 from memlab.records import Category, Phase
 from memlab.runtime.dispatch import WatchingMode, defers
+from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.observer import Observer
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Batch
@@ -110,7 +114,6 @@ class Ledger(WatchingMode):
         capacity_bytes: size of the device; a birth past it raises `torch.OutOfMemoryError`.
 
     Attributes:
-        live_bytes: bytes of the storages alive now.
         peak_bytes: highest `live_bytes` since `begin`.
         owner: number of the model whose call is under way, where several train; 0 for none.
 
@@ -123,10 +126,11 @@ class Ledger(WatchingMode):
         super().__init__()
         self.device_type = device_type
         self.capacity_bytes = capacity_bytes
-        self.live_bytes = 0
         self.peak_bytes = 0
+        self._live_bytes = 0
         self._limit: float = math.inf if capacity_bytes is None else capacity_bytes
         self._live: dict[int, _Alive] = {}
+        self._gone: deque[_Alive] = deque()  # deaths that are not booked yet
         self._assigned: dict[int, Category] = {}
         self.owner = 0
         self._owners: dict[int, int] = {}
@@ -141,12 +145,19 @@ class Ledger(WatchingMode):
         self._is_here = attrgetter(f"is_{device_type}")
 
     @property
+    def live_bytes(self) -> int:
+        """Bytes of the storages alive now."""
+        self._book_deaths()
+        return self._live_bytes
+
+    @property
     def phase(self) -> Phase:
         """Return what runs outside backward; backward is recognised by itself."""
         return PHASES[self._moment]
 
     @phase.setter
     def phase(self, phase: Phase) -> None:
+        self._book_deaths()
         self._moment = MOMENT_OF_PHASE[phase]
 
     @property
@@ -155,24 +166,30 @@ class Ledger(WatchingMode):
 
     def begin(self, holdings: Iterable[Holding]) -> None:
         """Begin a step: what lives now is its baseline."""
+        # anew, since an error may have come in the middle of a birth or a death
+        self._book_deaths()
+        self._live = {key: alive for key, alive in self._live.items() if alive() is not None}
+        self._live_bytes = sum(alive.size_bytes for alive in self._live.values())
         self._assigned = {alive.number: self._category_of_survivor(alive) for alive in self._live.values()}
         if self._owners:
             self._owners = {a.number: self._owners[a.number] for a in self._live.values() if a.number in self._owners}
         self.know(holdings)
         self._baseline = {alive.number: alive.size_bytes for alive in self._live.values()}
         self._events = []
-        self.peak_bytes = self.live_bytes
+        self.peak_bytes = self._live_bytes
         self._start = perf_counter()
 
     def know(self, holdings: Iterable[Holding]) -> None:
         """Assign categories to tensors; those not tracked yet are counted from now on."""
+        self._book_deaths()
         for category, tensor in holdings:
             for storage in _storages_of(tensor, self.device_type):
                 self._assign(storage, category)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
     def belong(self, owner: int, tensors: Iterable[torch.Tensor]) -> None:
         """Say which model tracked tensors are of; what has an owner keeps it."""
+        self._book_deaths()
         for tensor in tensors:
             for storage in _storages_of(tensor, self.device_type):
                 alive = self._live.get(storage._cdata)
@@ -192,6 +209,7 @@ class Ledger(WatchingMode):
         """
         if self._failure is not None:
             raise self._failure
+        self._book_deaths()
         return Observation(
             peak_bytes=self.peak_bytes,
             baseline=self._baseline,
@@ -230,7 +248,8 @@ class Ledger(WatchingMode):
         self._owners = {}
         self._baseline = {}
         self._events = []
-        self.live_bytes = self.peak_bytes = 0
+        self._gone.clear()
+        self._live_bytes = self.peak_bytes = 0
 
     def __enter__(self) -> Self:
         self.start()
@@ -254,6 +273,8 @@ class Ledger(WatchingMode):
         if not effect or not self._watching:
             return out
         try:
+            if self._gone:
+                self._book_deaths()
             if type(out) is torch.Tensor and effect == 1 and out.layout is torch.strided:
                 if self._is_here(out):
                     storage = out.untyped_storage()
@@ -265,12 +286,12 @@ class Ledger(WatchingMode):
             self._failure = error
             self._watching = False
             return out
-        if self.live_bytes > self.peak_bytes or self.live_bytes > self._limit:
-            if self.live_bytes > self._limit and (self._born > first or effect == Effect.RESIZE):
+        if self._live_bytes > self.peak_bytes or self._live_bytes > self._limit:
+            if self._live_bytes > self._limit and (self._born > first or effect == Effect.RESIZE):
                 # the traceback keeps this frame: it must not keep the newborn and the inputs alive
                 out = args = kwargs = storage = None  # type: ignore[assignment] # nothing reads them again
                 self._refuse(first)
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         return out
 
     def _see(self, out: Any, effect: int) -> None:
@@ -287,38 +308,43 @@ class Ledger(WatchingMode):
         size_bytes = storage.nbytes()
         if not size_bytes or is_spilled(storage):
             return
-        alive = _Alive(storage, self._died)
+        alive = _Alive(storage, self._gone.append)
         alive.key = key = storage._cdata
         alive.size_bytes = size_bytes
         alive.number = number = self._born = self._born + 1
         alive.moment = moment = self._now()
         self._live[key] = alive
-        self.live_bytes += size_bytes
+        self._live_bytes += size_bytes
         self._events.append((perf_counter(), size_bytes, number, moment))
         if self.owner:
             self._owners[number] = self.owner
 
+    def _book_deaths(self) -> None:
+        """Book what has died since this was last called."""
+        while self._gone:
+            self._died(self._gone.popleft())
+
     def _died(self, alive: _Alive) -> None:
-        """Book a death; called when the storage is gone."""
         if self._live.pop(alive.key, None) is not None:
-            self.live_bytes -= alive.size_bytes
+            self._live_bytes -= alive.size_bytes
             self._events.append((perf_counter(), -alive.size_bytes, alive.number, self._now()))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Book that a storage has another size now; no operator says so where an engine resizes storages itself."""
+        self._book_deaths()
         alive = self._live.get(storage._cdata)
         if alive is not None:
             self._resized(alive, storage.nbytes())
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         elif self._watching and storage.device.type == self.device_type:
             self._track(storage)
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
     def _resized(self, alive: _Alive, size_bytes: int) -> None:
         change_bytes = size_bytes - alive.size_bytes
         if change_bytes:
             alive.size_bytes = size_bytes
-            self.live_bytes += change_bytes
+            self._live_bytes += change_bytes
             self._events.append((perf_counter(), change_bytes, alive.number, self._now()))
 
     def _now(self) -> int:
@@ -340,6 +366,7 @@ class Ledger(WatchingMode):
 
     def _refuse(self, first: int) -> None:
         """Raise as the allocator of a GPU would; the newborn storages have just been dropped."""
+        self._book_deaths()
         asked_bytes = sum(size for _, size, number, _ in self._events if number > first and size > 0)
         survivors = {alive.number for alive in self._live.values()}
         self._events = [event for event in self._events if event[2] <= first or event[2] in survivors]
@@ -356,10 +383,11 @@ def _refusal(asked_bytes: int, live_bytes: int, capacity_bytes: int, storages: i
 
 
 def _restack(change: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]]) -> None:
-    """Rebuild this thread's stack of dispatch modes, bottom first."""
-    modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
-    for mode in change(modes[::-1]):
-        _push_mode(mode)
+    """Rebuild this thread's stack of dispatch modes, bottom first; a Ctrl-C on the way would lose the loop's own."""
+    with uninterrupted():
+        modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+        for mode in change(modes[::-1]):
+            _push_mode(mode)
 
 
 def _storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.UntypedStorage]:

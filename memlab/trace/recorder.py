@@ -104,11 +104,13 @@ class Recorder(Ledger):
 
     @property
     def events(self) -> int:
-        """Number of births and deaths booked so far."""
+        """Number of births and deaths so far."""
+        self._book_deaths()
         return len(self._events)
 
     def numbers_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Numbers of the storages that tensors lie in."""
+        self._book_deaths()
         found = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         return [alive.number for alive in found if alive is not None]
 
@@ -138,6 +140,7 @@ class Recorder(Ledger):
             return args[0].fake_device
         if not self._watching:
             return func(*args, **(kwargs or {}))
+        self._book_deaths()
         if FakeTensor not in types:
             return self._on_real(func, types, args, kwargs)
         if func in _VALUES:
@@ -184,7 +187,7 @@ class Recorder(Ledger):
             super()._died(alive)
             return
         self._events.pop()  # the birth of the sum
-        self.live_bytes -= alive.size_bytes
+        self._live_bytes -= alive.size_bytes
         new.number = number
 
     def _on_real(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -227,7 +230,7 @@ class Recorder(Ledger):
                 self._see(out, effect_of(func))
         else:
             self._see(out, effect_of(func))
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
     def _price(self, recipe: Recipe | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         known = None if recipe is None else recipe.learnt.get(_COST)
@@ -244,7 +247,7 @@ class Recorder(Ledger):
         self.priced.append(Priced(len(self._events), work, moment))
         if hidden:
             self.hidden.append(Hidden(len(self._events), hidden, moment))
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(hidden))
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes + sum(hidden))
 
 
 def makes_from_nothing(func: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from memlab.measuring.ledger import Ledger
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.lifetimes import Departures, WhileAlive
@@ -33,11 +35,14 @@ def finalizers_during(work: Callable[[], Any]) -> list[str]:
             seen.append(code.co_qualname)
 
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # what other tests left would go in the middle of this
     sys.setprofile(watch)
     try:
         work()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return seen
 
 
@@ -77,6 +82,25 @@ def test_a_region_returns_to_its_pool() -> None:
     held = [pool.take(1000)]
     assert finalizers_during(held.clear) == []
     assert pool.used_bytes == 0
+
+
+def test_no_code_runs_where_a_tensor_of_a_watched_step_goes() -> None:
+    model, inputs = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(8, 8)
+    called: list[str] = []
+
+    def watch(frame: Any, event: str, _arg: Any) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_qualname)
+
+    with Ledger() as ledger:
+        ledger.begin([])
+        held = [model(inputs)]
+        live_bytes = ledger.live_bytes
+        sys.setprofile(watch)
+        held.clear()
+        sys.setprofile(None)
+        assert called == []
+        assert ledger.live_bytes < live_bytes
 
 
 @pytest.mark.parametrize(
