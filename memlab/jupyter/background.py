@@ -314,7 +314,7 @@ class BackgroundWatch(CellWatch):
             self._undo.callback(self._job.trains_no_more)
             canceller = _Canceller(self._job)
             # before anybody has begun a step
-            session.observers.insert(0, canceller)
+            session.listen(canceller, first=True)
             self._undo.callback(session.leave, canceller)
 
 

@@ -293,7 +293,7 @@ class CellWatch:
         return [self._choosers[-1]]
 
     def _watch(self, session: Session, observer: Observer) -> None:
-        session.observers.append(observer)
+        session.listen(observer)
         self._undo.callback(session.leave, observer)
 
     def _keep_alive(self, session: Session, device: Device) -> None:

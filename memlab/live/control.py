@@ -131,7 +131,7 @@ class Control(Observer):
     def follow(self, session: Session) -> None:
         """Listen to a session; harmless when it does already."""
         if all(observer is not self for observer in session.observers):
-            session.observers.append(self)
+            session.listen(self)
         if session.steps < self.feed.step and self.session is not session:
             with self._lock:
                 self.feed.begin_anew()
@@ -490,7 +490,7 @@ class Control(Observer):
         with ExitStack() as undo:
             undo.callback(meter.device.close)
             undo.callback(meter.close)
-            session.observers.append(meter)
+            session.listen(meter)
             undo.callback(session.leave, meter)
             meter.plan_changed(session.plan)
             if session.rescuer is None:

@@ -311,10 +311,13 @@ class Meter(Observer):
     def forward_is_over(self, loss: torch.Tensor | None) -> None:
         """It has ended, and returned this loss."""
         self.in_forward = False
-        if self._is_observed:
+        step = self._step
+        if step is None:
+            return
+        if step.observed:
             self._ledger.phase = Phase.STEP if self._in_step else Phase.OTHER
-        if self._step is not None and _is_readable(loss):
-            self._step.loss = loss.detach()
+        if _is_readable(loss):
+            step.loss = loss.detach()
 
     def gradients_complete(self) -> None:
         """Gradients have found their place, and will leave it before the step."""
@@ -324,7 +327,7 @@ class Meter(Observer):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._in_step = True
-        if self._is_observed:
+        if self._step is not None and self._step.observed:
             self._ledger.phase = Phase.STEP
             self.gradients_complete()
 

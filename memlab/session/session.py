@@ -21,7 +21,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Self, TypeGuard
@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError, first_line
+from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
 from memlab.plan import FIELDS, Plan
 from memlab.rescue.guard import Start
 from memlab.rescue.rescuer import Rescuer
@@ -38,10 +38,10 @@ from memlab.runtime import optimizer_step, state_layers
 from memlab.runtime.hooks import CallHook, ForwardHandler, chained, install_step_hooks, loss_of, on_first_step
 from memlab.runtime.interrupts import HeldBack, hold_back, interruptible, uninterrupted
 from memlab.runtime.observer import Observer
-from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import Batch, Workload, is_made, steps_some_of, unwrap_optimizer
 from memlab.session import in_force
 from memlab.session.in_force import InForce
+from memlab.session.observers import Observers
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.techniques.base import Host
 from memlab.techniques.gradient_release import is_loop_known
@@ -87,7 +87,6 @@ class Session:
         log: what was done when.
         rescuer: as given.
         was_called: whether the loop has called the model to train it.
-        failure: what of memlab's own failed and no longer watches, in words; empty for nothing.
 
     Raises:
         RefusalError: the model cannot be taken over at all (compiled, sharded).
@@ -104,9 +103,9 @@ class Session:
             raise SessionError(f"{workload.name} has a session already: use its switch(plan), or undo() it first")
         self.workload = workload
         self.log: list[LogEntry] = []
-        self.observers: list[Observer] = list(observers)
-        self._observing: list[int] = []  # their numbers, when it was last noted who hears of which moment
-        self._hearers: dict[str, tuple[Observer, ...]] = {}
+        self._observers = Observers(self.note_once)
+        self._observers.only(observers)
+        self._tell = self._observers.tell
         self.rescuer = rescuer
         self._pending: Plan | None = None
         self._before: Plan | None = None  # the plan to go back to
@@ -125,7 +124,6 @@ class Session:
         self._companions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._hooks = ExitStack()
         self._steps = 0
-        self.failure = ""
         self._window_open = False
         self.was_called = False  # by a training forward, ever
         self._was_evaluated = False  # in eval mode, with gradients
@@ -228,10 +226,31 @@ class Session:
         """
         self._pending = plan if plan != self.plan else None
 
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Who is told about steps, in order."""
+        return self._observers.all
+
+    @observers.setter
+    def observers(self, observers: Sequence[Observer]) -> None:
+        self._observers.only(observers)
+
+    @property
+    def failure(self) -> str:
+        """What of memlab's own failed and no longer watches, in words; empty for nothing."""
+        return self._observers.failure
+
+    def listen(self, observer: Observer, *, first: bool = False) -> None:
+        """Add an observer; by default the others are told before it."""
+        self._observers.add(observer, first=first)
+
+    def tell(self, observer: Observer, moment: str, *args: Any) -> None:
+        """Tell one observer alone, as all are told of the moments of a step."""
+        self._observers.tell_one(observer, moment, *args)
+
     def leave(self, observer: Observer) -> None:
         """Remove an observer; do nothing when it is not there."""
-        self.observers[:] = [one for one in self.observers if one is not observer]
-        self._hearers.clear()  # it must not live on here
+        self._observers.remove(observer)
 
     def loop_was_left(self) -> None:
         """Discard the state of a step that an error has interrupted and that will not be continued."""
@@ -312,42 +331,6 @@ class Session:
         except WorkloadError as deleted:
             on = str(deleted)
         return f"<memlab session on {on}: {state}, {self._steps} steps>"
-
-    def _tell(self, moment: str, *args: Any) -> None:
-        observing = [*map(id, self.observers)]
-        if observing != self._observing:
-            self._observing = observing
-            self._hearers.clear()
-        hearers = self._hearers.get(moment)
-        if hearers is None:
-            # most moments of a step are nothing to most observers
-            nothing = getattr(Observer, moment)
-            hearers = tuple(each for each in self.observers if getattr(type(each), moment) is not nothing)
-            self._hearers[moment] = hearers
-        for observer in hearers:
-            self.tell(observer, moment, *args)
-
-    def tell(self, observer: Observer, moment: str, *args: Any) -> None:
-        """Tell an observer of a moment; one of memlab's own that fails steps aside, since it must not end the user's loop.
-
-        Args:
-            observer: one of the session's.
-            moment: name of the method.
-            *args: what it is told.
-        """
-        try:
-            getattr(observer, moment)(*args)
-        except Exception as error:
-            is_own = type(observer).__module__.partition(".")[0] == "memlab" and not is_loop_known()
-            if not is_own or isinstance(error, MemlabError) or is_out_of_memory(error):
-                raise
-            self.leave(observer)
-            self.failure = (
-                f"{type(observer).__name__} of memlab failed and sees no more of this run ({first_line(error)})"
-            )
-            self.note_once(self.failure)
-            with suppress(Exception):  # it may be in the middle of a step
-                observer.interrupted()
 
     # -- attaching -----------------------------------------------------------------------------
 
@@ -499,7 +482,7 @@ class Session:
         def run(*args: Any, **kwargs: Any) -> Any:
             return _through([t.forward for t in self.techniques], original, args, kwargs)
 
-        if self._rescuing is None and not (self.techniques or self._is_on_trial):
+        if not (self._is_on_trial or self._in_force.techniques) and self._rescuing is None:
             return original(*args, **kwargs)
         while True:
             start = Start(self.workload.model, self.workload.device) if self._is_on_trial else None
@@ -545,7 +528,7 @@ class Session:
             if own is not None and own.optimizer is optimizer:
                 own.inner_begins()
                 return None
-        if self.techniques and not has_closure:
+        if not has_closure and self._in_force.techniques:
             self._held_back = hold_back(sys._getframe(1))
         try:
             return self._step_taken_over(optimizer, args, kwargs, has_closure=has_closure)
@@ -561,14 +544,14 @@ class Session:
         if has_closure and self._makes_own_step(optimizer) and not self._window_open:
             self._at_boundary()  # no plan can change in the closure's model call, when state is unpacked
             self._window_open = True
-        if self.techniques:
+        if self._in_force.techniques:
             self._asked_again(lambda: self._tell_step_begins(optimizer, has_closure=has_closure))
         self._tell("step_begins", optimizer)
         # a closure runs the backward pass, so what it leaves behind is looked at after it
         rescuer = self._rescuing
         is_rescued = rescuer is not None and rescuer.step_begins(optimizer)
         self._skipped = False
-        if not (is_rescued or self.techniques):
+        if not (is_rescued or self._in_force.techniques):
             return None
         self._skipped = not has_closure and self._must_skip(optimizer)
         takes_over = any(t.takes_step or t.owns_steps or _changes_the_step(t, optimizer) for t in self.techniques)
@@ -658,13 +641,14 @@ class Session:
         if not self.was_called:
             self._stepped.add(id(optimizer))
         skipped, self._skipped = self._skipped, False
-        for technique in self.techniques:
+        for technique in self._in_force.techniques:
             technique.step_ended(optimizer, skipped=skipped)
         self._tell("step_ended", optimizer, skipped)
         self._steps += 1
         self._window_open = False
         self._is_on_trial |= self._before is not None and not is_loop_known()
-        self._hold_back_no_longer()
+        if self._held_back is not None:
+            self._hold_back_no_longer()
 
     def _hold_back_no_longer(self) -> None:
         held_back, self._held_back = self._held_back, None
@@ -839,7 +823,7 @@ def _model_deleted(session: weakref.ref[Session]) -> None:
     if alive is not None:
         alive._hooks.close()
         alive.workload.optimizers = []
-        alive.observers.clear()
+        alive.observers = ()
 
 
 def session_of(model: nn.Module) -> Session | None:

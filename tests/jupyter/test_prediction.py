@@ -367,7 +367,7 @@ def test_a_budget_chooses_the_plan_of_the_first_step(shell: Any, made: Cell, ora
     assert f"budget 40.0 KiB: {session.plan.label}, chosen of 6 plans, predicted " in ran.out
     assert ", measured " in ran.out
     assert "predicted" in ran.out.splitlines()[1]
-    assert session.observers == [control_of(session.workload.model)]
+    assert session.observers == (control_of(session.workload.model),)
 
 
 def test_what_predictions_train_is_no_model_of_the_cell(made: Cell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,7 @@ def test_interrupt(shell: Any, made: Cell, where: str, flags: str) -> None:
     assert isinstance(ran.error, KeyboardInterrupt)
     assert (ran.out + ran.err).count("Traceback (most recent call last)") == 1
     assert session.plan == plan
-    assert session.observers == [control_of(session.workload.model)]
+    assert session.observers == (control_of(session.workload.model),)
     # no parameter was updated half-way, and training goes on
     assert all(torch.equal(p, before[name]) for name, p in workload.model.named_parameters())
     made("handle.remove()\noptimizer.zero_grad()")

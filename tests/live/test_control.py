@@ -85,7 +85,7 @@ class Cell:
         self.meter = Meter(workload.model, workload.optimizers, self.device)
 
     def __enter__(self) -> Self:
-        self.session.observers.append(self.meter)
+        self.session.listen(self.meter)
         self.meter.plan_changed(self.session.plan)
         self.control.training_begins(self.session, self.meter)
         return self
@@ -99,7 +99,7 @@ class Cell:
 
     def __exit__(self, *_exc: object) -> None:
         self.control.training_ended()
-        self.session.observers.remove(self.meter)
+        self.session.leave(self.meter)
         self.meter.close()
         self.device.close()
 

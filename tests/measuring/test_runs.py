@@ -60,7 +60,7 @@ def test_a_session_in_force_stays_in_force(load: Workload) -> None:
     with fit(load, "--checkpoint") as session:
         measure(load, "--accumulate 2", steps=1)
         assert str(session.plan) == "--checkpoint"
-        assert session.observers == []
+        assert session.observers == ()
 
 
 def test_a_plan_that_does_not_fit_gets_a_row_that_says_so(load: Workload) -> None:

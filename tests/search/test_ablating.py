@@ -65,7 +65,7 @@ def test_a_whole_ablation_leaves_no_difference(load: Workload) -> None:
     lines: list[str] = []
     with fit(load, "--checkpoint") as session:
         found = ablation(load, steps=1, progress=lines.append)
-        assert (str(session.plan), session.observers) == ("--checkpoint", [])
+        assert (str(session.plan), session.observers) == ("--checkpoint", ())
     assert before.differences(Snapshot(load)) == []
     assert labels(found)[:12] == ["as written", *(f"+ {technique}" for technique in to_measure())]
     assert lines[:2] == ["1 of 12: as written", lines[1]]

@@ -42,7 +42,7 @@ def test_a_plan_is_found_and_nothing_is_changed(load: Workload) -> None:
         inside = Snapshot(load)
         found = find_plan(load, f"{whole * 0.8 / MIB:.2f}MiB", steps=1, progress=lines.append)
         assert inside.differences(Snapshot(load)) == []
-        assert (str(session.plan), session.observers) == ("--checkpoint", [])
+        assert (str(session.plan), session.observers) == ("--checkpoint", ())
     assert before.differences(Snapshot(load)) == []
     assert found.plan in FEW[1:]
     assert found.measurement.peak_allocated_bytes <= found.budget_bytes < whole

@@ -804,7 +804,7 @@ class TestAnObserverThatFails:
         device = device_for(torch.device("cpu"))
         with Session(Workload(model, optimizer)) as session:
             meter = Meter(model, [optimizer], device)
-            session.observers.append(meter)
+            session.listen(meter)
 
             def fail(*_args: Any) -> None:
                 raise KeyError("inconsistent")
@@ -812,7 +812,7 @@ class TestAnObserverThatFails:
             monkeypatch.setattr(meter, moment, fail)
             session.switch("--checkpoint")
             train(model, optimizer)
-            assert session.observers == []
+            assert session.observers == ()
             assert session.failure == "Meter of memlab failed and sees no more of this run (KeyError: 'inconsistent')"
             assert [entry.text for entry in session.log].count(session.failure) == 1
             meter.close()

@@ -85,7 +85,7 @@ def test_a_hundred_steps_are_the_same_bit_by_bit(name: str) -> None:
         optimizer = case.optimizer(model)
         with fitted(Workload(model, optimizer), flags) as session:
             seen = Seen(model)
-            session.observers.append(seen)
+            session.listen(seen)
             losses = plain_loop(model, optimizer, case, 100)
         assert (seen.completed > 0) == bool(flags)
         runs.append((losses, [p.detach().clone() for p in model.parameters()]))
@@ -137,7 +137,7 @@ def test_other_techniques_do_the_same_with_it(flags: str) -> None:
         losses = []
         with fit(load, flags + more) as session:
             seen = Seen(model)
-            session.observers.append(seen)
+            session.listen(seen)
             for _ in range(6):
                 loss = model(**ragged_batch()).loss
                 loss.backward()

@@ -1,0 +1,100 @@
+"""`Observers`: who watches a session, and telling them what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from memlab.errors import MemlabError, first_line
+from memlab.runtime.observer import Observer
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.techniques.gradient_release import is_loop_known
+
+
+class Observers:
+    """Observers in the order in which they are told.
+
+    One of memlab's own that fails is told no more: it must not end the user's loop.
+
+    Args:
+        said: called once with what failed, in words.
+
+    Attributes:
+        failure: what of memlab's own failed and no longer watches, in words; empty for nothing.
+
+    Example:
+        >>> from memlab.runtime.observer import Observer
+        >>> class Counting(Observer):
+        ...     steps = 0
+        ...     def step_boundary(self):
+        ...         self.steps += 1
+        >>> counting, observers = Counting(), Observers(print)
+        >>> observers.add(counting)
+        >>> observers.tell("step_boundary")
+        >>> counting.steps
+        1
+    """
+
+    def __init__(self, said: Callable[[str], None]) -> None:
+        self.failure = ""
+        self._said = said
+        self._all: tuple[Observer, ...] = ()
+        # who does something at a moment, and what: most moments of a step are nothing to most observers
+        self._hearers: dict[str, list[tuple[Observer, Callable[..., None]]]] = {}
+
+    @property
+    def all(self) -> tuple[Observer, ...]:
+        """All of them."""
+        return self._all
+
+    def only(self, observers: Iterable[Observer]) -> None:
+        """Replace all of them."""
+        self._all = tuple(observers)
+        self._hearers = {}
+
+    def add(self, observer: Observer, *, first: bool = False) -> None:
+        """Add one, by default as the last to be told."""
+        self.only((observer, *self._all) if first else (*self._all, observer))
+
+    def remove(self, observer: Observer) -> None:
+        """Remove one; do nothing when it is not there."""
+        self.only(one for one in self._all if one is not observer)
+
+    def tell(self, moment: str, *args: Any) -> None:
+        """Tell all of them of a moment.
+
+        Args:
+            moment: name of the method of `Observer`.
+            *args: what they are told.
+        """
+        hearers = self._hearers.get(moment)
+        if hearers is None:
+            nothing = getattr(Observer, moment)
+            concerned = (one for one in self._all if getattr(type(one), moment) is not nothing)
+            hearers = self._hearers[moment] = [(one, getattr(one, moment)) for one in concerned]
+        for observer, hear in hearers:
+            try:
+                hear(*args)
+            except Exception as error:
+                if not self._steps_aside(observer, error):
+                    raise
+
+    def tell_one(self, observer: Observer, moment: str, *args: Any) -> None:
+        """Tell one of them alone, as in `tell`."""
+        try:
+            getattr(observer, moment)(*args)
+        except Exception as error:
+            if not self._steps_aside(observer, error):
+                raise
+
+    def _steps_aside(self, observer: Observer, error: Exception) -> bool:
+        is_own = type(observer).__module__.partition(".")[0] == "memlab" and not is_loop_known()
+        if not is_own or isinstance(error, MemlabError) or is_out_of_memory(error):
+            return False
+        self.remove(observer)
+        self.failure = f"{type(observer).__name__} of memlab failed and sees no more of this run ({first_line(error)})"
+        self._said(self.failure)
+        with suppress(Exception):  # it may be in the middle of a step
+            observer.interrupted()
+        return True
