@@ -21,6 +21,7 @@ class Observers:
         said: called once with what failed, in words.
 
     Attributes:
+        all: the observers.
         failure: what of memlab's own failed and no longer watches, in words; empty for nothing.
 
     Example:
@@ -39,27 +40,22 @@ class Observers:
     def __init__(self, said: Callable[[str], None]) -> None:
         self.failure = ""
         self._said = said
-        self._all: tuple[Observer, ...] = ()
+        self.all: tuple[Observer, ...] = ()
         # who does something at a moment, and what: most moments of a step are nothing to most observers
         self._hearers: dict[str, list[tuple[Observer, Callable[..., None]]]] = {}
 
-    @property
-    def all(self) -> tuple[Observer, ...]:
-        """All of them."""
-        return self._all
-
     def only(self, observers: Iterable[Observer]) -> None:
         """Replace all of them."""
-        self._all = tuple(observers)
+        self.all = tuple(observers)
         self._hearers = {}
 
     def add(self, observer: Observer, *, first: bool = False) -> None:
         """Add one, by default as the last to be told."""
-        self.only((observer, *self._all) if first else (*self._all, observer))
+        self.only((observer, *self.all) if first else (*self.all, observer))
 
     def remove(self, observer: Observer) -> None:
         """Remove one; do nothing when it is not there."""
-        self.only(one for one in self._all if one is not observer)
+        self.only(one for one in self.all if one is not observer)
 
     def tell(self, moment: str, *args: Any) -> None:
         """Tell all of them of a moment.
@@ -71,7 +67,7 @@ class Observers:
         hearers = self._hearers.get(moment)
         if hearers is None:
             nothing = getattr(Observer, moment)
-            concerned = (one for one in self._all if getattr(type(one), moment) is not nothing)
+            concerned = (one for one in self.all if getattr(type(one), moment) is not nothing)
             hearers = self._hearers[moment] = [(one, getattr(one, moment)) for one in concerned]
         for observer, hear in hearers:
             try:

@@ -473,7 +473,7 @@ class Session:
         except BaseException:
             self._tell("interrupted")
             raise
-        if self.observers:
+        if self._observers.all:
             loss = loss_of(output)
             self._tell("forward_ended", loss)
         return output
