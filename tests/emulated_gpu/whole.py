@@ -24,7 +24,7 @@ _TESTS = HERE.parent
 _MEMORY: tuple[str, ...] = ()
 _VALUES = ("--values",)
 _LATE = ("--values", "--late")
-_MINUTES = "30"
+_MINUTES = "120"  # the notebooks take about an hour
 _PYTEST = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--show-capture=no", "-rfE")
 _PACKAGES = ("torch", "transformers", "bitsandbytes", "deepspeed", "accelerate")
 # files of `tests/gpu` that need more than one GPU, or another one
