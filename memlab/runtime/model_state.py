@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.runtime.reach import ABSENT, SMALL_BYTES, Walk, attributes_of_class, content_of
+from memlab.runtime.reach import ABSENT, SMALL_BYTES, ModuleHooks, Walk, attributes_of_class, content_of
 from memlab.runtime.rng import Randomness
 
 # containers that are looked into
@@ -236,6 +236,9 @@ class State(Walk):
     ) -> None:
         self._contents.append(_Attributes(values) if skipped else _Mapping(values))
 
+    def met_hooks(self, attributes: dict[str, Any]) -> None:
+        self._contents.append(_Hooks(attributes))
+
     def met_sequence(self, values: list[Any] | deque[Any], name: str) -> None:
         self._contents.append(_Sequence(values))
 
@@ -318,6 +321,17 @@ class _Attributes(_Content):
             wanted = _instead(value, stand_ins)
             if name not in self.container or self.container[name] is not wanted:
                 self.container[name] = wanted
+
+
+class _Hooks(_Content):
+    """A module's hooks."""
+
+    def __init__(self, container: dict[str, Any]) -> None:
+        super().__init__(container, {})
+        self._hooks = ModuleHooks(container)
+
+    def put_back(self, stand_ins: _StandIns) -> None:
+        self._hooks.restore()
 
 
 class _Some(_Content):

@@ -39,6 +39,35 @@ _MACHINERY = ("torch", "memlab", "deepspeed", "builtins")
 LIBRARIES = (*_MACHINERY, "transformers", "accelerate", "peft", "lightning", "numpy", "torchvision")
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# beside them, by the same numbers, what was asked for when they were registered
+_HOOK_TABLES = (*_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+
+
+class ModuleHooks:
+    """The hooks of a module as they are now.
+
+    A forward may register hooks in its first call, and note in an attribute that it has: both are put back, or neither.
+
+    Args:
+        attributes: the module's own.
+    """
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.attributes = attributes
+        self._before = {key: dict(attributes[key]) for key in _HOOK_TABLES if attributes[key]}
+
+    @property
+    def are_changed(self) -> bool:
+        """Return whether some were registered or removed since."""
+        return any(self.attributes[key].keys() != self._before.get(key, {}).keys() for key in _HOOK_TABLES)
+
+    def restore(self) -> None:
+        """Put them back; what is there already stays as it is."""
+        for key in _HOOK_TABLES:
+            hooks, before = self.attributes[key], self._before.get(key, {})
+            if hooks.keys() != before.keys():
+                hooks.clear()
+                hooks.update(before)
 
 
 class Walk(ABC):
@@ -70,6 +99,7 @@ class Walk(ABC):
         self._dict(attributes, lambda key: f"{path}.{key}" if path else str(key), 0, skipped=self.attributes_left_alone)
         if buffers:
             self.buffers(path, module)
+        self.met_hooks(attributes)
         for key in _HOOKS:
             for hook in attributes[key].values():
                 self._function(hook, f"a hook of {path or type(module).__name__}", 1)
@@ -91,6 +121,10 @@ class Walk(ABC):
         self, values: MutableMapping[Any, Any], name: Callable[[Any], str], skipped: Collection[str]
     ) -> None:
         """Items of a dictionary, or attributes of a module or an object."""
+
+    @abstractmethod
+    def met_hooks(self, attributes: dict[str, Any]) -> None:
+        """The hooks of a module, among its attributes."""
 
     @abstractmethod
     def met_sequence(self, values: list[Any] | deque[Any], name: str) -> None:

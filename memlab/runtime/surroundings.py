@@ -7,7 +7,9 @@ Numbered rules:
 3. A tensor that is written in place is seen by its version, or by its values where it is known to change: writes through `.data`
    and those of BatchNorm leave the version alone. Copies are kept of small tensors that are no parameters, and of whatever was
    seen to change before.
-4. Generators of random numbers among it are `Snapshot.generators`, and are put back by who runs the forward (`rng`).
+4. Hooks that a forward registers are no effects: functions cannot be compared. They are put back with the rest, and are those of its
+   first run again once its effects are written (`register`).
+5. Generators of random numbers among it are `Snapshot.generators`, and are put back by who runs the forward (`rng`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
-from memlab.runtime.reach import ABSENT, LIBRARIES, PLAIN, SMALL_BYTES, Walk, attributes_of_class, content_of
+from memlab.runtime.reach import (
+    ABSENT,
+    LIBRARIES,
+    PLAIN,
+    SMALL_BYTES,
+    ModuleHooks,
+    Walk,
+    attributes_of_class,
+    content_of,
+)
 
 _FIELD = "accumulation"
 KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
@@ -95,6 +106,8 @@ class Snapshot(Walk):
         self._complete = complete
         self._nodes: list[_Node] = []
         self._tensors: list[_Tensor] = []
+        self._hooks: list[ModuleHooks] = []
+        self._registered: list[ModuleHooks] = []  # as the first run that changed them left them
         self.generators: list[Any] = []
         for path, module in model.named_modules():
             if buffers_alone:
@@ -127,6 +140,7 @@ class Snapshot(Walk):
         for tensor in self._tensors:
             if tensor.before is None:
                 now.pop(tensor.name, None)
+        hooks = [ModuleHooks(each.attributes) for each in self._hooks]
         self.restore(strict=False)
         try:
             yield
@@ -134,6 +148,8 @@ class Snapshot(Walk):
             self.restore(strict=False)
             for effect in now.values():
                 effect.write(effect.value)
+            for each in hooks:
+                each.restore()
 
     def restore(self, *, strict: bool = True) -> None:
         """Put everything back as it was.
@@ -146,6 +162,10 @@ class Snapshot(Walk):
         """
         for node in self._nodes:
             node.restore()
+        changed = [each for each in self._hooks if each.are_changed]
+        self._registered = self._registered or [ModuleHooks(each.attributes) for each in changed]
+        for each in changed:
+            each.restore()
         for tensor in self._tensors:
             if tensor.is_changed():
                 if tensor.before is None:
@@ -157,7 +177,15 @@ class Snapshot(Walk):
                 tensor.write(tensor.before)
                 tensor.look_again()
 
+    def register(self) -> None:
+        """Have the hooks again that the first run has left, which `restore` took away."""
+        for each in self._registered:
+            each.restore()
+
     # -- what the walk meets ---------------------------------------------------------------------------
+
+    def met_hooks(self, attributes: dict[str, Any]) -> None:
+        self._hooks.append(ModuleHooks(attributes))
 
     def met_mapping(
         self, values: MutableMapping[Any, Any], name: Callable[[Any], str], skipped: Collection[str]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -43,6 +44,7 @@ from memlab.trace.work import work_of
 
 # optimizer state appears in the first step: the second one is like all that follow
 _STEPS = 2
+_log_of_fakes = logging.getLogger("torch._subclasses.fake_tensor")
 _NO_LOSS = "the loop's own loss function is not known here: what it computes from the model's outputs is left out"
 
 
@@ -488,13 +490,18 @@ def _surrogate_loss(workload: Workload, output: Any) -> torch.Tensor:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Random numbers as they were, and no collection in the middle: deaths then come in the same order every time."""
-    state, collecting = random.getstate(), gc.isenabled()
+    """Random numbers as they were, and no collection in the middle: deaths then come in the same order every time.
+
+    What fails is said in memlab's own words: torch would log a traceback before it.
+    """
+    state, collecting, was_quiet = random.getstate(), gc.isenabled(), _log_of_fakes.disabled
     gc.disable()
+    _log_of_fakes.disabled = True
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(state)
+        _log_of_fakes.disabled = was_quiet
         if collecting:
             gc.enable()

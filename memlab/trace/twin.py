@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from memlab.session import session_of
 _CPU = torch.device("cpu")
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+# where hooks come from that are part of the model: normalised weights, hidden states as outputs
+_KEEPING = ("torch.nn.utils.", "transformers.", "peft.")
 # objects a module may refer to that are no part of it, and that lead to the whole program
 _FOREIGN_ATTRIBUTES = ("_trainer", "_fabric")
 
@@ -179,15 +182,22 @@ class Twin:
         for module in model.modules():
             for name in _MODULE_HOOKS:
                 hooks = getattr(module, name)
-                for key in [
-                    key for key, hook in hooks.items() if not type(hook).__module__.startswith("torch.nn.utils.")
-                ]:
+                for key in [key for key, hook in hooks.items() if not _is_part_of_the_model(hook)]:
                     del hooks[key]
                     for options in _HOOK_OPTIONS:
                         getattr(module, options).pop(key, None)
                     left += 1
         if left:
             self.notes.append(f"{left} hook{'s' if left > 1 else ''} on modules left out of the prediction")
+
+
+def _is_part_of_the_model(hook: Any) -> bool:
+    """Return whether a library put a hook there that keeps what it sees in the module or in its call.
+
+    Others may write what they see where the live model's values belong.
+    """
+    home = hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__
+    return str(home).startswith(_KEEPING)
 
 
 def is_fake(value: Any) -> bool:

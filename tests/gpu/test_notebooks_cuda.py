@@ -14,7 +14,7 @@ from tests.helpers.notebooks import NOTEBOOKS, build
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
 
-pytestmark = [needs(gpu=1), pytest.mark.timeout(900)]
+pytestmark = [needs(gpu=1), pytest.mark.timeout(2400)]
 
 _ROOT = Path(__file__).parents[2]
 _SMALL = "from memlab.workshop import material; material._SIZES['small GPU'] = material._SIZES['cpu']"
@@ -31,7 +31,7 @@ def test_it_runs_to_its_end(name: str) -> None:
     builder = build()
     notebook = builder.notebook_of((NOTEBOOKS / "source" / f"{name}.md").read_text(encoding="utf-8"))
     notebook.cells.insert(0, nbformat.v4.new_code_cell(_SMALL))
-    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
+    client = nbclient.NotebookClient(notebook, timeout=1200, kernel_name="python3")
     visible = {} if name == _OF_TWO else _ONE_GPU
     client.execute(env={**os.environ, **builder.ENVIRONMENT, **_WORKSPACES, **visible, "PYTHONPATH": str(_ROOT)})
     receipts = [

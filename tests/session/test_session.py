@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memlab import PlanError, RefusalError, Workload, fit
+from memlab import PlanError, RefusalError, Workload, fit, measure, predict
 from memlab.errors import SessionError, WorkloadError
 from memlab.measuring.device import device_for
 from memlab.measuring.ledger import Ledger
@@ -834,3 +834,50 @@ class TestAnObserverThatFails:
         model, optimizer = tower()
         with Session(Workload(model, optimizer), [Strict()]), pytest.raises(KeyError):
             train(model, optimizer)
+
+
+class Noticing(nn.Module):
+    """Registers hooks in its first forward, notes that it has, and computes with how often they were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+        self.noticed: list[int] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "has_registered", False):
+            for block in self.blocks:
+                block.register_forward_hook(lambda *_: self.noticed.append(1))
+            self.has_registered = True
+        self.noticed = []
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        return inputs * len(self.noticed)
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--accumulate 2", "--checkpoint", "--precision pure-bf16", "--offload activations"]
+)
+@pytest.mark.parametrize("before", ["", "measured", "predicted"])
+def test_hooks_that_a_first_forward_registers_are_there_once(flags: str, before: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Noticing(), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = Workload(model, optimizer, batch=(inputs, inputs), loss_fn=F.mse_loss)
+    if before == "measured":
+        measure(live, flags, steps=1)
+        assert hooks_of(model) == 0
+    elif before == "predicted":
+        predict(live, flags)
+    with fit(live, flags, rescue=True):
+        for _ in range(2):
+            F.mse_loss(model(inputs), inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert hooks_of(model) == len(model.noticed) == 2
+    model(inputs)
+    assert hooks_of(model) == len(model.noticed) == 2
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())

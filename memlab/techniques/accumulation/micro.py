@@ -252,6 +252,8 @@ class MicroRun:
 
     def _leave(self, leaves: list[Any]) -> None:
         """Write what the forward leaves elsewhere, put together."""
+        if self._snapshot is not None:
+            self._snapshot.register()
         if not self._places:
             return
         assert self._template is not None
