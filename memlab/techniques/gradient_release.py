@@ -297,7 +297,7 @@ class GradientRelease(Technique):
         self._is_known = is_loop_known()
         self._has_zeroed |= self._is_known  # nobody has watched what was before these steps
         output = call(*args, **kwargs)
-        if not self._is_known:
+        if self._owners and not self._is_known:  # without an optimizer no gradient is anybody's
             self._watch_loop()
         return output
 

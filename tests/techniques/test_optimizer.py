@@ -454,7 +454,7 @@ def test_float64_is_refused_in_8_bits() -> None:
     with pytest.raises(RefusalError) as refusal:
         techniques_of(EIGHT_BIT)[0].check_optimizer(adamw(mlp().double()))
     assert str(refusal.value) == (
-        "optimizer: a parameter is torch.float64, and adam8bit takes float32, float16 and bfloat16; "
+        "optimizer: a parameter is torch.float64, and adam8bit takes float32, float16, bfloat16; "
         "use --optim adafactor"
     )
 

@@ -331,8 +331,9 @@ def _refuse_dtypes(optimizer: Optimizer, choice: OptimizerChoice) -> None:
     allowed = REPLACEMENTS[choice].dtypes
     odd = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.dtype not in allowed}
     if allowed and odd:
-        reason = f"a parameter is {odd.pop()}, and {choice} takes float32, float16 and bfloat16"
-        raise RefusalError(_FIELD, reason, "use --optim adafactor")
+        found, takes = odd.pop(), ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        nearest = "leave the optimizer as it is" if found.is_complex else "use --optim adafactor"
+        raise RefusalError(_FIELD, f"a parameter is {found}, and {choice} takes {takes}", nearest)
 
 
 def _refuse_missing_packages(optimizer: Optimizer, choice: OptimizerChoice) -> None:

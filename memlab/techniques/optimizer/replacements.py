@@ -175,7 +175,7 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
             exactness="another algorithm, without first moments",
             gives_nothing="the peak is mostly activations",
         ),
-        settings=("lr", "weight_decay"), package="transformers", trainer="adafactor",
+        settings=("lr", "weight_decay"), package="transformers", dtypes=(*_NUMBERS, torch.float64), trainer="adafactor",
         code=("from transformers.optimization import Adafactor",
               "Adafactor(model.parameters(), lr=lr, scale_parameter=False, relative_step=False, warmup_init=False)"),
     ),

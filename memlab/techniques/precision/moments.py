@@ -14,6 +14,7 @@ import torch
 _LOW = 0 if sys.byteorder == "little" else 1
 _HALF_STEP = 2**15
 _KEEP_HIGH_HALF = -(2**16)
+_MAGNITUDE = 2**31 - 1  # all bits but the sign
 _CHUNK_ELEMENTS = 2**20  # bounds the temporaries of rounding to some 20 MiB
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
@@ -29,8 +30,7 @@ def split_master(
 
     Returns:
         The nearest bf16 (of two equally near, the one away from zero), and the lower half of the bits as
-        int16. A NaN whose payload fills its lower half may read as a number in the bf16 tensor alone;
-        `join_master` gives every value back bit for bit.
+        int16. `join_master` gives every value back bit for bit; of a NaN, one bit of its payload may be another.
 
     Example:
         >>> high, low = split_master(torch.tensor([1.0, -0.1]))
@@ -41,8 +41,10 @@ def split_master(
     upper = torch.empty(bits.shape, dtype=torch.int16, device=master.device)
     for start in range(0, bits.numel(), _CHUNK_ELEMENTS):
         chunk = slice(start, start + _CHUNK_ELEMENTS)
-        # adding half a step carries into the upper half where the lower one is at least a half
-        upper[chunk] = (bits[chunk] + _HALF_STEP) >> 16
+        # adding half a step carries into the upper half where the lower one is at least a half; in the last NaN it would
+        # carry into the sign, and leave a zero
+        is_last = (bits[chunk] & _MAGNITUDE) >= _MAGNITUDE - _HALF_STEP + 1
+        upper[chunk] = torch.where(is_last, bits[chunk], bits[chunk] + _HALF_STEP) >> 16
     high, low = into or (
         torch.empty_like(master, dtype=torch.bfloat16, requires_grad=False),
         torch.empty_like(master, dtype=torch.int16, requires_grad=False),
@@ -53,10 +55,14 @@ def split_master(
 
 
 def join_master(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Put the two parts of `split_master` together again, bit for bit."""
+    """Put the two parts of `split_master` together again, bit for bit.
+
+    Where the upper part has been set to zero since (a mask of pruned weights), there is no carry to take back: without that
+    the result would be NaN.
+    """
     bits = high.detach().contiguous().view(-1).view(torch.int16).to(torch.int32) << 16
     # read as a signed number the lower half takes back the carry of rounding
-    bits += low.contiguous().view(-1)
+    bits += torch.where((bits & _MAGNITUDE) == 0, low.contiguous().view(-1).clamp_min(0), low.contiguous().view(-1))
     master = bits.view(torch.float32).view(high.shape)
     return master if high.is_contiguous() else torch.empty_like(high, dtype=torch.float32).copy_(master)
 

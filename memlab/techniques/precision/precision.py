@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, RefusalError, first_line
@@ -29,6 +30,7 @@ from memlab.plan import Plan, Precision
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.hooks import CallHook, is_compiled
 from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.optimizer_step import is_separable
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
 from memlab.runtime.state_layers import at_home
@@ -176,7 +178,7 @@ class PrecisionChoice(Technique):
             said = f"its gradients are scaled at the output, and {left} is past it" if later is None else later
         before.restore(strict=False)
         randomness.restore()
-        with self._restored([*model.parameters(), *model.buffers()]):
+        with self._restored([*model.parameters(), *model.buffers()]), self._within():  # parts leave their inputs alone as well
             call(*args, **kwargs)  # where that fails as well, the error is the model's own
         before.restore(strict=False)
         randomness.restore()
@@ -229,12 +231,17 @@ class PrecisionChoice(Technique):
 
     def _in_bf16(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = tree_map(as_bf16, (args, dict(kwargs)))
+        with self._within(), without_autocast():
+            return _in_leaves(_as_fp32, call(*args, **kwargs))
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        """This thread is in a call of the model, or of a part of it."""
         thread = threading.get_ident()
         is_outermost = thread not in self._inside
         self._inside.add(thread)
         try:
-            with without_autocast():
-                return _in_leaves(_as_fp32, call(*args, **kwargs))
+            yield
         finally:
             if is_outermost:
                 self._inside.discard(thread)
@@ -256,7 +263,10 @@ class PrecisionChoice(Technique):
         return self._is(Precision.FP16) and self._scaler.found_bad_gradients()
 
     def _split_parameters(self, model: nn.Module, undo: ExitStack) -> None:
+        # weights of batch norm stay beside its statistics: torch's kernels want both in one precision
+        whole = {id(p) for part in model.modules() if isinstance(part, _BatchNorm) for p in part.parameters()}
         tensors = [t for t in (*model.parameters(), *convertible_buffers(model)) if t.dtype is torch.float32]
+        tensors = [t for t in tensors if id(t) not in whole]
         for tensor in tensors:
             undo.callback(self._join, tensor)
             high, self._masters[id(tensor)] = split_master(tensor.data)
@@ -292,7 +302,7 @@ class PrecisionChoice(Technique):
     def _join(self, tensor: torch.Tensor) -> None:
         low = self._masters.pop(id(tensor), None)
         if low is not None:
-            _set_data(tensor, join_master(tensor.data, low))
+            _set_data(tensor, _joined(tensor, low))
 
     def pack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
         before = self._packed.get(id(parameter), {})
@@ -329,19 +339,27 @@ class PrecisionChoice(Technique):
     def around_update(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
     ) -> AbstractContextManager[None]:
-        return self._with_masters(parameters) if self._is(Precision.PURE_BF16) else nullcontext()
+        if not self._is(Precision.PURE_BF16):
+            return nullcontext()
+        if not is_separable(optimizer) and any(p.grad is not None and p.grad.requires_grad for p in parameters):
+            raise RefusalError(
+                self.field,
+                f"{type(optimizer).__name__} may differentiate gradients (create_graph), whose graph is of bf16 parameters",
+                "use --bf16",
+            )
+        return self._with_masters(parameters)
 
     @contextmanager
     def _with_masters(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         split = [p for p in parameters if id(p) in self._masters]
         gradients = [p.grad for p in split]
         # written to again: new ones at every step would end up in ever other places, and break up the allocator's segments
-        halves = {id(p): (p.data, self._masters[id(p)]) for p in split}
+        halves = {id(p): (p.data, self._masters[id(p)]) for p in split if _belongs(p, self._masters[id(p)])}
         try:
             for parameter in split:
                 gradient = parameter.grad
                 parameter.grad = None
-                parameter.data = join_master(parameter.data, self._masters[id(parameter)])
+                parameter.data = _joined(parameter, self._masters[id(parameter)])
                 parameter.grad = None if gradient is None else gradient.float()
             yield
         finally:
@@ -350,17 +368,26 @@ class PrecisionChoice(Technique):
             for parameter in joined:
                 parameter.grad = None
             for parameter in joined:
-                self._split(parameter, halves[id(parameter)])
+                self._split(parameter, halves.get(id(parameter)))
             for parameter, gradient in zip(split, gradients, strict=True):
                 parameter.grad = gradient
 
-    def _split(self, parameter: torch.Tensor, halves: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _split(self, parameter: torch.Tensor, halves: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         try:
-            split_master(parameter.data, halves)
+            high, low = split_master(parameter.data, halves)
         except torch.OutOfMemoryError:
             # the update is done, and must not be repeated because its last step failed; half of this has been freed
-            split_master(parameter.data, halves)
-        parameter.data = halves[0]
+            high, low = split_master(parameter.data, halves)
+        parameter.data, self._masters[id(parameter)] = high, low
+
+
+def _belongs(tensor: torch.Tensor, low: torch.Tensor) -> bool:
+    """Return whether a tensor is still what was split, and the loop has not given it other data."""
+    return tensor.dtype is torch.bfloat16 and tensor.shape == low.shape
+
+
+def _joined(tensor: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    return join_master(tensor.data, low) if _belongs(tensor, low) else tensor.data.float()
 
 
 def _computing_later(output: Any, precision: Precision) -> str | None:
@@ -410,12 +437,14 @@ def convertible_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
     Tables computed on the fly (rotary frequencies) and running statistics keep their precision, as in
     Transformers' own loading.
     """
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            continue
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield buffer
+    found = {
+        id(buffer): buffer  # once, also where several modules hold it
+        for module in model.modules()
+        if not isinstance(module, _BatchNorm)
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+    yield from found.values()
 
 
 def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:

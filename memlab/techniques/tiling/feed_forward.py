@@ -79,7 +79,7 @@ def linear_of(module: nn.Module) -> Linear | None:
         >>> linear_of(nn.Linear(3, 4)).outputs, linear_of(nn.ReLU())
         (4, None)
     """
-    weight = module._parameters.get("weight")
+    weight = dict(module.named_parameters(recurse=False)).get("weight")  # scripted modules have other tables
     is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
     if weight is None or weight.dim() != 2 or not (type(module) is nn.Linear or is_conv1d):
         return None
