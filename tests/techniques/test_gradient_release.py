@@ -409,6 +409,13 @@ def _end_watches() -> None:
         mode.end()
 
 
+def test_nothing_watches_a_loop_without_an_optimizer() -> None:
+    model = mlp()
+    with fit(Workload(model), "--release-grads"):
+        model(torch.ones(2, next(model.parameters()).shape[1])).sum().backward()
+        assert _get_current_function_mode_stack() == []
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 

@@ -36,9 +36,11 @@ def test_the_halves_of_any_bit_pattern_join_to_it(patterns: list[int]) -> None:
     values = of_bits(patterns)
     high, low = split_master(values)
     assert (high.dtype, low.dtype) == (torch.bfloat16, torch.int16)
-    assert torch.equal(bits(join_master(high, low)), bits(values))
+    joined, last = join_master(high, low), (bits(values) & 0x7FFFFFFF) > 0x7FFF7FFF  # NaN, whose carry would be into the sign
+    assert torch.equal(bits(joined)[~last], bits(values)[~last])
+    assert bool(joined[last].isnan().all() and high[last].isnan().all())
     carried = bits(values).long() + 2**15
-    assert torch.equal(bits(high).int(), ((carried >> 16) & 0xFFFF).to(torch.int16).int())
+    assert torch.equal(bits(high).int()[~last], ((carried >> 16) & 0xFFFF).to(torch.int16).int()[~last])
 
 
 def test_the_upper_part_is_the_nearest_bf16() -> None:
@@ -56,6 +58,17 @@ def test_special_values_survive_in_any_shape(value: float) -> None:
         joined = join_master(*split_master(values))
         assert joined.shape == values.shape
         assert torch.equal(bits(joined.reshape(-1)), bits(values.reshape(-1)))
+
+
+@pytest.mark.parametrize("pattern", [0x7FFFFFFF, -1, 0x7FFF8000, -(2**15)])
+def test_not_a_number_stays_none(pattern: int) -> None:
+    high, low = split_master(of_bits([pattern]))
+    assert bool(high.isnan()) and bool(join_master(high, low).isnan())
+
+
+def test_an_upper_half_that_was_set_to_zero_joins_to_zero() -> None:
+    high, low = split_master(torch.randn(64))
+    assert float(join_master(high.mul_(torch.tensor(0.0)), low).abs().max()) < 1e-40
 
 
 def test_halves_keep_the_memory_layout() -> None:

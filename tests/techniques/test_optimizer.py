@@ -459,6 +459,12 @@ def test_float64_is_refused_in_8_bits() -> None:
     )
 
 
+def test_complex_parameters_are_refused_by_adafactor() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, 2, dtype=torch.cfloat))])
+    with pytest.raises(RefusalError, match="a parameter is torch.complex64, and adafactor takes float32"):
+        techniques_of("--optim adafactor")[0].check_optimizer(optimizer)
+
+
 def test_sparse_gradients_are_refused_before_and_at_a_step() -> None:
     embedding = torch.nn.Embedding(100, 64, sparse=True)
     optimizer = adamw(embedding)

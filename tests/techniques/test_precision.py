@@ -195,6 +195,42 @@ class TestPureBf16:
             assert saved["exp_avg"].dtype is torch.float32
             assert load.optimizers[0].state[next(load.model.parameters())]["exp_avg"].dtype is torch.bfloat16
 
+    def test_what_the_loop_puts_in_place_of_weights_stays(self) -> None:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with fit(Workload(model, optimizer), "--precision pure-bf16"):
+            model.weight.data[0] = 0.0  # as with a mask of pruned weights; what is left of their bits made them NaN
+            model.bias.data = torch.full((8,), 0.1)
+            kept = model.state_dict()["weight"]
+            optimizer.step()
+        assert kept.isfinite().all()
+        assert float(model.weight.detach()[0].abs().max()) < 1e-40
+        assert torch.equal(model.bias.detach(), torch.full((8,), 0.1))
+
+    def test_batch_norm_and_buffers_that_parts_share(self) -> None:
+        shared, parts = torch.linspace(0, 1, 3), [nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)]
+        for part in parts:
+            part.register_buffer("shared", shared)
+        model = nn.Sequential(*parts)
+        with fit(workload(model), "--precision pure-bf16"):
+            assert [part.weight.dtype for part in parts] == [torch.bfloat16, torch.float32]
+            model(torch.randn(2, 3, 8, 8)).sum().backward()
+        assert torch.equal(shared, torch.linspace(0, 1, 3))
+
+    def test_an_optimizer_that_differentiates_gradients_is_refused(self) -> None:
+        class Curved(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                parameters = self.param_groups[0]["params"]
+                torch.autograd.grad(parameters[0].grad.sum(), parameters)
+
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        optimizer = Curved(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), "--precision pure-bf16"):
+            model(torch.ones(2, 4)).square().sum().backward(create_graph=True)
+            with pytest.raises(RefusalError, match="Curved may differentiate gradients"):
+                optimizer.step()
+        model.zero_grad()
+
 
 @pytest.mark.parametrize(
     ("flags", "text"),
@@ -236,9 +272,19 @@ class _Leaving(nn.Linear):
         return output
 
 
+class _Timed(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.time = nn.Linear(1, outputs)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) + self.time(torch.zeros(1))
+
+
 @pytest.mark.parametrize(
     ("kind", "flags", "text"),
     [
+        (_Timed, "--precision pure-bf16", "precision: _Timed does not run in pure-bf16: RuntimeError: "),
         (_Summing, "--bf16", "precision: _Summing does not run in bf16: RuntimeError: index_add_(): self (Float) and source"),
         (_Summing, "--accumulate 2 --fp16", "precision: _Summing does not run in fp16: RuntimeError: index_add_()"),
         (

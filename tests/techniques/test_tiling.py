@@ -329,6 +329,11 @@ def test_models_without_large_layers_are_refused() -> None:
     assert "it has none at all" in _refusal(nn.Sequential(nn.Conv2d(3, 4, 3)), "--tile 4")
 
 
+def test_scripted_models_are_refused() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))  # type: ignore[no-untyped-call] # unannotated
+    assert "it has none at all" in _refusal(scripted, "--tile 2")
+
+
 def test_large_layers_alone_need_autocast() -> None:
     layers = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     assert _refusal(layers, "--tile 4 --precision pure-bf16") == (

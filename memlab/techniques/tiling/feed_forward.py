@@ -79,9 +79,11 @@ def linear_of(module: nn.Module) -> Linear | None:
         >>> linear_of(nn.Linear(3, 4)).outputs, linear_of(nn.ReLU())
         (4, None)
     """
-    weight = dict(module.named_parameters(recurse=False)).get("weight")  # scripted modules have other tables
     is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-    if weight is None or weight.dim() != 2 or not (type(module) is nn.Linear or is_conv1d):
+    if not (type(module) is nn.Linear or is_conv1d):  # scripted modules have no tables to look into
+        return None
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
         return None
     outputs, inputs = weight.shape if type(module) is nn.Linear else reversed(weight.shape)
     return Linear(module, inputs, outputs)
