@@ -69,6 +69,20 @@ def test_gradients_too_small_for_fp16_survive_and_clipping_sees_true_ones() -> N
     assert distance(gradients(model), expected) < 5e-3
 
 
+def test_hooks_of_the_loop_see_true_gradients_or_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    seen: list[float] = []
+    model[0].weight.register_hook(lambda gradient: seen.append(float(gradient.abs().max())))  # type: ignore[no-untyped-call]
+    model.register_full_backward_hook(lambda _m, _i, outputs: seen.append(float(outputs[0].abs().max())))
+    model(torch.ones(2, 4)).mean().mul(0.01).backward()
+    with fit(workload(model), "--fp16"):
+        model(torch.ones(2, 4)).mean().mul(0.01).backward()
+    assert seen[2:] == pytest.approx(seen[:2], rel=1e-2)
+    model[1].register_full_backward_pre_hook(lambda _m, _outputs: None)
+    with pytest.raises(RefusalError, match=r"Sequential has a backward hook \(1\), which would be given gradients multiplied"):
+        fit(workload(model), "--fp16")
+
+
 def test_a_step_with_infinite_gradients_is_skipped_and_the_scale_halved() -> None:
     model, batch = Regressor(), regression_batch()
     load = workload(model)

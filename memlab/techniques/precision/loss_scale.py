@@ -79,6 +79,9 @@ class LossScale:
         for parameter in (each for ref in self._all if (each := ref()) is not None):
             if parameter.requires_grad and id(parameter) not in self._parameters:
                 self._hooks.append(parameter.register_hook(self._unscale))  # type: ignore[no-untyped-call]
+                hooks: Any = parameter._backward_hooks
+                for key in list(hooks)[:-1]:  # those of the loop see true gradients, as one that clips them must
+                    hooks[key] = hooks.pop(key)
                 self._parameters[id(parameter)] = weakref.ref(parameter)
 
     def _unwatch(self) -> None:

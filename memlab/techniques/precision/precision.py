@@ -18,6 +18,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -124,6 +125,14 @@ class PrecisionChoice(Technique):
                 f"--{'precision ' if precision is Precision.PURE_BF16 else ''}{precision} needs float32 parameters, "
                 f"{workload.name} has {found} ones",
                 "call model.float() and make the optimizer anew, or leave the precision as it is",
+            )
+        inner = islice(workload.model.named_modules(), 1, None)  # those of the model itself are called outside of the scale
+        hooked = next((name for name, part in inner if part._backward_hooks or part._backward_pre_hooks), None)
+        if precision is Precision.FP16 and hooked is not None:
+            raise RefusalError(
+                self.field,
+                f"{workload.name} has a backward hook ({hooked}), which would be given gradients multiplied by the loss scale",
+                "use --bf16",
             )
         recurrent = any(isinstance(module, nn.RNNBase) for module in workload.model.modules())
         if precision is Precision.FP16 and workload.device.type == "cpu" and recurrent:
