@@ -87,6 +87,7 @@ class CellWatch:
     ) -> None:
         self.sessions: list[Session] = []
         self._models: list[nn.Module] = []  # for the receipt, also of those that the cell drops
+        self._fresh: list[Session] = []  # those that this cell has made
         self.refused: MemlabError | None = None
         self.failure = ""
         self.passed_over = ""
@@ -122,7 +123,7 @@ class CellWatch:
 
     def forget(self) -> None:
         """Keep nothing of the user's any more."""
-        self.sessions, self._models = [], []
+        self.sessions, self._models, self._fresh = [], [], []
         self._meter, self._control, self._device = None, None, None
         self._notes = Notes(self._step_ended, self._broke_off)
         self._largest = [self._notes]
@@ -164,6 +165,8 @@ class CellWatch:
             self._device = device_for(where, self._capacity_bytes)
             self._undo.callback(self._device.close)
         session = _session_for(workload, None if self._choose is not None else self._plan)
+        if attached is None:
+            self._fresh.append(session)
         self.sessions.append(session)
         self._models.append(workload.model)
         self._log_from.append(len(session.log))
@@ -245,6 +248,8 @@ class CellWatch:
                 self._looking = None
             return is_over
         optimizers = optimizers_of(called)
+        if self.sessions and all(self._is_untrained_part(each, called) for each in self.sessions):
+            self._begin_again()
         if not optimizers and (self.sessions or (calls == 1 and self._has_made_optimizers())):
             # a teacher or a loss with weights, unless it is called again and nothing else trains
             self.passed_over = type(called).__name__
@@ -252,6 +257,19 @@ class CellWatch:
         session = session_of(called)
         self.attach(session.workload if session is not None else Workload(called, optimizers))
         return bool(self.failure)
+
+    def _is_untrained_part(self, session: Session, called: nn.Module) -> bool:
+        own = session.workload.model
+        return session in self._fresh and session.steps == 0 and any(part is own for part in called.modules())
+
+    def _begin_again(self) -> None:
+        """Let go of what turns out to be parts of one model, which its making or a first look had called by themselves."""
+        self._undo.close()
+        for session in self.sessions:
+            session.undo()
+        self.forget()
+        self._log_from, self._choosers, self._looking = [], [], None
+        self._look()
 
     def _has_made_optimizers(self) -> bool:
         return any(id(one) not in self._known for one in live_optimizers())
