@@ -63,6 +63,13 @@ class Case:
 ONE = "Sequential 212 · AdamW"
 MADE = "model = net(); optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)\n"
 CASES = {
+    "a part that the making of the model calls": Case(
+        "",
+        "model = net()\nmodel[0](x)\ntorch.nn.utils.parametrizations.weight_norm(model[0])\n"
+        f"optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)\n{LOOP}",
+        "Sequential 228 · AdamW",
+        ("--offload optimizer", "--precision fp32"),
+    ),
     "a moving average": Case(
         f"{MADE}ema = copy.deepcopy(model)",
         f"{LOOP}    with torch.no_grad():\n        for a, b in zip(ema.parameters(), model.parameters()): a.lerp_(b, 0.1)",

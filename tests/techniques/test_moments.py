@@ -36,7 +36,10 @@ def test_the_halves_of_any_bit_pattern_join_to_it(patterns: list[int]) -> None:
     values = of_bits(patterns)
     high, low = split_master(values)
     assert (high.dtype, low.dtype) == (torch.bfloat16, torch.int16)
-    joined, last = join_master(high, low), (bits(values) & 0x7FFFFFFF) > 0x7FFF7FFF  # NaN, whose carry would be into the sign
+    joined, last = (
+        join_master(high, low),
+        (bits(values) & 0x7FFFFFFF) > 0x7FFF7FFF,
+    )  # NaN, whose carry would be into the sign
     assert torch.equal(bits(joined)[~last], bits(values)[~last])
     assert bool(joined[last].isnan().all() and high[last].isnan().all())
     carried = bits(values).long() + 2**15
@@ -63,7 +66,8 @@ def test_special_values_survive_in_any_shape(value: float) -> None:
 @pytest.mark.parametrize("pattern", [0x7FFFFFFF, -1, 0x7FFF8000, -(2**15)])
 def test_not_a_number_stays_none(pattern: int) -> None:
     high, low = split_master(of_bits([pattern]))
-    assert bool(high.isnan()) and bool(join_master(high, low).isnan())
+    assert bool(high.isnan())
+    assert bool(join_master(high, low).isnan())
 
 
 def test_an_upper_half_that_was_set_to_zero_joins_to_zero() -> None:

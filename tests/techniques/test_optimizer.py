@@ -454,14 +454,13 @@ def test_float64_is_refused_in_8_bits() -> None:
     with pytest.raises(RefusalError) as refusal:
         techniques_of(EIGHT_BIT)[0].check_optimizer(adamw(mlp().double()))
     assert str(refusal.value) == (
-        "optimizer: a parameter is torch.float64, and adam8bit takes float32, float16, bfloat16; "
-        "use --optim adafactor"
+        "optimizer: a parameter is torch.float64, and adam8bit takes float32, float16, bfloat16; use --optim adafactor"
     )
 
 
 def test_complex_parameters_are_refused_by_adafactor() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, 2, dtype=torch.cfloat))])
-    with pytest.raises(RefusalError, match="a parameter is torch.complex64, and adafactor takes float32"):
+    with pytest.raises(RefusalError, match=r"a parameter is torch\.complex64, and adafactor takes float32"):
         techniques_of("--optim adafactor")[0].check_optimizer(optimizer)
 
 

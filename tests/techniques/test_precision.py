@@ -79,7 +79,9 @@ def test_hooks_of_the_loop_see_true_gradients_or_are_refused() -> None:
         model(torch.ones(2, 4)).mean().mul(0.01).backward()
     assert seen[2:] == pytest.approx(seen[:2], rel=1e-2)
     model[1].register_full_backward_pre_hook(lambda _m, _outputs: None)
-    with pytest.raises(RefusalError, match=r"Sequential has a backward hook \(1\), which would be given gradients multiplied"):
+    with pytest.raises(
+        RefusalError, match=r"Sequential has a backward hook \(1\), which would be given gradients multiplied"
+    ):
         fit(workload(model), "--fp16")
 
 
