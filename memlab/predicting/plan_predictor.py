@@ -106,6 +106,7 @@ class PlanPredictor:
         self._updates: dict[Plan, tuple[Trace, Segment]] = {}
         self._look: Segment | None = None
         self._has_state = any(optimizer.state for optimizer in workload.optimizers)
+        self._makes_state = not all(optimizer.state for optimizer in workload.optimizers)
         self._refusals: dict[object, RefusalError | None] = {}
 
     @property
@@ -222,7 +223,8 @@ class PlanPredictor:
             first, trace = self._tracer.updates(settings, passed.trained)
             segment = segment_of(trace, self.target.rates)
             # state that is made on the device and then leaves; beside a GPU later updates have more of it there at once
-            if self.target.settings is None and first.observation.peak_bytes > trace.observation.peak_bytes:
+            is_higher = first.observation.peak_bytes > trace.observation.peak_bytes
+            if is_higher and self._makes_state and self.target.settings is None:
                 segment = begun_without_state(segment_of(first, self.target.rates), trace, segment)
             self._updates[settings] = trace, segment
         return self._updates[settings]

@@ -314,6 +314,11 @@ class Slots(MutableMapping[str, Any]):
         return bool(self._places)
 
 
+def keeps_state_in_modules(home: str) -> bool:
+    """Return whether code of a module of Python's is a well-known library's, which keeps what it counts in models."""
+    return _is_of(home, LIBRARIES) and not _is_of(home, _MACHINERY)
+
+
 def content_of(cell: types.CellType) -> Any:
     """Return what a cell holds; ABSENT before it holds anything."""
     try:

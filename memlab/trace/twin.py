@@ -7,8 +7,8 @@ Rules of the twin:
    ones.
 2. The twin is what the user wrote: forwards that memlab patched are those of the class again, parameters have
    the dtype they had before a plan changed it, and the optimizer has the settings, but no state.
-3. Hooks on modules are left behind unless torch made them (weight norm, pruning): a user's hook may keep what
-   it sees, and would then keep fakes.
+3. Hooks on modules are left behind unless they are a library's (weight norm, pruning, hidden states as outputs), which keeps
+   what it sees in the module or in its call: a user's hook may keep it elsewhere, and would then keep fakes.
 4. Nothing of the live objects is written to. What cannot be copied is shared.
 
 Source: `torch._subclasses.fake_tensor`, https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
@@ -29,14 +29,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from memlab.errors import TraceError
+from memlab.runtime.reach import keeps_state_in_modules
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import session_of
 
 _CPU = torch.device("cpu")
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-# where hooks come from that are part of the model: normalised weights, hidden states as outputs
-_KEEPING = ("torch.nn.utils.", "transformers.", "peft.")
 # objects a module may refer to that are no part of it, and that lead to the whole program
 _FOREIGN_ATTRIBUTES = ("_trainer", "_fabric")
 
@@ -192,12 +191,8 @@ class Twin:
 
 
 def _is_part_of_the_model(hook: Any) -> bool:
-    """Return whether a library put a hook there that keeps what it sees in the module or in its call.
-
-    Others may write what they see where the live model's values belong.
-    """
-    home = hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__
-    return str(home).startswith(_KEEPING)
+    home = str(hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__)
+    return home.startswith("torch.nn.utils.") or keeps_state_in_modules(home)
 
 
 def is_fake(value: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 _LOW = 0 if sys.byteorder == "little" else 1
 _HALF_STEP = 2**15
 _KEEP_HIGH_HALF = -(2**16)
-_MAGNITUDE = 2**31 - 1  # all bits but the sign
+_MAGNITUDE, _MAGNITUDE_OF_UPPER = 2**31 - 1, 2**15 - 1  # all bits but the sign
 _CHUNK_ELEMENTS = 2**20  # bounds the temporaries of rounding to some 20 MiB
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
@@ -60,9 +60,15 @@ def join_master(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     Where the upper part has been set to zero since (a mask of pruned weights), there is no carry to take back: without that
     the result would be NaN.
     """
-    bits = high.detach().contiguous().view(-1).view(torch.int16).to(torch.int32) << 16
-    # read as a signed number the lower half takes back the carry of rounding
-    bits += torch.where((bits & _MAGNITUDE) == 0, low.contiguous().view(-1).clamp_min(0), low.contiguous().view(-1))
+    upper, lower = high.detach().contiguous().view(-1).view(torch.int16), low.contiguous().view(-1)
+    bits = torch.empty_like(upper, dtype=torch.int32)
+    for start in range(0, bits.numel(), _CHUNK_ELEMENTS):
+        chunk = slice(start, start + _CHUNK_ELEMENTS)
+        joined = bits[chunk].copy_(upper[chunk])
+        joined <<= 16
+        # read as a signed number the lower half takes back the carry of rounding
+        joined += lower[chunk]
+        joined -= lower[chunk].clamp_max(0) * ((upper[chunk] & _MAGNITUDE_OF_UPPER) == 0)
     master = bits.view(torch.float32).view(high.shape)
     return master if high.is_contiguous() else torch.empty_like(high, dtype=torch.float32).copy_(master)
 

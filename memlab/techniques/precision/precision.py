@@ -126,9 +126,7 @@ class PrecisionChoice(Technique):
                 f"{workload.name} has {found} ones",
                 "call model.float() and make the optimizer anew, or leave the precision as it is",
             )
-        inner = islice(
-            workload.model.named_modules(), 1, None
-        )  # those of the model itself are called outside of the scale
+        inner = islice(workload.model.named_modules(), 1, None)  # hooks of the model itself are outside of the scale
         hooked = next((name for name, part in inner if part._backward_hooks or part._backward_pre_hooks), None)
         if precision is Precision.FP16 and hooked is not None:
             raise RefusalError(
@@ -189,10 +187,8 @@ class PrecisionChoice(Technique):
             said = f"its gradients are scaled at the output, and {left} is past it" if later is None else later
         before.restore(strict=False)
         randomness.restore()
-        with (
-            self._restored([*model.parameters(), *model.buffers()]),
-            self._within(),
-        ):  # parts leave their inputs alone as well
+        # within: parts leave their inputs alone as well
+        with self._restored([*model.parameters(), *model.buffers()]), self._within():
             call(*args, **kwargs)  # where that fails as well, the error is the model's own
         before.restore(strict=False)
         randomness.restore()
