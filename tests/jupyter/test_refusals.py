@@ -249,7 +249,7 @@ def test_the_users_own_call_to_memlab_keeps_its_traceback(made: Cell) -> None:
 
 INTERRUPT = {
     "forward": "handle = model[2].register_forward_hook(stop)",
-    "backward": "handle = model[2].register_full_backward_hook(stop)",
+    "backward": "handle = model[2].weight.register_hook(stop)",
     "step": "handle = optimizer.register_step_pre_hook(stop)",
 }
 
