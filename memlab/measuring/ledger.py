@@ -370,7 +370,7 @@ class Ledger(WatchingMode):
         asked_bytes = sum(size for _, size, number, _ in self._events if number > first and size > 0)
         survivors = {alive.number for alive in self._live.values()}
         self._events = [event for event in self._events if event[2] <= first or event[2] in survivors]
-        raise torch.OutOfMemoryError(_refusal(asked_bytes, self.live_bytes, int(self._limit), len(self._live)))
+        raise torch.OutOfMemoryError(_refusal(asked_bytes, self._live_bytes, int(self._limit), len(self._live)))
 
 
 def _refusal(asked_bytes: int, live_bytes: int, capacity_bytes: int, storages: int) -> str:

@@ -58,16 +58,16 @@ class ModuleHooks:
 
     @property
     def are_changed(self) -> bool:
-        """Return whether some were registered or removed since."""
-        return any(self.attributes[key].keys() != self._before.get(key, {}).keys() for key in _HOOK_TABLES)
+        """Return whether some were registered or removed since; most modules have none, at no cost."""
+        now, before = self.attributes, self._before
+        return any((now[key] or key in before) and now[key].keys() != before.get(key, {}).keys() for key in _HOOKS)
 
     def restore(self) -> None:
         """Put them back; what is there already stays as it is."""
-        for key in _HOOK_TABLES:
-            hooks, before = self.attributes[key], self._before.get(key, {})
-            if hooks.keys() != before.keys():
-                hooks.clear()
-                hooks.update(before)
+        if self.are_changed:
+            for key in _HOOK_TABLES:
+                self.attributes[key].clear()
+                self.attributes[key].update(self._before.get(key, {}))
 
 
 class Walk(ABC):

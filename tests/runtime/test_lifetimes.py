@@ -96,9 +96,10 @@ def test_no_code_runs_where_a_tensor_of_a_watched_step_goes() -> None:
         ledger.begin([])
         held = [model(inputs)]
         live_bytes = ledger.live_bytes
+        before = sys.getprofile()
         sys.setprofile(watch)
         held.clear()
-        sys.setprofile(None)
+        sys.setprofile(before)
         assert called == []
         assert ledger.live_bytes < live_bytes
 

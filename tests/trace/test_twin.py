@@ -171,6 +171,28 @@ def test_hooks_of_torch_come_along(normalized: Callable[[nn.Module], nn.Module])
         assert agrees(workload)
 
 
+class WithHiddenStates(nn.Module):
+    """A classifier over a hidden state that Transformers collects by hooks, which its first call registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = gpt2().transformer
+        self.head = nn.Linear(self.body.config.n_embd, 5)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        states = self.body(input_ids, output_hidden_states=True).hidden_states
+        return self.head(states[1] + states[-1]).square().mean()
+
+
+def test_hooks_of_transformers_come_along() -> None:
+    model, batch = WithHiddenStates(), {"input_ids": ragged_batch()["input_ids"]}
+    workload = Workload(model, torch.optim.AdamW(model.parameters()), batch)
+    model(**batch)
+    assert any(module._forward_hooks for module in model.modules())
+    assert predict(workload).notes == ()
+    assert agrees(workload)
+
+
 # -- what cannot be copied ---------------------------------------------------------------------
 
 

@@ -79,8 +79,10 @@ class LossScale:
         for parameter in (each for ref in self._all if (each := ref()) is not None):
             if parameter.requires_grad and id(parameter) not in self._parameters:
                 self._hooks.append(parameter.register_hook(self._unscale))  # type: ignore[no-untyped-call]
+                # those of the loop see true gradients, as one that clips them must. Each is put in anew, since autograd
+                # goes by the plain dictionary below the ordered one
                 hooks: Any = parameter._backward_hooks
-                for key in list(hooks)[:-1]:  # those of the loop see true gradients, as one that clips them must
+                for key in list(hooks)[:-1]:
                     hooks[key] = hooks.pop(key)
                 self._parameters[id(parameter)] = weakref.ref(parameter)
 
