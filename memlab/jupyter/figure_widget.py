@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,6 +137,13 @@ def _packed(name: str, value: Any) -> Any:
 
 
 @cache
+def _script(plotly: str | None) -> str:
+    """What the page runs, with plotly in it or not."""
+    loader = files("memlab.jupyter").joinpath("figure_widget.mjs").read_text(encoding="utf-8")
+    return f"const PLOTLY = {json.dumps(plotly)};\n{loader}"
+
+
+@cache
 def _widget_class() -> Any:
     """`FigureWidget`, without what a live figure cannot afford; made when first needed, since plotly is optional."""
     base: Any = importlib.import_module("plotly.graph_objects").FigureWidget
@@ -142,7 +151,7 @@ def _widget_class() -> Any:
 
     class LiveFigureWidget(base):  # type: ignore[misc]
         # as a text: from a file, anywidget would connect every figure to it for good (its issue 929)
-        _esm = str(base._esm)
+        _esm = _script(str(base._esm))
         # numbers that the browser repeats in the reports nobody reads: kept here, an update is half as many messages
         _last_layout_edit_id = integer(0)
         _last_trace_edit_id = integer(0)
@@ -153,6 +162,11 @@ def _widget_class() -> Any:
             super().__init__(data=list(drawn.traces), layout=drawn.layout)
             self._config = _CONFIG
             self._is_made = True
+            self.on_msg(self._answer)
+
+        def _answer(self, _widget: Any, content: Mapping[str, Any], _buffers: object) -> None:
+            if content.get("kind") == "plotly":
+                self.send({"kind": "plotly"}, [str(base._esm).encode()])
 
         def set_state(self, sync_data: dict[str, Any]) -> None:
             """Take what the browser reports, never in the middle of an update."""
@@ -162,12 +176,16 @@ def _widget_class() -> Any:
                     super().set_state(wanted)
 
         def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
-            """The figure as it is: plotly's own state is the one it was made with, which a reloaded page would show."""
+            """The figure as it is: plotly's own state is the one it was made with, which a reloaded page would show.
+
+            Such a page asks for plotly. The page that is there when the figure is made gets it with the figure, which
+            is to be seen also while a cell keeps the kernel from answering.
+            """
             with self._live_lock:
                 state: dict[str, Any] = super().get_state(key, drop_defaults)
                 if key is None and self._is_made:
                     now = self.to_dict()
-                    state |= {"_widget_data": now["data"], "_widget_layout": now["layout"]}
+                    state |= {"_widget_data": now["data"], "_widget_layout": now["layout"], "_esm": _script(None)}
                 return state
 
         def _repr_mimebundle_(self, *args: Any, **more: Any) -> Any:

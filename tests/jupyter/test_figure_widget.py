@@ -141,6 +141,18 @@ def test_a_page_that_is_loaded_again_gets_the_figure_as_it_is(live: LiveFigure) 
     assert state["_widget_layout"]["annotations"] == list(drawing(at_step(5)).layout["annotations"])
 
 
+def test_plotly_is_no_part_of_what_a_reloaded_page_waits_for(live: LiveFigure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page waits 4 s for the state of all widgets, and asks for plotly by itself."""
+    answers: list[Any] = []
+    monkeypatch.setattr(live.widget.comm, "publish_msg", lambda *_, **message: answers.append(message))
+    assert len(live.widget.get_state()["_esm"]) < 5_000
+    assert len(live.widget._esm) > 1_000_000
+    live.widget._handle_msg({"content": {"data": {"method": "custom", "content": {"kind": "plotly"}}}, "buffers": []})
+    (answer,) = answers
+    assert answer["data"]["content"] == {"kind": "plotly"}
+    assert len(answer["buffers"][0]) > 1_000_000
+
+
 def test_what_the_browser_reports_unasked_is_not_answered(live: LiveFigure, sent: list[dict[str, Any]]) -> None:
     live.widget.set_state({"_js2py_traceDeltas": {"trace_deltas": [], "trace_edit_id": 0}})
     live.widget.set_state({"_js2py_pointsCallback": {"event_type": "plotly_hover"}})
