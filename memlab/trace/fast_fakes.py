@@ -20,6 +20,9 @@ compares each with the real operator:
   dtype of the input (aten/src/ATen/native/group_norm.cpp); the fake has the dtype of the input for the one, fp32 for the other.
 - `mkldnn_rnn_layer` keeps a workspace for backward, which the fake has no bytes for. Its size is oneDNN's secret, so a
   layer of zeros is run once for each shape.
+
+Others have no fake for what runs (`_INSTEAD`): `_ctc_loss` reads the lengths, which are there with their values, and
+`_grouped_mm` is refused but in bf16.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memlab.measuring.ledger import Effect, effect_of
 
+_aten = torch.ops.aten
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _PLAIN = frozenset(
@@ -103,6 +107,12 @@ class FastFakes:
         return self._official(func, args, kwargs), recipe
 
     def _official(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        instead = _INSTEAD.get(func)
+        if instead is not None:
+            described = instead(*args, **kwargs)
+            with self.mode:
+                results = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in described)
+            return results if len(func._schema.returns) > 1 else results[0]
         return corrected(self.mode, func, args, kwargs, func(*args, **kwargs))
 
     def _made(self, recipe: Recipe) -> Any:
@@ -137,6 +147,8 @@ class FastFakes:
 
 def _key(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
     """Everything the result's shape can depend on; None when that cannot be said."""
+    if func is _aten._ctc_loss.Tensor:  # depends on the values of its lengths
+        return None
     parts: list[Any] = [func]
     for value in args:
         part = _part(value)
@@ -225,7 +237,6 @@ def _is_own_storage(result: Any) -> bool:
     return bool(result.untyped_storage().nbytes() == needed)
 
 
-_aten = torch.ops.aten
 _NO_REDUCTION = 0
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -310,4 +321,50 @@ _CORRECTIONS: dict[Any, _Correction] = {
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten.mkldnn_rnn_layer.default: _recurrent_layer,
+}
+
+
+_Results = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor, _targets: torch.Tensor, _input_lengths: Any, target_lengths: Any, *_options: Any
+) -> _Results:
+    """Losses of the rows, and what the backward pass needs (aten/src/ATen/native/LossCTC.cpp).
+
+    Raises:
+        NotImplementedError: half precision, which the operator has no kernel for.
+    """
+    if log_probs.dtype not in (torch.float32, torch.float64):
+        raise NotImplementedError(f'"ctc_loss" not implemented for {log_probs.dtype}')
+    lengths = target_lengths.tolist() if isinstance(target_lengths, torch.Tensor) else target_lengths
+    positions, rows, _classes = log_probs.shape
+    states = 2 * max(lengths, default=0) + 1
+    return ((rows,), log_probs.dtype), ((rows, positions, states), log_probs.dtype)
+
+
+def _ctc_loss_backward(_grad: torch.Tensor, log_probs: torch.Tensor, *_rest: Any) -> _Results:
+    return ((tuple(log_probs.shape), log_probs.dtype),)
+
+
+def _grouped_mm(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    _bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> _Results:
+    """Products of groups of rows, of columns, or of matrices (aten/src/ATen/native/GroupedMMUtils.h)."""
+    shape: tuple[int, ...] = (first.size(-2), second.size(-1))
+    if first.dim() == second.dim():
+        shape = (first.size(0) if offs is None else offs.size(0), *shape)
+    return ((shape, out_dtype or first.dtype),)
+
+
+_INSTEAD: dict[Any, Callable[..., _Results]] = {
+    _aten._ctc_loss.default: _ctc_loss,
+    _aten._ctc_loss.Tensor: _ctc_loss,
+    _aten._ctc_loss_backward.default: _ctc_loss_backward,
+    _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    _aten._grouped_mm.default: _grouped_mm,
 }

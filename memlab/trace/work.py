@@ -98,6 +98,12 @@ def _added_matrices(args: _Args) -> float:
     return _matrices(args[1:])
 
 
+def _grouped_matrices(args: _Args) -> float:
+    """Each group's product; of three dimensions times two, each group takes some of the columns."""
+    groups = args[0].shape[0] if args[0].dim() > args[1].dim() else 1
+    return _matrices(args) / groups
+
+
 def _linear(args: _Args) -> float:
     return 2.0 * float(args[0].numel() * args[1].shape[0])
 
@@ -139,6 +145,7 @@ def _rnn_layer_backward(args: _Args) -> float:
 _PRODUCTS: dict[str, _Flops] = {
     "aten::mm": _matrices,
     "aten::bmm": _matrices,
+    "aten::_grouped_mm": _grouped_matrices,
     "aten::linear": _linear,
     "aten::addmm": _added_matrices,
     "aten::_addmm_activation": _added_matrices,

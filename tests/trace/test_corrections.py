@@ -68,6 +68,41 @@ def test_the_workspace_of_a_recurrent_layer_on_the_cpu(train):
     assert sum(entry[2] for entry in fake) == sum(entry[2] for entry in real)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("first", "second", "offs"),
+    [((8, 16), (2, 16, 24), [3, 8]), ((16, 8), (8, 24), [3, 8]), ((2, 8, 16), (16, 24), [10, 24]),
+     ((2, 8, 16), (2, 16, 24), None)],
+    ids=["rows", "what is summed over", "columns", "matrices"],
+)  # fmt: skip
+def test_products_of_groups(first, second, offs, dtype):
+    offsets = None if offs is None else torch.tensor(offs, dtype=torch.int32)
+    real, fake = both(
+        aten._grouped_mm.default, torch.randn(first, dtype=dtype), torch.randn(second, dtype=dtype), offsets
+    )
+    assert fake == real
+
+
+@pytest.mark.parametrize("as_tensors", [True, False])
+def test_connectionist_temporal_classification(as_tensors):
+    """Its results depend on the lengths, which have their values; others of the same shape have other results."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = FastFakes(mode)
+    log_probs, targets = torch.randn(20, 4, 12).log_softmax(-1), torch.randint(1, 12, (4, 5))
+    for lengths in ([5, 3, 4, 2], [2, 3, 2, 2]):
+        both_lengths = [20] * 4, lengths
+        if as_tensors:
+            both_lengths = tuple(map(torch.tensor, both_lengths))
+        loss = aten._ctc_loss.Tensor if as_tensors else aten._ctc_loss.default
+        backward = aten._ctc_loss_backward.Tensor if as_tensors else aten._ctc_loss_backward.default
+        real = loss(log_probs, targets, *both_lengths)
+        fake, _ = fakes.run(loss, (mode.from_tensor(log_probs), targets, *both_lengths), {})
+        assert described(fake) == described(real)
+        real = backward(torch.ones(4), log_probs, targets, *both_lengths, *real, 0)
+        args = (mode.from_tensor(torch.ones(4)), mode.from_tensor(log_probs), targets, *both_lengths, *fake, 0)
+        assert described(fakes.run(backward, args, {})[0]) == described(real)
+
+
 def test_other_operators_are_left_alone():
     result = torch.ones(2)
     assert corrected(FakeTensorMode(), aten.relu.default, (result,), {}, result) is result
