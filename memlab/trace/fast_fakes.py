@@ -16,8 +16,9 @@ compares each with the real operator:
 
 - `mse_loss`, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` with a reduction write their elements into
   the result first, whose storage keeps that size (aten/src/ATen/native/BinaryOps.cpp and Loss.cpp).
-- `native_group_norm` of a half-precision input with fp32 weights keeps its statistics in fp32 and gives a gradient in the
-  dtype of the input (aten/src/ATen/native/group_norm.cpp); the fake has the dtype of the input for the one, fp32 for the other.
+- Norms of a half-precision input with fp32 weights keep their statistics in fp32, for which the fake has the dtype of the
+  input; that of `native_group_norm` also gives a gradient in the dtype of the input, for which the fake has fp32
+  (aten/src/ATen/native/group_norm.cpp, layer_norm.cpp and Normalization.cpp).
 - `mkldnn_rnn_layer` keeps a workspace for backward, which the fake has no bytes for. Its size is oneDNN's secret, so a
   layer of zeros is run once for each shape.
 
@@ -262,8 +263,9 @@ def _is_mixed(values: torch.Tensor, weight: torch.Tensor | None) -> bool:
     return values.dtype in _HALF and weight is not None and weight.dtype is torch.float32
 
 
-def _group_norm(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:
-    if not _is_mixed(args[0], args[1]):
+def _norm(place: int, mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:
+    """What a norm gives whose weight is the argument at a place."""
+    if not _is_mixed(args[0], args[place]):
         return out
     with mode:
         normalized = torch.empty_like(out[0], dtype=args[0].dtype)
@@ -318,7 +320,9 @@ _CORRECTIONS: dict[Any, _Correction] = {
     _aten.binary_cross_entropy.default: _with_storage_of_elements,
     _aten.soft_margin_loss.default: _with_storage_of_elements,
     _aten.smooth_l1_loss.default: _with_storage_of_elements,
-    _aten.native_group_norm.default: _group_norm,
+    _aten.native_group_norm.default: functools.partial(_norm, 1),
+    _aten.native_batch_norm.default: functools.partial(_norm, 1),
+    _aten.native_layer_norm.default: functools.partial(_norm, 2),
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten.mkldnn_rnn_layer.default: _recurrent_layer,
 }

@@ -52,6 +52,17 @@ def test_group_norm_of_halves_with_fp32_weights(dtype):
     assert fake == real
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_other_norms_of_halves(weights):
+    weight, bias = torch.ones(8, dtype=weights), torch.zeros(8, dtype=weights)
+    real, fake = both(aten.native_layer_norm.default, torch.randn(4, 8).bfloat16(), [8], weight, bias, 1e-5)
+    assert fake == real
+    values, mean, variance = torch.randn(2, 8, 4, 4).bfloat16(), torch.zeros(8), torch.ones(8)
+    if weights is torch.float32:
+        real, fake = both(aten.native_batch_norm.default, values, weight, bias, mean, variance, True, 0.1, 1e-5)
+        assert fake == real
+
+
 @pytest.mark.parametrize("train", [True, False])
 def test_the_workspace_of_a_recurrent_layer_on_the_cpu(train):
     steps, rows, width = 5, 3, 16
