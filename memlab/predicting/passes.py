@@ -18,6 +18,7 @@ from memlab.predicting.segments import (
     added,
     laid_beside,
     levels,
+    segment_of,
 )
 from memlab.techniques.accumulation.micro import LAZY_FROM_BYTES
 from memlab.trace.tracer import Trace, Tracer
@@ -38,6 +39,7 @@ class Passes:
         self._rates = rates
         self._traces: dict[tuple[Plan, int | None, bool, int | None], Trace] = {}
         self._own: dict[tuple[Plan, int, bool, int | None], TracedPass] = {}
+        self._first: dict[tuple[Plan, int], Segment] = {}
         self._growth: Growth | None = None
         self._scalable: dict[Plan, TracedPass | None] = {}
 
@@ -62,6 +64,17 @@ class Passes:
             kept = frozenset(traced.trace.outputs[place] for place in places)
             found.append(traced.segment(rows, accumulating=number > 0, kept=kept))
         return [*found, self._joined(settings)] if places else found
+
+    def first(self, settings: Plan, rows: int, *, is_split: bool) -> Segment | None:
+        """Return the first pass of all, where it decides how those after it are run; None where it is like them."""
+        if not self.traced(settings, rows, is_split=is_split).trace.is_decided:
+            return None
+        key = (settings, rows)
+        if key not in self._first:
+            whole, use_cache = rows == self._rows, self._uses_cache(settings, is_split=is_split)
+            trace = self._tracer.first_pass(settings, None if whole else rows, use_cache=use_cache)
+            self._first[key] = segment_of(trace, self._rates)
+        return self._first[key]
 
     def notes(self, settings: Plan, rows: int) -> tuple[str, ...]:
         return self.traced(settings, rows, is_split=rows != self._rows).trace.notes
@@ -88,12 +101,15 @@ class Passes:
         return self.whole(Plan()).samples
 
     def _trace(self, settings: Plan, rows: int | None, *, is_split: bool, after: int | None = None) -> Trace:
-        # checkpointing switches the cache off as well
-        use_cache = not (is_split and settings.checkpointing == "off" and self._tracer.uses_cache)
+        use_cache = self._uses_cache(settings, is_split=is_split)
         key = (settings, rows, use_cache, after)
         if key not in self._traces:
             self._traces[key] = self._tracer.one_pass(settings, rows, use_cache=use_cache, after=after)
         return self._traces[key]
+
+    def _uses_cache(self, settings: Plan, *, is_split: bool) -> bool:
+        # checkpointing switches the cache off as well
+        return not (is_split and settings.checkpointing == "off" and self._tracer.uses_cache)
 
     def traced(self, settings: Plan, rows: int, *, is_split: bool, after: int | None = None) -> TracedPass:
         """Return what serves a pass with so many rows.

@@ -13,7 +13,7 @@ are nowhere on it: there the whole step is traced as it would run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memlab.errors import RefusalError
@@ -54,7 +54,9 @@ class Parts:
     tokens: int  # tokens of its batch
     host_bytes: int  # kept off the device
     notes: tuple[str, ...]  # in words
-    look: Segment | None = None  # of accumulation at a few rows, before its first step; None without
+    # what comes once, before or in the first step: accumulation's look at a few rows, or a pass in which a technique sees
+    # how to run those after it; None for neither
+    look: Segment | None = None
     has_state: bool = False  # whether the optimizer has taken steps already, so that its state lives during that look
     kept: Levels = NOTHING  # bytes by category of outputs that stay until the update
     inputs: tuple[int, ...] = ()  # sizes of the batch's tensors
@@ -192,7 +194,7 @@ class PlanPredictor:
                     )
                 )
             ),
-            look=self._look_at_rows(plan) if is_split else None,
+            look=self._looked(plan, settings, sizes),
             has_state=self._has_state,
             kept=self._passes.kept(settings) if is_split else NOTHING,
             inputs=tuple(_sizes(whole, Category.ACTIVATIONS).values()),
@@ -211,6 +213,13 @@ class PlanPredictor:
                 f"a loop that holds the model's output through backward (out = model(…)) needs up to "
                 f"{format_bytes(size_bytes)} more"
             )
+
+    def _looked(self, plan: Plan, settings: Plan, sizes: Sequence[int]) -> Segment | None:
+        """Return what comes once, the higher one of two."""
+        is_split = len(sizes) > 1
+        looks = [self._passes.first(settings, sizes[0], is_split=is_split)]
+        looks += [self._look_at_rows(plan)] if is_split else []
+        return max((look for look in looks if look is not None), key=lambda look: sum(look.shape.peak), default=None)
 
     def _look_at_rows(self, plan: Plan) -> Segment:
         """Return what accumulation does before it first splits a batch; nearly the same for every plan."""

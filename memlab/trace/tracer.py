@@ -74,6 +74,7 @@ class Trace:
     # number of the storage that the first product of matrices filled, outside of backward and in it
     products: Mapping[bool, int] = field(default_factory=dict)
     marks: tuple[Mark, ...] = ()  # of the modules that were to be marked, in order
+    is_decided: bool = False  # whether the first pass decides how those after it are run
 
     @property
     def has_surrogate_loss(self) -> bool:
@@ -138,28 +139,42 @@ class Tracer:
             use_cache: False switches the model's key-value cache off, as accumulation does.
             after: where calls decide how later ones are run, one of so many rows went before.
         """
-        workload = self.twin.workload if rows is None else self._with_rows(rows)
-        if not use_cache and workload.loss_fn is None:
-            call = call_of(workload)
-            workload = self.twin.with_batch(Batch(call.args, without_cache(workload.model, call.kwargs)))
+        workload = self._pass_of(rows, use_cache=use_cache)
         with self._session(plan) as (session, seen):
             for earlier in (workload,) if after is None else (self._with_rows(after), workload):
                 self._let_learn(session, earlier, seen)
-            seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
-            seen.start()
-            marks: list[Mark] = []
-            marked = marking(workload.model, self.marked, seen.recorder, marks) if self.marked else nullcontext()
-            with _settling(workload.model, seen.recorder), marked:
-                loss = self._backward(workload, seen)
-            seen.recorder.know(gradients_of(workload.model))
-            trained = frozenset(self._parameters[id(p)] for p in workload.model.parameters() if p.grad is not None)
-            trace = replace(seen.finish(session, trained=trained), marks=tuple(marks))
-            del loss
-            return trace
+            return self._one_pass(session, seen, workload)
+
+    def first_pass(self, plan: Plan, rows: int | None = None, *, use_cache: bool = True) -> Trace:
+        """Trace the first pass of all, which may decide how those after it are run; else as `one_pass`."""
+        workload = self._pass_of(rows, use_cache=use_cache)
+        with self._session(plan) as (session, seen):
+            return self._one_pass(session, seen, workload)
+
+    def _pass_of(self, rows: int | None, *, use_cache: bool) -> Workload:
+        workload = self.twin.workload if rows is None else self._with_rows(rows)
+        if use_cache or workload.loss_fn is not None:
+            return workload
+        call = call_of(workload)
+        return self.twin.with_batch(Batch(call.args, without_cache(workload.model, call.kwargs)))
+
+    def _one_pass(self, session: Session, seen: _StepObserver, workload: Workload) -> Trace:
+        seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
+        seen.start()
+        marks: list[Mark] = []
+        marked = marking(workload.model, self.marked, seen.recorder, marks) if self.marked else nullcontext()
+        with _settling(workload.model, seen.recorder), marked:
+            loss = self._backward(workload, seen)
+        seen.recorder.know(gradients_of(workload.model))
+        trained = frozenset(self._parameters[id(p)] for p in workload.model.parameters() if p.grad is not None)
+        found = seen.finish(session, trained=trained)
+        trace = replace(found, marks=tuple(marks), is_decided=_learn_from_calls(session))
+        del loss
+        return trace
 
     def _let_learn(self, session: Session, workload: Workload, seen: _StepObserver) -> None:
         """Run a forward beforehand where the first one decides how those after it are run."""
-        if any(technique.learns_from_calls for technique in session.techniques):
+        if _learn_from_calls(session):
             seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
             seen.start()
             output_of(workload)
@@ -461,6 +476,10 @@ def _settling(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 def _flat(call: Batch) -> Call:
     return Call.of(call.args, dict(call.kwargs))
+
+
+def _learn_from_calls(session: Session) -> bool:
+    return any(technique.learns_from_calls for technique in session.techniques)
 
 
 def _held(session: Session) -> Iterator[Holding]:

@@ -282,3 +282,30 @@ def test_state_that_lives_already_is_counted_once(small_gpt2: Workload) -> None:
     measure(small_gpt2, steps=1, keep=True)
     assert small_gpt2.optimizers[0].state
     assert predict(small_gpt2).peak_allocated_bytes == fresh.peak_allocated_bytes
+
+
+class Repeated(nn.Module):
+    """One layer, applied several times, so that nothing but the first call shows what to recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 32)
+        self.layer = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.leave = nn.Linear(32, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.enter(inputs)
+        for _ in range(4):
+            hidden = hidden + self.layer(hidden)
+        return self.leave(hidden)
+
+
+@pytest.mark.parametrize("flags", ["--checkpoint", "--accumulate 2 --checkpoint"])
+def test_a_first_step_that_decides_for_the_others_is_counted(flags: str) -> None:
+    """It keeps more than those after it; with moments that are there already its peak is the highest."""
+    torch.manual_seed(0)
+    model = Repeated()
+    inputs, targets = torch.randn(64, 8), torch.randn(64, 4)
+    workload = Workload(model, torch.optim.AdamW(model.parameters()), (inputs, targets), nn.functional.mse_loss)
+    measure(workload, "", steps=1, keep=True)
+    assert predict(workload, flags).peak_allocated_bytes == measure(workload, flags, steps=1).peak_allocated_bytes
