@@ -1,21 +1,13 @@
 """Sessions: a plan applied to a live workload, switched at step boundaries and undone exactly.
 
 `session` holds what users and panels talk to, `in_force` the change from one plan to the next, `rollback` what a
-change that fails puts back, `snapshot` copies of all that training changes.
+change that fails puts back, `snapshot` copies of all that training changes, `together` what several models need.
 """
 
 from __future__ import annotations
 
-from memlab.session.session import (
-    Session,
-    check,
-    fit,
-    require_compatible,
-    session_of,
-    sessions,
-    switch_together,
-    train_together,
-)
+from memlab.session.session import Session, check, fit, session_of, sessions
+from memlab.session.together import require_compatible, switch_together, train_together
 
 __all__ = [
     "Session",

@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -31,7 +31,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
-from memlab.plan import FIELDS, Plan
+from memlab.plan import Plan
 from memlab.rescue.guard import Start
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime import optimizer_step, state_layers
@@ -42,6 +42,7 @@ from memlab.runtime.workload import Batch, Workload, is_made, steps_some_of, unw
 from memlab.session import in_force
 from memlab.session.in_force import InForce
 from memlab.session.observers import Observers
+from memlab.session.together import require_compatible
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.techniques.base import Host
 from memlab.techniques.gradient_release import is_loop_known
@@ -162,6 +163,10 @@ class Session:
     def companions(self) -> list[Session]:
         """Sessions of other models that train in the same loop, in the order in which they were made."""
         return sorted((each for each in self._companions if each.attached), key=lambda each: each._number)
+
+    def train_with(self, others: Iterable[Session]) -> None:
+        """Note the sessions of the other models that train in the same loop."""
+        self._companions = weakref.WeakSet(others)
 
     @property
     def _is_led(self) -> bool:
@@ -747,74 +752,6 @@ def check(workload: Workload, plan: Plan) -> None:
     session = session_of(workload.model)
     coming = [kind(plan) for kind in TECHNIQUES if is_wanted(kind, plan)]
     in_force.check(coming, workload, workload.optimizers, session.techniques if session is not None else ())
-
-
-def switch_together(together: Sequence[Session], plan: Plan, *, now: bool = True) -> None:
-    """Change the plan of models that train together: of all, or of none.
-
-    Args:
-        together: their sessions.
-        plan: the plan.
-        now: as for `Session.switch`.
-
-    Raises:
-        RefusalError: one of them cannot have it.
-    """
-    before = [each.plan for each in together]
-    try:
-        for each in together:
-            each.switch(plan, now=now)
-    except MemlabError:
-        for each, earlier in zip(together, before, strict=True):
-            each.switch(earlier, now=now)
-        raise
-
-
-def train_together(together: Sequence[Session]) -> None:
-    """Note which models train in one loop: a plan that is asked for one of them is for all."""
-    for each in together:
-        each._companions = weakref.WeakSet(other for other in together if other is not each)
-
-
-def require_compatible(workload: Workload, plan: Plan, others: Sequence[Session]) -> None:
-    """Refuse settings that one of several models cannot have by itself.
-
-    Args:
-        workload: one of the models.
-        plan: what it is to have.
-        others: sessions of the other models that train in the same loop.
-
-    Raises:
-        RefusalError: two models share an optimizer, or gradients of one belong to the loss of another.
-    """
-    changed = plan.changes()
-    if not others or not changed:
-        return
-    names = f"{others[0].workload.name} and {workload.name}"
-    if "gradients" in changed or plan.precision == "fp16":
-        raise RefusalError(
-            "session",
-            f"this cell trains {names}, and {plan.label} treats the gradients of each as those of its own loss",
-            "leave out --release-grads and --fp16, or name one model with --model",
-        )
-    sharing = [each for each in others if any(steps_some_of(one, workload.model) for one in each.workload.optimizers)]
-    if not sharing:
-        return
-    offloaded = {str(what) for what, _ in plan.offload}
-    is_of_optimizer = plan.optimizer is not Plan().optimizer or "optimizer" in offloaded
-    of_calls = {spec.name for spec in FIELDS if spec.is_of_calls}
-    is_of_calls = {*changed} <= {*of_calls, "precision", "offload", "optimizer"} and plan.precision in ("keep", "bf16")
-    own, theirs = ({id(one) for one in each} for each in (workload.optimizers, sharing[0].workload.optimizers))
-    if is_of_calls and offloaded <= {"activations", "optimizer"} and (not is_of_optimizer or own == theirs):
-        return
-    shared = next(one for one in sharing[0].workload.optimizers if steps_some_of(one, workload.model))
-    raise RefusalError(
-        "session",
-        f"one {type(shared).__name__} updates {sharing[0].workload.name} and {workload.name}, so {plan.label} cannot be "
-        "applied to each by itself",
-        "give each its own optimizer, or use --accumulate, --checkpoint, --bf16, --adam8bit or --offload "
-        "activations,optimizer",
-    )
 
 
 def _model_deleted(session: weakref.ref[Session]) -> None:
