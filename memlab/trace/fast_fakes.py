@@ -19,6 +19,7 @@ compares each with the real operator:
 - Norms of a half-precision input with fp32 weights keep their statistics in fp32, for which the fake has the dtype of the
   input; that of `native_group_norm` also gives a gradient in the dtype of the input, for which the fake has fp32
   (aten/src/ATen/native/group_norm.cpp, layer_norm.cpp and Normalization.cpp).
+- `native_layer_norm_backward` gives a contiguous gradient, for which the fake has the strides of the one that comes in.
 - `mkldnn_rnn_layer` keeps a workspace for backward, which the fake has no bytes for. Its size is oneDNN's secret, so a
   layer of zeros is run once for each shape.
 
@@ -281,6 +282,13 @@ def _group_norm_backward(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) 
         return (torch.empty_like(values), *out[1:])
 
 
+def _layer_norm_backward(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:
+    if out[0] is None or out[0].is_contiguous():
+        return out
+    with mode:
+        return (torch.empty_like(out[0], memory_format=torch.contiguous_format), *out[1:])
+
+
 def _recurrent_layer(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:
     *outputs, workspace = out
     size_bytes = _workspace_bytes(*(_described(value) for value in args))
@@ -324,6 +332,7 @@ _CORRECTIONS: dict[Any, _Correction] = {
     _aten.native_batch_norm.default: functools.partial(_norm, 1),
     _aten.native_layer_norm.default: functools.partial(_norm, 2),
     _aten.native_group_norm_backward.default: _group_norm_backward,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
     _aten.mkldnn_rnn_layer.default: _recurrent_layer,
 }
 

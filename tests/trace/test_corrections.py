@@ -63,6 +63,16 @@ def test_other_norms_of_halves(weights):
         assert fake == real
 
 
+def test_the_gradient_of_a_layer_norm_is_contiguous():
+    values, weight, bias = torch.randn(4, 6, 8), torch.ones(8), torch.zeros(8)
+    _, mean, rstd = torch.native_layer_norm(values, [8], weight, bias, 1e-5)
+    args = (torch.randn(4, 8, 6).transpose(1, 2), values, [8], mean, rstd, weight, bias, [True, True, True])
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = tuple(mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in args)
+    fake, _ = FastFakes(mode).run(aten.native_layer_norm_backward.default, fakes, {})
+    assert fake[0].stride() == aten.native_layer_norm_backward.default(*args)[0].stride() == (48, 8, 1)
+
+
 @pytest.mark.parametrize("train", [True, False])
 def test_the_workspace_of_a_recurrent_layer_on_the_cpu(train):
     steps, rows, width = 5, 3, 16
