@@ -140,6 +140,8 @@ class Control(Observer):
         self.loss_fn = self.loss_fn or session.workload.loss_fn
         self.batch = self.batch if self.batch is not None else session.workload.batch
         self._pending_changes.plan = session.plan
+        if session.pending is not None:
+            self._pending_changes.ask_plan(session.pending)
         self._name = session.workload.name
         if self._meter is None and self.feed.step == 0:
             self._title = f"memfit · {session.workload.describe()}"
@@ -257,6 +259,14 @@ class Control(Observer):
             self.feed.plan_changed(plan, step)
             self._events.append(f"step {step}: {before.label} → {plan.label}")
         self._pace.hurry()
+
+    def plan_asked(self, plan: Plan) -> None:
+        """Show what was asked for in another panel, of a model that trains in the same loop."""
+        with self._lock:
+            if plan == (self._pending_changes.target or self._pending_changes.plan):
+                return
+            self._pending_changes.ask_plan(plan)
+        self.draw(figures=False)
 
     def plan_refused(self, plan: Plan, refusal: MemlabError) -> None:
         """Tell which settings were refused, and why."""
@@ -401,13 +411,21 @@ class Control(Observer):
         session = self.session
         if session is None:
             self._when_idle(lambda: self._begin(plan))
-        elif self._activity is Activity.IDLE:
-            session.ask(plan)
+            return
+        session.ask(plan)
+        for each in self._steered_together(session):
+            each.ask(plan)
+        if self._activity is Activity.IDLE:
             self.stage.when_idle(self._apply_waiting)
-        else:
-            session.ask(plan)
-            if self._playing is not None:
-                self._pace.hurry()
+        elif self._playing is not None:
+            self._pace.hurry()
+
+    def _steered_together(self, session: Session) -> list[Session]:
+        """Sessions of the other models of a loop that runs: the next click on any of them adds to this one."""
+        together = session.companions
+        controls = (_controls.get(each.workload.model) for each in (session, *together))
+        is_running = any(one is not None and one._activity is not Activity.IDLE for one in controls)
+        return together if is_running else []
 
     def _begin(self, plan: Plan) -> None:
         """Apply a plan to a model that has no session."""
@@ -441,8 +459,12 @@ class Control(Observer):
 
     def _refuse(self, plan: Plan, reason: str) -> None:
         with self._lock:
-            self._pending_changes.came_to_nothing(plan, reason)
+            wanted = self._pending_changes.came_to_nothing(plan, reason)
             self._events.append(f"refused {plan.label}: {reason}")
+        session = self.session
+        if session is not None:
+            # what was asked for since holds the settings that are refused
+            session.ask(wanted)
         self._pace.hurry()
 
     def _attached(self) -> Session:

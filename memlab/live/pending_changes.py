@@ -77,13 +77,18 @@ class PendingChanges:
         if self.target == plan:
             self.target = None
 
-    def came_to_nothing(self, plan: Plan, reason: str) -> None:
-        """A plan that was asked for does not apply."""
-        for spec in FIELDS:
-            value, wanted = _value(self.plan, spec), _value(plan, spec)
-            if value != wanted:
-                self._toggles[spec.name] = Toggle(spec.name, value, wanted, Asked.REFUSED, reason=reason)
-        self.target = None
+    def came_to_nothing(self, plan: Plan, reason: str) -> Plan | None:
+        """A plan that was asked for does not apply.
+
+        Returns:
+            What has been asked for since, without what is refused; None for nothing.
+        """
+        refused = {spec.name: _value(plan, spec) for spec in FIELDS if _value(plan, spec) != _value(self.plan, spec)}
+        for field, wanted in refused.items():
+            if self.toggle(field).asked is not Asked.PENDING or self.toggle(field).wanted == wanted:
+                value = _value(self.plan, BY_NAME[field])
+                self._toggles[field] = Toggle(field, value, wanted, Asked.REFUSED, reason=reason)
+        return self.ask_again(self.plan)
 
     def ask_again(self, plan: Plan) -> Plan | None:
         """Ask for every setting that is still pending beside a plan that has come into force meanwhile."""

@@ -15,6 +15,9 @@ class Observer:
     def plan_changed(self, plan: Plan) -> None:
         """A plan has come into force."""
 
+    def plan_asked(self, plan: Plan) -> None:
+        """A plan waits for the next step boundary, or the one in force is to stay; told on the thread that asks."""
+
     def plan_refused(self, plan: Plan, refusal: MemlabError) -> None:
         """A plan that waited for a step boundary does not apply; the one before stays in force."""
 

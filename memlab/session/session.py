@@ -230,6 +230,7 @@ class Session:
         Unlike `switch` it never applies anything there and then. What is refused, observers are told.
         """
         self._pending = plan if plan != self.plan else None
+        self._tell("plan_asked", self._pending or self.plan)
 
     @property
     def observers(self) -> tuple[Observer, ...]:

@@ -167,14 +167,15 @@ def test_a_loop_goes_on_as_if_nothing_had_been_asked(loop: Loop, plan: str, why:
     assert noted.text.endswith("; as written is back")
 
 
-def test_a_graph_that_is_used_twice_is_made_again_under_the_plan_before() -> None:
-    """The call is run again for the gradients that the loop sends, from the random state it began with."""
-    untouched, _, _ = trained(penalized, rescue=True)
-    values, heard, _ = trained(penalized, asks={1: "--accumulate 2"}, rescue=True)
-    assert [label for label, _ in heard.refused] == ["--accumulate 2"]
-    # the step in which it was found out was computed with other dropout in forward and backward
+@pytest.mark.parametrize("rescue", [False, True], ids=["", "rescued"])
+def test_a_penalty_on_gradients_goes_on_under_accumulation(rescue: bool) -> None:
+    """The parts are run again for the gradients that the loop differentiates."""
+    values, heard, session = trained(penalized, asks={1: "--accumulate 2"}, rescue=rescue)
+    assert heard.refused == []
+    assert heard.changed[0] == "--accumulate 2"
+    # dropout is that of the parts
     assert all(torch.isfinite(value).all() for value in values)
-    assert len(values) == len(untouched)
+    assert session.steps == 4
 
 
 def test_a_plan_that_proved_itself_runs_a_later_batch_whole() -> None:

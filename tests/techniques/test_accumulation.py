@@ -614,14 +614,30 @@ class TestRefusals:
             found.append(first + gradients(model))
         assert distance(found[1], found[0]) < 1e-6
 
-    def test_gradients_of_gradients(self) -> None:
-        model, batch = Regressor(), regression_batch()
-        with fit(workload(model), "--accumulate 3"), pytest.raises(RefusalError) as caught:
-            torch.autograd.grad(model(*batch), list(model.parameters()), create_graph=True)
-        assert str(caught.value) == (
-            "accumulation: create_graph=True through a split batch, whose gradients have no graph; "
-            "use --checkpoint, or leave --accumulate out for this loop"
-        )
+    @pytest.mark.parametrize("returns_loss", [True, False])
+    def test_gradients_of_gradients(self, returns_loss: bool) -> None:
+        found = []
+        for flags in ("", "--accumulate 3"):
+            model, (inputs, targets) = Regressor(), regression_batch()
+            before = nn.Linear(inputs.shape[-1], inputs.shape[-1])
+            with fit(workload(model if returns_loss else model.layers), flags):
+                rows = before(inputs)  # whose weights the penalty trains as well
+                loss = model(rows, targets) if returns_loss else F.cross_entropy(model.layers(rows), targets)
+                slopes = torch.autograd.grad(loss, [rows, *model.parameters()], create_graph=True)
+                (loss + sum(slope.square().sum() for slope in slopes)).backward()
+            found.append([*gradients(model), *gradients(before), *(slope.detach() for slope in slopes)])
+        assert distance(found[1], found[0]) < 1e-5
+
+    def test_gradients_of_gradients_with_the_dropout_of_the_call(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 1))
+        inputs = torch.randn(6, 4, requires_grad=True)
+        with fit(workload(model), "--accumulate 3"):
+            output = model(inputs)
+            state = torch.get_rng_state()
+            (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+            (same,) = torch.autograd.grad(output.sum(), inputs)
+        assert torch.equal(slope, same)
+        assert torch.equal(torch.get_rng_state(), state)
 
     def test_a_parameter_reached_past_its_module(self) -> None:
         class Hidden(nn.Module):

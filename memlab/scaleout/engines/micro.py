@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from memlab.errors import RefusalError
 from memlab.techniques.accumulation.merge import Join
 from memlab.techniques.accumulation.micro import Learnt, MicroRun
 from memlab.techniques.accumulation.split import Call, Layout, Outputs
@@ -96,6 +97,14 @@ class EngineRun(MicroRun):
             self._model, self._call, self._micro_batches, self._layout, self._weights, self._joins, self._learnt,
             random_states=self._random_states, gatherer=self._aliases.another(),
         )  # fmt: skip
+
+    def differentiable_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Refuse: an engine's parameters are not there when a backward pass asks for them."""
+        raise RefusalError(
+            "accumulation",
+            "create_graph=True through a split batch under an engine, whose gradients have no graph",
+            "leave --accumulate out for this loop",
+        )
 
     def _backward_of_loss(self, micro_batch: Call, loss: torch.Tensor, weight: float) -> None:
         if not weight:

@@ -367,10 +367,10 @@ class MicroRun:
             # casts that were cached without gradients must not meet a pass that needs them
             torch.clear_autocast_cache()
 
-    def _run(self, index: int) -> tuple[Call, Outputs]:
+    def _run(self, index: int, inputs: Mapping[int, torch.Tensor] | None = None) -> tuple[Call, Outputs]:
         leaves = list(self._micro_batches[index].leaves)
         for position in self._inputs:
-            leaves[position] = leaves[position].detach().requires_grad_()
+            leaves[position] = leaves[position].detach().requires_grad_() if inputs is None else inputs[position]
         micro_batch = self._micro_batches[index].with_leaves(leaves)
         output = micro_batch.run(self._call)
         if self._snapshot is None:
@@ -502,6 +502,46 @@ class MicroRun:
             # gradients of parameters that rest on the host are there
             gradient.mul_(factor.reshape(()).to(gradient.device, gradient.dtype))
 
+    def differentiable_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Gradients that can be differentiated again: every micro-batch runs once more, on the parameters themselves.
+
+        What was gathered stays for the backward pass that follows.
+        """
+        wanted = {position: g for position, g in zip(self._eager, outer, strict=True) if g is not None}
+        self._check_replay(wanted)
+        whole = {position: self._whole_input(position) for position in self._inputs}
+        now, pairs = self._random_now(), []
+        with self._autocast.entered(), self._as_before():
+            for index in range(len(self._micro_batches)):
+                self._random_states[index].restore()
+                _, outputs = self._run(index, {position: self._part_of(whole, position, index) for position in whole})
+                pairs += self._shares(outputs, wanted, index)
+                if self._snapshot is not None:
+                    self._snapshot.restore(strict=False)
+        now.restore()
+        return torch.autograd.grad(
+            [tensor for tensor, _ in pairs], [*whole.values(), *self._aliases.originals], [share for _, share in pairs],
+            create_graph=True, allow_unused=True,
+        )  # fmt: skip
+
+    def _part_of(self, whole: Mapping[int, torch.Tensor], position: int, index: int) -> torch.Tensor:
+        if position not in self._layout.split:
+            return whole[position]
+        dim = self._layout.dim_of(position)
+        return whole[position].split([part.leaves[position].size(dim) for part in self._micro_batches], dim)[index]
+
+    def _shares(
+        self, outputs: Outputs, wanted: Mapping[int, torch.Tensor], index: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Outputs of one micro-batch, each with its part of the gradient that the loop sends."""
+        pairs = []
+        for position, gradient in wanted.items():
+            leaf = real(outputs.leaves[position])
+            share = self._joined[position].share(gradient, index, leaf.shape)
+            if share is not None and leaf.requires_grad:
+                pairs.append((leaf, share.reshape(leaf.shape)))
+        return pairs
+
     def _replay(self, wanted: Mapping[int, torch.Tensor]) -> None:
         self._check_replay(wanted)
         now = self._random_now()
@@ -538,12 +578,7 @@ class MicroRun:
         else:
             self._random_states[index].restore()
             micro_batch, outputs = self._run(index)
-        pairs = []
-        for position, gradient in wanted.items():
-            leaf = real(outputs.leaves[position])
-            share = self._joined[position].share(gradient, index, leaf.shape)
-            if share is not None and leaf.requires_grad:
-                pairs.append((leaf, share.reshape(leaf.shape)))
+        pairs = self._shares(outputs, wanted, index)
         del outputs
         if pairs:
             self._backward([tensor for tensor, _ in pairs], [share for _, share in pairs])
@@ -596,12 +631,6 @@ class _SplitCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # as autograd has it under create_graph
-            raise RefusalError(
-                _FIELD,
-                "create_graph=True through a split batch, whose gradients have no graph",
-                "use --checkpoint, or leave --accumulate out for this loop",
-            )
         (holder,) = ctx.saved_tensors  # torch's own error where the graph is gone
         run = ctx.run or holder.run
         if run.is_done:
@@ -609,8 +638,9 @@ class _SplitCall(torch.autograd.Function):
                 "backward() a second time through the loss of a split batch: its gradients were handed over at the first; "
                 "let the loop compute the loss from the outputs, or use --checkpoint"
             )
+        is_differentiated = torch.is_grad_enabled()  # as autograd has it under create_graph
         with uninterrupted():
-            return (None, *run.gradients(gradients))
+            return (None, *(run.differentiable_gradients if is_differentiated else run.gradients)(gradients))
 
 
 def _requires_grad(leaf: Any) -> bool:
