@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -37,14 +37,21 @@ class Aliases:
     def device(self) -> torch.device:
         return self._device
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> AbstractContextManager[None]:
         """Modules see the aliases; what was there comes back whatever happens."""
+        return self._seen([alias for _, _, _, alias in self._sites])
+
+    def originals_in_place(self) -> AbstractContextManager[None]:
+        """Modules see the originals: those of the call, where `torch.func.functional_call` made it with other tensors."""
+        return self._seen([original for _, _, original, _ in self._sites])
+
+    @contextmanager
+    def _seen(self, tensors: Sequence[nn.Parameter]) -> Iterator[None]:
         # not always the originals: `torch.func.functional_call` puts other tensors there for the length of a call
         before = [module._parameters[name] for module, name, _, _ in self._sites]
         try:
-            for module, name, _, alias in self._sites:
-                module._parameters[name] = alias
+            for (module, name, _, _), tensor in zip(self._sites, tensors, strict=True):
+                module._parameters[name] = tensor
             self._refresh_recurrent()
             yield
         finally:
@@ -83,9 +90,11 @@ class Aliases:
     @contextmanager
     def originals_untouched(self, model_name: str) -> Iterator[None]:
         """Refuse models that reach a parameter past their modules: its gradient would be counted wrongly."""
-        before = [(parameter.grad, version_of(parameter.grad)) for parameter in self.originals]
+        # tensors that `functional_call` puts in their places have no gradient of their own, and warn when asked for it
+        leaves = [parameter for parameter in self.originals if parameter.is_leaf]
+        before = [(parameter.grad, version_of(parameter.grad)) for parameter in leaves]
         yield
-        for parameter, (gradient, version) in zip(self.originals, before, strict=True):
+        for parameter, (gradient, version) in zip(leaves, before, strict=True):
             if parameter.grad is not gradient or version_of(parameter.grad) != version:
                 parameter.grad = gradient if parameter.grad is not gradient else parameter.grad
                 raise RefusalError(

@@ -21,8 +21,9 @@ from memlab.measuring.runs import measure
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records.live_state import Activity, Asked, Moment
-from memlab.runtime.workload import Workload
-from memlab.session import Session, fit
+from memlab.runtime.observer import Observer
+from memlab.runtime.workload import Batch, Workload
+from memlab.session import Session, fit, train_together
 from memlab.session.snapshot import Snapshot
 from tests.helpers.stages import Later
 
@@ -159,6 +160,56 @@ def test_a_plan_that_turns_out_impossible_is_refused_and_the_loop_goes_on(contro
     assert [each.plan for each in moment.measurements] == ["as written"]
     assert moment.step == 4
     assert f"refused --accumulate 16: {reason}" in moment.events[-1]
+
+
+class AsksForCheckpoints(Observer):
+    """A click at the start of a forward, when the plan before it has come into force."""
+
+    control: Control
+
+    def forward_begins(self, batch: Batch) -> None:
+        self.control.ask("checkpointing", "full")
+
+
+def test_a_click_after_a_plan_that_is_refused_later_comes_into_force_without_it(
+    control: Control, workload: Workload
+) -> None:
+    session = session_of_control(control)
+    with Cell(control, workload):
+        control.ask("accumulation", "16")  # of 8 rows
+        asking = AsksForCheckpoints()
+        asking.control = control
+        session.listen(asking)
+        step(workload)
+        session.leave(asking)
+        assert toggle(control.moment(), "accumulation").asked is Asked.REFUSED
+        assert control.moment().pending == session.pending == Plan.parse("--checkpoint")
+        step(workload)
+    assert control.moment().plan == session.plan == Plan.parse("--checkpoint")
+
+
+def test_clicks_on_two_models_of_one_loop_add_up(workload: Workload) -> None:
+    other, control = Blocks(), control_of(workload.model)
+    control.begin(workload)
+    beside = Workload(other, torch.optim.SGD(other.parameters(), lr=0.1), workload.batch, mse_loss)
+    session, second = session_of_control(control), fit(beside)
+    train_together([session, second])
+    panel = control_of(other)
+    panel.stage = Later()
+    panel.follow(second)
+    with session, second, Cell(control, workload):
+        step(workload)
+        control.ask("checkpointing", "full")
+        panel.ask("accumulation", "2")
+        both = Plan.parse("--accumulate 2 --checkpoint")
+        assert control.moment().pending == panel.moment().pending == both
+        for _ in range(2):
+            step(workload)
+            assert panel.moment().pending == second.pending
+            step(beside)
+        assert session.plan == second.plan == control.moment().plan == panel.moment().plan == both
+        assert control.moment().pending is None
+        assert panel.moment().pending is None
 
 
 def test_a_plan_that_is_clicked_between_cells_does_not_end_the_next_one(control: Control, workload: Workload) -> None:

@@ -52,3 +52,15 @@ def test_what_was_asked_for_meanwhile_still_waits() -> None:
     pending_changes.came_true(Plan.parse("--accumulate 2"), 7)
     assert pending_changes.toggle("checkpointing").asked is Asked.PENDING
     assert pending_changes.target == Plan.parse("--checkpoint")
+
+
+def test_what_was_asked_for_beside_a_plan_that_is_refused_stays_asked_for_without_it() -> None:
+    pending_changes = PendingChanges()
+    pending_changes.came_true(Plan.parse("--accumulate 2"), step=3)
+    pending_changes.ask("checkpointing", "full")
+    # on trial, it turned out not to apply
+    pending_changes.came_true(Plan(), step=4)
+    left = pending_changes.came_to_nothing(Plan.parse("--accumulate 2"), "rows depend on each other")
+    assert left == pending_changes.target == Plan.parse("--checkpoint")
+    assert pending_changes.toggle("accumulation").asked is Asked.REFUSED
+    assert pending_changes.toggle("checkpointing").asked is Asked.PENDING

@@ -628,6 +628,18 @@ class TestRefusals:
             found.append([*gradients(model), *gradients(before), *(slope.detach() for slope in slopes)])
         assert distance(found[1], found[0]) < 1e-5
 
+    def test_gradients_of_gradients_by_tensors_that_stand_for_parameters(self) -> None:
+        found = []
+        for flags in ("", "--accumulate 3"):
+            model, (inputs, targets) = Regressor(), regression_batch()
+            with fit(workload(model), flags):
+                fast = {name: value * 2 for name, value in model.named_parameters()}
+                loss = torch.func.functional_call(model, fast, (inputs, targets))
+                slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+                sum(slope.square().sum() for slope in slopes).backward()
+            found.append(gradients(model))
+        assert distance(found[1], found[0]) < 1e-5
+
     def test_gradients_of_gradients_with_the_dropout_of_the_call(self) -> None:
         model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 1))
         inputs = torch.randn(6, 4, requires_grad=True)

@@ -125,6 +125,9 @@ class Gatherer(Protocol):
     def in_place(self) -> AbstractContextManager[None]:
         """Context in which micro-batches run, and their gradients gather."""
 
+    def originals_in_place(self) -> AbstractContextManager[None]:
+        """Context in which micro-batches run on what the outer graph derives by."""
+
     def originals_untouched(self, model_name: str) -> AbstractContextManager[None]:
         """Context of one backward pass."""
 
@@ -511,7 +514,7 @@ class MicroRun:
         self._check_replay(wanted)
         whole = {position: self._whole_input(position) for position in self._inputs}
         now, pairs = self._random_now(), []
-        with self._autocast.entered(), self._as_before():
+        with self._aliases.originals_in_place(), self._autocast.entered(), self._as_before():
             for index in range(len(self._micro_batches)):
                 self._random_states[index].restore()
                 _, outputs = self._run(index, {position: self._part_of(whole, position, index) for position in whole})
