@@ -15,7 +15,7 @@ The mechanism is that of `memlab.techniques.accumulation.accumulation`; what dif
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +73,14 @@ class SetAside:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
+    def originals_in_place(self) -> AbstractContextManager[None]:
+        """Refuse: an engine reduces gradients as it makes them, and gives them no graph."""
+        raise RefusalError(
+            "accumulation",
+            "create_graph=True through a split batch under an engine, whose gradients have no graph",
+            "leave --accumulate out for this loop",
+        )
+
     @contextmanager
     def originals_untouched(self, model_name: str) -> Iterator[None]:
         """Parameters are the originals here, so there is nothing to watch."""
@@ -97,14 +105,6 @@ class EngineRun(MicroRun):
             self._model, self._call, self._micro_batches, self._layout, self._weights, self._joins, self._learnt,
             random_states=self._random_states, gatherer=self._aliases.another(),
         )  # fmt: skip
-
-    def differentiable_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Refuse: an engine's parameters are not there when a backward pass asks for them."""
-        raise RefusalError(
-            "accumulation",
-            "create_graph=True through a split batch under an engine, whose gradients have no graph",
-            "leave --accumulate out for this loop",
-        )
 
     def _backward_of_loss(self, micro_batch: Call, loss: torch.Tensor, weight: float) -> None:
         if not weight:

@@ -531,7 +531,8 @@ class MicroRun:
         if position not in self._layout.split:
             return whole[position]
         dim = self._layout.dim_of(position)
-        return whole[position].split([part.leaves[position].size(dim) for part in self._micro_batches], dim)[index]
+        sizes = [part.leaves[position].size(dim) for part in self._micro_batches]
+        return whole[position].narrow(dim, sum(sizes[:index]), sizes[index])
 
     def _shares(
         self, outputs: Outputs, wanted: Mapping[int, torch.Tensor], index: int
