@@ -126,7 +126,8 @@ class _StateOfCopies:
 
     def __call__(self) -> Any:
         optimizer: Any = self._optimizer()
-        state = type(optimizer).__getstate__(optimizer)
+        kind: Any = type(optimizer)
+        state = kind.__getstate__(optimizer)
         if not isinstance(state, dict):
             return state
         state = {key: value for key, value in state.items() if value is not self}
@@ -174,9 +175,9 @@ def canonical_copy(optimizer: Optimizer, copied: dict[str, Any], techniques: Seq
     state: defaultdict[Any, Any] = defaultdict(dict)
     for key, entry in resident.items():
         canonical = entry
-        if isinstance(key, torch.Tensor) and isinstance(entry, dict) and entry:
+        if isinstance(key, Parameter) and isinstance(entry, dict) and entry:
             with at_home(techniques, [key], updates=False):
-                canonical = unpacked(optimizer, key, entry, layers)  # type: ignore[arg-type]
+                canonical = unpacked(optimizer, key, entry, layers)
         # the copy trains by itself, so its state stays where the parameter is
         if canonical or not entry:
             state[key] = canonical
