@@ -9,6 +9,8 @@ Rules:
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -109,6 +111,77 @@ def canonical_state_dict(
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = dict(_canonical_entries(optimizer, everything, state_dict["state"], layers, techniques))
     return {**state_dict, "state": state}
+
+
+class _StateOfCopies:
+    """Stands for `__getstate__` of an optimizer; its class's own leaves it out of what is copied, as this does for others.
+
+    Attributes:
+        forms: what brings the state into the user's own format, one for each session.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.forms: list[Callable[[Optimizer, dict[str, Any]], dict[str, Any]]] = []
+
+    def __call__(self) -> Any:
+        optimizer: Any = self._optimizer()
+        kind: Any = type(optimizer)
+        state = kind.__getstate__(optimizer)
+        if not isinstance(state, dict):
+            return state
+        state = {key: value for key, value in state.items() if value is not self}
+        for form in self.forms:
+            state = form(optimizer, state)
+        return state
+
+
+def keep_own_form_in_copies(
+    optimizer: Optimizer, form: Callable[[Optimizer, dict[str, Any]], dict[str, Any]], undo: ExitStack
+) -> None:
+    """Give copies and pickles of an optimizer the state that it would have without memlab, until undone.
+
+    Args:
+        optimizer: the optimizer.
+        form: `canonical_copy` under the techniques in force.
+        undo: where it is taken back.
+    """
+    own = vars(optimizer)
+    made = own.get("__getstate__")
+    if not isinstance(made, _StateOfCopies):
+        made = own["__getstate__"] = _StateOfCopies(optimizer)
+    made.forms.append(form)
+
+    def restore() -> None:
+        made.forms.remove(form)
+        if not made.forms:
+            own.pop("__getstate__", None)
+
+    undo.callback(restore)
+
+
+def canonical_copy(optimizer: Optimizer, copied: dict[str, Any], techniques: Sequence[Technique]) -> dict[str, Any]:
+    """What a copy or a pickle of an optimizer holds, in the user's own format; live state is not touched.
+
+    Args:
+        optimizer: which is copied.
+        copied: its attributes, as its class gives them.
+        techniques: those in force, in the order in which state was packed.
+    """
+    layers = [technique for technique in techniques if technique.changes_state]
+    resident = copied.get("state")
+    if not layers or not isinstance(resident, dict):
+        return copied
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    for key, entry in resident.items():
+        canonical = entry
+        if isinstance(key, Parameter) and isinstance(entry, dict) and entry:
+            with at_home(techniques, [key], updates=False):
+                canonical = unpacked(optimizer, key, entry, layers)
+        # the copy trains by itself, so its state stays where the parameter is
+        if canonical or not entry:
+            state[key] = canonical
+    return {**copied, "state": state}
 
 
 def _canonical_entries(

@@ -384,12 +384,16 @@ class Session:
             install_step_hooks(optimizer, self._before_step, self._after_step, hooks)
             hooks.callback(optimizer.register_state_dict_post_hook(self._saved_state).remove)
             hooks.callback(optimizer.register_load_state_dict_post_hook(self._loaded_state).remove)
+            state_layers.keep_own_form_in_copies(optimizer, self._copied_state, hooks)
             self._in_force.attach_optimizer(optimizer)
             hooks.callback(self._in_force.detach_optimizer, optimizer)
             undo.push(hooks.pop_all())
 
     def _saved_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_layers.canonical_state_dict(optimizer, state_dict, self.techniques)
+
+    def _copied_state(self, optimizer: torch.optim.Optimizer, copied: dict[str, Any]) -> dict[str, Any]:
+        return state_layers.canonical_copy(optimizer, copied, self.techniques)
 
     def _loaded_state(self, optimizer: torch.optim.Optimizer) -> None:
         state_layers.pack_loaded(optimizer, self.techniques)

@@ -485,6 +485,33 @@ class TestOtherCode:
                 k: v.dtype for k, v in state.items()
             }
 
+    @pytest.mark.parametrize(
+        "plan", ["--bf16 --adam8bit", "--optim adafactor", "--precision pure-bf16", "--offload optimizer"]
+    )
+    @pytest.mark.parametrize("way", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+    def test_copies_of_optimizers_go_on_by_themselves(self, plan: str, way: Any) -> None:
+        model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 64))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with fit(Workload(model, optimizer), plan):
+            step(model, optimizer)
+            copied, its = way((model, optimizer))
+            saved = optimizer.state_dict()["state"]
+            for number, (key, state) in enumerate(its.state.items()):
+                assert key is its.param_groups[0]["params"][number]
+                assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+                assert all(torch.equal(value, saved[number][name]) for name, value in state.items())
+            step(copied, its)
+            assert all(not torch.equal(a, b) for a, b in zip(copied.parameters(), model.parameters(), strict=True))
+            step(model, optimizer)
+        assert "__getstate__" not in vars(optimizer)
+        assert "__getstate__" not in vars(its)
+
     def test_eval_and_no_grad_pass_through(self) -> None:
         model, _ = tower()
         inputs, _ = pairs(0)

@@ -727,3 +727,19 @@ def test_a_model_that_draws_random_numbers_is_said_once(model: Any, draws: bool)
         if draws
         else []
     )
+
+
+class _OfSparseRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 24).view(6, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(inputs, self.weight).tanh()
+
+
+def test_a_sparse_batch_is_refused() -> None:
+    model = _OfSparseRows()
+    with fit(Workload(model, torch.optim.SGD(model.parameters())), "--accumulate 2"):
+        with pytest.raises(RefusalError, match="the batch of _OfSparseRows is a sparse tensor, which is not split"):
+            model(torch.eye(6).to_sparse())

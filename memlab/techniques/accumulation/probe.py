@@ -20,7 +20,7 @@ from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Snapshot
 from memlab.techniques.accumulation.merge import Join, found_join, found_merge, why_apart
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
-from memlab.techniques.accumulation.split import Call, Layout, LossRule, Outputs, layouts_of, loss_rules
+from memlab.techniques.accumulation.split import Call, Layout, LossRule, Outputs, is_sparse, layouts_of, loss_rules
 
 _FIELD = "accumulation"
 # relative difference up to which two results count as equal: in fp32, and in half precision
@@ -89,6 +89,10 @@ class Probe:
         if known is not None:
             return known.of(call)
         candidates = layouts_of(call)
+        if not candidates and any(map(is_sparse, call.leaves)):
+            raise RefusalError(
+                _FIELD, f"the batch of {self._name} is a sparse tensor, which is not split", "hand over a dense one"
+            )
         if not candidates:
             raise RefusalError(
                 _FIELD, f"the call of {self._name} has no tensor argument to split", "pass the batch as tensors"

@@ -141,6 +141,11 @@ def _rows(leaf: Any, dim: int) -> int:
     return len(leaf) if isinstance(leaf, (list, tuple)) else leaf.size(dim)
 
 
+def is_sparse(leaf: Any) -> bool:
+    """Return whether this is a tensor without storage of its own, of which there are no views."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout not in (torch.strided, torch.jagged)
+
+
 def layouts_of(call: Call) -> list[Layout]:
     """Return the ways a call could be split, likeliest first: along dimension 0, then along lists, then along dimension 1.
 
@@ -150,7 +155,7 @@ def layouts_of(call: Call) -> list[Layout]:
     lengths of what follows one another in another tensor come before those that leave it whole.
     """
     found: list[Layout] = []
-    sized = [(i, leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
+    sized = [(i, leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor) and not is_sparse(leaf)]
     for dim in (0, 1):
         sizes = [(i, leaf.size(dim)) for i, leaf in sized if leaf.dim() > dim]
         first = [sizes[0][1]] if sizes else []
