@@ -282,7 +282,7 @@ def _group_norm_backward(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) 
         return (torch.empty_like(values), *out[1:])
 
 
-def _layer_norm_backward(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:
+def _layer_norm_backward(mode: FakeTensorMode, _args: tuple[Any, ...], out: Any) -> Any:
     if out[0] is None or out[0].is_contiguous():
         return out
     with mode:
