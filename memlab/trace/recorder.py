@@ -2,8 +2,9 @@
 
 Rules beyond those of the ledger:
 
-1. Tensors of integers run for real as long as they are small; everything that grows with the model is fake. A
-   factory of floats, whose result no argument makes fake, is made fake here.
+1. Tensors of integers run for real as long as they are small, and so do floats that a model makes from nothing
+   (a mask of ones: what it computes may depend on whether all are); everything that grows with the model is fake, and
+   so is what is random. Real floats that something fake is written to have no values any more, and count as fake.
 2. A fake has no value. Asked for one outside of the model (by an optimizer, a technique, a loop), the answer is
    the one that means "nothing special": True, or 1. Asked by the model itself, the step cannot be predicted: the
    answer would decide what it computes.
@@ -16,7 +17,7 @@ Rules beyond those of the ledger:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,7 @@ class Recorder(Ledger):
         self.in_model = False
         self._fakes = fakes
         self._price_of = price
+        self._valueless: set[int] = set()  # storages of real floats that something fake was written to
         self._live_storages = {tensor.untyped_storage()._cdata for tensor in live if tensor.is_floating_point()}
         self._hidden_bytes = hidden_bytes
         # births and deaths up to a sum of gradients, what it was written over, the sum
@@ -142,7 +144,10 @@ class Recorder(Ledger):
             return func(*args, **(kwargs or {}))
         self._book_deaths()
         if FakeTensor not in types:
-            return self._on_real(func, types, args, kwargs)
+            if not self._is_valueless(args):
+                return self._on_real(func, types, args, kwargs)
+            with self._fakes.mode:
+                return self._on_fakes(func, args, kwargs or {}) if func not in _VALUES else self._value(func, args)
         if func in _VALUES:
             return self._value(func, args)
         if any(kind is not FakeTensor for kind in types) and defers(types):
@@ -155,6 +160,8 @@ class Recorder(Ledger):
                 out, recipe = self._fakes.run(func, args, kwargs)
             except _UNKNOWN as error:
                 raise self._untraceable(func) from error
+            if func._schema.is_mutable:
+                self._note_written(func, args, kwargs)
             if recipe is None or not recipe.bears_nothing:
                 in_backward = self._hidden_bytes is not None and torch._C._current_graph_task_id() != -1
                 if in_backward:
@@ -169,6 +176,19 @@ class Recorder(Ledger):
             self._price(recipe, func, args, kwargs, out)
         return out
 
+    def _is_valueless(self, args: tuple[Any, ...]) -> bool:
+        return bool(self._valueless) and any(
+            tensor.untyped_storage()._cdata in self._valueless for tensor in tensors_in([*args])
+        )
+
+    def _note_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember real tensors of floats that an operator on fakes has written to."""
+        arguments = func._schema.arguments
+        named = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+        for argument, value in named:
+            if argument.is_write and type(value) is torch.Tensor and value.is_floating_point():
+                self._valueless.add(value.untyped_storage()._cdata)
+
     def _note_node(self) -> None:
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
@@ -182,6 +202,7 @@ class Recorder(Ledger):
             self._sum = (len(self._events), old.number, new)
 
     def _died(self, alive: Any) -> None:
+        self._valueless.discard(alive.key)
         events, number, new = self._sum
         if (events, number) != (len(self._events), alive.number) or self._live.pop(alive.key, None) is None:
             super()._died(alive)
@@ -193,7 +214,8 @@ class Recorder(Ledger):
     def _on_real(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """An operator without a fake among its arguments: a factory, or one on integers."""
         if makes_from_nothing(func):
-            if _makes_floats(func, args, kwargs or {}) or _elements(args) * 8 > _MOST_REAL_BYTES:
+            is_known = self.in_model and _gives_values(func)
+            if _elements(args) * 8 > _MOST_REAL_BYTES or (not is_known and _makes_floats(func, args, kwargs or {})):
                 with self._fakes.mode:
                     return super().__torch_dispatch__(func, types, args, kwargs)
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -258,6 +280,11 @@ def makes_from_nothing(func: Any) -> bool:
         known = schema is not None and not any("Tensor" in str(argument.type) for argument in schema.arguments)
         _makes_from_nothing[func] = known
     return known
+
+
+def _gives_values(func: Any) -> bool:
+    """Return whether a factory's result follows from its arguments: it is neither random nor left without values."""
+    return torch.Tag.nondeterministic_seeded not in func.tags and not func._schema.name.startswith("aten::empty")
 
 
 def _makes_floats(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
