@@ -20,9 +20,11 @@ function fromKernel(model) {
 }
 
 async function made(model) {
-  // two figures may both ask: only what has come is kept, since a kernel may end before it answers
-  globalThis.memlabPlotly ??= await (PLOTLY ? fromText(PLOTLY) : fromKernel(model));
-  const figure = globalThis.memlabPlotly.default();
+  // two figures may both ask: only what has come is kept, since a kernel may end before it answers; by version, since
+  // the next kernel of a page may have another plotly
+  const known = (globalThis.memlabPlotly ??= {});
+  known[VERSION] ??= await (PLOTLY ? fromText(PLOTLY) : fromKernel(model));
+  const figure = known[VERSION].default();
   await figure.initialize({ model });
   return figure;
 }

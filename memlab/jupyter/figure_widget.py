@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,7 +141,8 @@ def _packed(name: str, value: Any) -> Any:
 def _script(plotly: str | None) -> str:
     """What the page runs, with plotly in it or not."""
     loader = files("memlab.jupyter").joinpath("figure_widget.mjs").read_text(encoding="utf-8")
-    return f"const PLOTLY = {json.dumps(plotly)};\n{loader}"
+    version = importlib.metadata.version("plotly")
+    return f"const VERSION = {json.dumps(version)}, PLOTLY = {json.dumps(plotly)};\n{loader}"
 
 
 @cache

@@ -459,10 +459,11 @@ class Control(Observer):
 
     def _refuse(self, plan: Plan, reason: str) -> None:
         with self._lock:
+            waiting = self._pending_changes.target
             wanted = self._pending_changes.came_to_nothing(plan, reason)
             self._events.append(f"refused {plan.label}: {reason}")
         session = self.session
-        if session is not None:
+        if session is not None and waiting is not None and session.pending == waiting:
             # what was asked for since holds the settings that are refused
             session.ask(wanted)
         self._pace.hurry()

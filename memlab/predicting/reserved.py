@@ -25,7 +25,7 @@ _PLACES = tuple(Category)
 _GRADIENTS, _WORKSPACES = (_PLACES.index(each) for each in (Category.GRADIENTS, Category.WORKSPACES))
 # numbers of workspaces among a stretch's storages, downwards
 _FIRST_WORKSPACE = -(2**40)
-# the stretch of the look at a few rows
+# the stretch of what comes once
 _LOOK = -1
 
 # bytes, number of the storage, category, moment
@@ -43,7 +43,7 @@ class Player:
 
         Args:
             step: from 0.
-            stretch: its place in the step, the update last; −1 for the look at a few rows.
+            stretch: its place in the step, the update last; −1 for what comes once.
         """
 
     def born(self, size_bytes: int, place: int, moment: int = OUTSIDE) -> Any:
@@ -85,7 +85,7 @@ class Script:
     # what libraries allocate once, by stretch of the first step: after which storage's birth (None for at once), and
     # sizes in bytes
     workspaces: Mapping[int, Sequence[tuple[int | None, int]]] = field(default_factory=dict)
-    look: Events = ()  # what accumulation does once before its first step
+    look: Events = ()  # what comes once, before or in the first step (`Parts.look`)
     has_state: bool = False  # whether there is optimizer state before the first step; otherwise its update creates it
 
 

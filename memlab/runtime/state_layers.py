@@ -105,12 +105,14 @@ def canonical_state_dict(
         state_dict: what torch made of the resident state.
         techniques: those in force, in the order in which state was packed.
     """
-    layers = [technique for technique in techniques if technique.changes_state]
-    if not layers:
+    if not any(technique.changes_state for technique in techniques):
         return state_dict
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = dict(_canonical_entries(optimizer, everything, state_dict["state"], layers, techniques))
-    return {**state_dict, "state": state}
+    resident = state_dict["state"]
+    entries = _canonical_entries(
+        optimizer, resident, lambda key: everything[key] if type(key) is int else None, techniques
+    )
+    return {**state_dict, "state": {key: _on_host(entry, resident[key]) for key, entry in entries}}
 
 
 class _StateOfCopies:
@@ -168,37 +170,42 @@ def canonical_copy(optimizer: Optimizer, copied: dict[str, Any], techniques: Seq
         copied: its attributes, as its class gives them.
         techniques: those in force, in the order in which state was packed.
     """
-    layers = [technique for technique in techniques if technique.changes_state]
     resident = copied.get("state")
-    if not layers or not isinstance(resident, dict):
+    if not isinstance(resident, dict) or not any(technique.changes_state for technique in techniques):
         return copied
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    for key, entry in resident.items():
-        canonical = entry
-        if isinstance(key, Parameter) and isinstance(entry, dict) and entry:
-            with at_home(techniques, [key], updates=False):
-                canonical = unpacked(optimizer, key, entry, layers)
-        # the copy trains by itself, so its state stays where the parameter is
-        if canonical or not entry:
-            state[key] = canonical
-    return {**copied, "state": state}
+    # the copy trains by itself, so its state stays where the parameter is
+    entries = _canonical_entries(
+        optimizer, resident, lambda key: key if isinstance(key, torch.Tensor) else None, techniques
+    )
+    return {**copied, "state": defaultdict(dict, entries)}
 
 
 def _canonical_entries(
     optimizer: Optimizer,
-    everything: Sequence[Parameter],
     entries: Mapping[Any, Any],
-    layers: Sequence[Technique],
-    in_force: Sequence[Technique],
+    parameter_of: Callable[[Any], Any],
+    techniques: Sequence[Technique],
 ) -> Iterator[tuple[Any, Any]]:
+    """Yield state in the user's own format, by key: made one parameter at a time; no entry for one that has none.
+
+    For `parameter_of` a key stands for a parameter, or, as None, for something else that an optimizer keeps there.
+    """
+    layers = [technique for technique in techniques if technique.changes_state]
     for key, entry in entries.items():
-        if not isinstance(key, int) or not isinstance(entry, dict) or not entry:
+        parameter = parameter_of(key)
+        if parameter is None or not isinstance(entry, dict) or not entry:
             yield key, entry
             continue
-        with at_home(in_force, [everything[key]], updates=False):
-            canonical = unpacked(optimizer, everything[key], entry, layers)
+        with at_home(techniques, [parameter], updates=False):
+            canonical = unpacked(optimizer, parameter, entry, layers)
         if canonical:
-            yield key, {name: _on_host_unless_live(value, entry) for name, value in canonical.items()}
+            yield key, canonical
+
+
+def _on_host(entry: Any, live: Any) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    return {name: _on_host_unless_live(value, live) for name, value in entry.items()}
 
 
 def _on_host_unless_live(value: Any, live: Mapping[str, Any]) -> Any:

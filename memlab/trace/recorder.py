@@ -17,7 +17,7 @@ Rules beyond those of the ledger:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -146,8 +146,10 @@ class Recorder(Ledger):
         if FakeTensor not in types:
             if not self._is_valueless(args):
                 return self._on_real(func, types, args, kwargs)
+            if func in _VALUES:
+                return self._value(func, args)
             with self._fakes.mode:
-                return self._on_fakes(func, args, kwargs or {}) if func not in _VALUES else self._value(func, args)
+                return self._on_fakes(func, args, kwargs or {})
         if func in _VALUES:
             return self._value(func, args)
         if any(kind is not FakeTensor for kind in types) and defers(types):
@@ -160,8 +162,9 @@ class Recorder(Ledger):
                 out, recipe = self._fakes.run(func, args, kwargs)
             except _UNKNOWN as error:
                 raise self._untraceable(func) from error
-            if func._schema.is_mutable:
-                self._note_written(func, args, kwargs)
+            schema = getattr(func, "_schema", None)  # operators of higher order have none
+            if schema is not None and schema.is_mutable:
+                self._note_written(schema.arguments, args, kwargs)
             if recipe is None or not recipe.bears_nothing:
                 in_backward = self._hidden_bytes is not None and torch._C._current_graph_task_id() != -1
                 if in_backward:
@@ -181,9 +184,8 @@ class Recorder(Ledger):
             tensor.untyped_storage()._cdata in self._valueless for tensor in tensors_in([*args])
         )
 
-    def _note_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _note_written(self, arguments: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember real tensors of floats that an operator on fakes has written to."""
-        arguments = func._schema.arguments
         named = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
         for argument, value in named:
             if argument.is_write and type(value) is torch.Tensor and value.is_floating_point():

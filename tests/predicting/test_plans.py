@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memlab import Workload, measure
-from memlab.errors import MemlabError, RefusalError, WorkloadError
+from memlab.errors import MemlabError, RefusalError, TraceError, WorkloadError
 from memlab.plan import Plan
 from memlab.plan.space import plan_space
 from memlab.predicting import predict, predict_all
@@ -293,11 +293,11 @@ class Repeated(nn.Module):
         self.layer = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
         self.leave = nn.Linear(32, 4)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.enter(inputs)
         for _ in range(4):
             hidden = hidden + self.layer(hidden)
-        return self.leave(hidden)
+        return {"loss": nn.functional.mse_loss(self.leave(hidden), targets)}
 
 
 @pytest.mark.parametrize("flags", ["--checkpoint", "--accumulate 2 --checkpoint"])
@@ -305,7 +305,38 @@ def test_a_first_step_that_decides_for_the_others_is_counted(flags: str) -> None
     """It keeps more than those after it; with moments that are there already its peak is the highest."""
     torch.manual_seed(0)
     model = Repeated()
-    inputs, targets = torch.randn(64, 8), torch.randn(64, 4)
-    workload = Workload(model, torch.optim.AdamW(model.parameters()), (inputs, targets), nn.functional.mse_loss)
+    batch = {"inputs": torch.randn(64, 8), "targets": torch.randn(64, 4)}
+    workload = Workload(model, torch.optim.AdamW(model.parameters()), batch)
     measure(workload, "", steps=1, keep=True)
     assert predict(workload, flags).peak_allocated_bytes == measure(workload, flags, steps=1).peak_allocated_bytes
+
+
+class Masked(nn.Module):
+    """Does without a mask where all is to be seen, as libraries do; on request something is written to the mask first."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self._writes = writes
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.layer(inputs)
+        mask = torch.ones(inputs.shape)
+        if self._writes:
+            mask[:, :1] = hidden[:, :1].detach()
+        if not (mask == 1).all():
+            hidden = torch.where(mask > 0, hidden, hidden * 0)
+        return {"loss": hidden.square().mean()}
+
+
+def test_a_mask_of_ones_that_the_model_makes_is_known() -> None:
+    model = Masked(writes=False)
+    workload = Workload(model, torch.optim.SGD(model.parameters()), {"inputs": torch.randn(64, 16)})
+    assert predict(workload, "").peak_allocated_bytes == measure(workload, "", steps=1).peak_allocated_bytes
+
+
+def test_a_mask_that_something_computed_was_written_to_is_not() -> None:
+    model = Masked(writes=True)
+    workload = Workload(model, torch.optim.SGD(model.parameters()), {"inputs": torch.randn(64, 16)})
+    with pytest.raises(TraceError, match="depends on values"):
+        predict(workload, "")

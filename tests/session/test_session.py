@@ -512,6 +512,16 @@ class TestOtherCode:
         assert "__getstate__" not in vars(optimizer)
         assert "__getstate__" not in vars(its)
 
+    def test_a_copy_of_an_optimizer_has_plain_state_of_plain_tensors_too(self) -> None:
+        model = nn.Linear(64, 64)
+        extra = torch.ones(4096).requires_grad_()
+        optimizer = torch.optim.AdamW([*model.parameters(), extra])
+        with fit(Workload(model, optimizer), "--adam8bit"):
+            (model(torch.ones(2, 64)).sum() + extra.square().sum()).backward()
+            optimizer.step()
+            states = [state.keys() for state in copy.deepcopy(optimizer).state.values()]
+        assert states == [{"step", "exp_avg", "exp_avg_sq"}] * 3
+
     def test_eval_and_no_grad_pass_through(self) -> None:
         model, _ = tower()
         inputs, _ = pairs(0)

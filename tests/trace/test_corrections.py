@@ -124,6 +124,16 @@ def test_connectionist_temporal_classification(as_tensors):
         assert described(fakes.run(backward, args, {})[0]) == described(real)
 
 
+def test_connectionist_temporal_classification_in_half_precision_is_refused_as_it_is():
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    halves = torch.randn(20, 4, 12).bfloat16()
+    rest = torch.randint(1, 12, (4, 5)), [20] * 4, [5] * 4
+    with pytest.raises(NotImplementedError, match="not implemented for"):
+        aten._ctc_loss.default(halves, *rest)
+    with pytest.raises(NotImplementedError, match="not implemented for"):
+        FastFakes(mode).run(aten._ctc_loss.default, (mode.from_tensor(halves), *rest), {})
+
+
 def test_other_operators_are_left_alone():
     result = torch.ones(2)
     assert corrected(FakeTensorMode(), aten.relu.default, (result,), {}, result) is result
