@@ -19,6 +19,7 @@ from memlab.jupyter.freeing import free_after_cells
 from memlab.jupyter.help import cell_help, line_help
 from memlab.jupyter.line_magic import LineMagic, Shown
 from memlab.jupyter.notebook import Notebook, one_line
+from memlab.runtime.loop_mode import pause, resume
 from memlab.session import sessions
 
 _NAME = "memfit"
@@ -84,6 +85,17 @@ class MagicMemfit:
         complete_lines(shell, self._undo)
         teach_receipts(shell, notebook.config, self._undo)
         free_after_cells(notebook, self._undo)
+        for event, callback in (("pre_run_cell", _resume_modes), ("post_run_cell", _pause_modes)):
+            shell.events.register(event, callback)
+            self._undo.callback(shell.events.unregister, event, callback)
+
+
+def _resume_modes(_info: Any) -> None:
+    resume()
+
+
+def _pause_modes(_result: Any) -> None:
+    pause()
 
 
 def _alive(reference: weakref.ref[MagicMemfit]) -> MagicMemfit:

@@ -47,7 +47,7 @@ from memlab.runtime.workload import (
     unwrap_model,
 )
 from memlab.session import Session, fit, require_compatible, session_of, train_together
-from memlab.techniques.gradient_release import is_loop_known
+from memlab.techniques.gradient_release.gradient_release import is_loop_known
 
 # a loop that accumulates by hand calls its model several times before the first step; after so many, no other is expected
 _MOST_CALLS_OF_A_STEP = 64

@@ -24,7 +24,7 @@ from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.workload import Batch, Workload, describe_all
 from memlab.session import Session, fit, session_of
 from memlab.session.snapshot import Snapshot
-from memlab.techniques.gradient_release import loop_is_known
+from memlab.techniques.gradient_release.gradient_release import loop_is_known
 
 # steps that are observed in detail and so not timed; see `Meter`
 _OBSERVED_STEPS = 2

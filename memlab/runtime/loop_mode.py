@@ -2,6 +2,7 @@
 
 It stands at the bottom of the stack of function modes, so that modes of the loop's may be entered and left while
 it is there: leaving one takes whatever is on top. Only torch's own for a default device is below.
+Between two cells of a notebook there is no loop, and none of these modes (`pause`, `resume`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class LoopMode(TorchFunctionMode):
     def begin(self) -> None:
         """Watch this thread's code from now on; harmless when that is so already."""
         self._has_begun = True
+        if self in _paused:
+            _paused.remove(self)
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if self not in stack:
             base = 1 if stack and stack[0] is _default_device() else 0
@@ -44,10 +47,31 @@ class LoopMode(TorchFunctionMode):
         """Stop watching; harmless when done."""
         if not self._has_begun:
             return
+        if self in _paused:
+            _paused.remove(self)
+            self._has_begun = False
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if self in stack:  # else it is another thread's
             _restack([mode for mode in stack if mode is not self])
             self._has_begun = False
+
+
+_paused: list[LoopMode] = []
+
+
+def pause() -> None:
+    """Take these modes off the stack of this thread, until `resume`."""
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    mine = [mode for mode in stack if isinstance(mode, LoopMode)]
+    if mine:
+        _paused.extend(mine)
+        _restack([mode for mode in stack if mode not in mine])
+
+
+def resume() -> None:
+    """Put back what `pause` took off and what has not ended since."""
+    while _paused:
+        _paused.pop().begin()
 
 
 def _default_device() -> Any:

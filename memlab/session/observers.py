@@ -9,7 +9,7 @@ from typing import Any
 from memlab.errors import MemlabError, first_line
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.techniques.gradient_release import is_loop_known
+from memlab.techniques.gradient_release.gradient_release import is_loop_known
 
 
 class Observers:

@@ -45,7 +45,7 @@ from memlab.session.observers import Observers
 from memlab.session.together import require_compatible
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.techniques.base import Host
-from memlab.techniques.gradient_release import is_loop_known
+from memlab.techniques.gradient_release.gradient_release import is_loop_known
 
 
 @dataclass(frozen=True)

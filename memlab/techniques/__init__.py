@@ -14,7 +14,7 @@ from memlab.techniques.accumulation.batchnorm import MicroStatistics
 from memlab.techniques.base import Technique
 from memlab.techniques.checkpointing.checkpointing import Checkpointing
 from memlab.techniques.chunked_loss import ChunkedLoss
-from memlab.techniques.gradient_release import GradientRelease
+from memlab.techniques.gradient_release.gradient_release import GradientRelease
 from memlab.techniques.offload.activations import OffloadActivations
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.offload.params import OffloadParams

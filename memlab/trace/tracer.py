@@ -35,7 +35,7 @@ from memlab.runtime.workload import Batch, Workload
 from memlab.session import Session, fit
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
-from memlab.techniques.gradient_release import loop_is_known
+from memlab.techniques.gradient_release.gradient_release import loop_is_known
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, marking
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder

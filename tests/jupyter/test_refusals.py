@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 from memlab.live.control import control_of
 from memlab.runtime.workload import Workload
@@ -245,6 +246,22 @@ def test_the_users_own_call_to_memlab_keeps_its_traceback(made: Cell) -> None:
     ran = made("%%memfit\nimport memlab\nmemlab.Plan.parse('--nonsense')")
     assert type(ran.error).__name__ == "PlanError"
     assert (ran.out + ran.err).count("Traceback (most recent call last)") == 1
+
+
+def test_gradients_are_watched_in_cells_and_not_between_them(shell: Any, made: Cell) -> None:
+    """A step split over cells is watched in each of them; code between cells meets no mode of memlab's."""
+    training = "for _ in range(3):\n    optimizer.zero_grad()\n    model(inputs).sum().backward()\n    optimizer.step()"
+    assert made(f"%%memfit --release-grads\n{training}").error is None
+    assert _get_current_function_mode_stack() == []
+    assert made(f"{training}\noptimizer.zero_grad()\nmodel(inputs).sum().backward()").error is None
+    assert _get_current_function_mode_stack() == []
+    ran = made("print(model[0].weight.grad.norm())")
+    assert str(ran.error) == (
+        "gradients: the loop uses gradients between backward() and optimizer.step(), when they are gone; parameters have "
+        "been updated with the gradients so far; leave --release-grads out"
+    )
+    assert _get_current_function_mode_stack() == []
+    assert made("%memfit undo all\nassert model[0].weight.grad is None").error is None
 
 
 INTERRUPT = {

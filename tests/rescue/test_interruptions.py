@@ -73,6 +73,7 @@ def test_an_error_in_a_backward_pass_leaves_a_loop_that_can_go_on(watched: bool)
             optimizer.zero_grad()
             loss_of(model, step).backward()
             optimizer.step()
+        optimizer.zero_grad()
         handle = model[0].weight.register_hook(_stop)
         with pytest.raises(StopIteration):
             loss_of(model, 2).backward()

@@ -149,7 +149,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         (clipping, "--release-grads", "the loop clips gradients by the norm of all of them"),
         (looking, "--release-grads", "the loop uses gradients between backward() and optimizer.step()"),
         (accumulating, "--release-grads", "the loop calls backward() a second time before optimizer.step()"),
-        (never_zeroing, "--release-grads", "the loop never drops its gradients"),
+        (never_zeroing, "--release-grads", "the loop does not drop the gradients of the step before"),
         (scheduling_before, "--release-grads", "the loop changes the optimizer's settings"),
         (with_closure, "--release-grads", "the loop hands optimizer.step() a closure"),
     ],

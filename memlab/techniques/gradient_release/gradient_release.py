@@ -13,24 +13,24 @@ Numbered rules of the mechanism:
    The watch begins at the model's call; gradients of steps without one (a loop that calls parts of the model) are kept.
 3. Refused are: a second backward pass before the step (accumulation in the loop); gradients that are read or written
    between backward and step (clipping by the norm of all of them, a `GradScaler`); `autograd.grad` through the weights there; learning rates that are changed
-   there; steps with a closure; loops that never zero their gradients. A loop that begins with any of it later is told
-   so by the same error, which then says that parameters were updated already. On trial (`Session`) and before any
-   parameter was updated, the technique stands back instead, and the loop goes on under the plan before.
+   there; steps with a closure. A loop that begins with any of it later is told so by the same error, which then says that
+   parameters were updated already. On trial (`Session`) and before any parameter was updated, the technique stands back
+   instead, and the loop goes on under the plan before.
 4. memlab's own loops (measurements, predictions) are known, and not watched.
 5. With accumulation of the plan's own, gradients are complete when the last micro-batch is through.
-
 6. A backward pass in which parameters have been updated is completed before a Ctrl-C is delivered: all of them are updated
    then, as after `step()`. (The other way, to give the updated ones their old values back, would take copies of them.)
 7. A loop that was left in the middle of a step, by Ctrl-C, by an error in the backward pass or by a refusal, is a new loop
    when it goes on: what was under way is forgotten, and its first step is watched.
 8. Gradients of parameters that two optimizers hold are kept: which one updates next is not to be seen in the backward pass. A
    loop may make the second one at any time, so `add_param_group` is watched, which every new optimizer calls.
+9. After `step()` the loop's `.grad` reads as a `Gone` until the loop drops or zeroes it, which it must do in every step:
+   what reads the values gets a `RefusalError`, and so does a backward pass or a step that would use them once more.
 
 An update that a backward pass has made cannot be made undone. A rescue therefore repeats forward passes only; and when
 an update breaks off in its middle, the next gradient is answered by an error instead of being counted twice.
 
-Known limitations: after `step()` gradients read as None. What reads them from compiled code or from another thread is
-not seen. An error in the backward pass itself, in a hook of the loop's say, leaves those parameters updated whose turn had
+Known limitations: what reads gradients from compiled code or from another thread is not seen, and meets None. An error in the backward pass itself, in a hook of the loop's say, leaves those parameters updated whose turn had
 come; the notes say so. On a GPU a Ctrl-C never comes into the middle of a backward pass.
 
 The mechanism of torch: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
@@ -56,10 +56,10 @@ from memlab.errors import RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime import optimizer_step
 from memlab.runtime.interrupts import Listener, listen, uninterrupted
-from memlab.runtime.loop_mode import LoopMode
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
+from memlab.techniques.gradient_release.watch import Gone, Watch, is_memlab, where
 
 Optimizer = torch.optim.Optimizer
 Settings = list[dict[str, Any]]
@@ -149,15 +149,15 @@ class GradientRelease(Technique):
         self._is_known = False
         self._is_broken = False
         self._is_withdrawn = False
-        self._has_dropped = False  # gradients of the watched step
         self._was_called = False  # the model, since a step: the call is where watching begins
-        self._has_zeroed = False  # the loop has asked for gradients before it made new ones
+        self._used: set[int] = set()  # parameters whose gradient was in a step and which the loop has not dropped since
+        self._gone: dict[int, Gone] = {}  # what stands for gradients that the loop would still have
         self._lock = threading.RLock()  # hooks run on one thread for each device
         self._passes: set[int] = (
             set()
         )  # backward passes under way with complete gradients, by number of their graph task
         self._put_off: Callable[[], None] | None = None  # delivers a Ctrl-C that came into the middle of one
-        self._watch = _Watch(self._touched, self._differentiated)
+        self._watch = Watch(self._touched, self._differentiated)
         self._listener: Listener | None = None
 
     @property
@@ -242,6 +242,8 @@ class GradientRelease(Technique):
         self._complete.clear()
         self._steps.clear()
         self._passes.clear()
+        self._used.clear()
+        self._gone.clear()
         self._put_off = None
 
     def _watch_loop(self) -> None:
@@ -269,7 +271,6 @@ class GradientRelease(Technique):
     def broken_off(self) -> None:
         self._forget()
         self._seen.clear()
-        self._has_dropped = False
 
     def _notice_broken_pass(self) -> None:
         """An error has ended a backward pass, and nobody said so."""
@@ -295,7 +296,6 @@ class GradientRelease(Technique):
         self._watch_no_more()
         self._was_called = True
         self._is_known = is_loop_known()
-        self._has_zeroed |= self._is_known  # nobody has watched what was before these steps
         output = call(*args, **kwargs)
         if self._owners and not self._is_known:  # without an optimizer no gradient is anybody's
             self._watch_loop()
@@ -304,8 +304,14 @@ class GradientRelease(Technique):
     def _completed(self, parameter: nn.Parameter) -> None:
         """The gradient of a parameter is complete."""
         with uninterrupted(), self._lock:
+            if self._is_withdrawn:
+                return
+            if id(parameter) in self._used and not self._is_known:
+                self._refuse("the loop does not drop the gradients of the step before, so that they add up", _LEAVE_OUT)
+                return
+            self._gone.pop(id(parameter), None)
             optimizer = self._owners.get(id(parameter))
-            if optimizer is None or self._is_withdrawn or not self._was_called:
+            if optimizer is None or not self._was_called:
                 return
             if self._is_broken:
                 raise _broken()
@@ -317,8 +323,6 @@ class GradientRelease(Technique):
                 )
                 return
             step = self._steps.get(optimizer) or self._begin_step(optimizer)
-            if step is None:
-                return
             self._hear_of_its_end()
             self._complete.add(id(parameter))
             if optimizer in self._seen or self._is_known:
@@ -346,11 +350,8 @@ class GradientRelease(Technique):
         if deliver is not None:
             deliver()
 
-    def _begin_step(self, optimizer: Optimizer) -> _Step | None:
-        """The first gradient for an optimizer since its step; None when the loop turns out to be none of those served."""
-        if optimizer in self._seen and not (self._has_zeroed or self._is_known):
-            self._refuse("the loop never drops its gradients, so that they add up over its steps", _LEAVE_OUT)
-            return None
+    def _begin_step(self, optimizer: Optimizer) -> _Step:
+        """The first gradient for an optimizer since its step."""
         step = self._steps[optimizer] = _Step(_settings_of(optimizer), optimizer_step.share_of(optimizer))
         return step
 
@@ -365,7 +366,13 @@ class GradientRelease(Technique):
             self._is_broken = True
             raise
         for parameter in parameters:
-            parameter.grad = None
+            self._drop(parameter)
+
+    def _drop(self, parameter: nn.Parameter) -> None:
+        """Free a gradient that has been used."""
+        parameter.grad = None
+        if not self._is_known:
+            self._gone[id(parameter)] = Gone(parameter, id(parameter), weakref.ref(self))
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._notice_broken_pass()
@@ -380,23 +387,27 @@ class GradientRelease(Technique):
                 "the loop changes the optimizer's settings (its learning rate?) between backward() and step()",
                 "change them before backward() or after step()",
             )
+        for parameter in _parameters_of(optimizer):
+            if id(parameter) in self._gone and id(parameter) not in self._complete:
+                if id(parameter) in self._used:
+                    raise self._refusal("the loop steps once more with the gradients of the step before", _LEAVE_OUT)
+                parameter.grad = torch.zeros_like(parameter)  # the loop has zeroed it, and moments and decay go on
 
     def bucket_updated(self, optimizer: Optimizer, parameters: Any) -> None:
-        if not (self._is_known or optimizer in self._seen):
-            if self.host.on_trial():
-                return  # whether the loop drops them itself is seen in the next step
-            self._has_dropped = True
+        if not (self._is_known or optimizer in self._seen) and self.host.on_trial():
+            return  # whether the loop drops them itself is seen in the next step
         for parameter in parameters:
             if id(parameter) in self._complete:
-                parameter.grad = None
+                self._drop(parameter)
 
     def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         if optimizer in self._steps and not self._is_known and optimizer not in self._seen:
             self._seen.add(optimizer)
-            self._has_zeroed = False
+        if not self._is_known:
+            self._used |= self._complete.intersection(map(id, _parameters_of(optimizer)))
         self._close(optimizer)
         self._was_called = False
-        if self._seen and not self._is_known and (self._complete or not self._has_zeroed):
+        if self._complete or self._used or self._gone:
             self._watch_loop()
 
     def _close(self, optimizer: Optimizer) -> None:
@@ -406,15 +417,35 @@ class GradientRelease(Technique):
 
     # -- what the loop does with gradients -----------------------------------------------------
 
-    def _touched(self, tensor: torch.Tensor) -> None:
-        """The loop reads or writes a gradient."""
+    def _touched(self, tensor: torch.Tensor, written: tuple[Any, ...] | None) -> Gone | None:
+        """The loop reads or writes a gradient.
+
+        Args:
+            tensor: whose gradient it is.
+            written: what it becomes; empty where it is deleted, None where it is read.
+
+        Returns:
+            What the loop gets, or puts back, in place of a gradient that is gone.
+        """
         if self._is_withdrawn:
-            return
+            return None
         self._notice_broken_pass()
         if id(tensor) in self._complete:
             self._refuse(*_what_is_done())
-        if id(tensor) in self._owners:
-            self._has_zeroed = True
+        gone = self._gone.get(id(tensor))
+        if gone is not None and (written is None or any(gone is value for value in written)):
+            return gone
+        self._used.discard(id(tensor))
+        self._gone.pop(id(tensor), None)
+        return None
+
+    def gone_zeroed(self, parameter: int) -> None:
+        """The loop has zeroed a gradient that is gone."""
+        self._used.discard(parameter)
+
+    def gone_read(self) -> None:
+        """The loop uses the values of a gradient that is gone."""
+        raise self._refusal(f"the loop uses gradients after optimizer.step(){where()}, when they are gone", _LEAVE_OUT)
 
     def _differentiated(self, outputs: torch.Tensor | Sequence[torch.Tensor]) -> None:
         """The loop asks for gradients of its own, perhaps through weights that would be updated by then."""
@@ -441,49 +472,13 @@ class GradientRelease(Technique):
         has_released = self._has_released
         if has_released:
             reason += "; parameters have been updated with the gradients so far"
-        is_late = has_released or (self._has_dropped and not self._has_zeroed)
+        is_late = has_released or not self._used.isdisjoint(self._gone)
         self.broken_off()
         refusal = RefusalError(self.field, reason, nearest, is_late=is_late)
         refusal.in_loop = True  # raised where the loop touches a gradient
         return refusal
 
 
-class _Watch(LoopMode):
-    """Tells when code that is not memlab's own reads or writes a gradient.
-
-    Args:
-        touched: called with the tensor whose gradient it is.
-        differentiated: called with what `autograd.grad` is asked to differentiate.
-    """
-
-    def __init__(self, touched: Callable[[torch.Tensor], None], differentiated: Callable[[Any], None]) -> None:
-        super().__init__()
-        self._touched, self._differentiated = weakref.WeakMethod(touched), weakref.WeakMethod(differentiated)
-        self._is_paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let the optimizer read gradients."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        # of a backward pass nothing is seen in here: torch takes the mode away while it calls this method
-        if getattr(func, "__self__", None) is _GRADIENT and not self._is_paused and not _is_memlab(sys._getframe(1)):
-            touched = self._touched()
-            if touched is not None:
-                touched(args[0])
-        if func is torch.autograd.grad and (differentiated := self._differentiated()) is not None:
-            differentiated((args or tuple((kwargs or {}).values()))[0])
-        return func(*args, **kwargs or {})
-
-
-_GRADIENT = torch.Tensor.grad
 _CLIPPED = (
     "the loop clips gradients by the norm of all of them, which is not known before the backward pass is over",
     f"leave the clipping out (Trainer: max_grad_norm=0), or {_LEAVE_OUT}",
@@ -509,7 +504,7 @@ def _what_is_done() -> tuple[str, str]:
     names = []
     frame = sys._getframe(1)
     while frame is not None:
-        if not _is_memlab(frame):
+        if not is_memlab(frame):
             names.append(frame.f_code.co_name)
         if names[-1:] == ["step"] and str(frame.f_globals.get("__name__", "")).startswith("torch.optim."):
             return _CLOSURE  # the update itself looks, within a step that began before this plan
@@ -520,8 +515,7 @@ def _what_is_done() -> tuple[str, str]:
         return _SCALED
     if "zero_grad" in names:
         return "the loop drops gradients after backward() without a step", _LEAVE_OUT
-    where = f" (in {names[0]})" if names and names[0] != "<module>" else ""
-    return f"the loop uses gradients between backward() and optimizer.step(){where}, when they are gone", _LEAVE_OUT
+    return f"the loop uses gradients between backward() and optimizer.step(){where()}, when they are gone", _LEAVE_OUT
 
 
 _hearing: weakref.WeakSet[GradientRelease] = weakref.WeakSet()
@@ -551,10 +545,6 @@ def _add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
     _instead_of[-1](optimizer, param_group)
     for each in [*_hearing]:
         each.group_added(optimizer)
-
-
-def _is_memlab(frame: Any) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("memlab.")
 
 
 def _is_own(hook: Any) -> bool:

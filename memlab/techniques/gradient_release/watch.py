@@ -1,0 +1,140 @@
+"""What the loop does with gradients: `Watch` tells when one is read or written, `Gone` stands for one that was freed."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memlab.runtime.loop_mode import LoopMode
+
+_ATEN = torch.ops.aten
+_GRADIENT = torch.Tensor.grad
+
+
+class Watch(LoopMode):
+    """Tells when code that is not memlab's own reads or writes a gradient.
+
+    Args:
+        touched: called with the tensor whose gradient it is and with what is written; what it returns is read.
+        differentiated: called with what `autograd.grad` is asked to differentiate.
+    """
+
+    def __init__(
+        self, touched: Callable[[torch.Tensor, Any], Gone | None], differentiated: Callable[[Any], None]
+    ) -> None:
+        super().__init__()
+        self._touched, self._differentiated = weakref.WeakMethod(touched), weakref.WeakMethod(differentiated)
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the optimizer read gradients."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # of a backward pass nothing is seen in here: torch takes the mode away while it calls this method
+        if getattr(func, "__self__", None) is _GRADIENT and not self._is_paused and _is_loops(sys._getframe(1)):
+            touched = self._touched()
+            written = None if func.__name__ == "__get__" else args[1:]
+            gone = touched(args[0], written) if touched is not None else None
+            if gone is not None:
+                return gone if written is None else None
+        if func is torch.autograd.grad and (differentiated := self._differentiated()) is not None:
+            differentiated((args or tuple((kwargs or {}).values()))[0])
+        return func(*args, **kwargs or {})
+
+
+class Owner(Protocol):
+    """Freed gradients, and hears what becomes of what stands for them."""
+
+    def gone_zeroed(self, parameter: int) -> None:
+        """The loop has zeroed the gradient of the parameter with this id."""
+
+    def gone_read(self) -> None:
+        """The loop uses values that are gone; raises a `RefusalError`."""
+
+
+class Gone(torch.Tensor):
+    """Stands for a gradient that was freed: it takes no memory, can be zeroed, and is refused to whoever reads it.
+
+    Args:
+        gradient: of which it has shape, layout, dtype and device.
+        parameter: id of the parameter whose gradient it was.
+        owner: freed it.
+    """
+
+    _parameter: int
+    _owner: weakref.ref[Owner]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, gradient: torch.Tensor, parameter: int, owner: weakref.ref[Owner]) -> Self:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, gradient.shape, strides=gradient.stride(), dtype=gradient.dtype, device=gradient.device
+        )
+        self._parameter, self._owner = parameter, owner
+        return self
+
+    def __init__(self, *_args: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        tensors = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        operator = func.overloadpacket
+        if operator is _ATEN.detach:
+            (gone,) = tensors
+            return Gone(gone, gone._parameter, gone._owner)
+        if operator not in (_ATEN.zero_, _ATEN._foreach_zero_) and not (operator is _ATEN.fill_ and args[1] == 0):
+            pytree.tree_map_only(Gone, Gone._read, (args, kwargs))
+        for tensor in tensors:
+            if not isinstance(tensor, Gone):
+                tensor.zero_()
+            elif (owner := tensor._owner()) is not None:
+                owner.gone_zeroed(tensor._parameter)
+        return None if tensors is args[0] else args[0]
+
+    def _read(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.gone_read()
+        raise RuntimeError("this gradient was freed by --release-grads")
+
+    def numpy(self, **_kwargs: Any) -> Any:
+        self._read()
+
+    def tolist(self) -> Any:
+        self._read()
+
+
+def where() -> str:
+    """Name the function that the loop is in, in words; empty for the cell itself."""
+    frame = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(("memlab.", "torch.")):
+        frame = frame.f_back  # type: ignore[assignment] # None at the end
+    name = frame.f_code.co_name if frame is not None else "<module>"
+    return f" (in {name})" if name != "<module>" else ""
+
+
+def is_memlab(frame: Any) -> bool:
+    """Return whether a frame is of memlab's own code."""
+    return str(frame.f_globals.get("__name__", "")).startswith("memlab.")
+
+
+def _is_loops(frame: Any) -> bool:
+    # a module that is moved or cast converts gradients as well, and those that are gone need none of it
+    return not is_memlab(frame) and frame.f_code is not nn.Module._apply.__code__
