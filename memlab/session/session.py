@@ -440,6 +440,9 @@ class Session:
         text = f"refused {refused.label}: {error}; {before.label} is back"
         self.note(text)
         self._tell("plan_refused", refused, error)
+        for each in self.companions:
+            if each.plan == refused:
+                each.ask(before)
         if not self.observers:
             warnings.warn(f"memlab: {text}", RuntimeWarning, stacklevel=2)
         return True

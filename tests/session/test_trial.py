@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from memlab import RefusalError, Workload, fit
 from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.runtime.observer import Observer
-from memlab.session import Session
+from memlab.session import Session, train_together
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
@@ -209,6 +210,34 @@ def test_a_plan_that_proved_itself_runs_a_later_batch_whole() -> None:
     values, (note,) = run("--accumulate 2")
     assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(values, untouched, strict=True))
     assert note.startswith("a batch is run whole, since rows of a batch depend on each other in Mixing")
+
+
+class Centred(nn.Linear):
+    """A layer whose rows depend on each other."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows - rows.mean(dim=0))
+
+
+def test_what_one_of_several_models_gives_up_is_given_up_by_all() -> None:
+    models = [nn.Linear(4, 4), Centred(4, 4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with ExitStack() as undo:
+        heard = [Heard() for _ in models]
+        sessions = [
+            undo.enter_context(fit(Workload(model, optimizer), observers=[one]))
+            for model, optimizer, one in zip(models, optimizers, heard, strict=True)
+        ]
+        train_together(sessions)
+        for step in range(4):
+            if step == 1:
+                sessions[0].ask(Plan.parse("--accumulate 2"))
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(torch.randn(4, 4)).square().mean().backward()
+                optimizer.step()
+        assert [session.plan.label for session in sessions] == ["as written"] * 2
+        assert [label for label, _ in heard[1].refused] == ["--accumulate 2"]
 
 
 def test_where_nobody_listens_a_plan_that_fails_late_is_a_warning() -> None:
