@@ -457,3 +457,20 @@ def test_loaded_weights_are_the_masters(trained: Any) -> None:
     model.load_state_dict(masters)
     assert model.dtype is torch.bfloat16
     assert_same(fit_and_undone(session), masters)
+
+
+def test_a_cast_or_move_sees_the_masters_and_one_to_another_dtype_is_refused(trained: Any) -> None:
+    """`model.float()` changes nothing in a plain run, and nothing here."""
+    model, session, masters = trained
+    training_step(session.workload)
+    expected = fit_and_undone(session)
+    assert model.float() is model.to("cpu") is model
+    with pytest.raises(RefusalError) as refusal:
+        model.half()
+    assert str(refusal.value) == (
+        "precision: the loop converts Embedding to float16, and --precision pure-bf16 keeps its weights; leave the "
+        "precision as it is, or undo it before (%memfit undo)"
+    )
+    assert model.dtype is torch.bfloat16
+    assert_same(fit_and_undone(session), expected)
+    model.load_state_dict(masters)

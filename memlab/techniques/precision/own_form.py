@@ -6,7 +6,8 @@ Rules:
    there make an ordinary tensor with the user's values, so that files and copies know nothing of memlab.
 2. Modules answer `state_dict()`, their own or that of a module they are part of, with such tensors: one for all names of
    a tied parameter. With ``keep_vars`` torch gives the live parameters, which stay what they are.
-3. Loading, and `save_pretrained`, which reads more of a model than its state, run while tensors have their own form.
+3. Loading, moves and casts (``model.float()``), and `save_pretrained`, which reads more of a model than its state, run while
+   tensors have their own form. A cast to another one is refused.
 
 Known limitations: parameters that ``load_state_dict(assign=True)`` puts in place of the old ones are not converted; what reads
 ``parameter.data`` itself, an average of weights say, sees the form it is kept in.
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memlab.errors import RefusalError
 from memlab.runtime.hooks import stand_in
 from memlab.runtime.interrupts import interruptible, uninterrupted
 
@@ -46,12 +48,13 @@ class OwnForm:
     ) -> None:
         self._whole = weakref.WeakMethod(whole)
         self._restored = weakref.WeakMethod(restored)
+        self._served: set[int] = set()
         self._saved_to: Callable[[], Any] = lambda: None
         self._saved: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def serve(self, model: nn.Module, tensors: Sequence[torch.Tensor], undo: ExitStack) -> None:
         """Answer for some tensors of a model, until undone."""
-        served = {id(tensor) for tensor in tensors}
+        served = self._served = {id(tensor) for tensor in tensors}
         for tensor in tensors:
             undo.callback(_without_attributes, tensor)
             for name, answer in zip(_NAMES, (self._reduced, self._copied), strict=True):
@@ -61,6 +64,7 @@ class OwnForm:
                 there = weakref.ref(module)
                 stand_in(module, "_save_to_state_dict", partial(self._save, there), undo)
                 stand_in(module, "_load_from_state_dict", partial(self._load, there), undo)
+                stand_in(module, "_apply", partial(self._convert, there), undo)
         if hasattr(type(model), "save_pretrained"):
             stand_in(model, "save_pretrained", partial(self._save_pretrained, weakref.ref(model)), undo)
 
@@ -118,6 +122,27 @@ class OwnForm:
         module: Any = there()
         with self._all_restored([tensor for _, tensor in _tensors_of(module)]):
             type(module)._load_from_state_dict(module, *args, **kwargs)
+
+    def _convert(self, there: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        module: Any = there()
+        tensors = [tensor for _, tensor in _tensors_of(module) if id(tensor) in self._served]
+        with self._all_restored(tensors):
+            before = [tensor.data for tensor in tensors]
+            made = type(module)._apply(module, *args, **kwargs)
+            other = next((tensor.dtype for tensor in tensors if tensor.dtype is not torch.float32), None)
+            if other is None:
+                return made
+            for tensor, data in zip(tensors, before, strict=True):
+                tensor.grad = None
+                tensor.data = data
+        refusal = RefusalError(
+            "precision",
+            f"the loop converts {type(module).__name__} to {str(other).removeprefix('torch.')}, and --precision pure-bf16 "
+            "keeps its weights",
+            "leave the precision as it is, or undo it before (%memfit undo)",
+        )
+        refusal.in_loop = True
+        raise refusal
 
     def _save_pretrained(self, there: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
         model: Any = there()
