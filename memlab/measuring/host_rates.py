@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memlab.extras import available, require
 from memlab.hardware.roofline import Kind, Rates
 from memlab.plan import Tier
+from memlab.runtime.modules import without_global_hooks
 from memlab.techniques.offload.spill import Spill
 from memlab.units import MIB
 
@@ -65,8 +66,9 @@ def host_rates() -> Rates:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Neither see nor disturb the surroundings: dispatch modes, inference and grad mode, autocast."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.no_grad():
+    """Neither see nor disturb the surroundings: hooks, dispatch modes, inference and grad mode, autocast."""
+    no_autocast = torch.autocast("cpu", enabled=False)
+    with without_global_hooks(), _disable_current_modes(), torch.inference_mode(False), no_autocast, torch.no_grad():
         yield
 
 

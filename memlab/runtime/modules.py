@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
 from memlab.errors import RefusalError
 
@@ -121,3 +123,18 @@ def cache_off(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for config in switched:
             config.use_cache = True
+
+
+@contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Context of memlab's own work, which the loop's hooks of every module and every optimizer are not to see."""
+    homes = [sys.modules[kind.__module__] for kind in (nn.Module, Optimizer)]
+    found = [value for home in homes for name, value in vars(home).items() if name.startswith("_global_")]
+    hooks = [(table, dict(table)) for table in found if isinstance(table, dict)]
+    try:
+        for table, _ in hooks:
+            table.clear()
+        yield
+    finally:
+        for table, before in hooks:
+            table.update(before)

@@ -39,6 +39,8 @@ _MACHINERY = ("torch", "memlab", "deepspeed", "builtins")
 LIBRARIES = (*_MACHINERY, "transformers", "accelerate", "peft", "lightning", "numpy", "torchvision")
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# those of every module, in torch's own `nn.modules.module`
+GLOBAL_FORWARD_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 # beside them, by the same numbers, what was asked for when they were registered
 _HOOK_TABLES = (*_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
@@ -103,6 +105,9 @@ class Walk(ABC):
         for key in _HOOKS:
             for hook in attributes[key].values():
                 self._function(hook, f"a hook of {path or type(module).__name__}", 1)
+        for key in GLOBAL_FORWARD_HOOKS:
+            for hook in getattr(nn.modules.module, key).values():
+                self._function(hook, "a hook of every module", 1)
         if "forward" in attributes:
             self._function(attributes["forward"], f"forward of {path or type(module).__name__}", 1)
         for kind in type(module).__mro__:

@@ -29,7 +29,7 @@ from memlab.records import Category
 from memlab.runtime.hooks import stand_in
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.model_state import State
-from memlab.runtime.modules import accepts_use_cache, without_cache
+from memlab.runtime.modules import accepts_use_cache, without_cache, without_global_hooks
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import Session, fit
@@ -517,7 +517,7 @@ def _undisturbed() -> Iterator[None]:
     gc.disable()
     _log_of_fakes.disabled = True
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), without_global_hooks():
             yield
     finally:
         random.setstate(state)

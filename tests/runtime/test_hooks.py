@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memlab import Plan, Workload, fit
+from memlab import Plan, Workload, fit, predict
 from memlab.errors import RefusalError
+from memlab.measuring import host_rates
 from tests.loops.cases import Tower, pairs
 
 PLANS = (
@@ -256,3 +258,76 @@ def test_a_compiled_loss_is_left_alone() -> None:
             inputs, targets = pairs(step)
             loss_of(model(inputs), targets).backward()
             optimizer.step()
+
+
+def hook_every_module(kind: str, seen: list[Any]) -> Any:
+    every = nn.modules.module
+    if kind == "looks before":
+        return every.register_module_forward_pre_hook(lambda module, args: seen.append(type(module).__name__))
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        seen.append(output.detach().mean().item())
+        return output * 0.9 if kind == "takes part" and isinstance(module, nn.Linear) else None
+
+    return every.register_module_forward_hook(hook)
+
+
+@pytest.mark.parametrize("plan", ["--accumulate 2", "--checkpoint", "--checkpoint every:2", "--offload activations"])
+@pytest.mark.parametrize("kind", ["looks on", "looks before", "takes part"])
+def test_hooks_of_every_module_run_as_often_as_ever(kind: str, plan: str) -> None:
+    """They are seen in no module, and collect and change what those of a module do."""
+    runs: list[tuple[list[float], list[Any]]] = []
+    for flags in ("", plan):
+        model, seen = blocks(), list[Any]()
+        handle = hook_every_module(kind, seen)
+        try:
+            with fit(Workload(model, optimizer := torch.optim.AdamW(model.parameters())), flags):
+                runs.append((trained(model, optimizer), seen))
+        finally:
+            handle.remove()
+    assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-5)
+    assert len(runs[0][1]) > 3 * 3
+    if kind == "looks before":
+        assert runs[1][1] == runs[0][1]
+    else:
+        assert runs[1][1] == pytest.approx(runs[0][1], rel=1e-4, abs=1e-6)
+
+
+def test_hooks_of_every_module_and_optimizer_see_nothing_of_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_rates, "_known", {})  # the rates of this machine are measured anew
+    model, seen = blocks(), list[Any]()
+    workload = Workload(
+        model, torch.optim.AdamW(model.parameters()), batch=pairs(0), loss_fn=nn.functional.cross_entropy
+    )
+    handles = [
+        hook_every_module("looks before", seen),
+        register_optimizer_step_pre_hook(lambda *_: seen.append("step")),
+    ]
+    try:
+        assert predict(workload, "--checkpoint").peak_allocated_bytes > 0
+        assert seen == []
+        with fit(workload):
+            trained(model, workload.optimizers[0], steps=1)
+        assert seen[-1] == "step"
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_hook_may_remove_itself_and_register_others_under_checkpointing() -> None:
+    counted = []
+    for flags in ("", "--checkpoint"):
+        model, seen, handles = blocks(), [], []
+        layer = model[0][0][0]
+
+        def first(_module: nn.Module, _args: Any, _output: Any, seen: Any = seen, handles: Any = handles) -> None:
+            seen.append("first")
+            handles.pop().remove()
+            handles.append(layer.register_forward_hook(lambda *_: seen.append("later")))  # noqa: B023 - called at once
+
+        handles.append(layer.register_forward_hook(first))
+        with fit(Workload(model, optimizer := torch.optim.AdamW(model.parameters())), flags):
+            trained(model, optimizer)
+            handles.pop().remove()
+        counted.append((seen, len(layer._forward_hooks)))
+    assert counted[1] == counted[0] == (["first", "later", "later"], 0)

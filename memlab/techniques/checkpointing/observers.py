@@ -1,4 +1,4 @@
-"""Hooks of modules within a part: those that only look on run once, as they would without recomputation.
+"""Hooks of modules within a part, and of every module: those that only look on run once, as they would without recomputation.
 
 A hook takes part in the computation when it returns something, or changes its module or the tensors it is given (weight
 norm, spectral norm); running the part again runs it again. Any other looks on: it collects features, counts or prints.
@@ -6,7 +6,6 @@ norm, spectral norm); running the part again runs it again. Any other looks on: 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+
+from memlab.runtime.reach import GLOBAL_FORWARD_HOOKS
 
 _BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
 # where the engines are at home that memlab itself puts on models: their hooks bring parameters
@@ -28,12 +29,14 @@ class Observers:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
+        tables: list[tuple[Any, str]] = [(module, kind) for module in modules for kind in (_BEFORE, _AFTER)]
+        tables += [(nn.modules.module, kind) for kind in GLOBAL_FORWARD_HOOKS]
+        self._tables = [(id(holder), kind, vars(holder)[kind]) for holder, kind in tables if vars(holder)[kind]]
         self._take_part: set[tuple[int, str, int]] = set()
 
     @property
     def are_there(self) -> bool:
-        return bool(self._modules)
+        return bool(self._tables)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -48,25 +51,24 @@ class Observers:
             yield
 
     @contextmanager
-    def _replaced(self, made: Callable[[nn.Module, str, Any], Any]) -> Iterator[None]:
-        if not self._modules:
-            yield
-            return
-        before = [(vars(m), kind, vars(m)[kind]) for m in self._modules for kind in (_BEFORE, _AFTER)]
+    def _replaced(self, made: Callable[[Any, str, Any], dict[int, Any]]) -> Iterator[None]:
+        # in place: who registers or removes a hook meanwhile has this very table
+        before = [(table, dict(table), made(holder, kind, table)) for holder, kind, table in self._tables]
         try:
-            for module in self._modules:
-                for kind in (_BEFORE, _AFTER):
-                    vars(module)[kind] = made(module, kind, vars(module)[kind])
+            for table, _, others in before:
+                _fill(table, others)
             yield
         finally:
-            for attributes, kind, hooks in before:
-                attributes[kind] = hooks
+            for table, hooks, others in before:
+                removed = others.keys() - table.keys()
+                added = {key: hook for key, hook in table.items() if key not in others}
+                _fill(table, {key: hook for key, hook in hooks.items() if key not in removed} | added)
 
-    def _watching(self, module: nn.Module, kind: str, hooks: Any) -> Any:
-        return OrderedDict((key, self._watched(hook, (id(module), kind, key))) for key, hook in hooks.items())
+    def _watching(self, holder: int, kind: str, hooks: Any) -> dict[int, Any]:
+        return {key: self._watched(hook, (holder, kind, key)) for key, hook in hooks.items()}
 
-    def _needed(self, module: nn.Module, kind: str, hooks: Any) -> Any:
-        return OrderedDict((key, hook) for key, hook in hooks.items() if (id(module), kind, key) in self._take_part)
+    def _needed(self, holder: int, kind: str, hooks: Any) -> dict[int, Any]:
+        return {key: hook for key, hook in hooks.items() if (holder, kind, key) in self._take_part}
 
     def _watched(self, hook: Any, name: tuple[int, str, int]) -> Any:
         if _is_of_an_engine(hook):
@@ -81,6 +83,11 @@ class Observers:
             return result
 
         return watched
+
+
+def _fill(table: Any, hooks: dict[int, Any]) -> None:
+    table.clear()
+    table.update(hooks)
 
 
 def _is_of_an_engine(hook: Any) -> bool:
