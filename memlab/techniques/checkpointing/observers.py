@@ -31,7 +31,8 @@ class Observers:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         tables: list[tuple[Any, str]] = [(module, kind) for module in modules for kind in (_BEFORE, _AFTER)]
         tables += [(nn.modules.module, kind) for kind in GLOBAL_FORWARD_HOOKS]
-        self._tables = [(id(holder), kind, vars(holder)[kind]) for holder, kind in tables if vars(holder)[kind]]
+        found = [(id(holder), kind, vars(holder)[kind]) for holder, kind in tables]
+        self._tables = [each for each in found if not all(map(_is_memlabs, each[2].values()))]
         self._take_part: set[tuple[int, str, int]] = set()
 
     @property
@@ -91,8 +92,15 @@ def _fill(table: Any, hooks: dict[int, Any]) -> None:
 
 
 def _is_of_an_engine(hook: Any) -> bool:
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return hasattr(hook, "in_use") or str(home).startswith(_OF_ENGINES)
+    return hasattr(hook, "in_use") or _home_of(hook).startswith(_OF_ENGINES)
+
+
+def _is_memlabs(hook: Any) -> bool:
+    return _home_of(hook).startswith("memlab")
+
+
+def _home_of(hook: Any) -> str:
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 def _looks_of(module: nn.Module, given: Any) -> tuple[Any, ...]:
