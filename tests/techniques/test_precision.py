@@ -317,6 +317,15 @@ def test_models_that_half_precision_is_not_for_are_refused(kind: type[nn.Linear]
     assert not hasattr(model, "penalty")
 
 
+def test_a_part_that_the_loop_calls_and_that_half_precision_is_not_for_is_refused() -> None:
+    model = nn.ModuleList([_Timed(4, 4), nn.Linear(4, 4)])
+    with fit(workload(model), "--precision pure-bf16"):
+        assert model[1](torch.ones(8, 4)).dtype is torch.float32
+        for _ in range(2):  # the second call is a first one still
+            with pytest.raises(RefusalError, match="precision: _Timed does not run in pure-bf16: RuntimeError: "):
+                model[0](torch.ones(8, 4))
+
+
 def test_outputs_of_any_kind_are_scaled_and_in_fp32() -> None:
     @dataclass
     class Output:

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -95,6 +97,7 @@ class PrecisionChoice(Technique):
         self._own_form: OwnForm | None = None
         self._inside: set[int] = set()  # threads in a call of the model, or of a part
         self._to_look_at: nn.Module | None = None  # until the first call is over
+        self._seen_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that the loop has called by themselves
         self._name = ""
         self._generators: dict[torch.device, torch.Generator] = {}
         # within a step: what a bucket's moments were packed in before, which they are again, so that they stay where they are
@@ -163,10 +166,18 @@ class PrecisionChoice(Technique):
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         model, self._to_look_at = self._to_look_at, None
-        return self._lowered(call, args, kwargs) if model is None else self._first(model, call, args, kwargs)
+        if model is None:
+            return self._lowered(call, args, kwargs)
+        try:
+            return self._first(self._name, model, call, args, kwargs)
+        except RefusalError:
+            self._to_look_at = model
+            raise
 
-    def _first(self, model: nn.Module, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The first call, whose errors may be those of half precision.
+    def _first(
+        self, name: str, model: nn.Module, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The first call of a model, or by the loop of a part, whose errors may be those of half precision.
 
         Raises:
             RefusalError: the model does not run in it; nothing of the call is left behind.
@@ -192,9 +203,8 @@ class PrecisionChoice(Technique):
             call(*args, **kwargs)  # where that fails as well, the error is the model's own
         before.restore(strict=False)
         randomness.restore()
-        self._to_look_at = model
         raise RefusalError(
-            self.field, f"{self._name} does not run in {self.plan.precision}: {said}", "leave its precision as it is"
+            self.field, f"{name} does not run in {self.plan.precision}: {said}", "leave its precision as it is"
         )
 
     def _left_unscaled(self, effects: Mapping[str, Effect]) -> str | None:
@@ -256,14 +266,23 @@ class PrecisionChoice(Technique):
             if is_outermost:
                 self._inside.discard(thread)
 
-    def _part(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _part(
+        self, there: weakref.ref[nn.Module], call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """A call of a part: by the model, by a backward pass that runs it again, or by the loop."""
         is_within = threading.get_ident() in self._inside
         if not is_within and torch._C._current_graph_task_id() != -1:
             # what it is given tells who had called it
             given = {leaf.dtype for leaf in tensors_in((args, kwargs)) if leaf.is_floating_point()}
             is_within = torch.bfloat16 in given or torch.float32 not in given
-        return call(*args, **kwargs) if is_within else self._in_bf16(call, args, kwargs)
+        part = there()
+        if is_within or part is None:
+            return call(*args, **kwargs)
+        if part in self._seen_parts:
+            return self._in_bf16(call, args, kwargs)
+        output = self._first(type(part).__name__, part, call, args, kwargs)
+        self._seen_parts.add(part)
+        return output
 
     def _note_once(self, note: str) -> None:
         if note not in self.notes:
@@ -286,7 +305,7 @@ class PrecisionChoice(Technique):
         for part in () if is_compiled(model) else model.modules():
             is_split = any(id(p) in self._masters for p in part.parameters())
             if is_split and part is not model and not isinstance(part, torch.jit.ScriptModule):
-                CallHook(part, self._part).install(undo)
+                CallHook(part, partial(self._part, weakref.ref(part))).install(undo)
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor's master, where the tensor rests; None when it is in its place."""
