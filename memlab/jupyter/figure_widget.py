@@ -16,7 +16,8 @@ import numpy as np
 from memlab.extras import require
 from memlab.plan import Plan
 from memlab.records.live_state import Activity, Moment
-from memlab.report.live_figure import Drawing, drawing, predicted
+from memlab.report.live_figure import Drawing, drawing
+from memlab.report.live_map import predicted
 from memlab.report.pareto import Chart
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The live figure: what a `Moment` looks like, in four pictures that hang together.
+"""The live figure: what a `Moment` looks like, in four pictures that hang together; the fourth is in `live_map`.
 
 Memory of every step and memory inside one step share their unit and their height, so that a peak on the left
 is the summit on the right. A setting has one number, in the order in which it was first tried: it stands at the
@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from memlab.records import Fit, Measurement, TimelinePoint
+from memlab.records import Measurement, TimelinePoint
 from memlab.records.comparison import speed_ratio
 from memlab.records.live_state import LivePoint, Moment
 from memlab.report.live_changes import change_labels, change_lines, change_names, share_below
+from memlab.report.live_map import map_key, map_traces, predicted, with_trials
 from memlab.report.live_parts import BUDGET, NEUTRAL_INK, pale, pattern, phase_names, phase_shapes
-from memlab.report.pareto import LOOKS, MEASURED, PLAIN, Chart, Look, axis_names, chart, hover
+from memlab.report.pareto import MEASURED, Chart, axis_names
 from memlab.report.segments import CATEGORIES, REST, finite, scale, swatch, time_scale, unexplained
 from memlab.report.wording import NOTHING, flag_lines, speed, then_change
 from memlab.units import format_bytes
@@ -67,7 +68,7 @@ def drawing(moment: Moment, known: Chart | None = None) -> Drawing:
             which saves half of the work.
     """
     sheet = _sheet(moment)
-    mapped = _with_trials(known or predicted(moment), moment)
+    mapped = with_trials(known or predicted(moment), moment)
     traces = (
         *_times(sheet),
         _peaks(moment, sheet),
@@ -75,21 +76,9 @@ def drawing(moment: Moment, known: Chart | None = None) -> Drawing:
         _outline(sheet),
         _bars(sheet),
         _bar_names(sheet),
-        *_map(mapped, sheet),
+        *map_traces(mapped, moment.plan.label),
     )
     return Drawing(traces, _layout(moment, sheet, mapped))
-
-
-def predicted(moment: Moment) -> Chart:
-    """The predictions of a moment, thinned and judged by its budget."""
-    return chart(moment.predictions, moment.measurements, moment.budget_bytes)
-
-
-def _with_trials(known: Chart, moment: Moment) -> Chart:
-    """The chart with the settings as they are measured by now."""
-    points = {point.plan: point for point in known.points}
-    trials = chart((), moment.measurements).trials
-    return replace(known, trials=tuple(replace(each, predicted=points.get(each.plan)) for each in trials))
 
 
 @dataclass(frozen=True)
@@ -152,8 +141,7 @@ def _parts(point: LivePoint) -> Mapping[str, int]:
 def _settings(moment: Moment) -> tuple[_Setting, ...]:
     """The first setting, the one in force, and the newest of the others."""
     every = [
-        _Setting(number, measurement, measurement.plan == moment.plan.label)
-        for number, measurement in enumerate(moment.measurements, 1)
+        _Setting(number, each, each.plan == moment.plan.label) for number, each in enumerate(moment.measurements, 1)
     ]
     if len(every) <= _MOST_SETTINGS:
         return tuple(every)
@@ -216,8 +204,7 @@ def _is_named(category: str, sheet: _Sheet, axes: tuple[str, ...]) -> bool:
     over_time = any(parts.get(category) for _, parts in sheet.stacks)
     if axes is _TIMES:
         return over_time
-    points = sheet.shown.timeline if sheet.shown else ()
-    return not over_time and any(point.live_bytes.get(category) for point in points)
+    return not over_time and any(point.live_bytes.get(category) for point in _inside_points(sheet))
 
 
 def _digits(unit: int) -> str:
@@ -272,13 +259,12 @@ def _inside_scale(sheet: _Sheet) -> tuple[float, str]:
 def _outline(sheet: _Sheet) -> dict[str, Any]:
     points = sheet.before.timeline if sheet.before else ()
     factor, _ = _inside_scale(sheet)
-    said = f"before: %{{y{_digits(sheet.unit)}}} {sheet.name}<extra></extra>"
     return {
         "type": "scatter", "name": "the setting before", "mode": "lines", "xaxis": "x2", "yaxis": "y2",
         "x": [round(point.seconds * factor, 4) for point in points],
         "y": [round(point.total_bytes / sheet.unit, 4) for point in points],
         "line": {"color": NEUTRAL_INK, "dash": "dash", "width": 1.6, "shape": "hv"},
-        "hovertemplate": said, "showlegend": bool(points),
+        "hovertemplate": f"before: %{{y{_digits(sheet.unit)}}} {sheet.name}<extra></extra>", "showlegend": bool(points),
     }  # fmt: skip
 
 
@@ -333,78 +319,6 @@ def _shortened(plan: str, most_characters: int) -> str:
     """As many flags as there is room for."""
     first, *more = flag_lines(plan, most_characters)
     return f"{first} …" if more else first
-
-
-# --- memory against throughput --------------------------------------------------------------------------------------
-
-
-def _map(mapped: Chart, sheet: _Sheet) -> list[dict[str, Any]]:
-    unit, _ = scale(mapped.most_bytes)
-    looks = [LOOKS[Fit.NO], LOOKS[Fit.UNCERTAIN], LOOKS[Fit.YES], PLAIN]
-    in_force = next((each.measurement.plan for each in sheet.settings if each.in_force), "")
-    return [
-        *(_points(mapped, look, unit) for look in looks),
-        _front(mapped, unit),
-        _connections(mapped, unit),
-        _tried(mapped, unit),
-        _ring(mapped, in_force, unit),
-    ]
-
-
-def _mark(places: Sequence[tuple[float, float]], unit: int, **more: Any) -> dict[str, Any]:
-    return {
-        "type": "scatter", "mode": "markers", "xaxis": "x4", "yaxis": "y4", "showlegend": False,
-        "x": [round(size / unit, 4) for size, _ in places], "y": [per_second for _, per_second in places], **more,
-    }  # fmt: skip
-
-
-def _points(mapped: Chart, look: Look, unit: int) -> dict[str, Any]:
-    points = [point for point in mapped.points if point.look is look]
-    outline = {"width": 1.5, "color": look.colour}
-    return _mark(
-        [(point.memory_bytes, point.per_second) for point in points], unit, name=look.name,
-        marker={"symbol": look.symbol, "color": look.colour, "size": 7, "line": outline},
-        customdata=[escape(hover(point)) for point in points], hovertemplate=_WRAPPED,
-    )  # fmt: skip
-
-
-_WRAPPED = "%{customdata}<extra></extra>"
-
-
-def _front(mapped: Chart, unit: int) -> dict[str, Any]:
-    places = [(point.memory_bytes, point.per_second) for point in mapped.front] if len(mapped.front) > 1 else []
-    line = {"color": NEUTRAL_INK, "width": 1.2, "shape": "hv"}
-    return _mark(places, unit, name="best of both") | {"mode": "lines", "line": line, "hoverinfo": "skip"}
-
-
-def _connections(mapped: Chart, unit: int) -> dict[str, Any]:
-    """From what was predicted to what was measured."""
-    pairs = [(trial.predicted, trial) for trial in mapped.trials if trial.predicted and not trial.ran_out]
-    line = {"color": MEASURED.colour, "width": 1.4, "dash": "dot"}
-    return _mark([], unit, name="off by") | {
-        "mode": "lines", "line": line, "hoverinfo": "skip",
-        "x": [place for was, now in pairs for place in (was.memory_bytes / unit, now.memory_bytes / unit, None)],
-        "y": [place for was, now in pairs for place in (was.per_second, now.per_second, None)],
-    }  # fmt: skip
-
-
-def _tried(mapped: Chart, unit: int) -> dict[str, Any]:
-    """Full marks with the number of the setting; a cross where it ran out of memory."""
-    trials = mapped.trials
-    return _mark(
-        [trial.place for trial in trials], unit, name="tried", mode="markers+text",
-        marker={"symbol": ["x" if trial.ran_out else "circle" for trial in trials], "size": 16, "color": MEASURED.colour},
-        text=[str(number) for number in range(1, len(trials) + 1)], textposition="middle center",
-        textfont={"size": 10, "color": "#FFFFFF"},
-        customdata=[f"{number} · {escape(hover(trial))}" for number, trial in enumerate(trials, 1)],
-        hovertemplate=_WRAPPED,
-    )  # fmt: skip
-
-
-def _ring(mapped: Chart, in_force: str, unit: int) -> dict[str, Any]:
-    ringed = [trial.place for trial in mapped.trials if trial.plan == in_force]
-    marker = {"symbol": "circle-open", "size": 25, "color": NEUTRAL_INK, "line": {"width": 2.5, "color": NEUTRAL_INK}}
-    return _mark(ringed, unit, name="in force", marker=marker) | {"hoverinfo": "skip"}
 
 
 # --- axes, words and lines ------------------------------------------------------------------------------------------
@@ -479,12 +393,11 @@ def _budget_lines(sheet: _Sheet, mapped: Chart) -> list[dict[str, Any]]:
     line = {"color": BUDGET, "dash": "dash", "width": 1.5}
     if sheet.budget_bytes is None:
         return []
-    level = sheet.budget_bytes / sheet.unit
+    level, place = sheet.budget_bytes / sheet.unit, sheet.budget_bytes / scale(mapped.most_bytes)[0]
     flat = [
         {"type": "line", "xref": f"{axes[0]} domain", "x0": 0, "x1": 1, "yref": axes[1], "y0": level, "y1": level, "line": line}
         for axes in (_TIMES, _INSIDE) if _is_near(sheet)
     ]  # fmt: skip
-    place = sheet.budget_bytes / scale(mapped.most_bytes)[0]
     return [
         *flat,
         {"type": "line", "xref": "x4", "x0": place, "x1": place, "yref": "y4 domain", "y0": 0, "y1": 1, "line": line},
@@ -516,7 +429,7 @@ def _titles(sheet: _Sheet, mapped: Chart) -> list[dict[str, Any]]:
         changes += f"; budget {format_bytes(sheet.budget_bytes)} is far above"
     inside = f"{escape(_shortened(sheet.shown.plan, 22))}; shaded: backward" if sheet.shown else ""
     speeds = "▸ in force; whiskers: spread of the steps" if sheet.settings else ""
-    keys = (changes, inside, speeds, _key(mapped))
+    keys = (changes, inside, speeds, map_key(mapped))
     pictures = (_TIMES, _INSIDE, _SPEEDS, _MAP)
     headings = [_word(x, y, f"<b>{title}</b>", 20) for x, y, title, _ in pictures]
     return headings + [_word(x, y, key, 4, size=11) for (x, y, _, _), key in zip(pictures, keys, strict=True)]
@@ -527,26 +440,6 @@ def _word(x: str, y: str, text: str, shift: int, size: int = 13) -> dict[str, An
         "text": text, "xref": f"{x} domain", "x": 0, "xanchor": "left", "yref": f"{y} domain", "y": 1,
         "yanchor": "bottom", "yshift": shift, "showarrow": False, "font": {"size": size}, "align": "left",
     }  # fmt: skip
-
-
-_KEYS = {Fit.YES: "○ fits", Fit.UNCERTAIN: "◇ uncertain", Fit.NO: "□ does not fit"}
-
-
-def _key(mapped: Chart) -> str:
-    """The marks of the map, explained in one line that fits a narrow window."""
-    used = {point.look for point in mapped.points}
-    looks = [(look, _KEYS[fit]) for fit, look in LOOKS.items()] + [(PLAIN, "○ predicted")]
-    words = [_coloured(text, look.colour) for look, text in looks if look in used]
-    if words and PLAIN not in used:
-        words[0] = f"predicted: {words[0]}"
-    words += ["─ best of both"] * (len(mapped.front) > 1)
-    words += [_coloured("● tried", MEASURED.colour)] * bool(mapped.trials)
-    return "&nbsp; ".join(words)
-
-
-def _coloured(text: str, colour: str) -> str:
-    glyph, _, words = text.partition(" ")
-    return f'<span style="color:{colour}">{glyph}</span> {words}'
 
 
 def _empty(sheet: _Sheet, mapped: Chart) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import samples
 from memlab.plan import Plan
 from memlab.records import Category, out_of_memory
 from memlab.records.live_state import Activity, Change, LivePoint, Moment
-from memlab.report import live_changes, live_figure
+from memlab.report import live_changes, live_map
 from memlab.report.live_figure import Drawing, drawing
 from memlab.report.live_parts import BUDGET, NEUTRAL_INK
 from memlab.report.segments import CATEGORIES, REST, swatch
@@ -224,7 +224,7 @@ def test_at_most_two_hundred_predictions_are_drawn() -> None:
 
 
 def test_a_chart_made_before_gives_the_same_drawing() -> None:
-    earlier = live_figure.predicted(
+    earlier = live_map.predicted(
         replace(RUN, measurements=tuple(replace(m, step_seconds=(9.0,)) for m in RUN.measurements))
     )
     assert drawing(RUN, known=earlier) == drawing(RUN)
