@@ -116,7 +116,7 @@ def open_live(opened: Panels, shell: Shell, control: Control) -> Panel | None:
     if is_rich(shell):
         control.stage = MainThread(shell)
     made = opened.open(shell, control)
-    if made is not None and control.batch is not None:
+    if made is not None and control.model.batch is not None:
         control.predict()
     return made
 
@@ -146,7 +146,7 @@ def bring_up_to_date(control: Control, history: History) -> None:
     rows = history.comparison.measurements if history.comparison is not None else ()
     control.know(rows, (*history.plan_space, *history.predicted.values()))
     if history.batch is not None:
-        control.batch = history.batch
+        control.model.batch = history.batch
 
 
 def _shell() -> Shell | None:

@@ -18,33 +18,32 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import nn
 
-from memlab.errors import MemlabError, TraceError, WorkloadError
+from memlab.errors import MemlabError, TraceError
 from memlab.live.feed import Feed
+from memlab.live.live_model import LiveModel
 from memlab.live.live_predictions import LivePredictions
 from memlab.live.pace import Pace
 from memlab.live.pending_changes import PendingChanges
 from memlab.live.rehearsing import steps_of
 from memlab.live.source import Can
 from memlab.live.stage import AtOnce, Playing, Stage
+from memlab.live.status import status_line
 from memlab.live.views import Drawn, Views
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import call_of
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
-from memlab.plan.fields import BY_NAME
 from memlab.records import Measurement, Prediction
-from memlab.records.live_state import Activity, Asked, Moment
+from memlab.records.live_state import Activity, Moment
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, session_of
-from memlab.units import format_bytes, format_seconds
 
 _MOST_EVENTS = 20
 _LOOK_SECONDS = 0.1
@@ -81,8 +80,7 @@ class Control(Observer):
         feed: what was measured.
         stage: as given; a panel that is opened later may bring its own.
         world: how clicks reach the run, in words, where that is not for the panel to find out.
-        batch: what the model is called with, to measure and to predict with; None where it is not known yet.
-        loss_fn: called as ``loss_fn(output, target)``; None when the model returns its own loss.
+        model: with what is known of training it.
         run_ended: called when a run of its own has ended, with what was measured.
         is_taken: whether another cell runs beside the main thread, and may come to train this model.
     """
@@ -92,16 +90,11 @@ class Control(Observer):
         self.feed = Feed(self._events.append)
         self.stage: Stage = stage or AtOnce()
         self.world = ""
-        self.batch: Any = None
-        self.loss_fn: Callable[..., torch.Tensor] | None = None
+        self.model = LiveModel(model, self._model_gone)
         self.capacity_bytes: int | None = None
         self.run_ended: Callable[[Moment], None] | None = None
         self.is_taken: Callable[[], bool] = bool
-        self._model = weakref.ref(model, self._model_gone)
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._name = type(model).__name__
-        self._session: weakref.ref[Session] | None = None
-        self._title = f"memfit · {self._name}"
+        self._title = f"memfit · {self.model.name}"
         self._pending_changes = PendingChanges()
         self._live_predictions = LivePredictions()
         self._views = Views()
@@ -125,8 +118,7 @@ class Control(Observer):
     @property
     def session(self) -> Session | None:
         """The session of the model, while it is attached."""
-        session = self._session() if self._session is not None else None
-        return session if session is not None and session.attached else None
+        return self.model.session
 
     def follow(self, session: Session) -> None:
         """Listen to a session; harmless when it does already."""
@@ -135,14 +127,10 @@ class Control(Observer):
         if session.steps < self.feed.step and self.session is not session:
             with self._lock:
                 self.feed.begin_anew()
-        self._session = weakref.ref(session)
-        self._optimizers = [weakref.ref(optimizer) for optimizer in session.workload.optimizers]
-        self.loss_fn = self.loss_fn or session.workload.loss_fn
-        self.batch = self.batch if self.batch is not None else session.workload.batch
+        self.model.follow(session)
         self._pending_changes.plan = session.plan
         if session.pending is not None:
             self._pending_changes.ask_plan(session.pending)
-        self._name = session.workload.name
         if self._meter is None and self.feed.step == 0:
             self._title = f"memfit · {session.workload.describe()}"
 
@@ -155,8 +143,8 @@ class Control(Observer):
             budget_bytes: where the budget line stands at first; None leaves it.
         """
         self.follow(session_of(workload.model) or fit(workload.held_weakly()))
-        self.loss_fn = workload.loss_fn or self.loss_fn
-        self.batch = workload.batch if workload.batch is not None else self.batch
+        self.model.loss_fn = workload.loss_fn or self.model.loss_fn
+        self.model.batch = workload.batch if workload.batch is not None else self.model.batch
         self.capacity_bytes = capacity_bytes or self.capacity_bytes
         self._budget_bytes = budget_bytes or self._budget_bytes
 
@@ -223,7 +211,7 @@ class Control(Observer):
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember an optimizer, for the session after this one."""
-        self._optimizers.append(weakref.ref(optimizer))
+        self.model.optimizer_found(optimizer)
 
     def step_boundary(self) -> None:
         """Stand still, or end, where that was asked for."""
@@ -279,7 +267,7 @@ class Control(Observer):
             self.feed.take_in()
             self.feed.measure()
             session = self.session
-            activity = self._activity if self._model() is not None else Activity.GONE
+            activity = Activity.GONE if self.model.is_gone else self._activity
             return Moment(
                 title=self._title,
                 activity=activity,
@@ -295,14 +283,14 @@ class Control(Observer):
                 capacity_bytes=self.capacity_bytes,
                 events=tuple(self._events),
                 rescues=tuple(session.rescuer.rescues) if session is not None and session.rescuer is not None else (),
-                status=self._status(activity),
+                status=status_line(activity, self.model.name, self.feed, self._pending_changes, self._doing),
                 world=self.world,
                 errors=tuple(self._views.errors),
                 frame=self._views.frame,
             )
 
     def can(self) -> Can:
-        if self._model() is None:
+        if self.model.is_gone:
             return Can.NOTHING
         if self._activity is Activity.IDLE:
             return Can.SWITCH | Can.UNDO | (Can.NOTHING if self.is_taken() else Can.RUN | Can.PREDICT | Can.FIND)
@@ -451,8 +439,7 @@ class Control(Observer):
         self.draw()
         self._predict_on()
 
-    def _model_gone(self, _model: object) -> None:
-        self.batch, self.loss_fn = None, None
+    def _model_gone(self) -> None:
         # called by whatever thread collects the model: views are drawn where that does no harm
         with suppress(MemlabError):
             self.stage.when_idle(self.draw)
@@ -470,40 +457,15 @@ class Control(Observer):
 
     def _attached(self) -> Session:
         """A session on the model, made if there is none."""
-        model = self._model()
-        if model is None:
-            raise MemlabError(f"{self._name} is deleted")
-        session = session_of(model)
-        if session is None:
-            session = fit(Workload(model, self._live_optimizers(), name=self._name).held_weakly())
+        session = self.model.attached()
         self.follow(session)
         return session
-
-    def _workload(self) -> Workload:
-        """The live objects with the batch at hand.
-
-        Raises:
-            WorkloadError: there is none yet.
-        """
-        model, session = self._model(), self.session
-        if model is None:
-            raise MemlabError(f"{self._name} is deleted")
-        if self.batch is None:
-            raise WorkloadError(
-                "no batch is known yet: run the cell that trains with %%memfit first, or name one, as in "
-                "%memfit panel --batch NAME"
-            )
-        live = session.workload if session is not None else Workload(model, self._live_optimizers(), name=self._name)
-        return Workload(model, live.optimizers, self.batch, self.loss_fn, live.scheduler, live.name)
-
-    def _live_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def _run(self, *, keep: bool) -> None:
         if self._playing is not None or Can.RUN not in self.can():
             return
         self._stop_predicting()
-        workload, session = self._workload(), self._attached()
+        workload, session = self.model.workload(), self._attached()
         device = device_for(workload.device, self.capacity_bytes)
         steps = self._measured(workload, session, Meter(workload.model, session.workload.optimizers, device), keep=keep)
         self._playing = self.stage.play(steps, self._run_ended)
@@ -555,7 +517,7 @@ class Control(Observer):
 
     def _predict_on(self) -> None:
         """Predict what is not predicted yet, where somebody looks and it can be done."""
-        if self.is_watched and self.batch is not None and self._is_predictable:
+        if self.is_watched and self.model.batch is not None and self._is_predictable:
             self.predict()
 
     def _predict(self, *, then_choose: bool = False) -> None:
@@ -570,8 +532,8 @@ class Control(Observer):
             predicting.cancel()
 
     def _predicted(self, *, then_choose: bool) -> Iterator[None]:
-        workload = self._workload()
-        measured = self._measured_on(workload)
+        workload = self.model.workload()
+        measured = self.feed.timed_on(call_of(workload).rows)
         for doing in self._live_predictions.plan_by_plan(
             workload, self._pending_changes.plan, measured, every=then_choose
         ):
@@ -584,12 +546,6 @@ class Control(Observer):
         if then_choose and self._budget_bytes is not None:
             self.ask_plan(self._live_predictions.fastest_within(self._budget_bytes))
 
-    def _measured_on(self, workload: Workload) -> Measurement | None:
-        """Return what was measured on batches of the size at hand."""
-        rows = call_of(workload).rows
-        known = self.feed.measurements.values()
-        return next((each for each in known if each.step_seconds and each.samples_per_step == rows), None)
-
     def _predictions_ended(self, error: BaseException | None) -> None:
         was_stopped, self._predicting, self._doing = self._predicting is None, None, ""
         if error is not None:
@@ -599,24 +555,6 @@ class Control(Observer):
             # a cell came in between: the rest is predicted when it has ended
             self.predict()
         self.draw()
-
-    # -- words ---------------------------------------------------------------------------------
-
-    def _status(self, activity: Activity) -> str:
-        if activity is Activity.GONE:
-            return f"{self._name} is deleted: this panel is over"
-        parts = [str(activity)]
-        newest, plan = self.feed.newest, self._pending_changes.plan
-        if newest is not None:
-            parts = [f"{activity}, step {self.feed.step}", plan.label]
-        if newest is not None and newest.plan == plan.label:
-            parts.append(f"{format_seconds(newest.seconds)} a step")
-        measured = self.feed.measurements.get(plan.label)
-        if measured is not None and measured.peak_allocated_bytes:
-            parts.append(f"peak {format_bytes(measured.peak_allocated_bytes)}")
-        waiting = (each for each in self._pending_changes.toggles if each.asked is Asked.PENDING)
-        parts += [f"{BY_NAME[each.field].title.lower()} {each.text}" for each in waiting]
-        return " · ".join([*parts, *filter(None, [self._doing])])
 
     def _changed(self) -> None:
         """Show what was asked: figures as well where no steps come to draw them."""

@@ -68,7 +68,7 @@ def test_a_budget_and_a_batch_can_be_given(made: Cell, shell: Any) -> None:
     assert made("%memfit panel --budget 1MiB --batch inputs,target --loss-fn loss_fn").error is None
     control = control_of(shell.user_ns["model"])
     assert control.moment().budget_bytes == 2**20
-    assert control.batch is not None
+    assert control.model.batch is not None
 
 
 @pytest.mark.parametrize(
