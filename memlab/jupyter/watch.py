@@ -39,6 +39,7 @@ from memlab.rescue.thrash import ThrashWatch
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import (
+    Batch,
     Workload,
     describe_all,
     live_optimizers,
@@ -155,7 +156,7 @@ class CellWatch:
         Raises:
             RefusalError: a technique does not apply; everything is as it was.
         """
-        self._name(workload)
+        _tell_apart(workload, [each.workload for each in self.sessions], self._name_of)
         if self._looking is not None:
             self._trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
         require_compatible(workload, self._plan or Plan(), self.sessions)
@@ -195,18 +196,6 @@ class CellWatch:
         """Whether the cell asked for a plan, and must not train without it."""
         return self._plan not in (None, Plan()) or self._choose is not None
 
-    def _name(self, workload: Workload) -> None:
-        """Tell models apart: from the second one on, each is called as it is in the notebook."""
-        if not self.sessions:
-            return
-        others = [each.workload for each in self.sessions]
-        for each in (*others, workload) if len(others) == 1 else (workload,):
-            if each.name == type(each.model).__name__:
-                each.name = self._name_of(each.model)
-        alike = [each.name for each in others if each.name.partition(" #")[0] == workload.name]
-        if alike:
-            workload.name = f"{workload.name} #{len(alike) + 1}"
-
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look for a further model when an optimizer steps that updates none of those found."""
         is_mine = self._thread in (None, threading.get_ident())
@@ -239,28 +228,25 @@ class CellWatch:
 
     def _takes(self, called: nn.Module) -> bool:
         calls = self._calls[id(called)] = self._calls.get(id(called), 0) + 1
-        holder = next(
-            (each for each in self.sessions if any(part is called for part in each.workload.model.modules())), None
-        )
+        holder = next((each for each in self.sessions if _holds(each.workload.model, called)), None)
         if holder is not None:
             is_over = holder.workload.model is called and (holder.steps > 0 or calls > _MOST_CALLS_OF_A_STEP)
             if is_over:
                 self._looking = None
             return is_over
         optimizers = optimizers_of(called)
-        if self.sessions and all(self._is_untrained_part(each, called) for each in self.sessions):
+        if self.sessions and all(
+            each in self._fresh and not each.steps and _holds(called, each.workload.model) for each in self.sessions
+        ):
             self._begin_again()
-        if not optimizers and (self.sessions or (calls == 1 and self._has_made_optimizers())):
+        has_made_optimizers = any(id(one) not in self._known for one in live_optimizers())
+        if not optimizers and (self.sessions or (calls == 1 and has_made_optimizers)):
             # a teacher or a loss with weights, unless it is called again and nothing else trains
             self.passed_over = type(called).__name__
             return False
         session = session_of(called)
         self.attach(session.workload if session is not None else Workload(called, optimizers))
         return bool(self.failure)
-
-    def _is_untrained_part(self, session: Session, called: nn.Module) -> bool:
-        own = session.workload.model
-        return session in self._fresh and session.steps == 0 and any(part is own for part in called.modules())
 
     def _begin_again(self) -> None:
         """Let go of what turns out to be parts of one model, which its making or a first look had called by themselves."""
@@ -270,9 +256,6 @@ class CellWatch:
         self.forget()
         self._log_from, self._choosers, self._looking = [], [], None
         self._look()
-
-    def _has_made_optimizers(self) -> bool:
-        return any(id(one) not in self._known for one in live_optimizers())
 
     def _broke_off(self, error: BaseException) -> None:
         if isinstance(error, MemlabError):
@@ -372,25 +355,42 @@ class CellWatch:
             measurements = [m for m in measurements if m.plan != session.plan.label]
             measurements.append(row_of_failure(session.plan, meter.device, str(error)))
         history.add_steps(steps)
-        history.add(self._title(meter, len(steps)), measurements, self._events())
+        title = _title(self.sessions, self._notes.batch, meter.device.name, len(steps))
+        history.add(title, measurements, _events(self.sessions, self._log_from))
         return len(steps)
 
-    def _events(self) -> tuple[str, ...]:
-        """Return what was done to the models meanwhile, in words."""
-        several = len(self.sessions) > 1
-        return tuple(
-            f"{each.workload.name}: {entry}" if several else str(entry)
-            for each, before in zip(self.sessions, self._log_from, strict=True)
-            for entry in each.log[before:]
-        )
 
-    def _title(self, meter: Meter, steps: int) -> str:
-        tensors = self._notes.batch.tensors if self._notes.batch is not None else ()
-        sizes = next((tensor.shape for tensor in tensors if tensor.dim()), ())
-        batch = [f"batch {' × '.join(map(str, sizes))}"] if sizes else []
-        counted = f"{steps} step{'' if steps == 1 else 's'}"
-        described = describe_all([each.workload for each in self.sessions])
-        return " · ".join(["memfit", described, *batch, meter.device.name, counted])
+def _tell_apart(workload: Workload, others: Sequence[Workload], name_of: Callable[[nn.Module], str]) -> None:
+    """Name models: from the second one on, each is called as it is in the notebook."""
+    if not others:
+        return
+    for each in (*others, workload) if len(others) == 1 else (workload,):
+        if each.name == type(each.model).__name__:
+            each.name = name_of(each.model)
+    alike = [each.name for each in others if each.name.partition(" #")[0] == workload.name]
+    if alike:
+        workload.name = f"{workload.name} #{len(alike) + 1}"
+
+
+def _holds(model: nn.Module, module: nn.Module) -> bool:
+    return any(part is module for part in model.modules())
+
+
+def _events(sessions: Sequence[Session], log_from: Sequence[int]) -> tuple[str, ...]:
+    """What was done to the models since their logs had so many entries, in words."""
+    return tuple(
+        f"{each.workload.name}: {entry}" if len(sessions) > 1 else str(entry)
+        for each, before in zip(sessions, log_from, strict=True)
+        for entry in each.log[before:]
+    )
+
+
+def _title(sessions: Sequence[Session], batch: Batch | None, device: str, steps: int) -> str:
+    sizes = next((tensor.shape for tensor in (batch.tensors if batch is not None else ()) if tensor.dim()), ())
+    called_with = [f"batch {' × '.join(map(str, sizes))}"] if sizes else []
+    counted = f"{steps} step{'' if steps == 1 else 's'}"
+    described = describe_all([each.workload for each in sessions])
+    return " · ".join(["memfit", described, *called_with, device, counted])
 
 
 def _session_for(workload: Workload, plan: Plan | None) -> Session:

@@ -16,19 +16,20 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import contextmanager, suppress
 from time import perf_counter
 
 import torch
 from torch import nn
 
 from memlab.errors import MemlabError, TraceError
+from memlab.live.brake import Brake
 from memlab.live.feed import Feed
 from memlab.live.live_model import LiveModel
 from memlab.live.live_predictions import LivePredictions
 from memlab.live.pace import Pace
 from memlab.live.pending_changes import PendingChanges
-from memlab.live.rehearsing import steps_of
+from memlab.live.rehearsing import measured_steps
 from memlab.live.source import Can
 from memlab.live.stage import AtOnce, Playing, Stage
 from memlab.live.status import status_line
@@ -39,23 +40,14 @@ from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction
 from memlab.records.live_state import Activity, Moment
-from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, session_of
 
 _MOST_EVENTS = 20
-_LOOK_SECONDS = 0.1
 _STATUS_SHARE = 0.003
 _RUNNING = (Activity.TRAINING, Activity.MEASURING)
-
-
-class Cancelled(KeyboardInterrupt):
-    """Training was cancelled from a panel, between two steps.
-
-    It is a `KeyboardInterrupt`, so that every loop ends by it as it does by Ctrl-C.
-    """
 
 
 _controls: weakref.WeakKeyDictionary[nn.Module, Control] = weakref.WeakKeyDictionary()
@@ -104,9 +96,7 @@ class Control(Observer):
         self._status_pace = Pace(share=_STATUS_SHARE)
         self._activity = Activity.IDLE
         self._doing = ""
-        self._go = threading.Event()
-        self._go.set()
-        self._is_cancelled = False
+        self._brake = Brake()
         self._playing: Playing | None = None
         self._predicting: Playing | None = None
         self._is_predictable = True
@@ -188,8 +178,7 @@ class Control(Observer):
         self.world = "the cell trains in the background: clicks are applied at the next step" if is_beside else ""
         self.capacity_bytes = meter.device.capacity_bytes
         self._title = f"memfit · {session.workload.describe().rpartition(' · ')[0]} · {meter.device.name}"
-        self._is_cancelled = False
-        self._go.set()
+        self._brake.reset()
         self._activity = activity
         with self._lock:
             self.feed.begin(meter, session.steps)
@@ -201,8 +190,7 @@ class Control(Observer):
             self.feed.end()
         self._meter = None
         self.world = ""
-        self._is_cancelled = False
-        self._go.set()
+        self._brake.reset()
         self._activity = Activity.IDLE
         self.draw()
         self._request_waiting()
@@ -215,15 +203,14 @@ class Control(Observer):
 
     def step_boundary(self) -> None:
         """Stand still, or end, where that was asked for."""
-        if not self._go.is_set() or self._is_cancelled:
-            with self._lock:
-                # many short steps are taken in together
-                self.feed.take_in()
-        if not self._go.is_set() and not self._is_cancelled:
+        if self._brake.is_off:
+            return
+        with self._lock:
+            # many short steps are taken in together
+            self.feed.take_in()
+        if not self._brake.is_cancelled:
             self._stand_still()
-        if self._is_cancelled:
-            self._is_cancelled = False
-            raise Cancelled(f"cancelled from the panel after step {self.feed.step}")
+        self._brake.end_if_cancelled(self.feed.step)
 
     def _stand_still(self) -> None:
         if self._meter is not None:
@@ -231,8 +218,7 @@ class Control(Observer):
         activity, self._activity = self._activity, Activity.PAUSED
         self.draw()
         try:
-            while not self._go.wait(_LOOK_SECONDS):  # short, so that Ctrl-C is noticed everywhere
-                pass
+            self._brake.wait()
         finally:
             self._activity = activity
         self.draw()
@@ -294,7 +280,7 @@ class Control(Observer):
             return Can.NOTHING
         if self._activity is Activity.IDLE:
             return Can.SWITCH | Can.UNDO | (Can.NOTHING if self.is_taken() else Can.RUN | Can.PREDICT | Can.FIND)
-        paused = Can.RESUME if not self._go.is_set() else Can.PAUSE
+        paused = Can.RESUME if self._brake.is_held else Can.PAUSE
         return Can.SWITCH | Can.CANCEL | Can.UNDO | paused
 
     def watch(self, drawn: Drawn, after_seconds: float = 0.0) -> Callable[[], None]:
@@ -343,14 +329,14 @@ class Control(Observer):
 
     def pause(self) -> None:
         if self._activity in _RUNNING:
-            self._go.clear()
+            self._brake.hold()
             if self._playing is not None:
                 self._playing.pause()
                 self._activity = Activity.PAUSED
             self._changed()
 
     def resume(self) -> None:
-        self._go.set()
+        self._brake.release()
         if self._playing is not None and self._activity is Activity.PAUSED:
             if self._meter is not None:
                 self._meter.pause()
@@ -363,8 +349,7 @@ class Control(Observer):
             playing = self._playing
             self.stage.when_idle(playing.cancel)
         elif self._activity is not Activity.IDLE:
-            self._is_cancelled = True
-            self._go.set()
+            self._brake.cancel()
         self._changed()
 
     def predict(self) -> None:
@@ -467,26 +452,17 @@ class Control(Observer):
         self._stop_predicting()
         workload, session = self.model.workload(), self._attached()
         device = device_for(workload.device, self.capacity_bytes)
-        steps = self._measured(workload, session, Meter(workload.model, session.workload.optimizers, device), keep=keep)
+        meter = Meter(workload.model, session.workload.optimizers, device)
+        steps = measured_steps(workload, session, meter, self._following(session, meter), keep=keep)
         self._playing = self.stage.play(steps, self._run_ended)
 
-    def _measured(self, workload: Workload, session: Session, meter: Meter, *, keep: bool) -> Iterator[float]:
-        """Steps of the panel's own, measured and rescued as those of a cell."""
-        with ExitStack() as undo:
-            undo.callback(meter.device.close)
-            undo.callback(meter.close)
-            session.listen(meter)
-            undo.callback(session.leave, meter)
-            meter.plan_changed(session.plan)
-            if session.rescuer is None:
-                session.accept(Rescuer(capacity_bytes=meter.device.capacity_bytes))
-                undo.callback(session.dismiss)
-            self._watch(session, meter, Activity.MEASURING)
-            undo.callback(self._rest)
-            # last in, first out: what the steps changed is put back while everything else still stands
-            for loss in undo.enter_context(closing(steps_of(workload, session, keep=keep))):
-                self.stepped()
-                yield loss
+    @contextmanager
+    def _following(self, session: Session, meter: Meter) -> Iterator[Callable[[], None]]:
+        self._watch(session, meter, Activity.MEASURING)
+        try:
+            yield self.stepped
+        finally:
+            self._rest()
 
     def _run_ended(self, error: BaseException | None) -> None:
         self._playing = None

@@ -22,7 +22,7 @@ from memlab.errors import PlanError
 from memlab.live.recording import Stretch, changes_of, points_of, stretches_of, times_of
 from memlab.live.source import Can
 from memlab.live.views import Drawn, Views
-from memlab.plan import FIELDS, Plan
+from memlab.plan import FIELDS, Plan, PlanField
 from memlab.plan.fields import BY_NAME
 from memlab.records import Prediction, fastest
 from memlab.records.live_state import Activity, Asked, Change, Moment, Toggle
@@ -87,7 +87,7 @@ class Replay:
                 events=self._events(step),
                 rescues=tuple(each for each in record.rescues if each.step <= step or self._is_complete),
                 status=self._status(label, unknown),
-                world=self._world(),
+                world=_origin(record),
                 errors=tuple(self._views.errors),
                 frame=self._views.frame,
             )
@@ -166,7 +166,7 @@ class Replay:
         """Play the recording from its first step; nothing is trained, so nothing is kept or put back."""
         with self._lock:
             if not self._points:
-                self._say("this recording has no steps to play: it holds settings that were measured one by one")
+                self._views.say("this recording has no steps to play: it holds settings that were measured one by one")
             else:
                 self._go_on_from(0)
                 self._activity = Activity.REPLAYING
@@ -193,7 +193,7 @@ class Replay:
         """Go to the fastest recorded setting that fits the budget."""
         budget_bytes = self._budget_bytes
         if budget_bytes is None:
-            self._say("find a plan: set a budget first")
+            self._views.say("find a plan: set a budget first")
             self._draw()
             return
         known = [each for each in self._record.comparison.measurements if each.fits and not plan_of(each.plan)[1]]
@@ -201,7 +201,7 @@ class Replay:
         if best is not None:
             self.ask_plan(plan_of(best.plan)[0])
         else:
-            self._say(f"no setting of this recording fits {format_bytes(budget_bytes)}")
+            self._views.say(f"no setting of this recording fits {format_bytes(budget_bytes)}")
             self._draw()
 
     def undo(self) -> None:
@@ -281,17 +281,7 @@ class Replay:
 
     def _toggles(self, plan: Plan) -> tuple[Toggle, ...]:
         applied = self._applied_at() if not self._chosen else {}
-        toggles = []
-        for spec in FIELDS:
-            value = spec.text(getattr(plan, spec.name))
-            refused = self._refused.get(spec.name)
-            if refused is not None:
-                toggles.append(replace(refused, value=value))
-            elif spec.name in applied:
-                toggles.append(Toggle(spec.name, value, value, Asked.APPLIED, applied[spec.name]))
-            else:
-                toggles.append(Toggle(spec.name, value, value))
-        return tuple(toggles)
+        return tuple(_toggle(spec, plan, self._refused.get(spec.name), applied.get(spec.name)) for spec in FIELDS)
 
     def _applied_at(self) -> dict[str, int]:
         """The step at which each field was changed last; those that never were are missing."""
@@ -308,7 +298,7 @@ class Replay:
         if field in BY_NAME:
             self._refused[field] = Toggle(field, "", text, Asked.REFUSED, reason=reason)
         else:
-            self._say(reason)
+            self._views.say(reason)
 
     def _not_recorded(self, plan: Plan) -> str:
         predicted = next((each for each in self._predictions if _is(each.plan, plan)), None)
@@ -326,19 +316,9 @@ class Replay:
             parts.append(f"unknown to this version of memlab: {unknown}")
         return " · ".join(parts)
 
-    def _world(self) -> str:
-        record = self._record
-        device = record.device or record.comparison.measurements[0].device
-        made = f", made {record.recorded_at}" if record.recorded_at else ""
-        versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-        return f"a recording from {device}{made}{f' with {versions}' if versions else ''}: nothing is trained here"
-
     def _cannot(self, what: str) -> None:
-        self._say(f"a recording cannot {what}: there is no model here")
+        self._views.say(f"a recording cannot {what}: there is no model here")
         self._draw()
-
-    def _say(self, error: str) -> None:
-        self._views.say(error)
 
     # -- drawing -------------------------------------------------------------------------------
 
@@ -377,6 +357,22 @@ def plan_of(label: str) -> tuple[Plan, str]:
 def _is(label: str, plan: Plan) -> bool:
     """Return whether a label says exactly this plan."""
     return plan_of(label) == (plan, "")
+
+
+def _toggle(spec: PlanField, plan: Plan, refused: Toggle | None, step: int | None) -> Toggle:
+    """A setting as it is in a plan: refused, applied at a step, or never asked for."""
+    value = spec.text(getattr(plan, spec.name))
+    if refused is not None:
+        return replace(refused, value=value)
+    return Toggle(spec.name, value, value) if step is None else Toggle(spec.name, value, value, Asked.APPLIED, step)
+
+
+def _origin(record: RunRecord) -> str:
+    """Where, when and with what a recording was made."""
+    device = record.device or record.comparison.measurements[0].device
+    made = f", made {record.recorded_at}" if record.recorded_at else ""
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    return f"a recording from {device}{made}{f' with {versions}' if versions else ''}: nothing is trained here"
 
 
 def _first_of_each_plan(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
