@@ -18,6 +18,7 @@ from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
 from memlab.jupyter.history import History
 from memlab.jupyter.parser import CellOptions, PredictOptions
 from memlab.jupyter.predicted_plans import PredictedPlans
+from memlab.live.calibration import calibration, is_of_such_batches
 from memlab.measuring.device import Device
 from memlab.measuring.runs import Workloads, compare
 from memlab.plan import Plan
@@ -187,13 +188,13 @@ def _predicted(
     plans: list[Plan] | None = list(dict.fromkeys([Plan(), *asked])) if asked else None
     if options.lossless and not asked:
         plans = list(considered(_one_or_all(workloads), options.device, lossless=True))
-    measured = _calibration(history, workloads[0]) if options.device is None else None
+    known = history.comparison.measurements if history.comparison is not None and options.device is None else ()
     try:
         predictions = predict_all(
             _one_or_all(workloads),
             options.device,
             plans=plans,
-            measured=measured,
+            measured=calibration(known, workloads[0]),
             progress=lambda line: say(f"predicting, {line}"),
         )
     except TraceError as error:
@@ -208,22 +209,6 @@ def _predicted(
         # asked for by itself, so that nothing else is worth a table
         raise MemlabError(predictions[-1].refused)
     return predictions
-
-
-def _calibration(history: History, workload: Workload) -> Measurement | None:
-    """A measurement on such batches, by which predicted times are put right."""
-    from memlab.search.finding import rows_of
-
-    measured = history.comparison.measurements if history.comparison is not None else ()
-    rows = rows_of(workload)
-    usable = (each for each in measured if each.step_seconds and each.samples_per_step == rows)
-    return next((each for each in usable if _is_of_such_batches(each, workload)), None)
-
-
-def _is_of_such_batches(measured: Measurement, workload: Workload) -> bool:
-    """Return whether every step had as many tokens as the batch, or a multiple: texts of other lengths need other memory."""
-    tokens = workload.batch.tokens if isinstance(workload.batch, Batch) else 0
-    return not tokens or measured.tokens_per_step % tokens == 0
 
 
 def found(workloads: Sequence[Workload], options: PredictOptions, budget: str, history: History, say: Say) -> FoundPlan:
@@ -338,10 +323,8 @@ def budget_line(history: History, plan: Plan, budget_bytes: int) -> str:
 
 
 def _against(measured: Measurement, budget_bytes: int) -> str:
-    reserved = measured.peak_reserved_bytes
-    needed_bytes = measured.peak_allocated_bytes if reserved is None else reserved
-    over = needed_bytes - budget_bytes
-    return format_bytes(needed_bytes) + (f", {format_bytes(over)} too much" if over > 0 else "")
+    over = measured.needed_bytes - budget_bytes
+    return format_bytes(measured.needed_bytes) + (f", {format_bytes(over)} too much" if over > 0 else "")
 
 
 # -- the column "predicted" of a receipt -----------------------------------------------------------
@@ -352,7 +335,7 @@ def predict_rows(history: History, workload: Workload, plans: Iterable[Plan], sa
     if not history.is_predicting:
         return
     measured = {plan: history.measured(plan.label) for plan in plans if plan.label not in history.predicted}
-    missing = [plan for plan, row in measured.items() if row is not None and _is_of_such_batches(row, workload)]
+    missing = [plan for plan, row in measured.items() if row is not None and is_of_such_batches(row, workload)]
     predictions, problem = _cheaply(workload, missing, say)
     history.keep_predictions(predictions)
     if problem:
@@ -365,7 +348,7 @@ def predicted_for_ranks(history: History, live: Workload, scale: Scale, ranks: C
     nproc = len(ranks.measurements)
     workload = Workload(live.model, live.optimizers, history.batch, name=live.name)
     whole = replace(ranks.measurements[0], tokens_per_step=sum(each.tokens_per_step for each in ranks.measurements))
-    if history.batch is None or not history.is_predicting or not _is_of_such_batches(whole, workload):
+    if history.batch is None or not history.is_predicting or not is_of_such_batches(whole, workload):
         return ()
     say(f"predicting {scale}")
     try:

@@ -267,8 +267,7 @@ class CellWatch:
         # callbacks run in reverse: first nobody calls the meter any more, then it closes
         self._undo.callback(meter.close)
         # the one that chooses comes first: what it takes is no part of the first step
-        watching: list[Observer] = self._choosing(session)
-        watching += [meter, self._notes]
+        watching: list[Observer] = [*self._choosing(session), meter, self._notes]
         if torch.cuda.is_available():
             watching.append(ThrashWatch(session.note))
         for observer in watching:

@@ -24,6 +24,7 @@ from torch import nn
 
 from memlab.errors import MemlabError, TraceError
 from memlab.live.brake import Brake
+from memlab.live.calibration import calibration
 from memlab.live.feed import Feed
 from memlab.live.live_model import LiveModel
 from memlab.live.live_predictions import LivePredictions
@@ -35,7 +36,6 @@ from memlab.live.stage import AtOnce, Playing, Stage
 from memlab.live.status import status_line
 from memlab.live.views import Drawn, Views
 from memlab.measuring.device import device_for
-from memlab.measuring.runs import call_of
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction
@@ -63,6 +63,8 @@ def control_of(model: nn.Module) -> Control:
 
 class Control(Observer):
     """The live run of one model; a `memlab.live.source.Source`.
+
+    It is long because asking, training and resting change one state under one lock.
 
     Args:
         model: whose run it is; not kept alive.
@@ -509,7 +511,7 @@ class Control(Observer):
 
     def _predicted(self, *, then_choose: bool) -> Iterator[None]:
         workload = self.model.workload()
-        measured = self.feed.timed_on(call_of(workload).rows)
+        measured = calibration(self.feed.measurements.values(), workload)
         for doing in self._live_predictions.plan_by_plan(
             workload, self._pending_changes.plan, measured, every=then_choose
         ):

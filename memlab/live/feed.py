@@ -49,11 +49,6 @@ class Feed:
         """The newest step."""
         return self._track.newest
 
-    def timed_on(self, rows: int | None) -> Measurement | None:
-        """What was measured on batches of a size, the first setting that has times."""
-        known = self.measurements.values()
-        return next((each for each in known if each.step_seconds and each.samples_per_step == rows), None)
-
     def begin(self, meter: Meter, step: int) -> None:
         """Follow a meter whose first step comes after step `step`."""
         self._meter, self._before, self._seen = meter, step, 0
