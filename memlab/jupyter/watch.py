@@ -162,9 +162,8 @@ class CellWatch:
         require_compatible(workload, self._plan or Plan(), self.sessions)
         attached = session_of(workload.model)
         if self._device is None:
-            self._device = device_for(
-                (attached.workload if attached is not None else workload).device, self._capacity_bytes
-            )
+            where = (attached.workload if attached is not None else workload).device
+            self._device = device_for(where, self._capacity_bytes)
             self._undo.callback(self._device.close)
         session = _session_for(workload, None if self._choose is not None else self._plan)
         if attached is None:
