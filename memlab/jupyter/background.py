@@ -41,8 +41,8 @@ from memlab.jupyter import cells
 from memlab.jupyter.cells import Outcome, Shell, Source
 from memlab.jupyter.program import Program, ThreadState
 from memlab.jupyter.watch import CellWatch
-from memlab.live.brake import Cancelled
 from memlab.live.control import Control
+from memlab.live.hold import Cancelled
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload
 from memlab.session import session_of

@@ -21,7 +21,7 @@ from memlab.jupyter.panels import bring_up_to_date
 from memlab.jupyter.parser import CellOptions, cell_options
 from memlab.jupyter.state import out_of_memory_advice, own_frames
 from memlab.jupyter.watch import CellWatch
-from memlab.live.brake import Cancelled
+from memlab.live.hold import Cancelled
 from memlab.plan import Plan
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer

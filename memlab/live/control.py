@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from memlab.errors import MemlabError, TraceError
-from memlab.live.brake import Brake
 from memlab.live.calibration import calibration
 from memlab.live.feed import Feed
+from memlab.live.hold import Hold
 from memlab.live.live_model import LiveModel
 from memlab.live.live_predictions import LivePredictions
 from memlab.live.pace import Pace
@@ -98,7 +98,7 @@ class Control(Observer):
         self._status_pace = Pace(share=_STATUS_SHARE)
         self._activity = Activity.IDLE
         self._doing = ""
-        self._brake = Brake()
+        self._hold = Hold()
         self._playing: Playing | None = None
         self._predicting: Playing | None = None
         self._is_predictable = True
@@ -180,7 +180,7 @@ class Control(Observer):
         self.world = "the cell trains in the background: clicks are applied at the next step" if is_beside else ""
         self.capacity_bytes = meter.device.capacity_bytes
         self._title = f"memfit · {session.workload.describe().rpartition(' · ')[0]} · {meter.device.name}"
-        self._brake.reset()
+        self._hold.reset()
         self._activity = activity
         with self._lock:
             self.feed.begin(meter, session.steps)
@@ -192,7 +192,7 @@ class Control(Observer):
             self.feed.end()
         self._meter = None
         self.world = ""
-        self._brake.reset()
+        self._hold.reset()
         self._activity = Activity.IDLE
         self.draw()
         self._request_waiting()
@@ -205,14 +205,14 @@ class Control(Observer):
 
     def step_boundary(self) -> None:
         """Stand still, or end, where that was asked for."""
-        if self._brake.is_off:
+        if self._hold.is_off:
             return
         with self._lock:
             # many short steps are taken in together
             self.feed.take_in()
-        if not self._brake.is_cancelled:
+        if not self._hold.is_cancelled:
             self._stand_still()
-        self._brake.end_if_cancelled(self.feed.step)
+        self._hold.end_if_cancelled(self.feed.step)
 
     def _stand_still(self) -> None:
         if self._meter is not None:
@@ -220,7 +220,7 @@ class Control(Observer):
         activity, self._activity = self._activity, Activity.PAUSED
         self.draw()
         try:
-            self._brake.wait()
+            self._hold.wait()
         finally:
             self._activity = activity
         self.draw()
@@ -282,7 +282,7 @@ class Control(Observer):
             return Can.NOTHING
         if self._activity is Activity.IDLE:
             return Can.SWITCH | Can.UNDO | (Can.NOTHING if self.is_taken() else Can.RUN | Can.PREDICT | Can.FIND)
-        paused = Can.RESUME if self._brake.is_held else Can.PAUSE
+        paused = Can.RESUME if self._hold.is_held else Can.PAUSE
         return Can.SWITCH | Can.CANCEL | Can.UNDO | paused
 
     def watch(self, drawn: Drawn, after_seconds: float = 0.0) -> Callable[[], None]:
@@ -331,14 +331,14 @@ class Control(Observer):
 
     def pause(self) -> None:
         if self._activity in _RUNNING:
-            self._brake.hold()
+            self._hold.begin()
             if self._playing is not None:
                 self._playing.pause()
                 self._activity = Activity.PAUSED
             self._changed()
 
     def resume(self) -> None:
-        self._brake.release()
+        self._hold.end()
         if self._playing is not None and self._activity is Activity.PAUSED:
             if self._meter is not None:
                 self._meter.pause()
@@ -351,7 +351,7 @@ class Control(Observer):
             playing = self._playing
             self.stage.when_idle(playing.cancel)
         elif self._activity is not Activity.IDLE:
-            self._brake.cancel()
+            self._hold.cancel()
         self._changed()
 
     def predict(self) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from memlab.live.brake import Cancelled
 from memlab.live.control import Control, control_of
 from memlab.live.effects import effect_of
+from memlab.live.hold import Cancelled
 from memlab.live.source import Can
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import measure
@@ -340,7 +340,7 @@ def test_ctrl_c_ends_a_pause(control: Control, workload: Workload, monkeypatch: 
         def interrupted(_seconds: float) -> bool:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(control._brake._go, "wait", interrupted)
+        monkeypatch.setattr(control._hold._go, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cell.train(1)
     assert control.moment().activity is Activity.IDLE

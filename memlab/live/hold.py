@@ -1,4 +1,4 @@
-"""`Brake`: holds or ends the loop that trains, between two steps."""
+"""`Hold`: holds or ends the loop that trains, between two steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Cancelled(KeyboardInterrupt):
     """
 
 
-class Brake:
+class Hold:
     """What the loop is to do at the next step boundary; set from any thread.
 
     Attributes:
@@ -36,10 +36,10 @@ class Brake:
         """Return whether the loop just goes on."""
         return self._go.is_set() and not self.is_cancelled
 
-    def hold(self) -> None:
+    def begin(self) -> None:
         self._go.clear()
 
-    def release(self) -> None:
+    def end(self) -> None:
         self._go.set()
 
     def cancel(self) -> None:
