@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memlab.measuring.runs import call_of
+from memlab.measuring.runs import rows_of
 from memlab.records import Measurement
 from memlab.runtime.workload import Batch, Workload
 
 
 def calibration(measurements: Iterable[Measurement], workload: Workload) -> Measurement | None:
     """Find the first measurement with times of steps on batches such as a workload's."""
-    rows = None if workload.batch is None else call_of(workload).rows or None
+    rows = rows_of(workload)
     usable = (each for each in measurements if each.step_seconds and each.samples_per_step == rows)
     return next((each for each in usable if is_of_such_batches(each, workload)), None)
 

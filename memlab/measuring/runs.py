@@ -297,6 +297,11 @@ def call_of(workload: Workload) -> Batch:
     return Batch.of(workload.batch if workload.loss_fn is None else workload.batch[0])
 
 
+def rows_of(workload: Workload) -> int | None:
+    """Rows of the batch; None when it cannot be told."""
+    return None if workload.batch is None else call_of(workload).rows or None
+
+
 def loss_in(workload: Workload, output: Any) -> torch.Tensor:
     """The loss in an output of the model, or computed from it.
 

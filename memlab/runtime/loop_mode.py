@@ -36,8 +36,7 @@ class LoopMode(TorchFunctionMode):
     def begin(self) -> None:
         """Watch this thread's code from now on; harmless when that is so already."""
         self._has_begun = True
-        if self in _paused:
-            _paused.remove(self)
+        _paused.discard(self)
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if self not in stack:
             base = 1 if stack and stack[0] is _default_device() else 0
@@ -47,16 +46,16 @@ class LoopMode(TorchFunctionMode):
         """Stop watching; harmless when done."""
         if not self._has_begun:
             return
-        if self in _paused:
-            _paused.remove(self)
-            self._has_begun = False
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if self in stack:  # else it is another thread's
+        if self in stack:
             _restack([mode for mode in stack if mode is not self])
-            self._has_begun = False
+        elif self not in _paused:
+            return  # it is another thread's
+        _paused.discard(self)
+        self._has_begun = False
 
 
-_paused: list[LoopMode] = []
+_paused: set[LoopMode] = set()
 
 
 def pause() -> None:
@@ -64,7 +63,7 @@ def pause() -> None:
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     mine = [mode for mode in stack if isinstance(mode, LoopMode)]
     if mine:
-        _paused.extend(mine)
+        _paused.update(mine)
         _restack([mode for mode in stack if mode not in mine])
 
 

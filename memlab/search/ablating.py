@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from memlab.errors import MemlabError, MissingExtraError, PlanError, RefusalError, TraceError
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.runs import require_complete, say_when_long
+from memlab.measuring.runs import require_complete, rows_of, say_when_long
 from memlab.plan import Plan, Precision
 from memlab.plan.savings import more_micro_batches, to_measure
 from memlab.plan.space import half_format
@@ -30,7 +30,7 @@ from memlab.predicting.plans import predicted_by
 from memlab.records import Measurement, Prediction
 from memlab.records.ablation import NO_GAIN, Ablation, AblationRow, added, helps, technique_words
 from memlab.runtime.workload import Workload
-from memlab.search.finding import bytes_of, compute_capability_of, require_steps, rows_of
+from memlab.search.finding import bytes_of, compute_capability_of, require_steps
 from memlab.search.trials import Run, Say, run_trial
 from memlab.units import format_bytes
 

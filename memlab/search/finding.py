@@ -22,13 +22,13 @@ import torch
 from memlab.errors import PlanError, WorkloadError
 from memlab.hardware.gpus import Gpu, gpu
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.runs import Workloads, call_of, each_of, say_when_long
+from memlab.measuring.runs import Workloads, each_of, rows_of, say_when_long
 from memlab.plan import Plan
 from memlab.plan.space import half_format, plan_space
 from memlab.predicting import predict_all
 from memlab.records import Prediction
 from memlab.records.comparison import FoundPlan
-from memlab.runtime.workload import Workload, describe_all
+from memlab.runtime.workload import describe_all
 from memlab.search.deciding import Search
 from memlab.search.trials import Say, best_of_trials, run_trial
 from memlab.units import parse_bytes
@@ -170,8 +170,3 @@ def compute_capability_of(own: torch.device, named: str | Gpu | None) -> tuple[i
     if named is not None and named.strip().casefold() != "cpu":
         return gpu(named).compute_capability
     return torch.cuda.get_device_capability(own) if named is None and own.type == "cuda" else None
-
-
-def rows_of(workload: Workload) -> int | None:
-    """Rows of the batch; None when it cannot be told."""
-    return None if workload.batch is None else call_of(workload).rows or None

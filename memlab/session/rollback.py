@@ -27,7 +27,7 @@ from memlab.plan import Plan, Tier
 from memlab.runtime import backward
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.base import Technique
-from memlab.techniques.offload.spill import Spill, resolve_tier
+from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
 
 # seen from a technique, these are either remembered on their own or keep their own books
 _LEAVES = (torch.Tensor, nn.Module, torch.optim.Optimizer, Plan, Spill, Enum)
@@ -102,9 +102,10 @@ _Mover = Callable[[torch.Tensor], _Away]
 
 
 def _sent(value: Any, away: _Mover) -> Any:
-    # paged tensors of bitsandbytes move by themselves
-    moves = type(value) is torch.Tensor and value.numel() >= SMALL_ELEMENTS and not hasattr(value, "is_paged")
-    return away(value) if moves else value
+    # paged tensors of bitsandbytes move by themselves; what a technique keeps elsewhere takes no memory of the device, and
+    # the technique knows it by its storage
+    is_plain = type(value) is torch.Tensor and value.numel() >= SMALL_ELEMENTS and not hasattr(value, "is_paged")
+    return away(value) if is_plain and not is_spilled(value.untyped_storage()) else value
 
 
 def _brought(value: Any) -> Any:

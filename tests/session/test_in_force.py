@@ -18,7 +18,9 @@ from memlab.session import session_of, sessions
 from memlab.session.in_force import InForce
 from memlab.session.rollback import Rollback
 from memlab.session.snapshot import Snapshot
+from memlab.techniques.checkpointing.checkpointing import Checkpointing
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
+from memlab.techniques.offload.spill import is_spilled
 from memlab.techniques.optimizer.optimizer import OptimizerConversion
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.helpers.switch_faults import PLAN_PAIRS, NoMemory, Run, Small, differences, happening, running
@@ -164,6 +166,39 @@ class TestShortOfMemory:
                 with pytest.raises(torch.OutOfMemoryError), NoMemory(each, lasting=True):
                     run.session.switch(new, now=True)
             assert differences(run.go_on(), expected) == []
+
+    def test_what_is_offloaded_stays_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A technique knows what it keeps elsewhere by its storage, so going back must bring that very storage."""
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def parameters_and_moments() -> list[int]:
+            moments = [value for state in optimizer.state.values() for value in state.values()]
+            return [t.untyped_storage().data_ptr() for t in (*model.parameters(), *moments) if t.numel() > 64]
+
+        def spilled() -> list[bool]:
+            return [is_spilled(parameter.untyped_storage()) for parameter in model.parameters()]
+
+        with fit(Workload(model, optimizer), "--offload params,optimizer") as session:
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            at_rest = spilled()
+            assert any(at_rest)
+            offloaded, before, tries = parameters_and_moments(), [p.detach().clone() for p in model.parameters()], []
+
+            def fails(*_: Any) -> None:
+                tries.append(len(tries))
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+            with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+                patched.setattr(Checkpointing, "attach_model", fails)
+                session.switch("--checkpoint", now=True)
+            assert len(tries) == 2
+            assert parameters_and_moments() == offloaded
+            assert spilled() == at_rest
+            assert all(map(torch.equal, before, model.parameters()))
+        assert not any(spilled())
 
     @pytest.mark.few(4)
     def test_at_any_allocation_once(self, pair: tuple[str, str]) -> None:

@@ -31,7 +31,7 @@ class Observers:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         tables: list[tuple[Any, str]] = [(module, kind) for module in modules for kind in (_BEFORE, _AFTER)]
         tables += [(nn.modules.module, kind) for kind in GLOBAL_FORWARD_HOOKS]
-        found = [(id(holder), kind, vars(holder)[kind]) for holder, kind in tables]
+        found = [(id(holder), kind, hooks) for holder, kind in tables if (hooks := vars(holder)[kind])]
         self._tables = [each for each in found if not all(map(_is_memlabs, each[2].values()))]
         self._take_part: set[tuple[int, str, int]] = set()
 

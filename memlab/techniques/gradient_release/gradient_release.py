@@ -151,7 +151,7 @@ class GradientRelease(Technique):
         self._is_withdrawn = False
         self._was_called = False  # the model, since a step: the call is where watching begins
         self._used: set[int] = set()  # parameters whose gradient was in a step and which the loop has not dropped since
-        self._gone: dict[int, Gone] = {}  # what stands for gradients that the loop would still have
+        self._gone: set[int] = set()  # parameters whose gradient was freed and which the loop has not written since
         self._lock = threading.RLock()  # hooks run on one thread for each device
         self._passes: set[int] = (
             set()
@@ -296,6 +296,9 @@ class GradientRelease(Technique):
         self._watch_no_more()
         self._was_called = True
         self._is_known = is_loop_known()
+        if self._is_known:  # nobody watches what becomes of the loop's gradients around these steps
+            self._used.clear()
+            self._gone.clear()
         output = call(*args, **kwargs)
         if self._owners and not self._is_known:  # without an optimizer no gradient is anybody's
             self._watch_loop()
@@ -306,10 +309,10 @@ class GradientRelease(Technique):
         with uninterrupted(), self._lock:
             if self._is_withdrawn:
                 return
-            if id(parameter) in self._used and not self._is_known:
+            if id(parameter) in self._used:
                 self._refuse("the loop does not drop the gradients of the step before, so that they add up", _LEAVE_OUT)
                 return
-            self._gone.pop(id(parameter), None)
+            self._gone.discard(id(parameter))
             optimizer = self._owners.get(id(parameter))
             if optimizer is None or not self._was_called:
                 return
@@ -372,7 +375,7 @@ class GradientRelease(Technique):
         """Free a gradient that has been used."""
         parameter.grad = None
         if not self._is_known:
-            self._gone[id(parameter)] = Gone(parameter, id(parameter), weakref.ref(self))
+            self._gone.add(id(parameter))
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._notice_broken_pass()
@@ -432,11 +435,10 @@ class GradientRelease(Technique):
         self._notice_broken_pass()
         if id(tensor) in self._complete:
             self._refuse(*_what_is_done())
-        gone = self._gone.get(id(tensor))
-        if gone is not None and (written is None or any(gone is value for value in written)):
-            return gone
+        if id(tensor) in self._gone and (written is None or any(isinstance(value, Gone) for value in written)):
+            return Gone(tensor, id(tensor), weakref.ref(self))
         self._used.discard(id(tensor))
-        self._gone.pop(id(tensor), None)
+        self._gone.discard(id(tensor))
         return None
 
     def gone_zeroed(self, parameter: int) -> None:

@@ -48,22 +48,22 @@ class OwnForm:
     ) -> None:
         self._whole = weakref.WeakMethod(whole)
         self._restored = weakref.WeakMethod(restored)
-        self._served: set[int] = set()
         self._saved_to: Callable[[], Any] = lambda: None
         self._saved: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def serve(self, model: nn.Module, tensors: Sequence[torch.Tensor], undo: ExitStack) -> None:
         """Answer for some tensors of a model, until undone."""
-        served = self._served = {id(tensor) for tensor in tensors}
+        served = {id(tensor) for tensor in tensors}
         for tensor in tensors:
             undo.callback(_without_attributes, tensor)
             for name, answer in zip(_NAMES, (self._reduced, self._copied), strict=True):
                 setattr(tensor, name, partial(answer, weakref.ref(tensor)))
         for module in model.modules():
-            if any(id(tensor) in served for _, tensor in _tensors_of(module)):
-                there = weakref.ref(module)
+            there, has_served = weakref.ref(module), any(id(tensor) in served for _, tensor in _tensors_of(module))
+            if has_served:
                 stand_in(module, "_save_to_state_dict", partial(self._save, there), undo)
                 stand_in(module, "_load_from_state_dict", partial(self._load, there), undo)
+            if has_served or module is model:  # the model, so that a cast is refused before any part of it is done
                 stand_in(module, "_apply", partial(self._convert, there), undo)
         if hasattr(type(model), "save_pretrained"):
             stand_in(model, "save_pretrained", partial(self._save_pretrained, weakref.ref(model)), undo)
@@ -123,26 +123,22 @@ class OwnForm:
         with self._all_restored([tensor for _, tensor in _tensors_of(module)]):
             type(module)._load_from_state_dict(module, *args, **kwargs)
 
-    def _convert(self, there: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    def _convert(
+        self, there: weakref.ref[nn.Module], change: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
         module: Any = there()
-        tensors = [tensor for _, tensor in _tensors_of(module) if id(tensor) in self._served]
-        with self._all_restored(tensors):
-            before = [tensor.data for tensor in tensors]
-            made = type(module)._apply(module, *args, **kwargs)
-            other = next((tensor.dtype for tensor in tensors if tensor.dtype is not torch.float32), None)
-            if other is None:
-                return made
-            for tensor, data in zip(tensors, before, strict=True):
-                tensor.grad = None
-                tensor.data = data
-        refusal = RefusalError(
-            "precision",
-            f"the loop converts {type(module).__name__} to {str(other).removeprefix('torch.')}, and --precision pure-bf16 "
-            "keeps its weights",
-            "leave the precision as it is, or undo it before (%memfit undo)",
-        )
-        refusal.in_loop = True
-        raise refusal
+        dtype = change(torch.empty(0, dtype=torch.float32)).dtype  # asked before any tensor of the model is changed
+        if dtype is not torch.float32:
+            refusal = RefusalError(
+                "precision",
+                f"the loop converts {type(module).__name__} to {str(dtype).removeprefix('torch.')}, and --precision "
+                "pure-bf16 keeps its weights",
+                "leave the precision as it is, or undo it before (%memfit undo)",
+            )
+            refusal.in_loop = True
+            raise refusal
+        with self._all_restored([tensor for _, tensor in _tensors_of(module)]):
+            return type(module)._apply(module, change, *args, **kwargs)
 
     def _save_pretrained(self, there: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
         model: Any = there()
