@@ -61,13 +61,14 @@ def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[f
         WorkloadError: no batch or no optimizer, or the model gives no loss.
     """
     require_complete(workload)
-    if keep:
-        yield from _steps(workload)
-        return
     start = session.plan
-    before = Snapshot(workload)
+    before = None if keep else Snapshot(workload)
+    # those of the loop's last step, where it drops them at the top
     for optimizer in workload.optimizers:
         optimizer.zero_grad(set_to_none=True)
+    if before is None:
+        yield from _steps(workload)
+        return
     try:
         yield from _steps(workload)
     finally:

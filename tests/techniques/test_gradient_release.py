@@ -7,6 +7,7 @@ import gc
 import signal
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab import Workload, fit, measure, predict
 from memlab.errors import PlanError, RefusalError, SessionError
+from memlab.live.rehearsing import steps_of
 from memlab.measuring.device import CpuDevice
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
@@ -615,17 +617,19 @@ def test_what_a_loop_does_after_its_step_is_as_ever_or_refused(after: Any) -> No
     assert len(runs[1]) > 0
 
 
+class Alternating(nn.Module):
+    """Calls one layer in even steps and the other in odd ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor, step: int) -> torch.Tensor:
+        return self.layers[step % 2](rows)  # type: ignore[no-any-return]
+
+
 def test_what_a_step_leaves_out_decays_on_zeroed_gradients() -> None:
     """Gradients that are zeroed and not dropped take part in every later step, also of layers that were not called."""
-
-    class Alternating(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-        def forward(self, rows: torch.Tensor, step: int) -> torch.Tensor:
-            return self.layers[step % 2](rows)  # type: ignore[no-any-return]
-
     trained = []
     for flags in ("", "--release-grads"):
         torch.manual_seed(0)
@@ -638,6 +642,20 @@ def test_what_a_step_leaves_out_decays_on_zeroed_gradients() -> None:
                 optimizer.zero_grad(set_to_none=False)
         trained.append([p.detach() for p in model.parameters()])
     torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=0)
+
+
+def test_steps_of_memlab_s_own_may_come_before_the_loop_has_dropped_its_gradients() -> None:
+    model, rows = Alternating(), torch.randn(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    load = Workload(model, optimizer, batch=((rows, 1), rows), loss_fn=nn.functional.mse_loss)
+    with fit(load, "--release-grads") as session:
+        for round_ in range(2):
+            for step in range(3):
+                optimizer.zero_grad()
+                model(rows, step + round_).square().mean().backward()
+                optimizer.step()
+            with closing(steps_of(load, session, keep=True)) as steps:  # a panel's
+                assert next(steps) > 0
 
 
 @pytest.mark.parametrize("order", ["before the forward", "after the forward", "after the step", "by hand"])

@@ -477,9 +477,19 @@ def test_a_cast_or_move_sees_the_masters_and_one_to_another_dtype_is_refused(tra
     with pytest.raises(RefusalError) as refusal:
         model.half()
     assert str(refusal.value) == (
-        "precision: the loop converts Embedding to float16, and --precision pure-bf16 keeps its weights; leave the "
+        "precision: the loop converts GPT2LMHeadModel to float16, and --precision pure-bf16 keeps its weights; leave the "
         "precision as it is, or undo it before (%memfit undo)"
     )
     assert model.dtype is torch.bfloat16
     assert_same(fit_and_undone(session), expected)
     model.load_state_dict(masters)
+
+
+def test_a_cast_that_is_refused_leaves_every_part_as_it_was() -> None:
+    """Batch norm keeps its weights whole, and a cast comes to it before it comes to what is split."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    with fit(workload(model), "--precision pure-bf16"):
+        with pytest.raises(RefusalError, match="the loop converts Sequential to float64"):
+            model.double()
+        assert model[0].weight.dtype is torch.float32
+        assert model[1].weight.dtype is torch.bfloat16
