@@ -212,7 +212,7 @@ def keep_out_of_copies(module: nn.Module, undo: ExitStack) -> None:
 
     def restore() -> None:
         is_needed = any(isinstance(value, _StandIn) for value in instance.values()) or any(
-            _is_ours(hook) for key in _HOOKS for hook in instance[key].values()
+            is_ours(hook) for key in _HOOKS for hook in instance[key].values()
         )
         if not is_needed:
             instance.pop(_STATE, None)
@@ -221,8 +221,10 @@ def keep_out_of_copies(module: nn.Module, undo: ExitStack) -> None:
     instance[_STATE] = functools.partial(_state_without_stand_ins, weakref.ref(module))
 
 
-def _is_ours(hook: Any) -> bool:
-    return type(hook).__module__.partition(".")[0] == "memlab"
+def is_ours(hook: Any) -> bool:
+    """Return whether a hook is memlab's own: no copy has it, and what is put back of a module leaves it alone."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).partition(".")[0] == "memlab"
 
 
 class _StandIn:
@@ -276,7 +278,7 @@ def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
             own[key] = users
     for key in _HOOKS:
         if key in own:
-            own[key] = type(own[key])((number, hook) for number, hook in own[key].items() if not _is_ours(hook))
+            own[key] = type(own[key])((number, hook) for number, hook in own[key].items() if not is_ours(hook))
     return own
 
 

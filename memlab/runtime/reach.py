@@ -24,6 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab.runtime.hooks import is_ours
 from memlab.runtime.rng import is_generator
 
 # stands for what is not there
@@ -46,7 +47,7 @@ _HOOK_TABLES = (*_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_ca
 
 
 class ModuleHooks:
-    """The hooks of a module as they are now.
+    """The hooks of a module as they are now, without memlab's own: a plan may have come since, or gone.
 
     A forward may register hooks in its first call, and note in an attribute that it has: both are put back, or neither.
 
@@ -56,20 +57,35 @@ class ModuleHooks:
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.attributes = attributes
-        self._before = {key: dict(attributes[key]) for key in _HOOK_TABLES if attributes[key]}
+        self._before = self._now()
 
     @property
     def are_changed(self) -> bool:
         """Return whether some were registered or removed since; most modules have none, at no cost."""
-        now, before = self.attributes, self._before
-        return any((now[key] or key in before) and now[key].keys() != before.get(key, {}).keys() for key in _HOOKS)
+        has_any = self._before or any(self.attributes[key] for key in _HOOKS)
+        return bool(has_any) and _numbers(self._now()) != _numbers(self._before)
 
     def restore(self) -> None:
         """Put them back; what is there already stays as it is."""
-        if self.are_changed:
-            for key in _HOOK_TABLES:
-                self.attributes[key].clear()
-                self.attributes[key].update(self._before.get(key, {}))
+        if not self.are_changed:
+            return
+        users = self._now()
+        for key in _HOOK_TABLES:
+            table, before = self.attributes[key], self._before.get(key, {})
+            for number in users.get(key, {}).keys() - before.keys():
+                del table[number]
+            table.update({number: value for number, value in before.items() if number not in table})
+
+    def _now(self) -> dict[str, dict[int, Any]]:
+        """Hooks and what was asked for with them, by table and number; without empty tables."""
+        tables = {key: self.attributes[key] for key in _HOOK_TABLES if self.attributes[key]}
+        ours = {number for key in _HOOKS for number, hook in tables.get(key, {}).items() if is_ours(hook)}
+        users = {key: {n: value for n, value in table.items() if n not in ours} for key, table in tables.items()}
+        return {key: table for key, table in users.items() if table}
+
+
+def _numbers(tables: dict[str, dict[int, Any]]) -> dict[str, Collection[int]]:
+    return {key: table.keys() for key, table in tables.items() if key in _HOOKS}
 
 
 class Walk(ABC):

@@ -25,6 +25,7 @@ from memlab.errors import SessionError, WorkloadError
 from memlab.measuring.device import device_for
 from memlab.measuring.ledger import Ledger
 from memlab.measuring.steps import Meter
+from memlab.rescue.guard import Start
 from memlab.runtime.observer import Observer
 from memlab.session import Session, session_of, sessions
 from memlab.session.snapshot import Snapshot
@@ -918,3 +919,25 @@ def test_hooks_that_a_first_forward_registers_are_there_once(flags: str, before:
 
 def hooks_of(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def test_what_a_call_puts_back_are_the_hooks_of_others() -> None:
+    """A plan may come between a call and its repetition: its hooks are no effect of the call."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    kept = model[0].register_forward_hook(_look_on)
+    start = Start(model, torch.device("cpu"))
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--offload params"):
+        streamed = {block: dict(block._forward_pre_hooks) for block in model}
+        assert all(streamed.values())
+        model[1].register_forward_hook(_look_on)
+        kept.remove()
+        start.restore()
+        assert {block: dict(block._forward_pre_hooks) for block in model} == streamed
+        assert [_look_on in block._forward_hooks.values() for block in model] == [True, False, False]
+        inside = Start(model, torch.device("cpu"))
+    inside.restore()
+    assert not any(block._forward_pre_hooks for block in model)
+
+
+def _look_on(*_: Any) -> None:
+    pass

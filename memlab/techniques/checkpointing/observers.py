@@ -6,6 +6,7 @@ norm, spectral norm); running the part again runs it again. Any other looks on: 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from memlab.runtime.hooks import is_ours
 from memlab.runtime.reach import GLOBAL_FORWARD_HOOKS
 
 _BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
 # where the engines are at home that memlab itself puts on models: their hooks bring parameters
-_OF_ENGINES = ("memlab", "deepspeed", "torch.distributed")
+_OF_ENGINES = ("deepspeed", "torch.distributed")
 
 
 class Observers:
@@ -32,7 +34,7 @@ class Observers:
         tables: list[tuple[Any, str]] = [(module, kind) for module in modules for kind in (_BEFORE, _AFTER)]
         tables += [(nn.modules.module, kind) for kind in GLOBAL_FORWARD_HOOKS]
         found = [(id(holder), kind, hooks) for holder, kind in tables if (hooks := vars(holder)[kind])]
-        self._tables = [each for each in found if not all(map(_is_memlabs, each[2].values()))]
+        self._tables = [each for each in found if not all(map(is_ours, each[2].values()))]
         self._take_part: set[tuple[int, str, int]] = set()
 
     @property
@@ -76,6 +78,7 @@ class Observers:
             self._take_part.add(name)
             return hook
 
+        @functools.wraps(hook)  # it stays the user's for who looks at the table meanwhile
         def watched(module: nn.Module, *given: Any) -> Any:
             before = _looks_of(module, given)
             result = hook(module, *given)
@@ -92,15 +95,8 @@ def _fill(table: Any, hooks: dict[int, Any]) -> None:
 
 
 def _is_of_an_engine(hook: Any) -> bool:
-    return hasattr(hook, "in_use") or _home_of(hook).startswith(_OF_ENGINES)
-
-
-def _is_memlabs(hook: Any) -> bool:
-    return _home_of(hook).startswith("memlab")
-
-
-def _home_of(hook: Any) -> str:
-    return str(getattr(hook, "__module__", None) or type(hook).__module__)
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return hasattr(hook, "in_use") or is_ours(hook) or str(home).startswith(_OF_ENGINES)
 
 
 def _looks_of(module: nn.Module, given: Any) -> tuple[Any, ...]:
