@@ -15,7 +15,7 @@ root_doc = "README"
 include_patterns = ["*.md", "docs/*.md", "notebooks/*.ipynb", "tests/emulated_gpu/*.md"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # committed outputs are shown
-suppress_warnings = ["mystnb.unknown_mime_type"]  # a live figure of plotly: its static picture is shown
+suppress_warnings = ["mystnb.unknown_mime_type"]  # a live figure: its static picture is shown
 
 _MENU = """
 ```{{toctree}}

@@ -33,7 +33,7 @@ from memlab.techniques.scale import LiveEngine, Scaling
 if TYPE_CHECKING:
     from memlab.building import build
     from memlab.inferring.inference import inference
-    from memlab.jupyter.panels import panel
+    from memlab.jupyter.panel import panel
     from memlab.scaleout.launching import launch
     from memlab.scaleout.predicting import compare_ranks, how_many, predict_ranks
 
@@ -70,7 +70,7 @@ _GUESTS = {
     "how_many": "memlab.scaleout.predicting",
     "inference": "memlab.inferring.inference",
     "launch": "memlab.scaleout.launching",
-    "panel": "memlab.jupyter.panels",
+    "panel": "memlab.jupyter.panel",
     "predict_ranks": "memlab.scaleout.predicting",
 }
 
@@ -87,13 +87,13 @@ def __dir__() -> list[str]:
 
 def _live_engine(plan: Plan, workload: Workload) -> LiveEngine:
     """The engine of a plan; imported when one is wanted, since what it needs of torch is slow to import."""
-    from memlab.scaleout.in_kernel import live_engine
+    from memlab.scaleout.engines import live_engine
 
     return live_engine(plan, workload)
 
 
 def _reports() -> Any:
-    """What shows records; imported when one is shown."""
+    """Return the module that shows records; imported when one is shown."""
     from memlab.report import showing
 
     return showing

@@ -19,9 +19,8 @@ _EXTRAS = {
     "tokenizers": ("the course's text", "lab"),
     "accelerate": ("a Transformers folder built on a GPU", "lab"),
     "matplotlib": ("the picture of a receipt", "lab"),
-    "plotly": ("live figures", "lab"),
-    "anywidget": ("the live figure of the panel", "lab"),
-    "ipywidgets": ("the widget panel", "lab"),
+    "anywidget": ("the panel", "lab"),
+    "ipywidgets": ("the panel", "lab"),
     "IPython": ("the magics", "lab"),
     "cloudpickle": ("training in many processes", "lab"),
     "deepspeed": ("ZeRO", "deepspeed"),
@@ -36,12 +35,6 @@ def available(package: str) -> bool:
 def require(package: str) -> ModuleType:
     """Import an optional package.
 
-    Args:
-        package: import name, one of those memlab declares as an extra.
-
-    Returns:
-        The imported module.
-
     Raises:
         MissingExtraError: it is not installed; the message holds the command that installs it.
     """
@@ -54,9 +47,6 @@ def require(package: str) -> ModuleType:
 
 def require_installed(package: str) -> None:
     """Raise as `require` does where an optional package is missing, without importing it.
-
-    Args:
-        package: import name, one of those memlab declares as an extra.
 
     Raises:
         MissingExtraError: it is not installed.

@@ -1,6 +1,7 @@
 """Bytes, durations and percentages: parsing and printing.
 
-Sizes are binary everywhere (1 GiB = 2**30 bytes); decimal units are refused rather than guessed.
+Sizes are printed in binary units (1 GiB = 2**30 bytes). GB, MB and KB are read as powers of 1000, as standards have it;
+a lone G, M or K as binary, as the tools of the command line have it.
 """
 
 from __future__ import annotations
@@ -12,33 +13,34 @@ from memlab.errors import PlanError
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
-_UNITS = {"b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+SIZE_UNITS = {
+    "b": 1,
+    **{name: 1024**power for power, letter in enumerate("kmgt", 1) for name in (letter, f"{letter}ib")},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]+)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size such as ``"8GiB"`` or ``"512 MiB"``.
+    """Read a size such as ``"8GiB"``, ``"512 MiB"`` or ``"24GB"``.
 
     Args:
-        text: a number followed by B, KiB, MiB, GiB or TiB (any letter case).
-
-    Returns:
-        The size in bytes.
+        text: a number and its unit: B, KiB to TiB or K to T (powers of 1024), KB to TB (powers of 1000), in any letter case.
 
     Raises:
-        PlanError: no unit, a decimal unit (GB), or not a positive number.
+        PlanError: no unit, an unknown one, or not a positive number.
 
     Example:
-        >>> parse_bytes("1.5GiB")
-        1610612736
+        >>> parse_bytes("1.5GiB"), parse_bytes("2G"), parse_bytes("24 GB")
+        (1610612736, 2147483648, 24000000000)
     """
     match = _SIZE.fullmatch(text)
     unit = match.group(2).lower() if match else ""
-    if match is None or unit not in _UNITS:
-        raise PlanError(f"size {text!r}: expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'")
-    size = int(float(match.group(1)) * _UNITS[unit])
+    if match is None or unit not in SIZE_UNITS:
+        raise PlanError(f"size {text!r}: expected a number above zero and its unit, as in '8GiB', '512MiB' or '24GB'")
+    size = int(float(match.group(1)) * SIZE_UNITS[unit])
     if size <= 0:
-        raise PlanError(f"size {text!r}: must be more than zero")
+        raise PlanError(f"size {text!r}: must be one byte or more")
     return size
 
 

@@ -7,7 +7,7 @@ the numbers, `allocator` the order of things, `expandable` the segments that gro
 from __future__ import annotations
 
 from memlab.allocator.allocator import Allocator
-from memlab.allocator.blocks import Block, Segment, SegmentBlock
+from memlab.allocator.blocks import Block, MemorySegment, SegmentBlock
 from memlab.allocator.history import Action, Context, Entry, Event, Frame
 from memlab.allocator.memory_viz import memory_viz
 from memlab.allocator.settings import Settings
@@ -22,8 +22,8 @@ __all__ = [
     "Entry",
     "Event",
     "Frame",
+    "MemorySegment",
     "OutOfMemory",
-    "Segment",
     "SegmentBlock",
     "Settings",
     "Statistics",

@@ -19,17 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memlab.allocator.blocks import Block, Device, Pool, Segment, segments_of
+from memlab.allocator.blocks import Block, BlockPool, DeviceMemory, MemorySegment, segments_of
 from memlab.allocator.expandable import ExpandableSegments
-from memlab.allocator.history import NO_CONTEXT, Action, Context, Entry, Event, History
+from memlab.allocator.history import NO_CONTEXT, Action, Context, Entry, Event, EventHistory
 from memlab.allocator.settings import Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, UNLIMITED_BYTES, round_size, segment_size
-from memlab.allocator.statistics import Counters, DoesNotFitError, Meter, OutOfMemory, Statistics, values_of
+from memlab.allocator.statistics import Counters, DoesNotFitError, OutOfMemory, PoolStatistics, Statistics, values_of
 from memlab.errors import MemlabError
 
 
 class Allocator:
     """Serves requests for bytes as torch would on a CUDA device, and counts as torch counts.
+
+    It is long because a request goes through torch's own steps in torch's order (cached block, driver, collection,
+    splitting), each of which changes the same pools and counters.
 
     Args:
         settings: as parsed from PYTORCH_ALLOC_CONF; torch's defaults when left out.
@@ -61,13 +64,13 @@ class Allocator:
         _check_positive("capacity_bytes", capacity_bytes)
         _check_positive("device_bytes", device_bytes)
         self.settings = settings or Settings()
-        self._device = Device(capacity_bytes, device_bytes)
+        self._device = DeviceMemory(capacity_bytes, device_bytes)
         self._allowed = _allowed_bytes(self.settings, capacity_bytes, device_bytes)
         self._counters = Counters()
-        self._meters = {"all": Meter(), "small_pool": Meter(), "large_pool": Meter()}
-        self._small = Pool(is_small=True, meters=(self._meters["all"], self._meters["small_pool"]))
-        self._large = Pool(is_small=False, meters=(self._meters["all"], self._meters["large_pool"]))
-        self._history = History(history)
+        self._meters = {"all": PoolStatistics(), "small_pool": PoolStatistics(), "large_pool": PoolStatistics()}
+        self._small = BlockPool(is_small=True, meters=(self._meters["all"], self._meters["small_pool"]))
+        self._large = BlockPool(is_small=False, meters=(self._meters["all"], self._meters["large_pool"]))
+        self._history = EventHistory(history)
         self._ranges = ExpandableSegments(
             self._device, self.settings.large_segment_bytes, self._counters, self._history
         )
@@ -129,6 +132,12 @@ class Allocator:
                 elif not block.is_split:
                     self._release(block)
 
+    def reset_peaks(self) -> None:
+        """Let peaks start from what there is now, as `torch.cuda.reset_peak_memory_stats` does."""
+        for meter in self._meters.values():
+            for _, stat in meter.stats():
+                stat.peak = stat.current
+
     def replay(self, events: Iterable[Event]) -> Statistics:
         """Serve what a program asked for, in order, up to its end or to the first request that does not fit.
 
@@ -158,7 +167,7 @@ class Allocator:
         """The numbers `torch.cuda.memory_stats` would show."""
         return Statistics(values_of(self._meters, self._counters, self._max_split), out_of_memory)
 
-    def snapshot(self) -> tuple[Segment, ...]:
+    def snapshot(self) -> tuple[MemorySegment, ...]:
         """Every segment with its blocks, by address; of an expandable one, every stretch that is mapped."""
         free = (block for pool in (self._small, self._large) for block in pool.free_blocks())
         return segments_of([*self._active.values(), *free])
@@ -187,7 +196,7 @@ class Allocator:
                 raise MemlabError(f"replay: storage {event.storage} is freed but not alive; its birth must come first")
             self.free(self._storages.pop(event.storage))
 
-    def _cached(self, pool: Pool, size: int, stream: int) -> Block | None:
+    def _cached(self, pool: BlockPool, size: int, stream: int) -> Block | None:
         if self._collects:
             pool.lookups += 1
         block = pool.best_fit(size, stream)
@@ -200,7 +209,7 @@ class Allocator:
             return block.size < self._max_split
         return block.size < size + self.settings.unsplit_slack_bytes
 
-    def _fresh(self, pool: Pool, size: int, stream: int, requested: int, context: Context) -> Block:
+    def _fresh(self, pool: BlockPool, size: int, stream: int, requested: int, context: Context) -> Block:
         if self._collects:
             self._collect_garbage()
         block = self._ask_driver(pool, size, stream, context)
@@ -214,7 +223,7 @@ class Allocator:
             raise DoesNotFitError(self._out_of_memory(size, stream, requested, context))
         return block
 
-    def _ask_driver(self, pool: Pool, size: int, stream: int, context: Context) -> Block | None:
+    def _ask_driver(self, pool: BlockPool, size: int, stream: int, context: Context) -> Block | None:
         wanted = segment_size(size, self.settings.large_segment_bytes)
         # torch compares with the size of a segment also where only pages would be mapped (`alloc_block`)
         if self._allowed is not None and self._device.used_bytes + wanted > self._allowed:
@@ -223,7 +232,7 @@ class Allocator:
             return self._ranges.grow(pool, stream, size, context)
         return self._new_segment(pool, wanted, stream, context)
 
-    def _new_segment(self, pool: Pool, size: int, stream: int, context: Context) -> Block | None:
+    def _new_segment(self, pool: BlockPool, size: int, stream: int, context: Context) -> Block | None:
         if not self._device.take(size):
             return None
         block = Block(self._device.new_addresses(size), size, stream, pool)
@@ -283,7 +292,7 @@ class Allocator:
         self._counters.num_device_free += 1
         self._history.add(Action.SEGMENT_FREE, block.address, block.size, block.stream)
 
-    def _release_oversize(self, pool: Pool, size: int, stream: int) -> bool:
+    def _release_oversize(self, pool: BlockPool, size: int, stream: int) -> bool:
         """Free blocks above the split limit, enough for the request (`release_available_cached_blocks`)."""
         if self._max_split == UNLIMITED_BYTES:
             return False

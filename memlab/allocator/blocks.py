@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from memlab.allocator.history import NO_CONTEXT, Context
 from memlab.allocator.sizes import OWN_SEGMENT_STEP_BYTES, UNLIMITED_BYTES, round_up
-from memlab.allocator.statistics import Meter
+from memlab.allocator.statistics import PoolStatistics
 
 # where a CUDA process finds its device memory; only the order of addresses matters, and that traces look familiar
 _FIRST_ADDRESS = 0x7F00_0000_0000
@@ -16,7 +16,7 @@ _FIRST_ADDRESS = 0x7F00_0000_0000
 _UNLIMITED_DEVICE_BYTES = 2**40
 
 
-class Device:
+class DeviceMemory:
     """Memory that is taken and given back by whole segments and pages.
 
     Args:
@@ -76,7 +76,7 @@ class Block:
         "requested", "size", "stream",
     )  # fmt: skip
 
-    def __init__(self, address: int, size: int, stream: int, pool: Pool, range: Range | None = None) -> None:  # noqa: A002
+    def __init__(self, address: int, size: int, stream: int, pool: BlockPool, range: Range | None = None) -> None:  # noqa: A002
         self.address = address
         self.size = size
         self.stream = stream
@@ -134,10 +134,10 @@ class Block:
         return other.size
 
 
-class Pool:
+class BlockPool:
     """The free and the unmapped blocks of one pool."""
 
-    def __init__(self, *, is_small: bool, meters: tuple[Meter, Meter]) -> None:
+    def __init__(self, *, is_small: bool, meters: tuple[PoolStatistics, PoolStatistics]) -> None:
         self.is_small = is_small
         self.meters = meters
         self.lookups = 0
@@ -205,7 +205,7 @@ class SegmentBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class MemorySegment:
     """Memory from the driver in one piece, or a mapped stretch of an expandable segment."""
 
     address: int  # where it begins
@@ -227,16 +227,16 @@ class Segment:
         return sum(block.requested for block in self.blocks)
 
 
-def segments_of(blocks: Iterable[Block]) -> tuple[Segment, ...]:
+def segments_of(blocks: Iterable[Block]) -> tuple[MemorySegment, ...]:
     """Put blocks together into their segments, by address."""
     heads = (block for block in blocks if block.prev is None or not block.prev.mapped)
     return tuple(_segment(head) for head in sorted(heads, key=lambda head: head.address))
 
 
-def _segment(head: Block) -> Segment:
+def _segment(head: Block) -> MemorySegment:
     blocks = []
     block: Block | None = head
     while block is not None and block.mapped:
         blocks.append(SegmentBlock(block.address, block.size, block.requested, block.allocated, block.context))
         block = block.next
-    return Segment(head.address, head.stream, head.pool.is_small, head.range is not None, tuple(blocks))
+    return MemorySegment(head.address, head.stream, head.pool.is_small, head.range is not None, tuple(blocks))

@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from memlab.allocator.blocks import Block, Device, Pool, Range
-from memlab.allocator.history import Action, Context, History
+from memlab.allocator.blocks import Block, BlockPool, DeviceMemory, Range
+from memlab.allocator.history import Action, Context, EventHistory
 from memlab.allocator.sizes import SMALL_SEGMENT_BYTES, round_up
 from memlab.allocator.statistics import Counters
 
@@ -19,13 +19,13 @@ from memlab.allocator.statistics import Counters
 class ExpandableSegments:
     """Maps and unmaps pages for both pools."""
 
-    def __init__(self, device: Device, large_page_bytes: int, counters: Counters, history: History) -> None:
+    def __init__(self, device: DeviceMemory, large_page_bytes: int, counters: Counters, history: EventHistory) -> None:
         self._device = device
         self._large_page_bytes = large_page_bytes
         self._counters = counters
         self._history = history
 
-    def grow(self, pool: Pool, stream: int, size: int, context: Context) -> Block | None:
+    def grow(self, pool: BlockPool, stream: int, size: int, context: Context) -> Block | None:
         """A free block of at least `size`, or None when the device has too few pages (`try_allocate_expandable_block`).
 
         Pages mapped before the device ran out stay mapped, as in torch; the retry unmaps them.
@@ -47,7 +47,7 @@ class ExpandableSegments:
         if not block.mapped and not block.is_split:
             block.pool.remove(block)
 
-    def _find(self, pool: Pool, stream: int, size: int) -> Block:
+    def _find(self, pool: BlockPool, stream: int, size: int) -> Block:
         for _, unmapped in pool.unmapped_on(stream):
             before = unmapped.prev
             start = before if before is not None and not before.allocated else unmapped
@@ -55,7 +55,7 @@ class ExpandableSegments:
                 return start
         return self._new_range(pool, stream, size)
 
-    def _new_range(self, pool: Pool, stream: int, size: int) -> Block:
+    def _new_range(self, pool: BlockPool, stream: int, size: int) -> Block:
         page = SMALL_SEGMENT_BYTES if pool.is_small else self._large_page_bytes
         total = self._device.total_bytes
         # 1⅛ as in `find_expandable_block`; larger only where a device without a limit is asked for more than that

@@ -1,4 +1,4 @@
-"""What a program asks of the allocator (`Event`), and what the allocator does (`Entry`), as torch records it."""
+"""Requests of a program (`Event`) and actions of the allocator (`Entry`), as torch records them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Entry:
     context: Context  # where the request came from
 
 
-class History:
+class EventHistory:
     """Entries in order; does nothing unless it is switched on."""
 
     __slots__ = ("entries", "on", "seconds")

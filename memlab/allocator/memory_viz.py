@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.allocator.allocator import Allocator
-from memlab.allocator.blocks import Segment, SegmentBlock
+from memlab.allocator.blocks import MemorySegment, SegmentBlock
 from memlab.allocator.history import Action, Context, Entry
 from memlab.allocator.settings import Settings
 
@@ -31,7 +31,7 @@ def memory_viz(allocator: Allocator) -> dict[str, Any]:
     }
 
 
-def _segment(segment: Segment) -> dict[str, Any]:
+def _segment(segment: MemorySegment) -> dict[str, Any]:
     return {
         "device": 0,
         "address": segment.address,

@@ -92,7 +92,7 @@ class Stat:
             yield f"{name}.{part}", getattr(self, part)
 
 
-class Meter:
+class PoolStatistics:
     """The nine numbers of one pool, or of both together."""
 
     __slots__ = NAMES
@@ -165,7 +165,7 @@ class Statistics:
         return self.values["reserved_bytes.all.peak"]
 
 
-def values_of(meters: Mapping[str, Meter], counters: Counters, max_split_bytes: int) -> dict[str, int]:
+def values_of(meters: Mapping[str, PoolStatistics], counters: Counters, max_split_bytes: int) -> dict[str, int]:
     """All numbers under their flat names, sorted as torch sorts them."""
     values = {
         flat: number

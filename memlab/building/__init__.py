@@ -15,7 +15,7 @@ from torch import nn
 from memlab.building import pretrained
 from memlab.building.files import listed, load_weights
 from memlab.building.gradual import built_gradually
-from memlab.building.target import Target
+from memlab.building.target import BuildTarget
 from memlab.errors import BuildError
 
 __all__ = ["build"]
@@ -77,12 +77,12 @@ def build(
         >>> model.weight.dtype
         torch.bfloat16
     """
-    target = Target.parse(device, dtype)
+    target = BuildTarget.parse(device, dtype)
     with _surroundings_kept():
         return _made(factory, target, None if weights is None else Path(weights), strict)
 
 
-def _made(factory: Any, target: Target, weights: Path | None, strict: bool) -> nn.Module:
+def _made(factory: Any, target: BuildTarget, weights: Path | None, strict: bool) -> nn.Module:
     model_class, source = _class_and_source(factory)
     if model_class is None and callable(source):
         return _from_callable(source, target, weights, strict)
@@ -112,15 +112,15 @@ def _class_and_source(factory: Any) -> tuple[Any, Any]:
     raise BuildError(f"factory {factory!r}: expected {_FACTORIES}")
 
 
-def _from_config(model_class: Any, config: Any, target: Target) -> nn.Module:
+def _from_config(model_class: Any, config: Any, target: BuildTarget) -> nn.Module:
     dtype = target.dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     make = partial(pretrained.from_config, model_class, config)
-    model = _from_callable(make, Target(target.device, dtype), None, True)
+    model = _from_callable(make, BuildTarget(target.device, dtype), None, True)
     pretrained.note_dtype(model, dtype)
     return model
 
 
-def _from_callable(factory: Callable[[], Any], target: Target, weights: Path | None, strict: bool) -> nn.Module:
+def _from_callable(factory: Callable[[], Any], target: BuildTarget, weights: Path | None, strict: bool) -> nn.Module:
     draw = weights is None or not strict  # what is overwritten anyway need not be drawn
     model: nn.Module
     with _random_state_kept(not draw):

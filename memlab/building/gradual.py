@@ -31,12 +31,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memlab.runtime.aliases import is_shared
 from memlab.units import MIB
 
 WIDE_BYTES = 32 * MIB
 _HOST = torch.device("cpu")
-# references to the storage of a parameter that nobody shares: the parameter's and the one made to count them
-_UNSHARED = 2
 
 _Tensor = torch.Tensor
 # what a parameter is asked or told without its values being looked at
@@ -146,7 +145,7 @@ class Gradual(TorchFunctionMode):
 
     def _left_out(self, parameter: torch.Tensor) -> torch.Tensor:
         """Zeros instead of a draw, in memory that is not touched before the weights arrive."""
-        if parameter in self._narrow or _shared(parameter) or parameter in self._chosen:
+        if parameter in self._narrow or is_shared(parameter) or parameter in self._chosen:
             parameter.data.zero_()
         else:
             self._wide.pop(parameter, None)  # type: ignore[no-untyped-call]
@@ -175,7 +174,7 @@ class Gradual(TorchFunctionMode):
         for parameter in wide:
             if too_much <= 0:
                 return
-            if not _shared(parameter) and all(parameter is not tensor for tensor in in_use):
+            if not is_shared(parameter) and all(parameter is not tensor for tensor in in_use):
                 too_much -= parameter.nbytes
                 self._make_narrow(parameter)
 
@@ -238,12 +237,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _shared(parameter: torch.Tensor) -> bool:
-    return bool(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > _UNSHARED)
-
-
 def _values(nested: Any) -> Iterator[Any]:
-    """Everything in nested tuples, lists and dictionaries."""
+    """Return every value in nested tuples, lists and dictionaries."""
     if isinstance(nested, dict):
         nested = nested.values()
     elif not isinstance(nested, (tuple, list)):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memlab.building.files import disagreement, listed
-from memlab.building.target import Target
+from memlab.building.target import BuildTarget
 from memlab.errors import BuildError
 from memlab.extras import available, require
 
@@ -68,7 +68,7 @@ def note_dtype(model: Any, dtype: torch.dtype) -> None:
             each.dtype = dtype
 
 
-def from_folder(model_class: Any, folder: Path, target: Target, *, strict: bool) -> nn.Module:
+def from_folder(model_class: Any, folder: Path, target: BuildTarget, *, strict: bool) -> nn.Module:
     """A model from a folder that `save_pretrained` wrote, each tensor read into its place.
 
     Raises:

@@ -13,14 +13,14 @@ _BY_NAME = _SHORT_NAMES | {str(dtype).removeprefix("torch."): dtype for dtype in
 
 
 @dataclass(frozen=True)
-class Target:
+class BuildTarget:
     """Device and number format of a model to be built."""
 
-    device: torch.device  # where its tensors shall be
+    device: torch.device  # where its tensors are to be
     dtype: torch.dtype | None  # format of its floating-point tensors; None leaves the choice to the factory
 
     @classmethod
-    def parse(cls, device: torch.device | str, dtype: torch.dtype | str | None) -> Target:
+    def parse(cls, device: torch.device | str, dtype: torch.dtype | str | None) -> BuildTarget:
         """Read and check what the user gave.
 
         Raises:

@@ -34,7 +34,7 @@ def offloads_model_states(plan: Plan) -> bool:
 
 
 def replacement_of(plan: Plan) -> Replacement:
-    """What takes the place of the user's optimizer; AdamW stands for one that the plan keeps.
+    """Return the optimizer that takes the place of the user's optimizer; AdamW stands for one that the plan keeps.
 
     Raises:
         PlanError: no single call makes it.

@@ -150,7 +150,7 @@ _TRAINER_TILES = """
 
 _TRAINER_GRADIENTS = """
 # TrainingArguments cannot free gradients in the backward pass: see update_in_backward in
-# memlab.export(plan, to="torch"). Trainer clips gradients, which needs all of them: it would take max_grad_norm=0"""
+# memlab.export(plan, to="torch"). Trainer takes the norm of all gradients in every step, which needs all of them"""
 
 
 def _trainer_activations(plan: Plan) -> str:

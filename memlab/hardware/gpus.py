@@ -149,9 +149,6 @@ def smallest_that_holds(size_bytes: int) -> Gpu | None:
 
     Of GPUs with the same memory, the one with the lower bandwidth: the cheaper one, as a rule.
 
-    Args:
-        size_bytes: bytes needed on the device, with what the driver and CUDA need.
-
     Example:
         >>> smallest_that_holds(20 * 2**30).name
         'L4'

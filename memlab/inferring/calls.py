@@ -21,7 +21,7 @@ import torch
 
 from memlab.inferring import cache
 from memlab.inferring.cache import CacheShape
-from memlab.measuring.device import Device, Mark
+from memlab.measuring.device import Device, TimeMark
 from memlab.measuring.ledger import Holding, inputs_of
 from memlab.measuring.observation import Observation
 from memlab.records import Category, Phase
@@ -36,13 +36,13 @@ _MOST_CALLS = 10_000
 class _Run:
     """A call that is under way, or that has not been timed yet."""
 
-    begin: Mark
+    begin: TimeMark
     rows: int
     tokens: int
     observed: bool
     is_generate: bool
-    first_end: Mark | None = None
-    end: Mark | None = None
+    first_end: TimeMark | None = None
+    end: TimeMark | None = None
     passes: int = 0
     fed: int = 0  # tokens of each row that the cache has seen
     continued: int = 0  # of those, what came after the first pass

@@ -23,9 +23,9 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from memlab.errors import PlanError, RefusalError, SessionError, TraceError, WorkloadError
-from memlab.inferring.batches import Call, proven
 from memlab.inferring.cache import caches_in, shape_of
 from memlab.inferring.calls import CallMeter
 from memlab.inferring.weights import HalfWeights
@@ -34,7 +34,7 @@ from memlab.measuring.ledger import Holding, gradients_of, parameters_of, state_
 from memlab.plan import Plan, Precision
 from memlab.plan.fields import BY_NAME
 from memlab.records import Category
-from memlab.records.inference import BatchAdvice, CallKind, InferenceRecord
+from memlab.records.inference import InferenceRecord
 from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.hooks import CallHook, is_compiled, on_first_step, stand_in
 from memlab.runtime.interrupts import uninterrupted
@@ -42,7 +42,6 @@ from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.workload import Batch, Workload, steps_some_of, unwrap_model
 from memlab.session import session_of
 from memlab.trace.tracer import Tracer
-from memlab.units import parse_bytes
 
 _NO_GRADIENT = ("does not require grad", "does not have a grad_fn")
 _TRAINS = "train it without --inference (from Python: outside of memlab.inference)"
@@ -76,8 +75,7 @@ class Inference:
         self._meter = CallMeter(device, self._held, shape_of(self.model))
         self._records: tuple[InferenceRecord, ...] | None = None
         self._switched: list[nn.Module] = []  # in eval mode while a call runs
-        self._largest: dict[CallKind, Call] = {}
-        self._with_graph: Call | None = None  # of a forward for which gradients were on
+        self._with_graph: Batch | None = None  # the largest forward for which gradients were on
         self._depth = 0  # calls of the cell's own that are running, on several threads perhaps
         self._thread: int | None = None  # whose call is measured
         self._idle = threading.Condition()
@@ -114,42 +112,13 @@ class Inference:
             None when the cell had switched gradients off itself, no parameter could get one, there was no forward
             outside of a generation, or the model cannot be predicted.
         """
-        call = self._with_graph
-        if call is None or not any(parameter.requires_grad for parameter in self.model.parameters()):
+        batch = self._with_graph
+        if batch is None or not any(parameter.requires_grad for parameter in self.model.parameters()):
             return None
         try:
-            return Tracer(Workload(self.model, batch=call.batch)).one_graph()
+            return Tracer(Workload(self.model, batch=batch)).one_graph()
         except TraceError:
             return None
-
-    def largest_batch(self, budget: str | int | None = None, kind: CallKind | None = None) -> BatchAdvice:
-        """Return the most rows of the largest call that fit, verified by running it with other numbers of rows.
-
-        Rows are repeated to make the batches; random state is put back. What is run is not part of `records`.
-
-        Args:
-            budget: size that they must fit into, as in "8GiB"; by default what the device holds.
-            kind: of calls; by default the one that needs most memory.
-
-        Raises:
-            WorkloadError: no call to repeat, or nothing it needs grows with its rows.
-            BudgetError: not one row fits.
-            SessionError: the inference has ended.
-        """
-        if not self.attached:
-            raise SessionError("this inference is over: ask within the block")
-        budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget or self.capacity_bytes
-        if budget_bytes is None:
-            raise WorkloadError("largest_batch: this device has no size of its own; give a budget, as in '8GiB'")
-        if self.capacity_bytes is not None:
-            budget_bytes = min(budget_bytes, self.capacity_bytes)
-        record = next((each for each in self.records if each.kind is kind), None) or self.record
-        call, first = self._largest.get(record.kind), record.advise(budget_bytes)
-        if call is None or first is None or call.rows not in first.sizes:
-            raise WorkloadError(
-                "largest_batch: there is no call to repeat; make one of model(…) or model.generate(…) with a batch first"
-            )
-        return proven(first, record, lambda rows: self._peak_of(call, rows))
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -179,7 +148,7 @@ class Inference:
             if self._records is None:
                 self._records = self.records
             self._meter.close()
-            self._largest, self._with_graph = {}, None
+            self._with_graph = None
             if self._half is not None:
                 _with_room(self._half.restore)
             self._undo.close()
@@ -231,7 +200,7 @@ class Inference:
         yield from parameters_of(self.model)
         session = session_of(self.model)
         if session is not None:
-            yield from ((Category.PARAMETERS, tensor) for tensor in session.held_tensors)
+            yield from ((Category.PARAMETERS, tensor) for tensor in session.in_force.held_tensors)
         yield from gradients_of(self.model)
         if self._half is not None:
             yield from ((Category.GRADIENTS, gradient) for gradient in self._half.gradients)
@@ -250,7 +219,8 @@ class Inference:
             with self._measured_pass(batch) as seen:
                 output = self._run(original, args, kwargs)
                 seen.append(output)
-            self._remember(CallKind.FORWARD, batch, was_on=was_on)
+            if was_on:
+                self._remember(batch)
             return self._widened(output)
 
     def _on_generate(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -264,47 +234,20 @@ class Inference:
             try:
                 output = self._run(original, args, kwargs)
                 self._meter.generation_ended(self._new_tokens(output, batch))
-                self._remember(CallKind.GENERATE, batch, was_on=False)
             except BaseException:
                 self._meter.interrupted()
                 raise
             return self._widened(output)
 
-    def _remember(self, kind: CallKind, batch: Batch, *, was_on: bool) -> None:
-        """Note the largest calls: they may be made again."""
+    def _remember(self, batch: Batch) -> None:
+        """Note the largest forward for which gradients were on: its graph may be asked for."""
         if caches_in(batch.kwargs) or not self._is_mine():
             return
-        elements = batch.elements
-        is_larger = kind not in self._largest or elements > self._largest[kind].elements
-        is_larger_graph = was_on and (self._with_graph is None or elements > self._with_graph.elements)
-        if is_larger or is_larger_graph:
-            call = Call.like(kind.value, batch, next(self.model.parameters()).device)
-            self._largest[kind] = call if is_larger else self._largest[kind]
-            self._with_graph = call if is_larger_graph else self._with_graph
+        if self._with_graph is None or batch.elements > self._with_graph.elements:
+            self._with_graph = _noted(batch)
 
     def _widened(self, output: Any) -> Any:
         return output if self._half is None else self._half.widened(output)
-
-    def _peak_of(self, call: Call, rows: int) -> int | None:
-        """Peak of a call with so many rows; None when memory ran out."""
-        before = self._meter, dict(self._largest), self._with_graph
-        self._meter = CallMeter(self._meter.device, self._held, None)
-        method = self.model if call.method == CallKind.FORWARD else getattr(self.model, call.method)
-        try:
-            with call.undisturbed():
-                batch = call.with_rows(rows)
-                output = method(*batch.args, **batch.kwargs)
-                del output, batch
-            return max(each.peak_allocated_bytes or 0 for each in self._meter.calls)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            release(error)
-        finally:
-            self._meter.close()
-            self._meter, self._largest, self._with_graph = before
-        gc.collect()
-        return None
 
     def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return original(*args, **kwargs) if self._half is None else self._half.called(original, args, kwargs)
@@ -469,6 +412,17 @@ def explained(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and all(words in str(error) for words in _NO_GRADIENT):
         return f"backward() under --inference, where the model's calls have no gradients: {_TRAINS}"
     return ""
+
+
+def _noted(batch: Batch) -> Batch:
+    """A batch of which only integers (tokens, masks) are held: values of floats decide nothing."""
+
+    def noted(leaf: Any) -> Any:
+        is_floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return torch.empty_like(leaf, device="meta") if is_floats else leaf
+
+    args, kwargs = tree_map(noted, (batch.args, dict(batch.kwargs)))
+    return Batch(args, kwargs)
 
 
 def _with_room(restore: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ from memlab.inferring.cache import NAMES, is_cache
 from memlab.plan import Precision, Tier
 from memlab.techniques.offload.homes import is_at_rest
 from memlab.techniques.offload.spill import Spill, resolve_tier
-from memlab.techniques.precision.precision import convertible_buffers
+from memlab.techniques.precision.pure_bf16 import convertible_buffers
 
 _DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 

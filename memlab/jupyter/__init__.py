@@ -2,17 +2,18 @@
 
 - `magic`: what `%load_ext memlab` registers; `cell_magic`: `%%memfit`; `line_magic`: `%memfit`
 - `notebook`: what the magics of one shell share
-- `parser`: the flags of the magics, those of plans from the plan's fields; `help`: what the magics say about them
+- `flags`: flags and words as tables, and what help says of them; `parser`: reading a line by them
 - `completion`: what Tab completes on their lines
 - `cells`: running a cell's text untouched, from inside a cell magic
 - `background`: a cell on a thread of its own
-- `panel`: the widgets of a run, of `controls`, `figure_widget` and `status`; `panels`: those that are open
+- `panel`: a run in a page, and the panels that are open; `controls`: what a panel's controls show and ask; `panel_page`: the widget
+  (`panel.mjs`, `panel.css`, `figure.mjs`), `saved_view`: what stands there without a kernel or widgets
 - `comms`: clicks reach the kernel while a cell runs; `main_thread`: what must not meet a cell is done when none runs
 - `freeing`: what a failed cell held is let go
 - `watch`: plan, session and meter for the duration of one cell
-- `prediction`: what is predicted, chosen for a budget and found; `predicted_plans`: what `%memfit predict` returns
+- `prediction`: what is predicted, chosen for a budget and found
 - `history`: what was measured, per model, across cells
-- `live`: the line that shows progress; `display`: receipts in every format a front end may want
+- `live`: the line that shows progress; `display`: receipts, and what `%memfit predict` returns, in every format a front end may want
 - `config`: what `%config MemLab` holds
 
 Nothing here is imported by `import memlab`.

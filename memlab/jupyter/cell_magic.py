@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,18 +11,18 @@ from IPython.core.error import UsageError
 
 from memlab.errors import WorkloadError
 from memlab.jupyter import cells, prediction
-from memlab.jupyter.background import WAYS_OUT, Place
+from memlab.jupyter.background import WAYS_OUT, CellPlace
 from memlab.jupyter.display import is_rich, show
+from memlab.jupyter.flags import cell_help
 from memlab.jupyter.freeing import calls_for_freeing, free, sentence
-from memlab.jupyter.help import cell_help
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Line, Progress, Saying
 from memlab.jupyter.notebook import Notebook, one_line
-from memlab.jupyter.panels import bring_up_to_date
+from memlab.jupyter.panel import bring_up_to_date
 from memlab.jupyter.parser import CellOptions, cell_options
 from memlab.jupyter.state import out_of_memory_advice, own_frames
 from memlab.jupyter.watch import CellWatch
-from memlab.live.hold import Cancelled
+from memlab.live.stage import Cancelled
 from memlab.plan import Plan
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
@@ -33,6 +34,7 @@ _NO_MODEL = (
     "no model found: the cell names no torch.nn.Module with values to train, and trains none by calling it (calls within "
     "transforms of torch.func do not count); make the model first, or train it in this cell"
 )
+_NESTED = "%%memfit within a %%memfit cell: a cell has one; put all flags on its line, as in %%memfit --accumulate 4 --checkpoint"
 _PASSED_OVER = (
     "no model that trains was found: the cell called {0} once, and no optimizer updates its parameters; name a model "
     "that trains without one with --model"
@@ -50,10 +52,13 @@ class CellMagic:
 
     def __init__(self, notebook: Notebook) -> None:
         self._notebook = notebook
+        self._running: set[int] = set()  # threads in which a cell runs
 
     def run(self, line: str, cell: str) -> None:
         """Run a cell under a plan; see `cell_help`."""
         __tracebackhide__ = True
+        if threading.get_ident() in self._running:
+            raise UsageError(_NESTED)
         with one_line():
             options = cell_options(line)
             if options.help:
@@ -74,10 +79,10 @@ class CellMagic:
         elif options.background:
             self._run_in_background(options, source)
         else:
-            self._run(options, source, Place())
+            self._run(options, source, CellPlace())
 
-    def _run_in_background(self, options: CellOptions, source: cells.Source) -> None:
-        def work(place: Place) -> None:
+    def _run_in_background(self, options: CellOptions, source: cells.CellSource) -> None:
+        def work(place: CellPlace) -> None:
             if not options.quiet:
                 print(f"memfit: runs in the background; {WAYS_OUT}")  # noqa: T201 - why the cell is over already
             self._run(options, source, place)
@@ -90,7 +95,7 @@ class CellMagic:
         if self._notebook.config.free and calls_for_freeing(error):
             print(sentence(free([error]), "failed", []))  # noqa: T201 - what happened to the variables
 
-    def _run(self, options: CellOptions, source: cells.Source, place: Place) -> None:
+    def _run(self, options: CellOptions, source: cells.CellSource, place: CellPlace) -> None:
         __tracebackhide__ = True
         budget_bytes = self._budget_of(options)
         line = self._line(options)
@@ -102,6 +107,7 @@ class CellMagic:
             self._rescue(options, line) if options.rescue and self._notebook.config.rescue else None,
             self._notebook.control_of,
             lambda model: name_of(model, self._notebook.shell.user_ns),
+            lambda: self._notebook.shell.user_ns,
         )
         try:
             self._run_watched(watch, options, source, place, budget_bytes, line)
@@ -113,8 +119,8 @@ class CellMagic:
         self,
         watch: CellWatch,
         options: CellOptions,
-        source: cells.Source,
-        place: Place,
+        source: cells.CellSource,
+        place: CellPlace,
         budget_bytes: int | None,
         line: Line | None,
     ) -> None:
@@ -122,12 +128,16 @@ class CellMagic:
         with watch:
             with one_line():
                 self._find(watch, options, source)
-            outcome = place.run(self._notebook.shell, source)
+            self._running.add(threading.get_ident())
+            try:
+                outcome = place.run(self._notebook.shell, source)
+            finally:
+                self._running.remove(threading.get_ident())
         with cells.beside("the receipt"):
             steps = self._keep(watch, outcome.error)
             if steps and watch.session is not None:
                 # whoever interrupted the cell does not wait for predictions
-                plans = watch.plans if outcome.error is None and len(watch.sessions) == 1 else ()
+                plans = watch.notes.plans if outcome.error is None and len(watch.sessions) == 1 else ()
                 self._predict(watch.session, plans, budget_bytes, line)
             if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
                 self._show_receipt(watch, steps)
@@ -139,6 +149,10 @@ class CellMagic:
         if options.plan is None and self._notebook.config.plan:
             return Plan.parse(self._notebook.config.plan)
         return options.plan
+
+    def _kept(self, options: CellOptions) -> frozenset[str]:
+        """Settings that stay as they are; those that are configured are for cells that name none."""
+        return options.keep or self._notebook.config.kept
 
     def _line(self, options: CellOptions) -> Line | None:
         if options.quiet or self._notebook.config.quiet:
@@ -154,16 +168,21 @@ class CellMagic:
     def _choice(
         self, options: CellOptions, budget_bytes: int, line: Line | None
     ) -> Callable[[Sequence[Workload]], Plan]:
-        def history_of(workload: Workload) -> History:
-            return self._notebook.history_of(workload.model)
+        return prediction.choice(
+            options, budget_bytes, self._plan_of(options) or Plan(), self._history_of, Saying(line)
+        )
 
-        return prediction.choice(options, budget_bytes, self._plan_of(options) or Plan(), history_of, Saying(line))
+    def _history_of(self, workload: Workload) -> History:
+        history = self._notebook.history_of(workload.model)
+        history.trained_by(workload.optimizers)
+        return history
 
     def _rescue(self, options: CellOptions, line: Line | None) -> Callable[[Workload, int | None], Rescuer]:
         def rescuer_of(workload: Workload, capacity_bytes: int | None) -> Rescuer:
             history = self._notebook.histories.get(workload.model, History())
+            history.trained_by(workload.optimizers)
             return Rescuer(
-                options.keep or self._notebook.config.kept,
+                self._kept(options),
                 {Plan.of_label(each.plan): each for each in history.plan_space},
                 capacity_bytes,
                 (lambda text: _say(line, text)) if line is not None else None,
@@ -189,13 +208,14 @@ class CellMagic:
         if control.is_watched:
             control.predict()
 
-    def _find(self, watch: CellWatch, options: CellOptions, source: cells.Source) -> None:
+    def _find(self, watch: CellWatch, options: CellOptions, source: cells.CellSource) -> None:
         # a copy: other cells may make variables meanwhile
         variables = dict(self._notebook.shell.user_ns)
         workloads = []
         with cells.beside("the search for the model among the variables"):
             for stale in stale_optimizers(variables, source.python):
                 print(f"memfit: {stale}")  # noqa: T201 - it trains nothing, which nobody notices in a long cell
+                watch.stale.is_silent = True
             workloads = self._named_in(variables, options, source)
         for workload in workloads or (None,):
             self._notebook.background.require_other(workload.model if workload is not None else None)
@@ -204,7 +224,7 @@ class CellMagic:
         if not workloads:
             watch.wait_for_model()
 
-    def _named_in(self, variables: dict[str, Any], options: CellOptions, source: cells.Source) -> list[Workload]:
+    def _named_in(self, variables: dict[str, Any], options: CellOptions, source: cells.CellSource) -> list[Workload]:
         """Return what a cell's text says that it trains; nothing where that is only seen when it trains."""
         try:
             found = [
@@ -230,22 +250,22 @@ class CellMagic:
         if watch.session is None or (watch.refused is not None and not steps):
             return
         if steps:
-            receipt = self._notebook.histories[watch.session.workload.model].require()
+            receipt = self._notebook.histories[watch.session.workload.model].receipt()
             # a terminal shows no picture
             show(receipt, exclude=[] if is_rich(self._notebook.shell) else ["image/png"])
         else:
             session, name = watch.session, watch.session.workload.name
             said = f"so nothing was measured; {session.plan.label} is in force on {name}"
-            why = f"{session.failure or 'no optimizer step ended in this cell'}, {said}"
+            why = f"{session.observers.failure or 'no optimizer step ended in this cell'}, {said}"
             if watch.was_passed_by:
-                past = f"{session.how_passed_by}, {said}"
-                why = past if session.passed_by is None else f"{session.passed_by}; nothing was measured"
+                past = f"{session.usage.how_passed_by}, {said}"
+                why = past if session.usage.passed_by is None else f"{session.usage.passed_by}; nothing was measured"
             print(f"memfit: {why}")  # noqa: T201
 
     def _batch_of(self, watch: CellWatch) -> Batch | None:
         return self._notebook.history_of(watch.session.workload.model).batch if watch.session is not None else None
 
-    def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: Place, options: CellOptions) -> None:
+    def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: CellPlace, options: CellOptions) -> None:
         error = outcome.error
         refusal = cells.refusal_in(error)
         if refusal is not None or isinstance(error, Cancelled):
@@ -259,9 +279,7 @@ class CellMagic:
         advice = ""
         if error is not None and is_out_of_memory(error):
             with cells.beside("the advice"):
-                advice = out_of_memory_advice(
-                    error, watch.session, self._batch_of(watch), options.keep | self._notebook.config.kept
-                )
+                advice = out_of_memory_advice(error, watch.session, self._batch_of(watch), self._kept(options))
                 outcome.traceback = own_frames(self._notebook.shell, error) or outcome.traceback
         place.raise_shown(self._notebook.shell, outcome, advice)
 

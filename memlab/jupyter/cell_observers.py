@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from memlab.measuring.beside import Beside
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.runtime.observer import Observer
-from memlab.runtime.workload import Batch, Workload
+from memlab.runtime.workload import Batch, Workload, stale_in_step
 from memlab.session import Session
 
 
@@ -52,7 +52,7 @@ class Chooser(Observer):
             raise
         self._session.switch(plan, now=True)
         for each in self._session.companions:
-            each.ask(plan)
+            each.switching.ask(plan)
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         # a further model is called by then; the batch must not be kept for the whole cell
@@ -75,16 +75,20 @@ class Largest(Observer):
 
 
 class Notes(Largest):
-    """Notes which plans were in force during a cell as well."""
+    """Notes which plans were in force during a cell as well.
+
+    Attributes:
+        plans: those, the last one last.
+    """
 
     def __init__(self, step_ended: Callable[[], None], broke_off: Callable[[BaseException], None]) -> None:
         super().__init__()
-        self.plans: list[Plan] = []
+        self.plans: tuple[Plan, ...] = ()
         self._step_ended = step_ended
         self._broke_off = broke_off
 
     def plan_changed(self, plan: Plan) -> None:
-        self.plans = [*(known for known in self.plans if known != plan), plan]
+        self.plans = (*(known for known in self.plans if known != plan), plan)
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self._step_ended()
@@ -126,3 +130,29 @@ def without_graph(batch: Batch) -> Batch:
 
     args, kwargs = tree_map(cut, (batch.args, dict(batch.kwargs)))
     return Batch(args, kwargs)
+
+
+class StaleOptimizers:
+    """Says where an optimizer steps that was made before layers, or the whole model, were made again.
+
+    Args:
+        variables: those of the notebook.
+
+    Attributes:
+        is_silent: whether it says nothing.
+    """
+
+    def __init__(self, variables: Callable[[], Mapping[str, Any]]) -> None:
+        self.is_silent = False
+        self._variables = variables
+        self._judged: set[int] = set()
+
+    def stepped(self, optimizer: torch.optim.Optimizer, workloads: Sequence[Workload]) -> None:
+        """Look at an optimizer that steps, the first time it does."""
+        if id(optimizer) in self._judged:
+            return
+        self._judged.add(id(optimizer))
+        for each in () if self.is_silent else workloads:
+            said = stale_in_step(optimizer, each.model, each.name, self._variables())
+            if said is not None:
+                print(f"memfit: {said}")  # noqa: T201 - it trains nothing, which nobody notices in a long cell

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import io
 import os
 import sys
+import tokenize
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,7 +32,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
 
 from memlab.errors import MemlabError, first_line
@@ -55,7 +56,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Source:
+class CellSource:
     """A cell's text as IPython will run it.
 
     Args:
@@ -68,19 +69,38 @@ class Source:
     python: str
     failure: Any = None
 
+    @property
+    def is_silenced(self) -> bool:
+        """Return whether a semicolon at its end keeps the last value from being shown."""
+        skipped = (
+            tokenize.COMMENT,
+            tokenize.NL,
+            tokenize.NEWLINE,
+            tokenize.INDENT,
+            tokenize.DEDENT,
+            tokenize.ENDMARKER,
+        )
+        try:
+            tokens = [
+                each for each in tokenize.generate_tokens(io.StringIO(self.python).readline) if each.type not in skipped
+            ]
+        except (tokenize.TokenError, SyntaxError):
+            return False
+        return bool(tokens) and tokens[-1].string == ";"
 
-def read(shell: Shell, cell: str) -> Source:
+
+def read(shell: Shell, cell: str) -> CellSource:
     """Translate a cell's text to Python."""
     try:
         python = shell.transform_cell(cell)
     except Exception:  # noqa: BLE001 - any transformer of the user's may fail in any way; IPython shows it
-        return Source(cell, cell, sys.exc_info())
+        return CellSource(cell, cell, sys.exc_info())
     # IPython drops leading blank lines, and the magic's own line is gone: both count for the reader
     blank = next((number for number, line in enumerate(cell.splitlines()) if line.strip()), 0)
-    return Source(cell, "\n" * (1 + blank) + python)
+    return CellSource(cell, "\n" * (1 + blank) + python)
 
 
-def syntax_error(shell: Shell, source: Source) -> Outcome | None:
+def syntax_error(shell: Shell, source: CellSource) -> Outcome | None:
     """Return what is wrong with a cell that cannot be run at all; None when nothing is."""
     if source.failure is not None:
         return run(shell, source)
@@ -97,7 +117,7 @@ def syntax_error(shell: Shell, source: Source) -> Outcome | None:
     return None
 
 
-def run(shell: Shell, source: Source) -> Outcome:
+def run(shell: Shell, source: CellSource) -> Outcome:
     """Run a cell's text; its error is returned, not shown."""
     outcome = Outcome()
     hook = shell.displayhook
@@ -106,7 +126,7 @@ def run(shell: Shell, source: Source) -> Outcome:
         undo.enter_context(_held_back(shell, source, outcome))
         undo.enter_context(_numbered_as_outer_cell(shell))
         undo.callback(setattr, hook, "exec_result", outer)
-        if DisplayHook.semicolon_at_end_of_expression(source.python):  # type: ignore[no-untyped-call] # unannotated
+        if source.is_silenced:
             undo.callback(setattr, shell, "ast_node_interactivity", shell.ast_node_interactivity)
             shell.ast_node_interactivity = "none"
         result = _run(shell, source)
@@ -177,7 +197,7 @@ def _was_called_by_torch(traceback: TracebackType | None) -> bool:
     return False
 
 
-def _run(shell: Shell, source: Source) -> Any:
+def _run(shell: Shell, source: CellSource) -> Any:
     coroutine = shell.run_cell_async(
         source.raw, store_history=False, transformed_cell=source.python, preprocessing_exc_tuple=source.failure
     )
@@ -191,7 +211,7 @@ def _run(shell: Shell, source: Source) -> Any:
     return result
 
 
-def _runner(shell: Shell, source: Source) -> Callable[[Coroutine[Any, Any, Any]], Any]:
+def _runner(shell: Shell, source: CellSource) -> Callable[[Coroutine[Any, Any, Any]], Any]:
     awaits = shell.should_run_async(source.raw, transformed_cell=source.python, preprocessing_exc_tuple=source.failure)
     if not awaits:
         return _drive
@@ -232,28 +252,45 @@ def _running_loop_set_aside() -> Iterator[None]:
 
 
 @contextmanager
+def _having(thing: Any, **attributes: Any) -> Iterator[None]:
+    """Put attributes on an object for a while, in place of its own; what others put there meanwhile stays."""
+    own = vars(thing)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name, value in attributes.items():
+            if own.get(name) is not value:
+                continue
+            if name in before:
+                own[name] = before[name]
+            else:
+                del own[name]
+
+
+@contextmanager
 def _numbered_as_outer_cell(shell: Shell) -> Iterator[None]:
     """Let tracebacks say `Cell In[n]` with the number of the cell that holds the magic."""
     outer = shell.displayhook.exec_result
     number = getattr(outer, "execution_count", None)
-    compiler = shell.compile
-    original = compiler.cache
+    if number is None:
+        yield
+        return
+    original = shell.compile.cache
 
     def cache(code: str, _number: int = 0, raw_code: str | None = None) -> Any:
         # code that the cell itself runs through the shell keeps its own number
-        compiler.__dict__.pop("cache", None)
+        undo.close()
         return original(code, number, raw_code=raw_code)
 
-    if number is not None:
-        compiler.cache = cache
-    try:
+    with ExitStack() as undo:
+        undo.enter_context(_having(shell.compile, cache=cache))
         yield
-    finally:
-        compiler.__dict__.pop("cache", None)
 
 
 @contextmanager
-def _held_back(shell: Shell, source: Source, outcome: Outcome) -> Iterator[None]:
+def _held_back(shell: Shell, source: CellSource, outcome: Outcome) -> Iterator[None]:
     """Keep the lines of the traceback that ends the inner cell; others are shown as always."""
     show, format_and_show = shell._showtraceback, shell.showtraceback
 
@@ -271,14 +308,11 @@ def _held_back(shell: Shell, source: Source, outcome: Outcome) -> Iterator[None]
         else:
             show(kind, error, lines)
 
-    shell._showtraceback, shell.showtraceback = held_back, with_lines
-    try:
+    with _having(shell, _showtraceback=held_back, showtraceback=with_lines):
         yield
-    finally:
-        del shell._showtraceback, shell.showtraceback
 
 
-def _errors_of(result: Any, source: Source) -> list[BaseException | None]:
+def _errors_of(result: Any, source: CellSource) -> list[BaseException | None]:
     failures = [source.failure[1]] if source.failure is not None else []
     if result is not None:
         failures += [result.error_before_exec, result.error_in_exec]
@@ -333,9 +367,10 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 def _show_once(shell: Shell, error: BaseException, lines: list[str] | None) -> None:
     """Let the next traceback that the shell shows be these lines, if it is that of `error`."""
+    undo = ExitStack()
 
     def forget(*_result: Any) -> None:
-        shell.__dict__.pop("showtraceback", None)
+        undo.close()
         shell.events.unregister("post_run_cell", forget)
 
     def showtraceback(*args: Any, **kwargs: Any) -> None:
@@ -348,6 +383,6 @@ def _show_once(shell: Shell, error: BaseException, lines: list[str] | None) -> N
         if lines is not None:
             shell._showtraceback(type(error), error, lines)
 
-    shell.__dict__["showtraceback"] = showtraceback
+    undo.enter_context(_having(shell, showtraceback=showtraceback))
     # in case somebody between here and the shell catches the error
     shell.events.register("post_run_cell", forget)

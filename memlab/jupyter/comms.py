@@ -21,7 +21,7 @@ Known limitations:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
@@ -37,65 +37,26 @@ _ENOUGH_ON_MAIN = 2
 
 
 class World(Enum):
-    """Ways in which clicks reach the run."""
+    """Ways in which clicks reach the run, each as a sentence for the panel."""
 
-    NOBODY = "no front end"
-    UNKNOWN = "not known yet"
-    AT_ONCE = "clicks arrive while a cell runs"
-    AFTER_CELL = "clicks arrive when the cell has ended"
+    NOBODY = "no front end is connected that could send clicks; %memfit FLAGS does the same"
+    UNKNOWN = "whether this front end delivers clicks while a cell runs is not known yet"
+    AT_ONCE = "clicks are applied at the next step, also while a cell runs"
+    AFTER_CELL = (
+        "this front end delivers clicks when the cell ends; run it with %%memfit --background to have them applied at the "
+        "next step"
+    )
 
 
 def let_through(widget: Widget) -> Callable[[], None]:
     """Let a panel's messages reach the kernel on the thread that its front end chose.
 
-    Call it once the widgets are made and before they are shown. Children that come later are let through as they come.
-
     Returns:
         What undoes it. Where there is nothing to do (another ipykernel, no kernel), it does nothing.
     """
     undo = ExitStack()
-    seen: set[int] = set()
-    _open_tree(widget, seen, undo)
+    _open_comm(getattr(widget, "comm", None), undo)
     return undo.close
-
-
-def _open_tree(root: Widget, seen: set[int], undo: ExitStack) -> None:
-    for widget in tree(root):
-        if id(widget) in seen:
-            continue
-        seen.add(id(widget))
-        _open_comm(getattr(widget, "comm", None), undo)
-        if widget.has_trait("children"):
-            opened = partial(_open_children, seen=seen, undo=undo)
-            widget.observe(opened, "children")
-            undo.callback(widget.unobserve, opened, "children")
-
-
-def _open_children(change: Mapping[str, Any], seen: set[int], undo: ExitStack) -> None:
-    for child in change["new"]:
-        _open_tree(child, seen, undo)
-
-
-def tree(root: Widget) -> Iterator[Widget]:
-    """A widget and all it refers to (children, layouts, styles), each once."""
-    waiting, known = [root], {id(root)}
-    while waiting:
-        widget = waiting.pop()
-        yield widget
-        for one in _widgets_in(getattr(widget, name, None) for name in widget.keys):
-            if id(one) not in known:
-                known.add(id(one))
-                waiting.append(one)
-
-
-def _widgets_in(values: Iterable[Any]) -> Iterator[Widget]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _widgets_in(value)
-        elif isinstance(value, dict):
-            yield from _widgets_in(value.values())
-        elif hasattr(value, "comm") and hasattr(value, "keys"):
-            yield value
 
 
 def _open_comm(comm: Comm | None, undo: ExitStack) -> None:
@@ -142,39 +103,15 @@ class Hearing:
     """Hears on which threads a panel's messages come in, and says what that means."""
 
     def __init__(self, kernel: Kernel | None) -> None:
-        self._at_first = world_of(kernel)
-        self._worlds: dict[str, World] = {}
-        self._on_main: dict[str, int] = {}
-        self._last = ""
+        self.world = world_of(kernel)
+        self._on_main = 0
 
-    @property
-    def world(self) -> World:
-        """The world of the view that was heard last."""
-        return self._worlds.get(self._last, self._at_first)
-
-    def heard(self, view: str = "") -> World:
+    def heard(self) -> None:
         """Note a message; to be called in every callback, on the thread it runs on."""
-        self._last = view
         if not is_main_thread():
-            self._worlds[view] = World.AT_ONCE
+            self.world = World.AT_ONCE
         elif self.world is not World.AT_ONCE:
-            # a view that has been heard beside the main thread once can send there always
-            self._on_main[view] = self._on_main.get(view, 0) + 1
-            if self._on_main[view] >= _ENOUGH_ON_MAIN:
-                self._worlds[view] = World.AFTER_CELL
-        return self.world
-
-    def words(self, *, background: bool = False) -> str:
-        """One sentence for the panel."""
-        if background and self.world in (World.UNKNOWN, World.AFTER_CELL):
-            return "a cell trains in the background: clicks are applied at the next step"
-        return _WORDS[self.world]
-
-
-_WORDS = {
-    World.NOBODY: "no front end is connected that could send clicks; %memfit FLAGS does the same",
-    World.UNKNOWN: "whether this front end delivers clicks while a cell runs is not known yet",
-    World.AT_ONCE: "clicks are applied at the next step, also while a cell runs",
-    World.AFTER_CELL: "this front end delivers clicks when the cell ends; run it with %%memfit --background to have them "
-    "applied at the next step",
-}
+            # a panel that has been heard beside the main thread once can send there always
+            self._on_main += 1
+            if self._on_main >= _ENOUGH_ON_MAIN:
+                self.world = World.AFTER_CELL

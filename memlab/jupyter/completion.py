@@ -1,7 +1,6 @@
 """Tab completion on the lines of `%memfit` and `%%memfit`: words, flags and their values, from the tables they are read by.
 
-Front ends ask the kernel, the kernel asks IPython, and IPython asks whoever is registered: a *matcher* (from 8.6 on), whose
-answer stands alone, or the older hook, beside whose answer Jedi's names may stand.
+Front ends ask the kernel, the kernel asks IPython, and IPython asks its *matchers*, of which one's answer may stand alone.
 """
 
 from __future__ import annotations
@@ -214,13 +213,26 @@ def _files(piece: str) -> Iterator[str]:
 
 def complete_lines(shell: Any, undo: ExitStack) -> None:
     """Have a shell complete the lines of the magics."""
-    matchers = getattr(shell.Completer, "custom_matchers", None)
-    if matchers is None:
-        _hook(shell)
+    from IPython.core import completer
+
+    if not hasattr(completer, "context_matcher"):  # IPython before 8.6
+        _hook(shell, undo)
         return
-    matcher = _matcher(shell)
+    matchers, matcher = shell.Completer.custom_matchers, _matcher(shell)
     matchers.append(matcher)
     undo.callback(matchers.remove, matcher)
+
+
+def _hook(shell: Any, undo: ExitStack) -> None:
+    is_on = [True]  # IPython has no way to take a hook away
+
+    def complete(shell: Any, event: Any) -> list[str]:
+        piece, found = completions(event.text_until_cursor, shell.user_ns) if is_on else ("", ())
+        # IPython replaces the last word, which may be shorter than what a completion begins with
+        return [each[len(piece) - len(event.symbol) :] for each in found if piece.endswith(event.symbol)]
+
+    shell.set_hook("complete_command", complete, re_key=r"\s*%%?memfit\b")
+    undo.callback(is_on.clear)
 
 
 def _matcher(shell: Any) -> Callable[[Any], dict[str, Any]]:
@@ -237,14 +249,3 @@ def _matcher(shell: Any) -> Callable[[Any], dict[str, Any]]:
         }
 
     return memfit_matcher  # type: ignore[no-any-return]
-
-
-def _hook(shell: Any) -> None:
-    """The way of IPython 7: what is completed is the end of the word that IPython takes it for."""
-
-    def complete(_shell: Any, event: Any) -> list[str]:
-        piece, found = completions(event.text_until_cursor, shell.user_ns)
-        return [each[max(0, len(piece) - len(event.symbol)) :] for each in found]
-
-    for key in ("%memfit", "%%memfit"):
-        shell.set_hook("complete_command", complete, str_key=key)

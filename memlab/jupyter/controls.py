@@ -1,181 +1,177 @@
-"""The controls of a panel: one row per field of a plan, and the buttons below; all of them only ask."""
+"""`Controls`: what a panel's controls show of a moment, as plain values, and what is asked by using one.
+
+There is a row per field of a plan, a budget, and buttons. They only ask; how they look is the page's affair (`panel.mjs`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from html import escape
 from typing import Any
 
-from memlab.extras import require
-from memlab.live.effects import effect_of
+from memlab.exporting import TARGETS
+from memlab.live.live_predictions import effect_of
 from memlab.live.source import Can, Source
-from memlab.plan import PlanField
+from memlab.plan import FIELDS, PlanField
 from memlab.records.live_state import Activity, Asked, Moment
-from memlab.report.segments import scale
+from memlab.units import format_bytes
 
-Widget = Any
-Guard = Callable[[Callable[[Any], None]], Callable[[Any], None]]
+MAGIC = "magic"
 
 _MARKS = {Asked.IDLE: "", Asked.PENDING: "…", Asked.APPLIED: "✓", Asked.REFUSED: "✕"}
 _BUDGET_STEPS = 200
+_MOST_VIEWS = 8  # of one panel whose messages are counted
+# name, words and tooltip of every button, in its row
+_BUTTONS = (
+    {
+        "run": ("Run", "train on the current batch and measure it"),
+        "pause": ("Pause", "pause the run before its next step"),
+        "cancel": ("Cancel", "end the run before its next step"),
+    },
+    {
+        "find": ("Find a plan", "the fastest plan predicted to fit the budget"),
+        "undo": ("Undo all", "restore the model as it was"),
+        "copy": ("Copy as code", "the settings in force as code"),
+    },
+)
+_NEEDS_BATCH = "needs a batch (train a step with %%memfit first), and no cell that runs in the background"
+_FAREWELL = (
+    "This panel is no longer connected: its kernel was restarted or has closed the panel. Run the "
+    "cell again, or %memfit panel, for a new one."
+)
 
 
-class SettingRow:
-    """A check box and a choice for one field, with what it gives and what has become of it."""
+def fixed() -> dict[str, Any]:
+    """Return what never changes: names, tooltips, and what is said when the kernel is gone."""
+    return {
+        "settings": [{"name": spec.name, "title": spec.title, "help": spec.help} for spec in FIELDS],
+        "buttons": [{name: {"text": text, "help": said} for name, (text, said) in row.items()} for row in _BUTTONS],
+        "targets": [MAGIC, *TARGETS],
+        "budget": {"steps": _BUDGET_STEPS, "help": "memory that a setting must fit into; at the end of the scale, no limit"},
+        "farewell": _FAREWELL,
+    }  # fmt: skip
 
-    def __init__(self, spec: PlanField, source: Source, guarded: Guard) -> None:
-        widgets = require("ipywidgets")
-        self._spec = spec
+
+class Controls:
+    """What has been chosen in a panel and not asked for, and the words beside its controls.
+
+    Args:
+        source: the run that is asked.
+        copy: called with what to copy the settings for, when that is asked for.
+    """
+
+    def __init__(self, source: Source, copy: Callable[[str], None]) -> None:
         self._source = source
-        self._on_texts = spec.choices[1:]
-        self.box = widgets.Checkbox(description=spec.title, indent=False, tooltip=spec.help, layout={"width": "180px"})
-        self.choice = widgets.Dropdown(
-            options=self._options(), value=spec.offer, tooltip=f"{spec.title}: {spec.help}", layout={"width": "148px"}
-        )
-        self.choice.add_class(self.class_name)
-        self._has_choice = len(self._on_texts) > 1
-        self.choice.layout.visibility = "visible" if self._has_choice else "hidden"
-        self.effect = widgets.HTML(layout={"margin": "0", "width": "auto"})
-        self.state = widgets.HTML(layout={"margin": "0", "width": "auto"})
-        self.widget = widgets.VBox([
-            widgets.HBox([self.box, self.choice], layout={"align_items": "center"}),
-            widgets.HBox([self.effect, self.state], layout={"flex_flow": "row wrap", "margin": "-3px 0 1px 24px", "min_height": "4px", "grid_gap": "0 8px"}),
-        ], layout={"flex": "1 1 336px"})  # fmt: skip
-        self.box.observe(guarded(self._flipped), "value")
-        self.choice.observe(guarded(self._chosen), "value")
+        self._choices = {spec.name: spec.offer for spec in FIELDS}
+        self._texts = {spec.name: tuple(spec.choices[1:]) for spec in FIELDS}
+        self._is_on = dict.fromkeys(self._choices, False)
+        self._keeps = False
+        self._target = MAGIC
+        self._most_bytes = 0
+        self._heard: dict[str, int] = {}
+        self._presses: dict[str, Callable[[], None]] = {
+            "run": lambda: source.run(keep=self._keeps),
+            "pause": lambda: source.resume() if Can.RESUME in source.can() else source.pause(),
+            "cancel": source.cancel,
+            "find": source.find,
+            "undo": source.undo,
+            "copy": lambda: copy(self._target),
+        }
 
-    @property
-    def class_name(self) -> str:
-        """Of the choice in the page, where its label is put."""
-        return f"memlab-choice-{self._spec.name}"
+    # -- what is shown -------------------------------------------------------------------------
 
-    @property
-    def label(self) -> str:
-        """Of the choice, for screen readers."""
-        return f"{self._spec.title}, which"
+    def state(self, moment: Moment) -> dict[str, Any]:
+        """Everything that controls show of a moment."""
+        can = self._source.can()
+        return {
+            "title": moment.title,
+            "settings": [self._setting(spec, moment) for spec in FIELDS],
+            "budget": self._budget(moment),
+            "off": {name: why for name, why in _reasons(can, moment).items() if why is not None},
+            "pause": "Resume" if Can.RESUME in can else "Pause",
+            "keep": self._keeps,
+            "target": self._target,
+            "over": moment.activity is Activity.GONE,
+            "heard": dict(self._heard),
+        }
 
-    def draw(self, moment: Moment) -> None:
-        """Show what is in force, what was asked for and what it gives."""
-        toggle = next(each for each in moment.toggles if each.field == self._spec.name)
+    def _setting(self, spec: PlanField, moment: Moment) -> dict[str, Any]:
+        """One field: what is in force or asked for, what it gives and what has become of it."""
+        toggle = next(each for each in moment.toggles if each.field == spec.name)
         shown = toggle.wanted if toggle.asked is Asked.PENDING else toggle.value
-        is_on = shown != self._spec.choices[0]
-        if is_on and shown not in self._on_texts:
-            self._on_texts = (*self._on_texts, shown)  # a value of a magic that no choice stands for
-            self.choice.options = self._options()
-        is_over = moment.activity is Activity.GONE
-        put(self.box, value=is_on, disabled=is_over)
-        put(self.choice, disabled=is_over)
+        self._is_on[spec.name] = is_on = shown != spec.choices[0]
         if is_on:
-            put(self.choice, value=shown)
-        effect = effect_of(moment, self._spec.name, self.choice.value)
-        text = effect.text if effect is not None else ""
-        put(self.effect, value=_small(text, effect.refused if effect is not None else "", opacity=0.8))
+            self._choices[spec.name] = shown
+            if shown not in self._texts[spec.name]:
+                self._texts[spec.name] += (shown,)  # a value of a magic that no choice stands for
+        effect = effect_of(moment, spec.name, self._choices[spec.name])
         mark = "" if toggle.is_off else _MARKS[toggle.asked]
-        said = f"{mark} {toggle.text}".strip()
-        put(self.state, value=_small(said))
-        self.state.layout.display = "" if said else "none"
+        return {
+            "on": is_on,
+            "choice": self._choices[spec.name],
+            "choices": [[spec.names.get(text, text), text] for text in self._texts[spec.name]],
+            "effect": effect.text if effect is not None else "",
+            "why": effect.refused if effect is not None else "",
+            "said": f"{mark} {toggle.text}".strip(),
+        }
 
-    def _options(self) -> list[tuple[str, str]]:
-        return [(self._spec.names.get(text, text), text) for text in self._on_texts]
-
-    def _flipped(self, change: Mapping[str, Any]) -> None:
-        self._source.ask(self._spec.name, self.choice.value if change["new"] else self._spec.choices[0])
-
-    def _chosen(self, change: Mapping[str, Any]) -> None:
-        if self.box.value:
-            self._source.ask(self._spec.name, change["new"])
-
-
-class BudgetRow:
-    """The budget: a slider over the sizes that matter here."""
-
-    def __init__(self, source: Source, guarded: Guard) -> None:
-        widgets = require("ipywidgets")
-        self._source = source
-        self._unit = 0
-        self.slider = widgets.FloatSlider(
-            description="Budget", min=0, max=1, value=1, step=0.01, readout_format=".2f", continuous_update=False,
-            disabled=True, layout={"width": "280px"}, tooltip="memory that a setting must fit into; at the end of the scale, no limit",
-        )  # fmt: skip
-        self._said = widgets.HTML()
-        self.widget = widgets.HBox([self.slider, self._said], layout={"align_items": "center"})
-        self.slider.observe(guarded(self._moved), "value")
-
-    def draw(self, moment: Moment) -> None:
-        """Show the budget, once sizes are known."""
+    def _budget(self, moment: Moment) -> dict[str, Any]:
+        """The budget on a scale of the sizes that matter here."""
         most_bytes = _most_bytes(moment)
+        if most_bytes and moment.capacity_bytes is None:
+            # room beyond what is known, in leaps: a scale that grows with every step cannot be read
+            most_bytes = self._most_bytes if most_bytes <= self._most_bytes else round(1.1 * most_bytes)
+        self._most_bytes = most_bytes
         if not most_bytes:
-            put(self._said, value=_faint("known after the first step"))
-            return
-        unit, name = scale(most_bytes)
-        if unit != self._unit or self.slider.disabled or most_bytes > self.slider.max * unit * 1.001:
-            self._unit = unit
-            self._stretch(most_bytes / unit * (1 if moment.capacity_bytes == most_bytes else 1.1))
-            self.slider.disabled = False
-            put(self.slider, value=self.slider.max)
-        if moment.budget_bytes is not None:
-            put(self.slider, value=round(moment.budget_bytes / unit, 4))
-        put(self.slider, readout=moment.budget_bytes is not None)
-        put(self._said, value=_faint(name if moment.budget_bytes is not None else "none"))
+            return {"known": False, "position": _BUDGET_STEPS, "text": "known after the first step"}
+        if moment.budget_bytes is None:
+            return {"known": True, "position": _BUDGET_STEPS, "text": "none"}
+        position = min(round(_BUDGET_STEPS * moment.budget_bytes / most_bytes), _BUDGET_STEPS)
+        return {"known": True, "position": position, "text": format_bytes(moment.budget_bytes)}
 
-    def _stretch(self, most: float) -> None:
-        with self.slider.hold_trait_notifications():
-            self.slider.max = most
-            self.slider.step = most / _BUDGET_STEPS
-            self.slider.value = most
+    # -- what is asked -------------------------------------------------------------------------
 
-    def _moved(self, change: Mapping[str, Any]) -> None:
-        is_none = change["new"] >= self.slider.max
-        self._source.set_budget(None if is_none else round(change["new"] * self._unit))
+    def do(self, message: Mapping[str, Any]) -> None:
+        """Do what a message of the page asks; one that asks for nothing here is passed over."""
+        match message:
+            case {"kind": "flip", "field": str(field), "on": bool(is_on)} if field in self._choices:
+                spec = next(spec for spec in FIELDS if spec.name == field)
+                self._source.ask(field, self._choices[field] if is_on else spec.choices[0])
+            case {"kind": "choose", "field": str(field), "text": str(text)} if text in self._texts.get(field, ()):
+                self._choices[field] = text
+                if self._is_on[field]:
+                    self._source.ask(field, text)
+            case {"kind": "budget", "position": int(position)}:
+                is_none = position >= _BUDGET_STEPS
+                self._source.set_budget(None if is_none else round(position / _BUDGET_STEPS * self._most_bytes))
+            case {"kind": "keep", "on": bool(keeps)}:
+                self._keeps = keeps
+            case {"kind": "target", "text": str(text)} if text in (MAGIC, *TARGETS):
+                self._target = text
+            case {"kind": "press", "button": str(button)} if button in self._presses:
+                self._presses[button]()
+
+    def heard(self, message: Mapping[str, Any]) -> None:
+        """Note that a message has been dealt with: the page then shows what has become of it."""
+        match message:
+            case {"view": str(view), "number": int(number)}:
+                self._heard.pop(view, None)
+                self._heard[view] = number
+                while len(self._heard) > _MOST_VIEWS:
+                    del self._heard[next(iter(self._heard))]
 
 
-class RunRow:
-    """Buttons: run, pause, cancel; find a plan, copy as code, undo."""
-
-    def __init__(self, source: Source, guarded: Guard, copy: Callable[[str], None], targets: tuple[str, ...]) -> None:
-        widgets = require("ipywidgets")
-        self._source = source
-
-        def button(text: str, tooltip: str, clicked: Callable[[], None]) -> Any:
-            made = widgets.Button(description=text, tooltip=tooltip, layout={"width": "auto"})
-            made.on_click(guarded(lambda _button: clicked()))
-            return made
-
-        self.run = button("Run", "train on the current batch and measure it", self._run)
-        self.keep = widgets.Checkbox(
-            description="keep what it trains", indent=False, layout={"width": "160px"},
-            tooltip="off: weights, moments and random state are put back when the run ends",
-        )  # fmt: skip
-        self.pause = button("Pause", "pause the run before its next step", self._pause)
-        self.cancel = button("Cancel", "end the run before its next step", source.cancel)
-        self.find = button("Find a plan", "the fastest plan predicted to fit the budget", source.find)
-        self.undo = button("Undo all", "restore the model as it was", source.undo)
-        self.target = widgets.Dropdown(options=targets, layout={"width": "96px"}, tooltip="Copy as code: for what")
-        self.target.add_class("memlab-choice-target")
-        self.copy = button("Copy as code", "the settings in force as code", lambda: copy(self.target.value))
-        self.rows = (
-            widgets.HBox([self.run, self.pause, self.cancel, self.keep], layout={"flex_flow": "row wrap"}),
-            widgets.HBox([self.find, self.undo, self.copy, self.target], layout={"flex_flow": "row wrap"}),
-        )
-
-    def draw(self, moment: Moment, can: Can) -> None:
-        """Grey out what cannot be asked for."""
-        put(self.run, disabled=Can.RUN not in can)
-        put(self.keep, disabled=Can.RUN not in can)
-        put(self.pause, disabled=not can & (Can.PAUSE | Can.RESUME))
-        put(self.pause, description="Resume" if Can.RESUME in can else "Pause")
-        put(self.cancel, disabled=Can.CANCEL not in can)
-        put(self.find, disabled=Can.FIND not in can or moment.budget_bytes is None)
-        put(self.undo, disabled=Can.UNDO not in can)
-
-    def _run(self) -> None:
-        self._source.run(keep=self.keep.value)
-
-    def _pause(self) -> None:
-        if Can.RESUME in self._source.can():
-            self._source.resume()
-        else:
-            self._source.pause()
+def _reasons(can: Can, moment: Moment) -> dict[str, str | None]:
+    """Why each button is greyed out, empty where that is plain; None for one that can be pressed."""
+    unknown = _NEEDS_BATCH if Can.UNDO in can and Can.CANCEL not in can else ""
+    run = None if Can.RUN in can else unknown
+    return {
+        "run": run,
+        "keep": run,
+        "pause": None if can & (Can.PAUSE | Can.RESUME) else "",
+        "cancel": None if Can.CANCEL in can else "",
+        "find": unknown if Can.FIND not in can else "set a budget first" if moment.budget_bytes is None else None,
+        "undo": None if Can.UNDO in can else "",
+    }
 
 
 def _most_bytes(moment: Moment) -> int:
@@ -184,20 +180,5 @@ def _most_bytes(moment: Moment) -> int:
         return moment.capacity_bytes
     sizes = [each.peak_allocated_bytes for each in moment.measurements]
     sizes += [each.needed_bytes for each in moment.predictions if not each.refused]
-    return max(sizes, default=0)
-
-
-def put(widget: Widget, **values: Any) -> None:
-    """Set what differs: every set trait is a message to the page."""
-    for name, value in values.items():
-        if getattr(widget, name) != value:
-            setattr(widget, name, value)
-
-
-def _faint(text: str) -> str:
-    return f'<span style="opacity:.8;font-size:12px;white-space:nowrap">{escape(text)}</span>' if text else ""
-
-
-def _small(text: str, title: str = "", *, opacity: float = 1.0) -> str:
-    style = f"font-size:12px;line-height:1.35;opacity:{opacity}"
-    return f'<div style="{style}" title="{escape(title)}">{escape(text)}</div>' if text else ""
+    most = max(sizes, default=0)
+    return max(most, moment.budget_bytes or 0) if most else 0

@@ -43,7 +43,8 @@ class FirstCall:
 
         @functools.wraps(original)
         def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if watcher._original is None or watcher._thread not in (None, threading.get_ident()) or _is_transformed():
+            # first what Dynamo takes for a constant: the number of a thread would break the graph of what is compiled
+            if _is_transformed() or watcher._original is None or watcher._thread not in (None, threading.get_ident()):
                 return original(module, *args, **kwargs)
             watcher._look_at(module)
             watcher._depth += 1

@@ -1,9 +1,11 @@
-"""The flags of `%%memfit` and the words of `%memfit` as tables, from which they are read (`parser`) and explained (`help`)."""
+"""The flags of `%%memfit` and the words of `%memfit` as tables, from which `parser` reads them, and what help says about them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+from memlab.plan import FIELDS, PlanField
 from memlab.plan.fields import ENGINES
 
 
@@ -18,6 +20,8 @@ class Flag:
         help: one sentence.
         also: another spelling.
         repeats: whether it may be given several times; values are joined by commas.
+        untrained: why it means nothing where nothing is trained; empty where it does.
+        in_ranks: why it means nothing where other processes train; empty where it does.
     """
 
     name: str
@@ -26,6 +30,8 @@ class Flag:
     help: str
     also: str = ""
     repeats: bool = False
+    untrained: str = ""
+    in_ranks: str = ""
 
     @property
     def usage(self) -> str:
@@ -51,23 +57,29 @@ class Word:
 # fmt: off
 _MODEL = Flag("model", "--model", "NAME[,NAME…]", "variables that hold the models, where not all that train are meant",
               repeats=True)
-_OPTIMIZER = Flag("optimizer", "--optimizer", "NAME", "variable that holds the optimizer, where there are several")
+_OPTIMIZER = Flag("optimizer", "--optimizer", "NAME", "variable that holds the optimizer, where there are several",
+                  untrained="no optimizer runs")
+_NOT_CHOSEN, _NOT_RESCUED = "plans are chosen for one process", "a cell in several processes is not rescued"
 
 CELL_FLAGS = (
     _MODEL,
     _OPTIMIZER,
-    Flag("budget", "--budget", "SIZE", "choose the fastest plan predicted to fit; flags of techniques are kept in it"),
-    Flag("lossless", "--lossless", "", "with --budget: only techniques that keep the gradient unchanged"),
+    Flag("budget", "--budget", "SIZE", "choose the fastest plan predicted to fit; flags of techniques are kept in it",
+         in_ranks=_NOT_CHOSEN),
+    Flag("lossless", "--lossless", "", "with --budget: only techniques that keep the gradient unchanged",
+         untrained="--budget chooses no plan there, it is what the batch is to fit into", in_ranks=_NOT_CHOSEN),
     Flag("capacity", "--capacity", "SIZE", "memory size to give the device in this cell, as in 4GiB"),
     Flag("keep", "--keep", "FIELD[,FIELD…]",
          "settings that must stay as they are when memory runs out: precision, optimizer, checkpointing and so on",
-         repeats=True),
-    Flag("no_rescue", "--no-rescue", "", "let the cell fail when memory runs out, instead of changing the plan"),
+         repeats=True, untrained="an inference cell is not rescued", in_ranks=_NOT_RESCUED),
+    Flag("no_rescue", "--no-rescue", "", "let the cell fail when memory runs out, instead of changing the plan",
+         untrained="an inference cell is not rescued", in_ranks=_NOT_RESCUED),
     Flag("background", "--background", "",
-         "run the cell on a thread of its own, so that clicks and other cells are handled meanwhile"),
+         "run the cell on a thread of its own, so that clicks and other cells are handled meanwhile",
+         untrained="an inference cell runs in the foreground", in_ranks="a cell in several processes is waited for"),
     Flag("inference", "--inference", "",
-         "for a cell that only runs forward or generate: gradients off, eval mode; with --fp16 or --bf16 weights in that format"),
-    Flag("prove", "--prove", "", "with --inference: find the largest batch that fits --budget, or the device, by running it"),
+         "for a cell that only runs forward or generate: gradients off, eval mode; with --fp16 or --bf16 weights in that format",
+         in_ranks="only training runs in several processes"),
     Flag("nproc", "--nproc", "N",
          f"train in N processes, and bring the results back; with --scale {'|'.join(ENGINES)}"),
     Flag("quiet", "--quiet", "", "show no progress while the cell runs"),
@@ -100,8 +112,6 @@ PREDICT_FLAGS: dict[str, tuple[Flag, ...]] = {
     "find": (_BUDGET, _LOSSLESS, *_WORKLOAD_FLAGS),
     "ablation": (
         _BUDGET,
-        Flag("order", "--order", "documented|gain",
-             "order of the techniques: exact and cheap ones first, or the largest predicted gain first"),
         Flag("steps", "--steps", "N", "steps to time in each row; by default 5"),
         Flag("plans", "--plans", '"FLAGS" …', "add these settings, in this order; the last flag of the line"),
         _LOSSLESS,
@@ -141,3 +151,122 @@ WORDS = (
     Word("help", "", "show this"),
 )
 # fmt: on
+
+
+_CELL_EXAMPLES = """\
+Examples:
+    %%memfit
+    train()                                      # changes nothing: measures
+
+    %%memfit --accumulate 4 --checkpoint
+    train()
+
+    %%memfit --fp16 --adam8bit --capacity 8GiB
+    trainer.train()
+
+    %%memfit --keep precision,optimizer          # when memory runs out: nothing that changes numerics
+    train()
+
+    %%memfit --budget 8GiB                       # the fastest plan predicted to fit into 8 GiB
+    train()
+
+    %%memfit --background                        # other cells can run meanwhile: %memfit wait, %memfit cancel
+    train()
+
+    %%memfit --nproc 2 --scale zero3             # in two processes under DeepSpeed; everything comes back
+    train()
+
+    %%memfit --inference --bf16 --budget 8GiB    # a cell that only generates: speed, KV cache, rows that fit
+    output = model.generate(**prompts)
+
+    %%memfit --budget 8GiB --bf16 --lossless     # bf16 for certain; the rest is chosen, gradients stay exact
+    train()
+"""
+
+_LINE_EXAMPLES = """\
+Examples:
+    %memfit                                      # what is in force, what it needs
+    %memfit --accumulate 8                       # another plan, now
+    %memfit predict --budget 8GiB                # which plans fit, before any is applied
+    %memfit predict --accumulate 4 --device T4   # one plan, on another GPU
+    p = %memfit predict --plans "--fp16" "--bf16 --checkpoint"
+    found = %memfit find --budget 8GiB           # the fastest plan that fits, run and measured
+    a = %memfit ablation --budget 8GiB           # what each technique gives, added one after another until it fits
+    %memfit ablation --plans "--bf16" "--checkpoint" "--adam8bit"
+    c = %memfit compare "--accumulate 4" "--checkpoint"
+    %memfit snapshot step.pickle --predicted --accumulate 4
+    %memfit export trainer
+    %memfit undo
+"""
+
+
+def cell_help() -> str:
+    """Return what `%%memfit?` and `%%memfit -h` show."""
+    return "\n".join(
+        [
+            "%%memfit [flags]",
+            "",
+            "Run the cell with memory-saving techniques on its live model and optimizer, and measure memory and speed.",
+            "The model is found in the notebook, or when the cell first trains it. Without flags of techniques nothing",
+            "is changed: the plan in force stays, and the cell is measured. Flags set the whole plan; it stays applied",
+            "after the cell, until another one or %memfit undo. With --budget the plan is chosen at the cell's first",
+            "training step: every plan is predicted, and the fastest that fits is applied. The receipt then says what",
+            "was predicted and what was measured. When memory runs out, the plan is changed and the same batch runs again,",
+            "settings given with --keep apart. The same from Python: memlab.fit, memlab.measure.",
+            "",
+            "Techniques:",
+            *_table((_plan_usage(field), field.help) for field in FIELDS),
+            "",
+            "The cell:",
+            *_table((flag.usage, flag.help) for flag in CELL_FLAGS),
+            "",
+            _CELL_EXAMPLES,
+        ]
+    )
+
+
+def line_help() -> str:
+    """Return what `%memfit?` and `%memfit help` show."""
+    return "\n".join(
+        [
+            "%memfit [word | flags]",
+            "",
+            "The plan in force: alone it shows what is applied to which model and what that needs.",
+            "",
+            *_table((word.usage, word.help) for word in WORDS),
+            "",
+            "Flags are those of %%memfit (see %%memfit?); %config MemLab holds defaults. predict, find, ablation and",
+            "snapshot change nothing, and also know these flags:",
+            "",
+            *_table((flag.usage, flag.help) for flag in _predict_flags()),
+            "",
+            _LINE_EXAMPLES,
+        ]
+    )
+
+
+def _predict_flags() -> list[Flag]:
+    """Every flag of the subcommands that predict, once; which of them knows it, where not all do."""
+    known: dict[str, Flag] = {}
+    for flags in PREDICT_FLAGS.values():
+        for flag in flags:
+            of = [other for other, others in PREDICT_FLAGS.items() if any(flag.flag == one.flag for one in others)]
+            where = "" if len(of) == len(PREDICT_FLAGS) else f"{', '.join(of)}: "
+            known.setdefault(flag.flag, replace(flag, help=where + flag.help))
+    return list(known.values())
+
+
+def _plan_usage(field: PlanField) -> str:
+    shorthands = "".join(f", {flag}" for flag in field.shorthands)
+    return f"{field.flag} {field.metavar}{shorthands}"
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Two columns; a left side that is too long gets a line of its own."""
+    lines = []
+    for left, right in rows:
+        if len(left) > 34:
+            lines += [f"  {left}", f"{'':38}{right}"]
+        else:
+            lines.append(f"  {left:<36}{right}")
+    return lines

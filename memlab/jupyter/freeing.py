@@ -2,7 +2,7 @@
 
 1. IPython keeps the error of the cell that failed last, in three places, and through it every function that was
    running: their variables, tensors and graphs among them, outlive `gc.collect()` and `empty_cache()`.
-2. Functions are emptied, not forgotten (`shortage.release`): `%tb` and `%debug` go on showing names and
+2. Functions are emptied, not forgotten (`out_of_memory.release`): `%tb` and `%debug` go on showing names and
    lines, without variables. Variables of the notebook, generators that can go on, `_` and `Out` stay untouched.
 3. It is done when memory ran out, or when a `%%memfit` cell was interrupted. Other errors keep everything, and so
    does an error that the user's code has caught.

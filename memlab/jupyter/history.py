@@ -25,7 +25,8 @@ class History:
     """Settings tried on one model.
 
     Args:
-        comparison: the receipt; None before the first measured step.
+        comparison: the rows of the receipt; None before the first measured step.
+        latest: plans that the last cell ran.
         steps: every step of the measured cells, in order.
         batch: the largest batch of the last cell that trained, until the plan is undone. By reference: `compare` and `find`
             train on it, and it is a variable of the loop as a rule. It holds no graph.
@@ -34,9 +35,11 @@ class History:
         chosen: the plan that was chosen for a budget, by what it was chosen for.
         rank_peaks: highest peak of a rank in bytes, by engine and plan and by number of processes.
         is_predicting: whether receipts show predictions; no more after one failed or took too long.
+        step_count: steps of all cells; those of a millisecond are recorded in part.
     """
 
     comparison: Comparison | None = None
+    latest: tuple[str, ...] = ()
     steps: list[StepRecord] = field(default_factory=list)
     batch: Batch | None = None
     predicted: dict[str, Prediction] = field(default_factory=dict)
@@ -44,6 +47,8 @@ class History:
     chosen: dict[Any, Plan] = field(default_factory=dict)
     rank_peaks: dict[tuple[str, int], int] = field(default_factory=dict)
     is_predicting: bool = True
+    step_count: int = 0
+    _optimizers: str = ""
 
     def add(self, title: str, measurements: list[Measurement], events: tuple[str, ...]) -> None:
         """Take in what a cell measured; a plan measured again replaces its old row, by the rules of `timed_anew`."""
@@ -59,6 +64,20 @@ class History:
         if self.comparison is not None:
             predictions = tuple(self.predicted.values())
             self.comparison = replace(self.comparison, title=title, events=events, predictions=predictions)
+            self.latest = tuple(each.plan for each in measurements)
+
+    def trained_by(self, optimizers: Iterable[Any]) -> None:
+        """Drop what was measured and predicted with optimizers of other classes: such rows say nothing about these.
+
+        Args:
+            optimizers: those of the cell; none where none was found, which drops nothing.
+        """
+        names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+        if names and self._optimizers not in ("", names):
+            self.comparison, self.plan_space = None, ()
+            self.predicted.clear()
+            self.chosen.clear()
+        self._optimizers = names or self._optimizers
 
     def _forget_if_of_other_batches(self, measurement: Measurement) -> None:
         """Drop what was predicted for a plan whose row is replaced by one of larger or smaller batches."""
@@ -77,10 +96,15 @@ class History:
         if self.comparison is not None:
             self.comparison = replace(self.comparison, predictions=tuple(self.predicted.values()))
 
-    def add_steps(self, steps: list[StepRecord]) -> None:
-        """Append a cell's steps, numbered on from the last one."""
-        done = len(self.steps)
-        self.steps += [replace(step, step=done + step.step) for step in steps]
+    def add_steps(self, steps: list[StepRecord], count: int) -> None:
+        """Append what is recorded of a cell's steps, numbered on from the last one of the cell before.
+
+        Args:
+            steps: the records, numbered from 1.
+            count: all steps of the cell.
+        """
+        self.steps += [replace(step, step=self.step_count + step.step) for step in steps]
+        self.step_count += count
 
     def measured(self, plan: str) -> Measurement | None:
         """The row of a plan, if there is one."""
@@ -88,7 +112,7 @@ class History:
         return next((row for row in rows if row.plan == plan), None)
 
     def record(self, moment: Moment | None = None) -> RunRecord:
-        """Everything as one value to save.
+        """Return all of it as one value to save.
 
         Args:
             moment: what a panel shows of the run, so that it can be replayed in one.
@@ -119,8 +143,16 @@ class History:
             events=moment.events,
         )
 
+    def receipt(self) -> Comparison:
+        """Return the receipt of a cell: every setting, with those marked that it ran.
+
+        Raises:
+            MemlabError: nothing was measured yet.
+        """
+        return replace(self.require(), latest=self.latest)
+
     def require(self) -> Comparison:
-        """The receipt.
+        """Every setting side by side.
 
         Raises:
             MemlabError: nothing was measured yet.

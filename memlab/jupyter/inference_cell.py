@@ -10,7 +10,6 @@ from typing import Any
 from IPython.core.error import UsageError
 from torch import nn
 
-from memlab.errors import BudgetError, WorkloadError
 from memlab.inferring.inference import Inference, explained, inference, inference_of
 from memlab.jupyter import cells
 from memlab.jupyter.display import show
@@ -40,7 +39,7 @@ class InferenceCell:
         self._run_of_model: Inference | None = None
         self._undo = ExitStack()
 
-    def run(self, options: CellOptions, source: cells.Source) -> None:
+    def run(self, options: CellOptions, source: cells.CellSource) -> None:
         """Run a cell whose text compiles."""
         try:
             with one_line():
@@ -56,7 +55,7 @@ class InferenceCell:
 
     # -- before the cell -----------------------------------------------------------------------
 
-    def _find(self, options: CellOptions, source: cells.Source) -> None:
+    def _find(self, options: CellOptions, source: cells.CellSource) -> None:
         model = find_model(
             dict(self._notebook.shell.user_ns), source.python, one_model(options.models, "an inference cell")
         )
@@ -101,7 +100,7 @@ class InferenceCell:
             history = self._notebook.inferences.setdefault(run.model, {}).setdefault(record.kind, History())
             title = " · ".join([f"inference ({record.kind})", describe_model(run.model), record.device])
             history.add(title, [record.measurement], said)
-            show(history.require())
+            show(history.receipt())
 
     def _graph(self, run: Inference, record: InferenceRecord) -> tuple[str, ...]:
         wanted = record.kind is CallKind.FORWARD and self._notebook.config.predict
@@ -110,15 +109,8 @@ class InferenceCell:
 
     def _batch(self, run: Inference, record: InferenceRecord, options: CellOptions) -> tuple[str, ...]:
         budget_bytes = options.budget_bytes or self._notebook.config.budget_bytes or run.capacity_bytes
-        if budget_bytes is None:
-            return ("batch: --prove needs a size to fit into: --budget or --capacity",) if options.prove else ()
-        if not options.prove:
-            advice = record.advise(budget_bytes)
-            return (batch_line(advice, record),) if advice is not None else ()
-        try:
-            return (batch_line(run.largest_batch(budget_bytes, record.kind), record),)
-        except (BudgetError, WorkloadError) as error:
-            return (f"batch: {error}",)
+        advice = record.advise(budget_bytes) if budget_bytes is not None else None
+        return (batch_line(advice, record),) if advice is not None else ()
 
     def _raise(self, outcome: cells.Outcome, error: BaseException, options: CellOptions) -> None:
         refusal = cells.refusal_in(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,15 +12,14 @@ import torch
 from memlab.errors import PlanError, TraceError, WorkloadError
 from memlab.exporting import export, parsed
 from memlab.jupyter import prediction
-from memlab.jupyter.display import show, show_picture
-from memlab.jupyter.help import line_help
+from memlab.jupyter.display import PredictedPlans, show, show_picture
+from memlab.jupyter.flags import line_help
 from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook
-from memlab.jupyter.panels import bring_up_to_date, open_live, open_recorded
+from memlab.jupyter.panel import bring_up_to_date, open_live, open_recorded
 from memlab.jupyter.parser import plans_in, predict_options, processes, split_words, unknown_word
-from memlab.jupyter.predicted_plans import PredictedPlans
 from memlab.jupyter.state import state_text
-from memlab.measuring.device import device_for
+from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import compare
 from memlab.plan import Plan
 from memlab.records.ablation import Ablation
@@ -126,50 +127,68 @@ class LineMagic:
 
     def _measured_instead(self, workload: Workload, why: str) -> Comparison:
         print(f"memfit: {why}; so one step of the plan as written is measured")  # noqa: T201
-        device = device_for(workload.device, self._notebook.config.capacity_bytes)
-        with self._notebook.saying() as say:
-            try:
-                return prediction.measured_instead(workload, device, say)
-            finally:
-                device.close()
+        with self._device_of(workload) as device, self._notebook.saying() as say:
+            return prediction.measured_instead(workload, device, say)
+
+    def _device_of(self, workload: Workload) -> closing[Device]:
+        return closing(device_for(workload.device, self._notebook.config.capacity_bytes))
 
     def _find_plan(self, words: list[str]) -> FoundPlan:
-        options = predict_options("find", words)
+        from memlab.search import find_plan
+
+        options, config = predict_options("find", words), self._notebook.config
         workloads, history = self._notebook.subject("find", options)
-        with self._notebook.saying() as say:
-            found = prediction.found(
-                workloads,
-                options,
-                options.budget or self._notebook.config.budget or self._notebook.config.capacity,
-                history,
-                say,
+        budget = options.budget or config.budget or config.capacity
+        if not budget:
+            raise PlanError("%memfit find needs a budget, as in %memfit find --budget 8GiB")
+        with self._notebook.saying() as say, prediction.advised(prediction.COMPARE):
+            say(f"finding a plan for {budget}")
+            found = find_plan(
+                prediction.one_or_all(workloads),
+                budget,
+                lossless=options.lossless,
+                fixed=options.plan or Plan(),
+                progress=say,
             )
-        show_picture(self._notebook.shell, found, self._notebook.config)
+        history.plan_space = found.predictions
+        show_picture(self._notebook.shell, found, config)
         print(f"memfit: to apply it: %memfit {str(found.plan) or '--accumulate 1'}")  # noqa: T201
         return found
 
     def _ablation(self, words: list[str]) -> Ablation:
+        from memlab.search import ablation
+
         options = predict_options("ablation", words)
         workload = prediction.only_one("ablation", self._notebook.subject("ablation", options)[0])
-        device = device_for(workload.device, self._notebook.config.capacity_bytes)
-        with self._notebook.saying() as say:
-            try:
-                found = prediction.ablated(
-                    workload, options, options.budget or self._notebook.config.budget, device, say
-                )
-            finally:
-                device.close()
+        with self._device_of(workload) as device, self._notebook.saying() as say:
+            say("adding techniques")
+            found = ablation(
+                workload,
+                options.plans or None,
+                budget=options.budget or self._notebook.config.budget,
+                fixed=options.plan or Plan(),
+                lossless=options.lossless,
+                steps=options.steps,
+                device=device,
+                progress=lambda line: say(f"ablation, {line}"),
+            )
+        found = replace(found, title=f"memfit ablation · {found.title}")
         show_picture(self._notebook.shell, found, self._notebook.config)
         print(f"memfit: to apply it: %memfit {found.plan if found.plan != Plan().label else '--accumulate 1'}")  # noqa: T201
         return found
 
     def _snapshot(self, words: list[str]) -> None:
+        from memlab.predicting import save_snapshot
+
         options = predict_options("snapshot", words)
         workload = prediction.only_one("snapshot", self._notebook.subject("snapshot", options)[0])
+        if len(options.words) != 1:
+            raise PlanError("%memfit snapshot needs one file name, as in %memfit snapshot step.pickle --predicted")
         session = session_of(workload.model)
         plan = options.plan or (session.plan if session is not None else Plan())
         with self._notebook.saying() as say:
-            file = prediction.snapshot(workload, options, plan, say)
+            say(f"{'predicting' if options.predicted else 'recording'} a step of {plan.label}")
+            file = save_snapshot(options.words[0], workload, plan, options.device, measured=not options.predicted)
         print(f"memfit: {plan.label}, saved to {file}; open it at https://docs.pytorch.org/memory_viz")  # noqa: T201
 
     def _compare(self, words: list[str]) -> Comparison:
@@ -186,12 +205,9 @@ class LineMagic:
             Workload(each.model, each.optimizers, batch, name=each.name)
             for each, batch in zip(live, batches, strict=True)
         ]
-        device = device_for(workloads[0].device, self._notebook.config.capacity_bytes)
         with self._notebook.saying() as say:
-            try:
+            with self._device_of(workloads[0]) as device:
                 compared = compare(workloads, plans, device=device, progress=lambda text: say(f"comparing, {text}"))
-            finally:
-                device.close()
             is_predicted = self._notebook.config.predict and len(workloads) == 1
             return prediction.with_predictions(compared, workloads[0], say) if is_predicted else compared
 
@@ -217,7 +233,9 @@ class LineMagic:
     def _undo_plan(self, words: list[str]) -> None:
         everywhere = words == ["all"]
         _no_more([] if everywhere else words, "undo")
-        undone = self._notebook.sessions() if everywhere else self._notebook.together()
+        undone = self._notebook.sessions()
+        if undone and not everywhere:
+            undone = self._notebook.together()
         for session in undone:
             model = session.workload.model
             session.undo()
@@ -281,7 +299,7 @@ def _capacity_in(words: list[str]) -> str:
     flag, has_value, value = words[0].partition("=")
     rest = words[1:]
     if flag == "--capacity" and not has_value and rest:
-        value = rest.pop(0)
+        value, rest = "".join(rest), []  # as in 8 GiB
     if flag != "--capacity" or not value or rest:
         raise PlanError(
             f"%memfit device {' '.join(words)}: expected --capacity SIZE, as in --capacity 4GiB, or --capacity none"

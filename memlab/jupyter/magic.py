@@ -15,8 +15,8 @@ from IPython.core.error import UsageError
 from memlab.jupyter.cell_magic import CellMagic
 from memlab.jupyter.completion import complete_lines
 from memlab.jupyter.display import teach_receipts
+from memlab.jupyter.flags import cell_help, line_help
 from memlab.jupyter.freeing import free_after_cells
-from memlab.jupyter.help import cell_help, line_help
 from memlab.jupyter.line_magic import LineMagic, Shown
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.runtime.loop_mode import pause, resume
@@ -42,7 +42,7 @@ def unload(shell: Any) -> None:
 
 
 class MagicMemfit:
-    """Everything registered in one shell."""
+    """Registrations in one shell."""
 
     def __init__(self, shell: Any) -> None:
         self._notebook = notebook = Notebook(shell)

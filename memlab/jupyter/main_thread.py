@@ -29,6 +29,7 @@ from typing import Any
 
 from memlab.errors import SessionError
 from memlab.jupyter.comms import is_main_thread
+from memlab.live.stage import BESIDE_CELLS
 
 # IPython's shells and kernels are configured at run time, and come in several versions
 Shell = Any
@@ -65,15 +66,15 @@ class MainThread:
                 "this has to be done on the main thread, and a terminal has no event loop to do it: call it from there"
             )
 
-    def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> Steps:
+    def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> PlayedSteps:
         """Advance an iterator, a step at a time, while no cell runs. From any thread.
 
         Raises:
             SessionError: a terminal has no event loop to advance it.
         """
         if self._kernel is None:
-            raise SessionError("steps beside cells need a notebook's event loop; in a terminal, run them in a loop")
-        played = Steps(steps, ended, self, self._shell.events)
+            raise SessionError(BESIDE_CELLS)
+        played = PlayedSteps(steps, ended, self, self._shell.events)
         played.resume()
         return played
 
@@ -130,7 +131,7 @@ class MainThread:
             self._shell.showtraceback()
 
 
-class Steps:
+class PlayedSteps:
     """An iterator that the main thread advances; made by `MainThread.play`.
 
     Every method may be called from any thread and returns at once.

@@ -17,7 +17,7 @@ from memlab.jupyter.config import MemLab
 from memlab.jupyter.display import is_rich, show
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Line, NotebookLine, Saying, TerminalLine
-from memlab.jupyter.panels import panels
+from memlab.jupyter.panel import panels
 from memlab.jupyter.parser import PredictOptions
 from memlab.live.control import Control, control_of
 from memlab.records.inference import CallKind

@@ -1,10 +1,9 @@
-"""`Panel`: the widgets through which a run is looked at and steered.
+"""`Panel`: the widget through which a run is looked at and steered.
 
-1. Callbacks only ask (`memlab.live.source.Source`) and return in milliseconds, on whatever thread the front end's
-   message comes in.
+1. A message of the page only asks (`memlab.live.source.Source`) and returns in milliseconds, on whatever thread it comes in.
 2. Whoever has something to show calls `draw` with a `Moment`; only what differs is sent to the page.
-3. What goes wrong in a callback is shown in the panel: ipywidgets would swallow it.
-4. The panel knows its source and no model. It is closed when its cell is run again, and lets go of everything then.
+3. What goes wrong while a message is dealt with is shown in the panel: ipywidgets would swallow it.
+4. The panel knows its source and no model. It is closed when its cell is run again, and lets go of everything then (`Panels`).
 """
 
 from __future__ import annotations
@@ -12,67 +11,54 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from html import escape
+from functools import cache
 from typing import Any
 
-from memlab.errors import PlanError
-from memlab.exporting import TARGETS, export
-from memlab.extras import require
-from memlab.jupyter.comms import Hearing, let_through, tree
-from memlab.jupyter.controls import BudgetRow, RunRow, SettingRow, put
-from memlab.jupyter.figure_widget import LiveFigure
-from memlab.jupyter.status import status_class
-from memlab.live.effects import effect_of
+from memlab.errors import MissingExtraError, SessionError
+from memlab.exporting import export
+from memlab.jupyter.comms import Hearing, let_through
+from memlab.jupyter.controls import MAGIC, Controls, fixed
+from memlab.jupyter.display import is_rich, show
+from memlab.jupyter.history import History
+from memlab.jupyter.main_thread import MainThread
+from memlab.jupyter.panel_page import PanelPage, require_widgets
+from memlab.jupyter.saved_view import SavedView, as_text, tried_as_html
+from memlab.live.control import Control, control_of
+from memlab.live.replaying import Replay
 from memlab.live.source import Source
-from memlab.plan import FIELDS, Plan
-from memlab.records.comparison import Comparison
-from memlab.records.live_state import Activity, Asked, Moment
-from memlab.report import html, tables
-from memlab.units import format_bytes
+from memlab.records.live_state import Asked, Moment
+from memlab.records.run_record import RunRecord
+from memlab.runtime.workload import Workload
+from memlab.units import format_bytes, parse_bytes
 
-_MOST_EVENTS = 6
-_MAGIC = "magic"
+Shell = Any
 
-
-def require_widgets() -> None:
-    """Import what a panel is made of.
-
-    Raises:
-        MissingExtraError: something of it is not installed.
-    """
-    for package in ("ipywidgets", "anywidget", "plotly"):
-        require(package)
+_TICK_MILLISECONDS = 250
 
 
 class Panel:
     """A view of a run, with controls.
 
+    Attributes:
+        widget: what stands in the page, an ipywidgets widget like any other.
+
     Raises:
-        MissingExtraError: ipywidgets, anywidget or plotly is not installed.
+        MissingExtraError: ipywidgets or anywidget is not installed.
     """
 
     def __init__(self, source: Source, hearing: Hearing | None = None) -> None:
-        require_widgets()
-        widgets = require("ipywidgets")
+        self._page = PanelPage(fixed())
+        self.widget = self._page.widget
         self._source = source
         self._hearing = hearing or Hearing(None)
         self._lock = threading.RLock()
-        self._drawing: int | None = None  # the thread that sets widgets, whose callbacks are not clicks
         self._is_closed = False
+        self._controls = Controls(source, self._copy)
+        self._saved = SavedView()
         self._frame = -1
         self._errors: list[str] = []
-        self._settings = [SettingRow(spec, source, self._guarded) for spec in FIELDS]
-        self._budget = BudgetRow(source, self._guarded)
-        self._buttons = RunRow(source, self._guarded, self._copy, (_MAGIC, *TARGETS))
-        self._title = widgets.HTML()
-        self._code = widgets.Textarea(
-            layout={"display": "none", "width": "100%", "height": "170px"}, description="Code"
-        )
-        self._figure = LiveFigure()
-        self._table = widgets.HTML()
-        self._status = status_class()(names=self._names())
-        self._status.on_msg(self._heard)
-        self.widget = self._arranged(widgets)
+        self._code = ""
+        self.widget.on_msg(self._heard)
         self._undo = ExitStack()
         self._undo.callback(let_through(self.widget))
         self._undo.callback(source.watch(self.draw))
@@ -83,16 +69,12 @@ class Panel:
         with self._lock:
             if self._is_closed:
                 return
-            self._drawing = threading.get_ident()
-            try:
-                self._draw_settings(moment)
-                if moment.frame != self._frame:
-                    self._frame = moment.frame
-                    self._draw_figures(moment)
-                if moment.activity is Activity.GONE:
-                    self._figure.close()
-            finally:
-                self._drawing = None
+            self._page.show(controls=self._controls.state(moment) | self._words(moment))
+            if moment.frame != self._frame:
+                self._frame = moment.frame
+                self._page.show(table=tried_as_html(moment))
+                self._page.show_figure(moment)
+                self._saved.update(moment)
 
     def close(self) -> None:
         """Take the panel off the page and let go of the run; harmless when done."""
@@ -101,132 +83,52 @@ class Panel:
                 return
             self._is_closed = True
         self._undo.close()
-        self._figure.close()
-        for widget in tuple(tree(self.widget)):
-            widget.unobserve_all()
-            widget.close()
+        self._page.close()
 
     def closing(self, done: Callable[[], None]) -> None:
         """Have something done when the panel closes."""
         self._undo.callback(done)
 
-    def _repr_mimebundle_(self, **options: Any) -> Any:
-        bundle = self.widget._repr_mimebundle_(**options)
-        data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
-        # for pages that show no widgets, and for the saved notebook
-        data["text/plain"] = as_text(self._source)
-        return (data, *metadata) if metadata else data
+    def _ipython_display_(self) -> None:
+        """Show the panel, and below it what a page without its kernel shows in its place."""
+        # of an anywidget: with what a hosted notebook needs to load it
+        data, metadata = self.widget._repr_mimebundle_()
+        moment = self._source.moment()
+        show(data | {"text/plain": moment.title}, metadata=metadata, raw=True)
+        self._saved.show(moment)
 
-    # -- drawing -------------------------------------------------------------------------------
-
-    def _draw_settings(self, moment: Moment) -> None:
-        put(self._title, value=f"<b>{escape(moment.title)}</b>")
-        for row in self._settings:
-            row.draw(moment)
-        self._budget.draw(moment)
-        self._buttons.draw(moment, self._source.can())
-        put(self._status, line=moment.status)
-        put(self._status, world=moment.world or self._hearing.words())
-        put(self._status, said=_spoken(moment))
-        put(self._status, errors="\n".join((*moment.errors, *self._errors)))
-
-    def _draw_figures(self, moment: Moment) -> None:
-        self._figure.show(moment)
-        put(self._table, value=_table(moment))
-
-    def _arranged(self, widgets: Any) -> Any:
-        controls = widgets.VBox(
-            [
-                widgets.Box([row.widget for row in self._settings], layout={"flex_flow": "row wrap"}),
-                self._budget.widget,
-                *self._buttons.rows,
-                self._status,
-                self._code,
-            ],
-            # beside the figure as narrow as that, below each other as wide as the page
-            layout={"flex": "1 1 350px"},
-        )
-        controls.add_class("memlab-controls")
-        figure = widgets.Box([self._figure.widget], layout={"flex": "999 1 520px", "min_width": "min(520px, 100%)"})
-        panel = widgets.VBox([
-            self._title,
-            widgets.Box([controls, figure], layout={"display": "flex", "flex_flow": "row wrap", "align_items": "flex-start"}),
-            self._table,
-        ])  # fmt: skip
-        panel.add_class("memlab-panel")
-        return panel
-
-    def _names(self) -> dict[str, str]:
-        return {row.class_name: row.label for row in self._settings} | {
-            "memlab-choice-target": "Copy as code, for what"
+    def _words(self, moment: Moment) -> dict[str, str]:
+        return {
+            "line": moment.status,
+            "world": moment.world or self._hearing.world.value,
+            "said": _spoken(moment),
+            "errors": "\n".join((*moment.errors, *self._errors)),
+            "code": self._code,
         }
 
-    # -- callbacks -----------------------------------------------------------------------------
-
-    def _guarded(self, react: Callable[[Any], None]) -> Callable[[Any], None]:
-        """A callback that is deaf to what the panel itself sets, and tells its errors in the panel."""
-
-        def callback(change: Any) -> None:
-            if self._drawing == threading.get_ident() or self._is_closed:
-                return
-            self._hearing.heard()
-            try:
-                react(change)
-            except Exception as error:  # noqa: BLE001 - ipywidgets would log it where nobody looks
-                self._tell(f"{type(error).__name__}: {error}")
-
-        return callback
+    # -- messages ------------------------------------------------------------------------------
 
     def _heard(self, _widget: Any, message: dict[str, Any], _buffers: Any) -> None:
-        self._hearing.heard()
-        if message.get("kind") == "drawn":
-            self._figure.send_again()
+        if self._is_closed:
             return
-        if message.get("kind") == "not copied":
-            self._tell("the browser did not let the code be copied: it stands below")
+        self._hearing.heard()
+        try:
+            if message.get("kind") == "not copied":
+                self._tell("the browser did not let the code be copied: it stands below")
+            self._controls.do(message)
+        except Exception as error:  # noqa: BLE001 - ipywidgets would log it where nobody looks
+            self._tell(f"{type(error).__name__}: {error}")
+        with self._lock:
+            self._controls.heard(message)
         self.draw(self._source.moment())
 
     def _copy(self, target: str) -> None:
         plan = self._source.moment().plan
-        code = f"%%memfit {plan}".strip() if target == _MAGIC else export(plan, target)
-        self._code.value = code
-        self._code.layout.display = ""
-        self._status.copied = ""
-        self._status.copied = code
+        self._code = f"%%memfit {plan}".strip() if target == MAGIC else export(plan, target)
+        self._page.copy(self._code)
 
     def _tell(self, words: str) -> None:
         self._errors = [*self._errors, words.splitlines()[0]][-3:]
-        self.draw(self._source.moment())
-
-
-def as_text(source: Source) -> str:
-    """Return what a panel shows, as text, where there are no widgets: every setting, what it gives, and the magic for it."""
-    moment = source.moment()
-    lines = [moment.title, f"{'setting':<22}{'now':<16}{'instead':<16}{'gives':<36}by"]
-    for spec, toggle in zip(FIELDS, moment.toggles, strict=True):
-        is_off = toggle.value == spec.choices[0]
-        instead = spec.offer if is_off else spec.choices[0]
-        effect = effect_of(moment, spec.name, instead if is_off else toggle.value)
-        gives = "not predicted" if effect is None else effect.text if is_off else f"no more {effect.text}"
-        by = _magic_for(moment.plan, spec.name, instead)
-        lines.append(f"{spec.title:<22}{toggle.value:<16}{instead:<16}{gives:<36}{by}")
-    return "\n".join((*lines, moment.status))
-
-
-def _magic_for(plan: Plan, field: str, text: str) -> str:
-    try:
-        flags = str(plan.with_setting(field, text))
-    except PlanError:
-        return "excludes another setting"
-    return f"%memfit {flags or 'undo'}"
-
-
-def _table(moment: Moment) -> str:
-    """The numbers of the figure as a table, and what happened."""
-    if not moment.measurements:
-        return ""
-    events = tuple(moment.events[-_MOST_EVENTS:])
-    return html.table(tables.comparison(Comparison("settings tried", moment.measurements, events, moment.predictions)))
 
 
 def _spoken(moment: Moment) -> str:
@@ -236,3 +138,136 @@ def _spoken(moment: Moment) -> str:
     if measured is not None:
         said.append(f"peak {format_bytes(measured.peak_allocated_bytes)}")
     return "; ".join([str(moment.activity), *said])
+
+
+# -- the panels of a kernel -------------------------------------------------------------------------
+
+
+class Panels:
+    """Opens panels and closes them.
+
+    A panel is closed when its cell is run again; where the front end does not say which cell it is, when another one
+    is opened.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, Panel | SavedView] = {}
+
+    def open(self, shell: Shell, source: Source) -> Panel | None:
+        """Make a panel on a run, in place of the one of this cell.
+
+        Returns:
+            None where there are no widgets: a page shows a table and a picture that follow the run, a terminal text.
+        """
+        cell = cell_of(shell)
+        self.close(cell)
+        if not is_rich(shell):
+            print(as_text(source.moment()))  # noqa: T201 - what was asked for
+            return None
+        try:
+            self._open[cell] = panel = Panel(source, Hearing(shell.kernel))
+        except MissingExtraError as missing:
+            print(f"memfit: a table without controls, because {missing}")  # noqa: T201
+            self._open[cell] = SavedView(source)
+            return None
+        return panel
+
+    def any_open(self) -> bool:
+        """Return whether a panel is on the page."""
+        return any(isinstance(each, Panel) for each in self._open.values())
+
+    def close(self, cell: str | None = None) -> None:
+        """Close the panel of a cell, or all of them."""
+        for each in [cell] if cell is not None else list(self._open):
+            panel = self._open.pop(each, None)
+            if panel is not None:
+                panel.close()
+
+
+def cell_of(shell: Shell) -> str:
+    """The cell that runs, as the front end names it; empty where it does not."""
+    try:
+        parent = shell.get_parent()
+    except AttributeError:  # IPython in a terminal
+        return ""
+    return str((parent or {}).get("metadata", {}).get("cellId", ""))
+
+
+@cache
+def panels() -> Panels:
+    """The panels of this kernel."""
+    return Panels()
+
+
+def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Panel:
+    """Switch settings of a live model with the mouse, and watch its memory and throughput.
+
+    The same as `%memfit panel`. The model gets a session that only watches, unless it has one; `Undo all` ends it.
+
+    Args:
+        workload: model and optimizer; with a batch (and a `loss_fn` where the model returns no loss) the panel also predicts
+            what each setting would give, and can run training steps by itself.
+        budget: where the budget line stands at first, such as "8GiB".
+        capacity: memory size to give the device in the panel's own runs.
+
+    Returns:
+        The panel; the last value of a cell is displayed.
+
+    Raises:
+        MissingExtraError: ipywidgets or anywidget is not installed.
+        RefusalError: the model cannot be taken over at all (compiled, sharded).
+        SessionError: there is no notebook; `%memfit FLAGS` and `memlab.fit` do the same without a panel.
+    """
+    shell = _shell()
+    if shell is None or not is_rich(shell):
+        raise SessionError("a panel needs a notebook; in a script, use memlab.fit(workload, plan) and its switch(plan)")
+    require_widgets()
+    control = control_of(workload.model)
+    control.begin(workload, *(parse_bytes(size) if size else None for size in (capacity, budget)))
+    opened = open_live(panels(), shell, control)
+    assert opened is not None
+    return opened
+
+
+def open_live(opened: Panels, shell: Shell, control: Control) -> Panel | None:
+    """Make a panel on the live run of a model, and predict what its settings would give."""
+    if is_rich(shell):
+        control.stage = MainThread(shell)
+    made = opened.open(shell, control)
+    if made is not None and control.model.batch is not None:
+        control.predict()
+    return made
+
+
+def open_recorded(opened: Panels, shell: Shell, record: RunRecord) -> bool:
+    """Show a panel on a recorded run; False where there is no page to show it."""
+    if not is_rich(shell):
+        return False
+    replay = Replay(record)
+    made = opened.open(shell, replay)
+    if made is None:
+        return False
+    from tornado.ioloop import PeriodicCallback
+
+    def tick() -> None:
+        replay.tick()
+
+    clock = PeriodicCallback(tick, _TICK_MILLISECONDS)
+    made.closing(clock.stop)
+    show(made)
+    clock.start()
+    return True
+
+
+def bring_up_to_date(control: Control, history: History) -> None:
+    """Tell a control what cells have measured and predicted."""
+    rows = history.comparison.measurements if history.comparison is not None else ()
+    control.know(rows, (*history.plan_space, *history.predicted.values()))
+    if history.batch is not None:
+        control.model.batch = history.batch
+
+
+def _shell() -> Shell | None:
+    from IPython.core.getipython import get_ipython
+
+    return get_ipython()

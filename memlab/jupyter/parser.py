@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from contextlib import suppress
 from dataclasses import dataclass
 
 from memlab.errors import PlanError
@@ -14,7 +13,7 @@ from memlab.plan import Plan, ScaleOut, unknown_flag
 from memlab.plan.fields import ENGINES
 from memlab.plan.scale import Scale, take_engine
 from memlab.rescue.fallback import pinned
-from memlab.units import parse_bytes
+from memlab.units import SIZE_UNITS, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class CellOptions:
     rescue: bool = True
     background: bool = False
     inference: bool = False
-    prove: bool = False
     nproc: int = 1
     scale: Scale | None = None
     quiet: bool = False
@@ -54,7 +52,6 @@ class PredictOptions:
     lossless: bool = False
     every: bool = False
     predicted: bool = False
-    order: str = "documented"
     steps: int = 5
     nproc: int = 1
     scale: Scale | None = None
@@ -105,8 +102,7 @@ def predict_options(command: str, words: list[str]) -> PredictOptions:
         lossless="lossless" in given,
         every="all" in given,
         predicted="predicted" in given,
-        order=given.get("order", "documented"),
-        steps=_whole(given.get("steps", "5")),
+        steps=_count("--steps", given.get("steps", "5"), "steps", "3"),
         nproc=processes(given["nproc"]) if "nproc" in given else 1,
         scale=_predicted_scale(plan, engine, given, quoted),
     )
@@ -143,12 +139,6 @@ def _predicted_scale(plan: Plan, engine: str | None, given: dict[str, str], plan
     return scale
 
 
-def _whole(steps: str) -> int:
-    if not steps.isdecimal() or int(steps) < 1:
-        raise PlanError(f"--steps {steps}: expected a whole number of steps, 1 or more, as in '--steps 3'")
-    return int(steps)
-
-
 def plans_in(words: list[str]) -> list[str]:
     """Plans as they were quoted; unquoted flags with values make one plan."""
     return words if all(word.startswith("-") or not word for word in words) else [" ".join(words)]
@@ -179,12 +169,10 @@ def cell_options(line: str) -> CellOptions:
     plan, rest = Plan.parse_known(others)
     given, loose = _read_flags(rest, CELL_FLAGS)
     if loose:
-        raise _loose_word(loose[0], words)
+        raise _loose_word(loose[0])
     capacity, budget = given.get("capacity"), given.get("budget")
     if "inference" in given:
         _check_inference(plan, given)
-    elif "prove" in given:
-        raise PlanError("--prove runs the largest batch of an inference cell; give it with --inference")
     if budget is not None and plan.scale is not ScaleOut.NONE:
         raise PlanError(
             f"--budget with --scale {plan.scale}: a plan is chosen for a budget by predictions, and engines have none; leave one out"
@@ -206,33 +194,11 @@ def cell_options(line: str) -> CellOptions:
         rescue="no_rescue" not in given,
         background="background" in given,
         inference="inference" in given,
-        prove="prove" in given,
         nproc=processes(given["nproc"]) if "nproc" in given else 1,
         scale=_scale(plan, engine, given),
         quiet="quiet" in given,
         help="help" in given,
     )
-
-
-# why a flag of the cell means nothing where nothing is trained
-_ONLY_FOR_TRAINING = {
-    "optimizer": "no optimizer runs",
-    "lossless": "--budget chooses no plan there, it is what the batch is to fit into",
-    "keep": "an inference cell is not rescued",
-    "no_rescue": "an inference cell is not rescued",
-    "background": "an inference cell runs in the foreground",
-}
-
-
-# why a flag of the cell means nothing where other processes train
-_NOT_FOR_PROCESSES = {
-    "budget": "plans are chosen for one process",
-    "lossless": "plans are chosen for one process",
-    "keep": "a cell in several processes is not rescued",
-    "no_rescue": "a cell in several processes is not rescued",
-    "background": "a cell in several processes is waited for",
-    "inference": "only training runs in several processes",
-}
 
 
 def _engine_of_processes(words: list[str]) -> tuple[str | None, list[str]]:
@@ -248,15 +214,19 @@ def _scale(plan: Plan, engine: str | None, given: dict[str, str]) -> Scale | Non
     if engine is None:
         raise PlanError(f"--nproc {given['nproc']} needs --scale and one of {', '.join(ENGINES)}, as in --scale fsdp2")
     for flag in CELL_FLAGS:
-        if flag.name in given and flag.name in _NOT_FOR_PROCESSES:
-            raise PlanError(f"{flag.flag} with --nproc: {_NOT_FOR_PROCESSES[flag.name]}; leave it out")
+        if flag.name in given and flag.in_ranks:
+            raise PlanError(f"{flag.flag} with --nproc: {flag.in_ranks}; leave it out")
     return Scale(engine, plan)
 
 
 def processes(number: str) -> int:
-    """The number of processes a flag names."""
+    """Return the number of processes a flag names."""
+    return _count("--nproc", number, "processes", "2")
+
+
+def _count(flag: str, number: str, of: str, example: str) -> int:
     if not number.isdecimal() or int(number) < 1:
-        raise PlanError(f"--nproc {number}: expected a whole number of processes, 1 or more, as in '--nproc 2'")
+        raise PlanError(f"{flag} {number}: expected a whole number of {of}, 1 or more, as in '{flag} {example}'")
     return int(number)
 
 
@@ -265,28 +235,27 @@ def _check_inference(plan: Plan, given: dict[str, str]) -> None:
 
     precision_of(plan)
     for flag in CELL_FLAGS:
-        if flag.name in given and flag.name in _ONLY_FOR_TRAINING:
-            raise PlanError(f"{flag.flag} with --inference: {_ONLY_FOR_TRAINING[flag.name]}; leave it out")
+        if flag.name in given and flag.untrained:
+            raise PlanError(f"{flag.flag} with --inference: {flag.untrained}; leave it out")
 
 
 def split_words(line: str) -> list[str]:
     """Split a magic's line as a shell does.
 
     Raises:
-        PlanError: a quotation is left open.
+        PlanError: a quotation is left open, or braces are left that IPython could not put a value in place of.
     """
     try:
-        return shlex.split(line)
+        words = shlex.split(line)
     except ValueError as error:
         raise PlanError(f"{line.strip()!r} cannot be read: {error}") from None
+    if (left := re.search(r"\{[^{}]*\}", line)) is not None:
+        raise PlanError(f"{left[0]}: there is no such variable, or what stands in the braces fails; give a value")
+    return words
 
 
-def _loose_word(word: str, words: list[str]) -> PlanError:
+def _loose_word(word: str) -> PlanError:
     """The error for a word of a cell's line that is neither a flag nor its value."""
-    before = words[words.index(word) - 1] if words.index(word) else ""
-    with suppress(PlanError):
-        parse_bytes(before + word)
-        return PlanError(f"{before} {word}: write a size as one word, {before}{word}")
     if word == "off" or any(word == each.word for each in WORDS):
         way_out = "undo" if word == "off" else word
         return PlanError(f"%%memfit {word}: a cell takes flags only; did you mean the line %memfit {way_out}?")
@@ -316,8 +285,10 @@ def _read_flags(words: list[str], flags: tuple[Flag, ...]) -> tuple[dict[str, st
             loose.append(word + has_value + value)
             continue
         if flag.metavar and not has_value:
-            if not waiting or waiting[0].startswith("-"):
+            if not waiting or (waiting[0].startswith("-") and not waiting[0][1:2].isdigit()):
                 raise PlanError(f"{flag.flag} needs a value: {flag.usage}")
             value = waiting.pop(0)
+            if flag.metavar == "SIZE" and waiting and waiting[0].lower() in SIZE_UNITS:
+                value += waiting.pop(0)
         given[flag.name] = f"{given[flag.name]},{value}" if flag.repeats and flag.name in given else value
     return given, loose

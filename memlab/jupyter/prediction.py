@@ -6,34 +6,31 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
+from memlab.jupyter.display import PredictedPlans
 from memlab.jupyter.history import History
 from memlab.jupyter.parser import CellOptions, PredictOptions
-from memlab.jupyter.predicted_plans import PredictedPlans
-from memlab.live.calibration import calibration, is_of_such_batches
+from memlab.live.live_predictions import calibration, is_of_such_batches
 from memlab.measuring.device import Device
 from memlab.measuring.runs import Workloads, compare
 from memlab.plan import Plan
 from memlab.plan.scale import Scale
 from memlab.records import Measurement, Prediction
-from memlab.records.ablation import Ablation
-from memlab.records.comparison import Comparison, FoundPlan
+from memlab.records.comparison import Comparison
 from memlab.records.ranks import PredictedRanks
 from memlab.report.ranking import verdict_words
 from memlab.runtime.workload import Batch, Workload, describe_all
 from memlab.session import Session
 from memlab.units import format_bytes, format_change, parse_bytes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Say = Callable[[str], None]
 
@@ -42,7 +39,7 @@ PATIENCE_SECONDS = 5.0
 _INTERRUPTED = "no prediction: interrupted"
 _SAID_AFTER_SECONDS = 1.0
 # what to do about a model that cannot be predicted
-_COMPARE = 'measure plans instead, as in %memfit compare "--accumulate 4" "--checkpoint"'
+COMPARE = 'measure plans instead, as in %memfit compare "--accumulate 4" "--checkpoint"'
 _CHOOSE = "choose the plan yourself instead, as in %%memfit --accumulate 4"
 
 
@@ -133,7 +130,8 @@ def only_one(command: str, workloads: Sequence[Workload]) -> Workload:
     return workloads[0]
 
 
-def _one_or_all(workloads: Sequence[Workload]) -> Workloads:
+def one_or_all(workloads: Sequence[Workload]) -> Workloads:
+    """Return what searches and predictions take: one workload, or several that train together."""
     return workloads[0] if len(workloads) == 1 else workloads
 
 
@@ -143,7 +141,7 @@ def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
     return namespace[name]
 
 
-# -- %memfit predict, find, ablation, snapshot ---------------------------------------------------------------
+# -- %memfit predict ---------------------------------------------------------------
 
 
 def predicted_ranks(workload: Workload, options: PredictOptions, scale: Scale, history: History) -> PredictedRanks:
@@ -187,64 +185,36 @@ def _predicted(
 
     plans: list[Plan] | None = list(dict.fromkeys([Plan(), *asked])) if asked else None
     if options.lossless and not asked:
-        plans = list(considered(_one_or_all(workloads), options.device, lossless=True))
+        plans = list(considered(one_or_all(workloads), options.device, lossless=True))
     known = history.comparison.measurements if history.comparison is not None and options.device is None else ()
-    try:
+    with advised(_instead_of_predicting(options, asked)) if asked or options.device else nullcontext():
         predictions = predict_all(
-            _one_or_all(workloads),
+            one_or_all(workloads),
             options.device,
             plans=plans,
             measured=calibration(known, workloads[0]),
             progress=lambda line: say(f"predicting, {line}"),
         )
-    except TraceError as error:
-        if options.device is not None:
-            raise _with_advice(error, "without --device one step is measured here") from None
-        if asked:
-            quoted = " ".join(f'"{plan}"' for plan in asked)
-            them = "it" if len(asked) == 1 else "them"
-            raise _with_advice(error, f"measure {them} instead: %memfit compare {quoted}") from None
-        raise
     if options.plan is not None and predictions[-1].refused:
         # asked for by itself, so that nothing else is worth a table
         raise MemlabError(predictions[-1].refused)
     return predictions
 
 
-def found(workloads: Sequence[Workload], options: PredictOptions, budget: str, history: History, say: Say) -> FoundPlan:
-    """Search the fastest plan that fits, running trial steps that leave nothing behind."""
-    from memlab.search import find_plan
+def _instead_of_predicting(options: PredictOptions, asked: list[Plan]) -> str:
+    if options.device is not None:
+        return "without --device one step is measured here"
+    quoted = " ".join(f'"{plan}"' for plan in asked)
+    return f"measure {'it' if len(asked) == 1 else 'them'} instead: %memfit compare {quoted}"
 
-    if not budget:
-        raise PlanError("%memfit find needs a budget, as in %memfit find --budget 8GiB")
-    say(f"finding a plan for {budget}")
+
+@contextmanager
+def advised(advice: str) -> Iterator[None]:
+    """Say what to do about a model that cannot be predicted."""
     try:
-        answer = find_plan(
-            _one_or_all(workloads), budget, lossless=options.lossless, fixed=options.plan or Plan(), progress=say
-        )
+        yield
     except TraceError as error:
-        raise _with_advice(error, _COMPARE) from None
-    history.plan_space = answer.predictions
-    return answer
-
-
-def ablated(workload: Workload, options: PredictOptions, budget: str, device: Device, say: Say) -> Ablation:
-    """Add technique after technique, running steps that leave nothing behind."""
-    from memlab.search import ablation
-
-    say("adding techniques")
-    answer = ablation(
-        workload,
-        options.plans or None,
-        order=options.order,  # type: ignore[arg-type] # checked there, in words
-        budget=budget,
-        fixed=options.plan or Plan(),
-        lossless=options.lossless,
-        steps=options.steps,
-        device=device,
-        progress=lambda line: say(f"ablation, {line}"),
-    )
-    return replace(answer, title=f"memfit ablation · {answer.title}")
+        raise TraceError(f"{error}; {advice}", error.operator) from None
 
 
 def measured_instead(workload: Workload, device: Device, say: Say) -> Comparison:
@@ -254,21 +224,6 @@ def measured_instead(workload: Workload, device: Device, say: Say) -> Comparison
         compare(workload, [Plan()], 1, device=device, progress=lambda line: say(f"measuring, {line}")),
         title=f"memfit · {_without_device([workload])} · {device.name} · measured, not predicted",
     )
-
-
-def _with_advice(error: TraceError, advice: str) -> TraceError:
-    return TraceError(f"{error}; {advice}", error.operator)
-
-
-def snapshot(workload: Workload, options: PredictOptions, plan: Plan, say: Say) -> Path:
-    """Save a memory snapshot of one step."""
-    from memlab.predicting import save_snapshot
-
-    if len(options.words) != 1:
-        raise PlanError("%memfit snapshot needs one file name, as in %memfit snapshot step.pickle --predicted")
-    say(f"{'predicting' if options.predicted else 'recording'} a step of {plan.label}")
-    saved: Path = save_snapshot(options.words[0], workload, plan, options.device, measured=not options.predicted)
-    return saved
 
 
 def _without_device(workloads: Sequence[Workload]) -> str:
@@ -293,12 +248,10 @@ def choice(
         key = (budget_bytes, fixed, options.lossless, *(Batch.of(each.batch).shapes for each in workloads))
         if key not in history.chosen:
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
-            try:
+            with advised(_CHOOSE):
                 plan, predictions = choose_plan(
-                    _one_or_all(workloads), budget_bytes, fixed=fixed, lossless=options.lossless, progress=say
+                    one_or_all(workloads), budget_bytes, fixed=fixed, lossless=options.lossless, progress=say
                 )
-            except TraceError as error:
-                raise _with_advice(error, _CHOOSE) from None
             history.chosen[key] = plan
             history.plan_space = tuple(predictions)
         plan = history.chosen[key]

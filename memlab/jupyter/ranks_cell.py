@@ -33,7 +33,7 @@ class RanksCell:
     def __init__(self, notebook: Notebook) -> None:
         self._notebook = notebook
 
-    def run(self, options: CellOptions, scale: Scale, source: cells.Source) -> None:
+    def run(self, options: CellOptions, scale: Scale, source: cells.CellSource) -> None:
         """Run a cell whose text compiles."""
         with one_line():
             workload = self._workload(options, source)
@@ -43,7 +43,7 @@ class RanksCell:
         with cells.beside("the receipt"):
             self._show(workload, launched, scale, options.nproc)
 
-    def _workload(self, options: CellOptions, source: cells.Source) -> Workload:
+    def _workload(self, options: CellOptions, source: cells.CellSource) -> Workload:
         variables = dict(self._notebook.shell.user_ns)
         found = Workload.find(
             variables,
@@ -91,7 +91,7 @@ class RanksCell:
         seconds = launched.seconds
         print(  # noqa: T201 - what the way there cost
             f"memfit: {len(launched.steps)} steps on {nproc} processes; {seconds['out']:.1f} s to send, "
-            f"{seconds['there']:.1f} s there, {seconds['home']:.1f} s to return"
+            f"{seconds['there']:.1f} s there, {seconds['back']:.1f} s to return"
         )
         if launched.comparison is not None:
             show(self._receipt(workload, launched.comparison, scale))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Collection, Mapping
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,12 +14,14 @@ from memlab.errors import RefusalError
 from memlab.jupyter.history import History
 from memlab.plan import Plan
 from memlab.rescue.fallback import Place, next_plans
-from memlab.rescue.rescuer import NothingFitsError
+from memlab.rescue.recovery import NothingFitsError, half_of
 from memlab.runtime.workload import Batch, Workload, unwrap_model
 from memlab.session import Session, check
 from memlab.units import format_bytes
 
 _MOST_LOG_ENTRIES = 8
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+_MEMLAB = str(Path(__file__).parents[1])
 
 
 def state_text(session: Session, history: History, namespace: Mapping[str, Any], capacity: str) -> str:
@@ -83,8 +84,9 @@ def _next_plan(session: Session, batch: Batch | None, keep: Collection[str]) -> 
     refused: set[Plan] = set()
     while True:
         fallbacks = next_plans(
-            session.plan, Place.FORWARD, rows=rows, keep=keep, has_optimizer=has_optimizer, refused=refused
-        )
+            session.plan, Place.FORWARD, rows=rows, keep=keep, has_optimizer=has_optimizer, refused=refused,
+            half=half_of(session.workload.device),
+        )  # fmt: skip
         plan = next((fallback.plan for fallback in fallbacks), None)
         if plan is None or _applies(session.workload, plan):
             return plan
@@ -123,12 +125,7 @@ def own_frames(shell: Any, error: BaseException) -> list[str]:
     return lines
 
 
-@cache
-def _libraries() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    memlab = Path(__file__).parents[1]
-    return tuple({paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], str(memlab)})
-
-
 def _is_of_library(file: str) -> bool:
-    return file.startswith((*_libraries(), "<frozen"))
+    # packages may lie in more places than this Python's own: the user's, the system's, another environment's
+    is_installed = not _PACKAGES.isdisjoint(Path(file).parts)
+    return is_installed or file.startswith((sysconfig.get_path("stdlib"), _MEMLAB, "<frozen"))

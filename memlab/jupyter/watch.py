@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memlab.errors import MemlabError
-from memlab.jupyter.cell_observers import BesideInCell, Chooser, Largest, Notes, without_graph
+from memlab.jupyter.cell_observers import BesideInCell, Chooser, Largest, Notes, StaleOptimizers, without_graph
 from memlab.jupyter.cells import beside
 from memlab.jupyter.first_call import FirstTrainingCall
 from memlab.jupyter.history import History
@@ -35,7 +36,7 @@ from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.rescue.rescuer import Rescuer
-from memlab.rescue.thrash import ThrashWatch
+from memlab.rescue.retries import RetryWatch
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import (
@@ -68,8 +69,11 @@ class CellWatch:
         rescue: makes what rescues a workload on a device of so many bytes; None lets the cell fail.
         control_of: what follows and steers the run of a model; None for nothing.
         name_of: what a model is called where there are several; by default as its class.
+        variables: those of the notebook.
 
     Attributes:
+        notes: plans that were in force during the cell, and its first batch.
+        stale: says where an optimizer steps whose model was made again.
         sessions: of the models that the cell trains, in the order in which they were found.
         refused: what memlab has refused in the middle of the cell, last; None for nothing.
         failure: what of memlab's own failed, in words; empty for nothing.
@@ -85,6 +89,7 @@ class CellWatch:
         rescue: Callable[[Workload, int | None], Rescuer] | None = None,
         control_of: Callable[[nn.Module], Control] | None = None,
         name_of: Callable[[nn.Module], str] = lambda model: type(model).__name__,
+        variables: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.sessions: list[Session] = []
         self._models: list[nn.Module] = []  # for the receipt, also of those that the cell drops
@@ -104,13 +109,14 @@ class CellWatch:
         self._device: Device | None = None
         self._thread: int | None = None  # whose training counts; None for any
         self._meter: Meter | None = None
-        self._notes = Notes(self._step_ended, self._broke_off)
-        self._largest: list[Largest] = [self._notes]
+        self.notes = Notes(self._step_ended, self._broke_off)
+        self._largest: list[Largest] = [self.notes]
         self._log_from: list[int] = []
         self._next_told_seconds = 0.0
         self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
         self._looking: FirstTrainingCall | None = None
         self._trained_uncalled = False  # a model was updated before it was called
+        self.stale = StaleOptimizers(variables)
         self._known: set[int] = set()  # optimizers that were there before, or have been looked at
         self._undo = ExitStack()
 
@@ -126,8 +132,8 @@ class CellWatch:
         """Keep nothing of the user's any more."""
         self.sessions, self._models, self._fresh = [], [], []
         self._meter, self._control, self._device = None, None, None
-        self._notes = Notes(self._step_ended, self._broke_off)
-        self._largest = [self._notes]
+        self.notes = Notes(self._step_ended, self._broke_off)
+        self._largest = [self.notes]
 
     @property
     def session(self) -> Session | None:
@@ -138,7 +144,7 @@ class CellWatch:
     def was_passed_by(self) -> bool:
         """Return whether the cell has trained a model, but none of it by calls that could be observed."""
         session = self.session
-        return self._trained_uncalled or (session is not None and session.steps > 0 and not session.was_called)
+        return self._trained_uncalled or (session is not None and session.steps > 0 and not session.usage.was_called)
 
     def wait_for_model(self) -> None:
         """Attach to the models that the cell trains."""
@@ -148,10 +154,6 @@ class CellWatch:
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
         """Apply the plan to a workload and begin to observe.
-
-        Args:
-            workload: model and optimizers.
-            alone: whether no other model counts, should the cell train one.
 
         Raises:
             RefusalError: a technique does not apply; everything is as it was.
@@ -181,25 +183,28 @@ class CellWatch:
             else:
                 self._observe_beside(session, self._meter)
             self._keep_alive(session, self._device)
+            # callbacks run in reverse: whoever is told of steps hears first how many have passed
+            self._undo.callback(session.wake)
         if self.failure:
             self._undo.close()
 
     def _beside(self, what: str, *, is_needed: bool = False) -> AbstractContextManager[None]:
         """Note where memlab itself fails, and let the cell go on without it; raise what fails where the cell needs it."""
-        return nullcontext() if is_needed else beside(what, self._failed)
-
-    def _failed(self, text: str) -> None:
-        self.failure = text
+        return nullcontext() if is_needed else beside(what, partial(setattr, self, "failure"))
 
     @property
     def _changes_something(self) -> bool:
-        """Whether the cell asked for a plan, and must not train without it."""
+        """Return whether the cell asked for a plan, and must not train without it."""
         return self._plan not in (None, Plan()) or self._choose is not None
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look for a further model when an optimizer steps that updates none of those found."""
         is_mine = self._thread in (None, threading.get_ident())
-        if self.failure or id(optimizer) in self._known or not is_mine or is_loop_known():
+        if self.failure or not is_mine or is_loop_known():
+            return
+        with self._beside("looking for stale optimizers"):
+            self.stale.stepped(optimizer, [each.workload for each in self.sessions])
+        if id(optimizer) in self._known:
             return
         with self._beside("looking for further models"):
             self._known.add(id(optimizer))
@@ -267,12 +272,12 @@ class CellWatch:
         # callbacks run in reverse: first nobody calls the meter any more, then it closes
         self._undo.callback(meter.close)
         # the one that chooses comes first: what it takes is no part of the first step
-        watching: list[Observer] = [*self._choosing(session), meter, self._notes]
-        if torch.cuda.is_available():
-            watching.append(ThrashWatch(session.note))
+        watching: list[Observer] = [*self._choosing(session), meter, self.notes]
+        if session.workload.device.type == "cuda":
+            watching.append(RetryWatch(session.log.note, device=session.workload.device))
         for observer in watching:
             self._watch(session, observer)
-            session.tell(observer, "plan_changed", session.plan)
+            session.observers.tell_one(observer, "plan_changed", session.plan)
 
     def _observe_beside(self, session: Session, meter: Meter) -> None:
         """Have the meter of the first model measure another one as well."""
@@ -283,7 +288,7 @@ class CellWatch:
             self._watch(session, observer)
         for optimizer in session.workload.optimizers:
             meter.optimizer_found(optimizer)
-        self._watch(session, BesideInCell(meter, number, self._notes))
+        self._watch(session, BesideInCell(meter, number, self.notes))
 
     def _choosing(self, session: Session) -> list[Observer]:
         """Choose the plan when a model is first called, for it and those before it."""
@@ -293,8 +298,8 @@ class CellWatch:
         return [self._choosers[-1]]
 
     def _watch(self, session: Session, observer: Observer) -> None:
-        session.listen(observer)
-        self._undo.callback(session.leave, observer)
+        session.observers.add(observer)
+        self._undo.callback(session.observers.remove, observer)
 
     def _keep_alive(self, session: Session, device: Device) -> None:
         """Have the loop rescued while the cell runs, unless whoever made the session has seen to it."""
@@ -318,11 +323,8 @@ class CellWatch:
         if self._control is not None and perf_counter() >= self._next_told_seconds:
             self._control.stepped()
             self._next_told_seconds = perf_counter() + _LEAST_SECONDS_BETWEEN
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """Plans that were in force during the cell, the last one last."""
-        return tuple(self._notes.plans)
+        if self._looking is None and self._meter is not None and (steps := self._meter.steps_to_pass()):
+            self.sessions[0].rest(steps)
 
     def keep(self, history_of: Callable[[nn.Module], History], error: BaseException | None = None) -> int:
         """Put what was measured into a history, once the cell is over.
@@ -338,25 +340,20 @@ class CellWatch:
         if session is None or meter is None:
             return 0
         for each in self.sessions:
-            each.say_what_was_passed_by()
+            each.usage.note()
             if error is not None:
                 each.loop_was_left()
-        measurements = [m for plan in self._notes.plans if (m := _measured(meter, plan)) is not None]
-        steps = meter.steps
         history = history_of(session.workload.model)
         for each, largest in zip(self.sessions, self._largest, strict=True):
             if largest.batch is not None and each.attached:
                 history_of(each.workload.model).batch = without_graph(largest.batch)
         notes = tuple(dict.fromkeys(note for each in self.sessions for note in each.notes))
-        if measurements and notes:
-            measurements[-1] = replace(measurements[-1], notes=(*measurements[-1].notes, *notes))
-        if error is not None and is_out_of_memory(error):
-            measurements = [m for m in measurements if m.plan != session.plan.label]
-            measurements.append(row_of_failure(session.plan, meter.device, str(error)))
-        history.add_steps(steps)
-        title = _title(self.sessions, self._notes.batch, meter.device.name, len(steps))
+        measurements = _measurements(meter, self.notes.plans, notes, session.plan, error)
+        history.add_steps(meter.steps, meter.steps_ended)
+        history.trained_by(optimizer for each in self.sessions for optimizer in each.workload.optimizers)
+        title = _title(self.sessions, self.notes.batch, meter.device.name, meter.steps_ended)
         history.add(title, measurements, _events(self.sessions, self._log_from))
-        return len(steps)
+        return meter.steps_ended
 
 
 def _tell_apart(workload: Workload, others: Sequence[Workload], name_of: Callable[[nn.Module], str]) -> None:
@@ -376,7 +373,7 @@ def _holds(model: nn.Module, module: nn.Module) -> bool:
 
 
 def _events(sessions: Sequence[Session], log_from: Sequence[int]) -> tuple[str, ...]:
-    """What was done to the models since their logs had so many entries, in words."""
+    """Return in words the actions on the models since their logs had so many entries."""
     return tuple(
         f"{each.workload.name}: {entry}" if len(sessions) > 1 else str(entry)
         for each, before in zip(sessions, log_from, strict=True)
@@ -411,9 +408,17 @@ def _made_anew(workload: Workload, session: Session) -> bool:
     return bool(known) and any(id(optimizer) not in known for optimizer in workload.optimizers)
 
 
-def _measured(meter: Meter, plan: Plan) -> Measurement | None:
-    try:
-        return meter.measurement(plan)
-    except MemlabError:
-        # the plan was in force, but no step ended under it
-        return None
+def _measurements(
+    meter: Meter, plans: Sequence[Plan], notes: tuple[str, ...], last: Plan, error: BaseException | None
+) -> list[Measurement]:
+    """Return what was measured under each plan; one that ran out of memory gets a row that says so."""
+    found: list[Measurement] = []
+    for plan in plans:
+        with suppress(MemlabError):  # the plan was in force, but no step ended under it
+            found.append(meter.measurement(plan))
+    if found and notes:
+        found[-1] = replace(found[-1], notes=(*found[-1].notes, *notes))
+    if error is not None and is_out_of_memory(error):
+        found = [each for each in found if each.plan != last.label]
+        found.append(row_of_failure(last, meter.device, str(error)))
+    return found

@@ -23,27 +23,24 @@ import torch
 from torch import nn
 
 from memlab.errors import MemlabError, TraceError
-from memlab.live.calibration import calibration
 from memlab.live.feed import Feed
-from memlab.live.hold import Hold
-from memlab.live.live_model import LiveModel
-from memlab.live.live_predictions import LivePredictions
-from memlab.live.pace import Pace
+from memlab.live.live_model import LiveModel, measured_steps
+from memlab.live.live_predictions import LivePredictions, calibration
 from memlab.live.pending_changes import PendingChanges
-from memlab.live.rehearsing import measured_steps
 from memlab.live.source import Can
-from memlab.live.stage import AtOnce, Playing, Stage
-from memlab.live.status import status_line
-from memlab.live.views import Drawn, Views
+from memlab.live.stage import AtOnce, Hold, Playing, Stage
+from memlab.live.views import Drawn, Pace, Views
 from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
+from memlab.plan.fields import BY_NAME
 from memlab.records import Measurement, Prediction
-from memlab.records.live_state import Activity, Moment
+from memlab.records.live_state import Activity, Asked, Moment
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, session_of
+from memlab.units import format_bytes, format_seconds
 
 _MOST_EVENTS = 20
 _STATUS_SHARE = 0.003
@@ -65,10 +62,6 @@ class Control(Observer):
     """The live run of one model; a `memlab.live.source.Source`.
 
     It is long because asking, training and resting change one state under one lock.
-
-    Args:
-        model: whose run it is; not kept alive.
-        stage: does what must not meet a running cell.
 
     Attributes:
         feed: what was measured.
@@ -114,8 +107,8 @@ class Control(Observer):
 
     def follow(self, session: Session) -> None:
         """Listen to a session; harmless when it does already."""
-        if all(observer is not self for observer in session.observers):
-            session.listen(self)
+        if all(observer is not self for observer in session.observers.all):
+            session.observers.add(self)
         if session.steps < self.feed.step and self.session is not session:
             with self._lock:
                 self.feed.begin_anew()
@@ -149,7 +142,7 @@ class Control(Observer):
         with self._lock:
             wanted = self._pending_changes.ask_again(session.plan)
         if wanted is not None:
-            session.ask(wanted)
+            session.switching.ask(wanted)
         self._watch(session, meter, Activity.TRAINING)
 
     def training_ended(self) -> None:
@@ -271,7 +264,7 @@ class Control(Observer):
                 capacity_bytes=self.capacity_bytes,
                 events=tuple(self._events),
                 rescues=tuple(session.rescuer.rescues) if session is not None and session.rescuer is not None else (),
-                status=status_line(activity, self.model.name, self.feed, self._pending_changes, self._doing),
+                status=_status_line(activity, self.model.name, self.feed, self._pending_changes, self._doing),
                 world=self.world,
                 errors=tuple(self._views.errors),
                 frame=self._views.frame,
@@ -281,7 +274,8 @@ class Control(Observer):
         if self.model.is_gone:
             return Can.NOTHING
         if self._activity is Activity.IDLE:
-            return Can.SWITCH | Can.UNDO | (Can.NOTHING if self.is_taken() else Can.RUN | Can.PREDICT | Can.FIND)
+            is_free = self.model.batch is not None and not self.is_taken()
+            return Can.SWITCH | Can.UNDO | (Can.RUN | Can.PREDICT | Can.FIND if is_free else Can.NOTHING)
         paused = Can.RESUME if self._hold.is_held else Can.PAUSE
         return Can.SWITCH | Can.CANCEL | Can.UNDO | paused
 
@@ -387,9 +381,9 @@ class Control(Observer):
         if session is None:
             self._when_idle(lambda: self._begin(plan))
             return
-        session.ask(plan)
+        session.switching.ask(plan)
         for each in self._steered_together(session):
-            each.ask(plan)
+            each.switching.ask(plan)
         if self._activity is Activity.IDLE:
             self.stage.when_idle(self._apply_waiting)
         elif self._playing is not None:
@@ -407,7 +401,7 @@ class Control(Observer):
         if self._pending_changes.target != plan:
             return
         session = self.session or self._attached()
-        session.ask(plan)
+        session.switching.ask(plan)
         self._apply_waiting()
 
     def _apply_waiting(self) -> None:
@@ -421,7 +415,7 @@ class Control(Observer):
         except Exception as error:
             if not isinstance(error, MemlabError) and not is_out_of_memory(error):
                 raise
-            session.ask(None)
+            session.switching.ask(None)
             self._refuse(plan, str(error).splitlines()[0])
         self.draw()
         self._predict_on()
@@ -437,9 +431,12 @@ class Control(Observer):
             wanted = self._pending_changes.came_to_nothing(plan, reason)
             self._events.append(f"refused {plan.label}: {reason}")
         session = self.session
-        if session is not None and waiting is not None and session.pending == waiting:
-            # what was asked for since holds the settings that are refused
-            session.ask(wanted)
+        # what was asked for since holds the settings that are refused
+        if session is None or session.pending in (None, waiting):
+            if wanted is not None:
+                self._request(wanted)
+            elif session is not None:
+                session.switching.ask(None)
         self._pace.hurry()
 
     def _attached(self) -> Session:
@@ -449,10 +446,11 @@ class Control(Observer):
         return session
 
     def _run(self, *, keep: bool) -> None:
+        workload = self.model.workload()
         if self._playing is not None or Can.RUN not in self.can():
             return
         self._stop_predicting()
-        workload, session = self.model.workload(), self._attached()
+        session = self._attached()
         device = device_for(workload.device, self.capacity_bytes)
         meter = Meter(workload.model, session.workload.optimizers, device)
         steps = measured_steps(workload, session, meter, self._following(session, meter), keep=keep)
@@ -499,6 +497,7 @@ class Control(Observer):
             self.predict()
 
     def _predict(self, *, then_choose: bool = False) -> None:
+        self.model.workload()
         if Can.PREDICT not in self.can():
             return
         self._stop_predicting()
@@ -553,3 +552,21 @@ class Control(Observer):
                 self.draw()
 
         self.stage.when_idle(told)
+
+
+def _status_line(activity: Activity, name: str, feed: Feed, changes: PendingChanges, doing: str) -> str:
+    """Return the activity of a model called `name`, its plan and speed, what is waited for, and what is done beside it."""
+    if activity is Activity.GONE:
+        return f"{name} is deleted: this panel is over"
+    parts = [str(activity)]
+    newest, plan = feed.newest, changes.plan
+    if newest is not None:
+        parts = [f"{activity}, step {feed.step}", plan.label]
+    if newest is not None and newest.plan == plan.label:
+        parts.append(f"{format_seconds(newest.seconds)} a step")
+    measured = feed.measurements.get(plan.label)
+    if measured is not None and measured.peak_allocated_bytes:
+        parts.append(f"peak {format_bytes(measured.peak_allocated_bytes)}")
+    waiting = (each for each in changes.toggles if each.asked is Asked.PENDING)
+    parts += [f"{BY_NAME[each.field].title.lower()} {each.text}" for each in waiting]
+    return " · ".join([*parts, *filter(None, [doing])])

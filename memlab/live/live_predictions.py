@@ -1,19 +1,23 @@
-"""`LivePredictions`: what is predicted for the settings of a live run, a plan at a time, for a batch of one size."""
+"""Predictions for the settings of a live run: made a plan at a time (`LivePredictions`), and told as effects of single settings."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from memlab.errors import MemlabError
-from memlab.live.effects import settings_beside
-from memlab.plan import Plan
+from memlab.errors import MemlabError, PlanError
+from memlab.measuring.runs import rows_of
+from memlab.plan import FIELDS, Plan, PlanField
+from memlab.plan.fields import BY_NAME
 from memlab.predicting import predict_each
-from memlab.records import Fit, Measurement, Prediction, fastest
+from memlab.records import Fit, Measurement, Prediction, Verdict, fastest, prediction_of
+from memlab.records.live_state import Moment
 from memlab.runtime.workload import Batch, Workload
 from memlab.search.finding import considered
-from memlab.units import format_bytes
+from memlab.units import format_bytes, format_change, format_difference
 
 
 class LivePredictions:
@@ -36,7 +40,7 @@ class LivePredictions:
             return tuple(self._predictions.values())
 
     def refusal_of(self, plan: Plan) -> str:
-        """Why a plan does not apply to the batch that was predicted for; empty when it does, or when that is not known."""
+        """Return why a plan does not apply to the batch that was predicted for; empty when it does, or when that is not known."""
         with self._lock:
             known = self._predictions.get(plan.label)
         return known.refused if known is not None else ""
@@ -93,3 +97,114 @@ class LivePredictions:
             if self._made_for not in (None, made_for):
                 self._predictions.clear()
             self._made_for = made_for
+
+
+def calibration(measurements: Iterable[Measurement], workload: Workload) -> Measurement | None:
+    """Find the first measurement with times of steps on batches such as a workload's."""
+    rows = rows_of(workload)
+    usable = (each for each in measurements if each.step_seconds and each.samples_per_step == rows)
+    return next((each for each in usable if is_of_such_batches(each, workload)), None)
+
+
+def is_of_such_batches(measured: Measurement, workload: Workload) -> bool:
+    """Return whether every step had as many tokens as the batch, or a multiple: texts of other lengths need other memory."""
+    tokens = workload.batch.tokens if isinstance(workload.batch, Batch) else 0
+    return not tokens or measured.tokens_per_step % tokens == 0
+
+
+@dataclass(frozen=True)
+class PredictedEffect:
+    """The difference one setting makes, beside the other settings as they are.
+
+    Args:
+        plan: the plan with the setting.
+        of_bytes: what the plan needs without it.
+        change_bytes: what the plan needs with it, less what it needs without.
+        speed_ratio: samples per second with it, as a share of those without; NaN where no time is predicted.
+        verdict: whether the plan with it fits the budget; None without a budget.
+        refused: why it does not apply; empty when it does, and then the numbers count.
+        is_near: predicted beside other settings than those in force, because no more is known yet.
+    """
+
+    plan: Plan
+    change_bytes: int = 0
+    of_bytes: int = 0
+    speed_ratio: float = math.nan
+    verdict: Verdict | None = None
+    refused: str = ""
+    is_near: bool = False
+
+    @property
+    def text(self) -> str:
+        """The effect in a few words.
+
+        Example:
+            >>> PredictedEffect(Plan.parse("--checkpoint"), -2 * 2**30, 8 * 2**30, 0.75).text
+            '−2.00 GiB · −25 % speed'
+        """
+        if self.refused:
+            return "does not apply"
+        parts = [f"{'≈ ' if self.is_near else ''}{format_difference(self.change_bytes, self.of_bytes)}"]
+        if not math.isnan(self.speed_ratio):
+            parts.append(f"{format_change(self.speed_ratio)} speed")
+        if self.verdict is not None and self.verdict.fit is Fit.NO:
+            parts.append("over budget")
+        return " · ".join(parts)
+
+
+def settings_beside(plan: Plan) -> tuple[Plan, ...]:
+    """The plan itself, and every plan that differs from it in one setting, without repetition.
+
+    Example:
+        >>> [each.label for each in settings_beside(Plan())][:4]
+        ['as written', '--accumulate 2', '--accumulate 4', '--accumulate 8']
+    """
+    beside = [plan]
+    for spec in FIELDS:
+        for text in spec.choices if spec.is_predicted else ():
+            try:
+                beside.append(plan.with_setting(spec.name, text))
+            except PlanError:  # excluded by another setting
+                continue
+    return tuple(dict.fromkeys(beside))
+
+
+def effect_of(moment: Moment, field: str, text: str) -> PredictedEffect | None:
+    """Return what a setting gives beside the others that are in force or pending."""
+    spec = BY_NAME[field]
+    beside = moment.pending or moment.plan
+    for base in dict.fromkeys((beside, Plan())):
+        found = _effect(moment, base, spec, text)
+        if found is not None:
+            return found if base == beside else _near(found)
+    return None
+
+
+def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> PredictedEffect | None:
+    try:
+        there, without = (base.with_setting(spec.name, each) for each in (text, spec.choices[0]))
+    except PlanError as error:
+        return PredictedEffect(base, refused=str(error))
+    predicted = _known(moment, there)
+    if predicted is not None and predicted.refused:
+        return PredictedEffect(there, refused=predicted.refused)
+    before = prediction_of(without.label, moment.predictions)
+    if predicted is None or before is None:
+        return None
+    return PredictedEffect(
+        plan=there,
+        change_bytes=predicted.needed_bytes - before.needed_bytes,
+        of_bytes=before.needed_bytes,
+        speed_ratio=predicted.samples_per_second / before.samples_per_second if before.samples_per_second else math.nan,
+        verdict=predicted.verdict(moment.budget_bytes) if moment.budget_bytes is not None else None,
+    )
+
+
+def _near(effect: PredictedEffect) -> PredictedEffect:
+    # whether it fits is not known: the plan it was predicted for is another one
+    return replace(effect, verdict=None, is_near=True)
+
+
+def _known(moment: Moment, plan: Plan) -> Prediction | None:
+    label = plan.label
+    return next((each for each in moment.predictions if each.plan == label), None)

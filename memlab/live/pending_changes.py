@@ -50,7 +50,7 @@ class PendingChanges:
         try:
             plan = (self.target or self.plan).with_setting(field, text)
         except PlanError as error:
-            self._toggles[field] = Toggle(field, self.toggle(field).value, text, Asked.REFUSED, reason=str(error))
+            self.refuse(field, text, str(error))
             return None
         self.ask_plan(plan)
         return plan
@@ -80,15 +80,28 @@ class PendingChanges:
     def came_to_nothing(self, plan: Plan, reason: str) -> Plan | None:
         """A plan that was asked for does not apply.
 
+        Args:
+            plan: with one setting or several that are not in force.
+            reason: why; where it begins with the name of a setting (`RefusalError`), that one alone is refused.
+
         Returns:
-            What has been asked for since, without what is refused; None for nothing.
+            What is still asked for, and what has been since; None for nothing.
         """
-        refused = {spec.name: _value(plan, spec) for spec in FIELDS if _value(plan, spec) != _value(self.plan, spec)}
-        for field, wanted in refused.items():
-            if self.toggle(field).asked is not Asked.PENDING or self.toggle(field).wanted == wanted:
-                value = _value(self.plan, BY_NAME[field])
-                self._toggles[field] = Toggle(field, value, wanted, Asked.REFUSED, reason=reason)
+        changed = {spec.name: _value(plan, spec) for spec in FIELDS if _value(plan, spec) != _value(self.plan, spec)}
+        named = reason.partition(":")[0]
+        for field, wanted in changed.items():
+            toggle = self.toggle(field)
+            if named in changed and field != named:
+                if toggle.asked is not Asked.PENDING:
+                    self._toggles[field] = Toggle(field, toggle.value, wanted, Asked.PENDING)
+            elif toggle.asked is not Asked.PENDING or toggle.wanted == wanted:
+                self.refuse(field, wanted, reason)
         return self.ask_again(self.plan)
+
+    def refuse(self, field: str, wanted: str, reason: str) -> None:
+        """Note that one setting does not apply, and why."""
+        value = _value(self.plan, BY_NAME[field])
+        self._toggles[field] = Toggle(field, value, wanted, Asked.REFUSED, reason=reason)
 
     def ask_again(self, plan: Plan) -> Plan | None:
         """Ask for every setting that is still pending beside a plan that has come into force meanwhile."""

@@ -14,48 +14,61 @@ import shlex
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 from memlab.errors import PlanError
-from memlab.live.recording import Stretch, changes_of, points_of, stretches_of, times_of
+from memlab.live.feed import Track
+from memlab.live.pending_changes import PendingChanges
 from memlab.live.source import Can
 from memlab.live.views import Drawn, Views
-from memlab.plan import FIELDS, Plan, PlanField
+from memlab.plan import FIELDS, Plan
 from memlab.plan.fields import BY_NAME
 from memlab.records import Prediction, fastest
-from memlab.records.live_state import Activity, Asked, Change, Moment, Toggle
+from memlab.records.live_state import Activity, Change, LivePoint, Moment
 from memlab.records.run_record import RunRecord
+from memlab.report.wording import rate
 from memlab.units import format_bytes
 
 _MOST_EVENTS = 20
 _STEP = re.compile(r"step (\d+)\b")
+_LONGEST_SECONDS = 20.0
+# shorter recordings are slowed down: eyes must be able to follow
+_SHORTEST_SECONDS = 4.0
+_FASTER = 2.0
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Points in a row under one plan: from `start` on, before `stop`."""
+
+    plan: str
+    start: int
+    stop: int
 
 
 class Replay:
-    """A recorded run; a `memlab.live.source.Source`.
-
-    Args:
-        record: the recording.
-        clock: tells the time, in seconds.
-    """
+    """A recorded run; a `memlab.live.source.Source`."""
 
     def __init__(self, record: RunRecord, clock: Callable[[], float] = time.monotonic) -> None:
         self._record = record
         self._clock = clock
-        self._points = points_of(record)
-        self._stretches = stretches_of(self._points)
-        self._changes = record.changes or changes_of(self._points, self._stretches)
+        self._points = _points_of(record)
+        self._stretches = _stretches_of(self._points)
+        self._changes = record.changes or tuple(
+            Change(self._points[each.start].step, each.plan) for each in self._stretches
+        )
         self._predictions = _first_of_each_plan((*record.comparison.predictions, *record.predictions))
-        self._times = times_of(self._points)
+        self._times = _times_of(self._points)
         self._shown = len(self._points)
         self._chosen = ""  # a plan that was measured apart from the steps
         self._activity = Activity.OVER
         self._played_seconds = 0.0
         self._last_tick: float | None = None
         self._budget_bytes = record.budget_bytes
-        self._refused: dict[str, Toggle] = {}
+        self._refused: dict[str, tuple[str, str]] = {}  # by field: what was asked for, and why it is not to be had
         self._views = Views()
         self._lock = threading.RLock()
 
@@ -77,7 +90,7 @@ class Replay:
                 step=step,
                 plan=plan,
                 pending=None,
-                toggles=self._toggles(plan),
+                toggles=self._settings(plan).toggles,
                 points=self._points[: self._shown],
                 changes=self._changes_so_far,
                 measurements=tuple(each for each in record.comparison.measurements if self._is_known(each.plan)),
@@ -223,7 +236,7 @@ class Replay:
             return False
         return True
 
-    def _stretch_of(self, plan: Plan) -> Stretch | None:
+    def _stretch_of(self, plan: Plan) -> _Stretch | None:
         """Return where a plan was in force: the next time from here, else the first time."""
         found = [each for each in self._stretches if _is(each.plan, plan)]
         later = [each for each in found if each.start >= self._shown]
@@ -279,24 +292,22 @@ class Replay:
 
     # -- settings ------------------------------------------------------------------------------
 
-    def _toggles(self, plan: Plan) -> tuple[Toggle, ...]:
-        applied = self._applied_at() if not self._chosen else {}
-        return tuple(_toggle(spec, plan, self._refused.get(spec.name), applied.get(spec.name)) for spec in FIELDS)
-
-    def _applied_at(self) -> dict[str, int]:
-        """The step at which each field was changed last; those that never were are missing."""
-        applied: dict[str, int] = {}
-        before: Plan | None = None
-        for each in self._changes_so_far:
-            plan, _ = plan_of(each.plan)
-            if before is not None:  # a plan that was in force from the beginning was not asked for in this run
-                applied |= dict.fromkeys(plan.changes(before), each.step)
-            before = plan
-        return applied
+    def _settings(self, plan: Plan) -> PendingChanges:
+        """The settings of the plan that is shown: when each was changed, and which were refused."""
+        settings = PendingChanges()
+        # a plan that was in force from the beginning was not asked for in this run
+        changes = () if self._chosen else self._changes_so_far
+        settings.plan = plan_of(changes[0].plan)[0] if changes else plan
+        for each in changes[1:]:
+            settings.came_true(plan_of(each.plan)[0], each.step)
+        settings.plan = plan
+        for field, (text, reason) in self._refused.items():
+            settings.refuse(field, text, reason)
+        return settings
 
     def _refuse(self, field: str, text: str, reason: str) -> None:
         if field in BY_NAME:
-            self._refused[field] = Toggle(field, "", text, Asked.REFUSED, reason=reason)
+            self._refused[field] = text, reason
         else:
             self._views.say(reason)
 
@@ -311,7 +322,7 @@ class Replay:
         where = f", step {self._step} of {last}" if self._activity is not Activity.OVER else ""
         words = {Activity.REPLAYING: "replaying", Activity.PAUSED: "replay paused"}
         parts = [words.get(self._activity, "a recorded run, shown whole") + where, label]
-        parts += [f"{BY_NAME[toggle.field].title.lower()} {toggle.text}" for toggle in self._refused.values()]
+        parts += [f"{BY_NAME[field].title.lower()} refused: {reason}" for field, (_, reason) in self._refused.items()]
         if unknown:
             parts.append(f"unknown to this version of memlab: {unknown}")
         return " · ".join(parts)
@@ -331,6 +342,49 @@ class Replay:
 
     def _draw(self) -> None:
         self._views.draw(self.moment, figures=True)
+
+
+# -- the recording -----------------------------------------------------------------------------
+
+
+def _points_of(record: RunRecord) -> tuple[LivePoint, ...]:
+    """The points of a recording; of a file without them, made of its steps."""
+    points: Iterable[LivePoint] = record.points
+    if not record.points:
+        measured = {each.plan: each for each in record.comparison.measurements}
+        points = (LivePoint.of(step, measured.get(step.plan)) for step in record.steps)
+    track = Track()
+    for each in sorted(points, key=lambda point: point.step):
+        track.add(each)
+    return track.points
+
+
+def _stretches_of(points: Sequence[LivePoint]) -> tuple[_Stretch, ...]:
+    """Points in a row under one plan, oldest first."""
+    found, start = [], 0
+    for plan, group in groupby(points, key=lambda point: point.plan):
+        stop = start + len(list(group))
+        found.append(_Stretch(plan, start, stop))
+        start = stop
+    return tuple(found)
+
+
+def _times_of(points: Sequence[LivePoint]) -> tuple[float, ...]:
+    """Return when each point comes while it is played: as far apart as in the run, times one factor."""
+    took, step = [], points[0].step - 1 if points else 0
+    for each in points:
+        seconds = each.seconds if math.isfinite(each.seconds) else 0.0
+        took.append(max(0.0, seconds) * (each.step - step))
+        step = each.step
+    whole = sum(took)
+    if not whole:
+        took, whole = [1.0] * len(points), float(len(points))
+    playing = min(_LONGEST_SECONDS, max(_SHORTEST_SECONDS, whole / _FASTER))
+    times, passed = [], 0.0
+    for seconds in took:
+        passed += seconds / whole * playing
+        times.append(passed)
+    return tuple(times)
 
 
 # -- plans and words ---------------------------------------------------------------------------
@@ -359,16 +413,8 @@ def _is(label: str, plan: Plan) -> bool:
     return plan_of(label) == (plan, "")
 
 
-def _toggle(spec: PlanField, plan: Plan, refused: Toggle | None, step: int | None) -> Toggle:
-    """A setting as it is in a plan: refused, applied at a step, or never asked for."""
-    value = spec.text(getattr(plan, spec.name))
-    if refused is not None:
-        return replace(refused, value=value)
-    return Toggle(spec.name, value, value) if step is None else Toggle(spec.name, value, value, Asked.APPLIED, step)
-
-
 def _origin(record: RunRecord) -> str:
-    """Where, when and with what a recording was made."""
+    """Return where, when and with what a recording was made."""
     device = record.device or record.comparison.measurements[0].device
     made = f", made {record.recorded_at}" if record.recorded_at else ""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
@@ -388,12 +434,8 @@ def _predicted(prediction: Prediction | None) -> str:
     if prediction.refused:
         return f"; predicted not to apply: {prediction.refused}"
     speed = prediction.samples_per_second
-    known = f" and {_rate(speed)} samples/s" if math.isfinite(speed) else ""
+    known = f" and {rate(speed)} samples/s" if math.isfinite(speed) else ""
     return f"; predicted {format_bytes(prediction.needed_bytes)}{known}"
-
-
-def _rate(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def _step_in(event: str) -> int:

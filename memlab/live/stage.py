@@ -1,9 +1,19 @@
-"""`Stage`: where work that must not meet a running cell is done; in a notebook, the kernel's main thread."""
+"""The stage on which a run makes its steps, and holding it.
+
+`Stage`: where work that must not meet a running cell is done; in a notebook, the kernel's main thread. `Hold`: holds or ends the
+loop that trains in a cell, between two steps.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+
+from memlab.errors import SessionError
+
+BESIDE_CELLS = "steps beside cells need a notebook's event loop; in a terminal, run them in a loop"
+_LOOK_SECONDS = 0.1
 
 
 class Playing(Protocol):
@@ -35,44 +45,56 @@ class AtOnce:
     def when_idle(self, work: Callable[[], None]) -> None:
         work()
 
-    def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> Playing:
-        """Hold an iterator for a script to advance by `OneByOne.advance`."""
-        return OneByOne(steps, ended)
+    def play(self, _steps: Iterator[Any], _ended: Callable[[BaseException | None], None]) -> Playing:
+        raise SessionError(BESIDE_CELLS)
 
 
-class OneByOne:
-    """An iterator that a script, or a test, advances."""
+class Cancelled(KeyboardInterrupt):
+    """Training was cancelled from a panel, between two steps.
 
-    def __init__(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> None:
-        self._steps: Iterator[Any] | None = steps
-        self._ended = ended
-        self._is_paused = False
+    It is a `KeyboardInterrupt`, so that every loop ends by it as it does by Ctrl-C.
+    """
 
-    def advance(self) -> bool:
-        """Make one step; False once there is none."""
-        if self._steps is None or self._is_paused:
-            return False
-        try:
-            next(self._steps)
-        except StopIteration:
-            self._end(None)
-        except Exception as error:  # noqa: BLE001 - whatever a step raises is told to whoever plays it
-            self._end(error)
-        return self._steps is not None
 
-    def pause(self) -> None:
-        self._is_paused = True
+class Hold:
+    """Request to the loop for the next step boundary; set from any thread."""
 
-    def resume(self) -> None:
-        self._is_paused = False
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self._go = threading.Event()
+        self._go.set()
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether the loop is to stand still."""
+        return not self._go.is_set()
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether the loop just goes on."""
+        return self._go.is_set() and not self.is_cancelled
+
+    def begin(self) -> None:
+        self._go.clear()
+
+    def end(self) -> None:
+        self._go.set()
 
     def cancel(self) -> None:
-        if self._steps is not None:
-            close = getattr(self._steps, "close", None)
-            if close is not None:
-                close()
-            self._end(None)
+        self.is_cancelled = True
+        self._go.set()
 
-    def _end(self, error: BaseException | None) -> None:
-        self._steps = None
-        self._ended(error)
+    def reset(self) -> None:
+        self.is_cancelled = False
+        self._go.set()
+
+    def wait(self) -> None:
+        """Stand still until released or cancelled."""
+        while not self._go.wait(_LOOK_SECONDS):  # short, so that Ctrl-C is noticed everywhere
+            pass
+
+    def end_if_cancelled(self, step: int) -> None:
+        """Raise `Cancelled` where that was asked for, once."""
+        if self.is_cancelled:
+            self.is_cancelled = False
+            raise Cancelled(f"cancelled from the panel after step {step}")

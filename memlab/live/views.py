@@ -1,4 +1,4 @@
-"""`Views`: who is drawn when something has changed, and what went wrong on the way."""
+"""`Views`: who is drawn when something has changed, and what went wrong on the way. `Pace`: how often a view is drawn."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from memlab.records.live_state import Moment
 _MOST_ERRORS = 5
 
 Drawn = Callable[[Moment], None]
+_LEAST_SECONDS_BETWEEN = 0.25
+# share of the time that drawing may take
+_DRAWING_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -84,3 +87,40 @@ class Views:
         """Take note of what went wrong, in words, once."""
         if text not in self.errors:
             self.errors.append(text)
+
+
+class Pace:
+    """Says when to draw next: four times a second at most, and for at most half a percent of the time.
+
+    The first drawing counts no more than a cheap one: it loads what the later ones only use, and would silence a view for
+    minutes.
+
+    Args:
+        clock: tells the time, in seconds.
+        share: of the time that drawing may take.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = monotonic,
+        share: float = _DRAWING_SHARE,
+    ) -> None:
+        self._clock = clock
+        self._share = share
+        self._due_seconds = clock()
+        self._last_seconds: float | None = None
+
+    def is_due(self) -> bool:
+        """Return whether it is time to draw; costs next to nothing."""
+        return self._clock() >= self._due_seconds
+
+    def spent(self, seconds: float) -> None:
+        """Note that a drawing has just been done."""
+        counted = 0.0 if self._last_seconds is None else seconds
+        self._last_seconds = self._clock()
+        self._due_seconds = self._last_seconds + max(_LEAST_SECONDS_BETWEEN, counted / self._share)
+
+    def hurry(self) -> None:
+        """Draw what someone waits for as soon as a quarter of a second has passed since the last drawing."""
+        if self._last_seconds is not None:
+            self._due_seconds = min(self._due_seconds, self._last_seconds + _LEAST_SECONDS_BETWEEN)

@@ -26,7 +26,7 @@ def meter_of(sessions: Sequence[Session], device: Device) -> Meter:
         first.optimizers,
         device,
         lambda: sum(each.host_bytes for each in sessions),
-        lambda: (tensor for each in sessions for tensor in each.held_tensors),
+        lambda: (tensor for each in sessions for tensor in each.in_force.held_tensors),
     )
 
 

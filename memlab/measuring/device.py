@@ -12,11 +12,11 @@ import torch
 from memlab.errors import WorkloadError
 from memlab.measuring.ledger import Ledger
 from memlab.records import Category, TimelinePoint
-from memlab.runtime.cuda_room import allowed_share
-from memlab.units import format_bytes
+from memlab.runtime.cuda_room import allowed_share, workspaces
+from memlab.units import MIB, format_bytes
 
 
-class Mark:
+class TimeMark:
     """A moment: here one of the wall clock, which is always past."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Mark:
         return float(self._seconds - earlier._seconds)
 
 
-class CudaMark(Mark):
+class CudaMark(TimeMark):
     """A moment in the device's stream, reached when the work queued before it is done."""
 
     def __init__(self, device: torch.device) -> None:
@@ -50,12 +50,14 @@ class Device:
     """The device whose memory is counted: here by the ledger alone, with times of the wall clock.
 
     Attributes:
-        name: the device in words, with its capacity when it was given one.
+        name: the device in words, with its size, or the capacity that it was given.
         capacity_bytes: size it was given, or None.
         observes_every_step: whether the ledger must watch all steps, because it enforces the capacity.
+        counts_every_step: whether each step has a peak of its own; else those that the ledger watches.
     """
 
     observes_every_step = False
+    counts_every_step = True
 
     def __init__(self, name: str, capacity_bytes: int | None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -65,9 +67,9 @@ class Device:
         """A new ledger for this kind of device."""
         return Ledger("cpu", self.capacity_bytes)
 
-    def mark(self) -> Mark:
+    def mark(self) -> TimeMark:
         """This moment."""
-        return Mark()
+        return TimeMark()
 
     def keep(self, loss: torch.Tensor) -> torch.Tensor | float:
         """A copy of a loss, readable without waiting once a mark made after it has passed."""
@@ -84,10 +86,29 @@ class Device:
         """Bytes in use by everyone, where a driver reports them."""
         return None
 
+    def elsewhere_bytes(self, known_bytes: int) -> int:
+        """Bytes allocated at this moment for what is no part of the loop, such as another model of the notebook.
+
+        Args:
+            known_bytes: those of what is known of the loop.
+        """
+        return 0
+
     def breakdown(
-        self, timeline: Iterable[TimelinePoint], allocated_bytes: int | None, reserved_bytes: int | None
+        self,
+        timeline: Iterable[TimelinePoint],
+        allocated_bytes: int | None,
+        reserved_bytes: int | None,
+        elsewhere_bytes: int = 0,
     ) -> dict[str, int]:
-        """Live bytes by category at the peak of an observed step, and what the allocator holds beyond them."""
+        """Live bytes by category at the peak of an observed step, and what the allocator holds beyond them.
+
+        Args:
+            timeline: of the step.
+            allocated_bytes: its peak, as the allocator counts.
+            reserved_bytes: likewise.
+            elsewhere_bytes: of what lived before it without being part of the loop, which has no category.
+        """
         highest = max(timeline, key=lambda point: point.total_bytes)
         return {str(category): size for category, size in highest.live_bytes.items() if size}
 
@@ -104,7 +125,7 @@ class CpuDevice(Device):
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__("CPU ledger", capacity_bytes)
-        self.observes_every_step = capacity_bytes is not None
+        self.observes_every_step = self.counts_every_step = capacity_bytes is not None
 
 
 class CudaDevice(Device):
@@ -124,7 +145,11 @@ class CudaDevice(Device):
 
     def __init__(self, device: torch.device, capacity_bytes: int | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        super().__init__(torch.cuda.get_device_name(self.device), capacity_bytes)
+        self._total_bytes: int = torch.cuda.get_device_properties(self.device).total_memory
+        name = torch.cuda.get_device_name(self.device)
+        super().__init__(
+            f"{name} ({format_bytes(self._total_bytes)})" if capacity_bytes is None else name, capacity_bytes
+        )
         self._fraction_before: float | None = None
         if capacity_bytes is not None:
             self._limit(capacity_bytes)
@@ -132,13 +157,13 @@ class CudaDevice(Device):
     def ledger(self) -> Ledger:
         return Ledger("cuda")
 
-    def mark(self) -> Mark:
+    def mark(self) -> TimeMark:
         return CudaMark(self.device)
 
     def keep(self, loss: torch.Tensor) -> torch.Tensor | float:
         if not loss.is_cuda:
             return float(loss)
-        copy = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
+        copy = torch.empty(loss.shape, dtype=loss.dtype, device="cpu", pin_memory=True)
         return copy.copy_(loss, non_blocking=True)
 
     def reset_peaks(self) -> None:
@@ -153,11 +178,22 @@ class CudaDevice(Device):
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
         return total_bytes - free_bytes
 
+    def elsewhere_bytes(self, known_bytes: int) -> int:
+        counters = torch.cuda.memory_stats_as_nested_dict(self.device)
+        allocated_bytes: int = counters["allocated_bytes"]["all"]["current"] if counters else 0
+        kept_bytes = sum(workspaces(torch.cuda.get_device_capability(self.device)))
+        rest_bytes = allocated_bytes - known_bytes - kept_bytes
+        return rest_bytes if rest_bytes > MIB else 0  # rounding to blocks adds a little
+
     def breakdown(
-        self, timeline: Iterable[TimelinePoint], allocated_bytes: int | None, reserved_bytes: int | None
+        self,
+        timeline: Iterable[TimelinePoint],
+        allocated_bytes: int | None,
+        reserved_bytes: int | None,
+        elsewhere_bytes: int = 0,
     ) -> dict[str, int]:
         parts = super().breakdown(timeline, allocated_bytes, reserved_bytes)
-        seen_bytes = sum(parts.values())
+        seen_bytes = sum(parts.values()) + elsewhere_bytes
         if allocated_bytes is not None and allocated_bytes > seen_bytes:
             parts[str(Category.WORKSPACES)] = allocated_bytes - seen_bytes
         if allocated_bytes is not None and reserved_bytes is not None and reserved_bytes > allocated_bytes:
@@ -172,10 +208,9 @@ class CudaDevice(Device):
     def _limit(self, capacity_bytes: int) -> None:
         # the limit refuses new segments only; what an earlier run left cached would be used beyond it
         torch.cuda.empty_cache()
-        total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         self._fraction_before = allowed_share(self.device)
         # rounded up: the allocator drops what the product with the total has behind the point, a byte where it is just below
-        fraction = math.nextafter(capacity_bytes / total_bytes, math.inf)
+        fraction = math.nextafter(capacity_bytes / self._total_bytes, math.inf)
         torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), self.device)
 
 

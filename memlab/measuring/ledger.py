@@ -6,21 +6,25 @@ Rules of the ledger, in the order in which they matter:
    in-place updates are recognised once by their schema and then cost next to nothing.
 2. A storage is counted once, from its birth to its death, whatever views and ties point to it. Its
    Python object lives as long as the storage does, so a weak reference to it tells the death. What is called then
-   is C code, which only notes it: a Ctrl-C that came in Python code there would be lost. Deaths are booked before
+   is C code, which only notes it: a Ctrl-C that came in Python code there would be lost. Deaths are recorded before
    anything else is, so that an address that is used again is never taken for the storage that was there before.
 3. What lived before the step is known because it is named: parameters, buffers, gradients,
    optimizer state, inputs; and what an observed step left alive is still tracked in the next.
 4. Categories are decided when the step is over, when gradients and state have found their place.
 5. The ledger lies at the bottom of the stack of dispatch modes. A mode that the user's code enters
    or leaves during the step is then never disturbed: leaving a mode takes whatever is on top.
+6. Where the engine of autograd adds two gradients of one tensor, it writes the sum over the first if nobody else holds
+   it (torch/csrc/autograd/input_buffer.cpp), but not while a mode watches. Of a GPU, whose own counters say what steps
+   take that nobody watches, it is recorded as if it did.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from operator import attrgetter
@@ -43,9 +47,9 @@ from memlab.measuring.observation import (
     MOMENT_OF_PHASE,
     PHASES,
     RECOMPUTE,
-    Moment,
     Observation,
     RawEvent,
+    StepPart,
 )
 from memlab.records import Category, Phase
 from memlab.runtime.dispatch import WatchingMode, defers
@@ -57,7 +61,7 @@ from memlab.techniques.offload.spill import is_spilled
 from memlab.units import format_bytes
 
 
-class Effect(IntEnum):
+class OperatorEffect(IntEnum):
     """Effects of an operator on storages, from its schema."""
 
     NONE = 0
@@ -72,6 +76,7 @@ _BEARING_VIEWS = frozenset({"aten::lift_fresh"})
 _UNSAFE_VIEWS = frozenset({"aten::_unsafe_view"})
 # what has been learnt, for paths so hot that a call is too slow
 EFFECTS: dict[Any, int] = {}
+ADD = torch.ops.aten.add.Tensor
 
 
 def effect_of(operator: Any) -> int:
@@ -84,19 +89,21 @@ def effect_of(operator: Any) -> int:
 
 def _learn_effect(schema: Any) -> int:
     if schema is None or schema.name in _BEARING_VIEWS:
-        return Effect.BIRTH
+        return OperatorEffect.BIRTH
     if schema.name in _RESIZING or any(argument.is_out for argument in schema.arguments):
-        return Effect.RESIZE
+        return OperatorEffect.RESIZE
     if schema.name in _UNSAFE_VIEWS:
-        return Effect.NONE
-    return Effect.BIRTH if any(returned.alias_info is None for returned in schema.returns) else Effect.NONE
+        return OperatorEffect.NONE
+    return (
+        OperatorEffect.BIRTH if any(returned.alias_info is None for returned in schema.returns) else OperatorEffect.NONE
+    )
 
 
 Holding = tuple[Category, torch.Tensor]
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
-    """A tracked storage: a weak reference that carries what must be booked when it dies."""
+    """A tracked storage: a weak reference that carries what must be recorded when it dies."""
 
     __slots__ = ("key", "moment", "number", "size_bytes")
 
@@ -130,7 +137,7 @@ class Ledger(WatchingMode):
         self._live_bytes = 0
         self._limit: float = math.inf if capacity_bytes is None else capacity_bytes
         self._live: dict[int, _Alive] = {}
-        self._gone: deque[_Alive] = deque()  # deaths that are not booked yet
+        self._gone: deque[_Alive] = deque()  # deaths that are not recorded yet
         self._assigned: dict[int, Category] = {}
         self.owner = 0
         self._owners: dict[int, int] = {}
@@ -138,16 +145,21 @@ class Ledger(WatchingMode):
         self._baseline: dict[int, int] = {}
         self._born = 0
         self._start = 0.0
-        self._moment = int(Moment.OTHER)
+        self._moment = int(StepPart.OTHER)
         self._watching = False
         self._failure: Exception | None = None
+        self._sums_in_place = device_type == "cuda"
+        # births and deaths up to a sum of gradients, what it was written over, the sum
+        self._sum: tuple[int, int, _Alive | None] = (0, 0, None)
+        self._summed = False  # whether one was recorded as written in place
+        self._node = self._before_node = 0  # which function's backward runs; number of the last storage before it
         # reading the attribute is five times as fast as comparing `tensor.device.type`
         self._is_here = attrgetter(f"is_{device_type}")
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the storages alive now."""
-        self._book_deaths()
+        self._record_deaths()
         return self._live_bytes
 
     @property
@@ -157,7 +169,7 @@ class Ledger(WatchingMode):
 
     @phase.setter
     def phase(self, phase: Phase) -> None:
-        self._book_deaths()
+        self._record_deaths()
         self._moment = MOMENT_OF_PHASE[phase]
 
     @property
@@ -167,7 +179,7 @@ class Ledger(WatchingMode):
     def begin(self, holdings: Iterable[Holding]) -> None:
         """Begin a step: what lives now is its baseline."""
         # anew, since an error may have come in the middle of a birth or a death
-        self._book_deaths()
+        self._record_deaths()
         self._live = {key: alive for key, alive in self._live.items() if alive() is not None}
         self._live_bytes = sum(alive.size_bytes for alive in self._live.values())
         self._assigned = {alive.number: self._category_of_survivor(alive) for alive in self._live.values()}
@@ -176,12 +188,13 @@ class Ledger(WatchingMode):
         self.know(holdings)
         self._baseline = {alive.number: alive.size_bytes for alive in self._live.values()}
         self._events = []
+        self._sum, self._summed = (0, 0, None), False
         self.peak_bytes = self._live_bytes
         self._start = perf_counter()
 
     def know(self, holdings: Iterable[Holding]) -> None:
         """Assign categories to tensors; those not tracked yet are counted from now on."""
-        self._book_deaths()
+        self._record_deaths()
         for category, tensor in holdings:
             for storage in _storages_of(tensor, self.device_type):
                 self._assign(storage, category)
@@ -189,7 +202,7 @@ class Ledger(WatchingMode):
 
     def belong(self, owner: int, tensors: Iterable[torch.Tensor]) -> None:
         """Say which model tracked tensors are of; what has an owner keeps it."""
-        self._book_deaths()
+        self._record_deaths()
         for tensor in tensors:
             for storage in _storages_of(tensor, self.device_type):
                 alive = self._live.get(storage._cdata)
@@ -205,13 +218,14 @@ class Ledger(WatchingMode):
         """Return what was seen since `begin`.
 
         Raises:
-            Exception: what an operator gave could not be booked, so that the rest was not seen.
+            Exception: what an operator gave could not be recorded, so that the rest was not seen.
         """
         if self._failure is not None:
             raise self._failure
-        self._book_deaths()
+        self._record_deaths()
         return Observation(
             peak_bytes=self.peak_bytes,
+            sums_bytes=self.peak_bytes - _highest(self._baseline, self._events) if self._summed else 0,
             baseline=self._baseline,
             assigned=dict(self._assigned),
             raw=tuple(self._events),
@@ -274,7 +288,8 @@ class Ledger(WatchingMode):
             return out
         try:
             if self._gone:
-                self._book_deaths()
+                self._record_deaths()
+            in_backward = self._sums_in_place and self._in_backward()
             if type(out) is torch.Tensor and effect == 1 and out.layout is torch.strided:
                 if self._is_here(out):
                     storage = out.untyped_storage()
@@ -282,12 +297,14 @@ class Ledger(WatchingMode):
                         self._track(storage)
             else:
                 self._see(out, effect)
+            if in_backward and func is ADD:
+                self._note_sum(args[0], out)
         except Exception as error:  # noqa: BLE001 - the operator has run, and who runs it must not hear of this; `finish` says it
             self._failure = error
             self._watching = False
             return out
         if self._live_bytes > self.peak_bytes or self._live_bytes > self._limit:
-            if self._live_bytes > self._limit and (self._born > first or effect == Effect.RESIZE):
+            if self._live_bytes > self._limit and (self._born > first or effect == OperatorEffect.RESIZE):
                 # the traceback keeps this frame: it must not keep the newborn and the inputs alive
                 out = args = kwargs = storage = None  # type: ignore[assignment] # nothing reads them again
                 self._refuse(first)
@@ -295,13 +312,13 @@ class Ledger(WatchingMode):
         return out
 
     def _see(self, out: Any, effect: int) -> None:
-        """Book the outputs of an operator that are not simply one new tensor."""
+        """Record the outputs of an operator that are not simply one new tensor."""
         for tensor in tensors_in(out):
             for storage in _storages_of(tensor, self.device_type):
                 alive = self._live.get(storage._cdata)
                 if alive is None:
                     self._track(storage)
-                elif effect == Effect.RESIZE:
+                elif effect == OperatorEffect.RESIZE:
                     self._resized(alive, storage.nbytes())
 
     def _track(self, storage: torch.UntypedStorage) -> None:
@@ -319,19 +336,47 @@ class Ledger(WatchingMode):
         if self.owner:
             self._owners[number] = self.owner
 
-    def _book_deaths(self) -> None:
-        """Book what has died since this was last called."""
+    def _record_deaths(self) -> None:
+        """Record what has died since this was last called."""
         while self._gone:
             self._died(self._gone.popleft())
 
+    def _in_backward(self) -> bool:
+        """Return whether an operator of a backward pass is about to be recorded, and note of which function."""
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        if number != self._node:
+            self._node, self._before_node = number, self._born
+        return True
+
+    def _note_sum(self, first: Any, out: torch.Tensor) -> None:
+        # what a view is of holds the storage, too; sparse gradients have none
+        if first._is_view() or not (first.layout is out.layout is torch.strided):
+            return
+        old, new = (self._live.get(tensor.untyped_storage()._cdata) for tensor in (first, out))
+        # one that was there before this function's backward came out of another's: the engine adds, and no formula
+        if old is not None and new is not None and old.number <= self._before_node and old.size_bytes == new.size_bytes:
+            self._sum = (len(self._events), old.number, new)
+
     def _died(self, alive: _Alive) -> None:
+        events, number, new = self._sum
+        if new is not None and (events, number) == (len(self._events), alive.number):
+            self._sum = (0, 0, None)  # the sum takes the number, and its own death is to be told
+            if self._live.pop(alive.key, None) is not None:
+                self._summed = True
+                self._events.pop()  # the birth of the sum
+                self._live_bytes -= alive.size_bytes
+                new.number = number
+            return
         if self._live.pop(alive.key, None) is not None:
             self._live_bytes -= alive.size_bytes
             self._events.append((perf_counter(), -alive.size_bytes, alive.number, self._now()))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Book that a storage has another size now; no operator says so where an engine resizes storages itself."""
-        self._book_deaths()
+        """Record that a storage has another size now; no operator says so where an engine resizes storages itself."""
+        self._record_deaths()
         alive = self._live.get(storage._cdata)
         if alive is not None:
             self._resized(alive, storage.nbytes())
@@ -366,11 +411,16 @@ class Ledger(WatchingMode):
 
     def _refuse(self, first: int) -> None:
         """Raise as the allocator of a GPU would; the newborn storages have just been dropped."""
-        self._book_deaths()
+        self._record_deaths()
         asked_bytes = sum(size for _, size, number, _ in self._events if number > first and size > 0)
         survivors = {alive.number for alive in self._live.values()}
         self._events = [event for event in self._events if event[2] <= first or event[2] in survivors]
         raise torch.OutOfMemoryError(_refusal(asked_bytes, self._live_bytes, int(self._limit), len(self._live)))
+
+
+def _highest(baseline: Mapping[int, int], events: Iterable[RawEvent]) -> int:
+    """Return the highest live bytes of what was recorded."""
+    return max(itertools.accumulate((size_bytes for _, size_bytes, _, _ in events), initial=sum(baseline.values())))
 
 
 def _refusal(asked_bytes: int, live_bytes: int, capacity_bytes: int, storages: int) -> str:

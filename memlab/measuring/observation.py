@@ -10,7 +10,7 @@ from enum import IntEnum
 from memlab.records import AllocEvent, Category, Phase, TimelinePoint, thin, timeline_of
 
 
-class Moment(IntEnum):
+class StepPart(IntEnum):
     """Phase in which a storage was made or freed; RECOMPUTE is a checkpoint's forward inside backward."""
 
     FORWARD = 0
@@ -21,14 +21,14 @@ class Moment(IntEnum):
 
 
 # plain integers for the hot path, where looking up a member of an enum costs as much as the rest
-BACKWARD, RECOMPUTE = int(Moment.BACKWARD), int(Moment.RECOMPUTE)
-FORWARD_LIKE = frozenset({int(Moment.FORWARD), RECOMPUTE, int(Moment.OTHER)})
+BACKWARD, RECOMPUTE = int(StepPart.BACKWARD), int(StepPart.RECOMPUTE)
+FORWARD_LIKE = frozenset({int(StepPart.FORWARD), RECOMPUTE, int(StepPart.OTHER)})
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.STEP, Phase.OTHER)
 MOMENT_OF_PHASE = {
-    Phase.FORWARD: int(Moment.FORWARD),
+    Phase.FORWARD: int(StepPart.FORWARD),
     Phase.BACKWARD: BACKWARD,
-    Phase.STEP: int(Moment.STEP),
-    Phase.OTHER: int(Moment.OTHER),
+    Phase.STEP: int(StepPart.STEP),
+    Phase.OTHER: int(StepPart.OTHER),
 }
 
 # seconds, bytes gained or lost, number of the storage, moment
@@ -44,6 +44,9 @@ class Observation:
     raw: tuple[RawEvent, ...]  # births and deaths in order: seconds, bytes, number of the storage, moment
     assigned: Mapping[int, Category]  # what storages were said to be for, by number
     start: float  # when the step began, on the clock of `raw`
+    sums_bytes: int = (
+        0  # by how much sums of gradients that are no events, being in place where nobody watches, raised the peak
+    )
     # number of the model that a storage is of, by the storage's number, where several models train
     owners: Mapping[int, int] = field(default_factory=dict)
 

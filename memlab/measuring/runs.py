@@ -21,7 +21,7 @@ from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
 from memlab.records.comparison import Comparison
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.workload import Batch, Workload, describe_all
+from memlab.runtime.workload import Batch, Workload, describe_all, needs_closure
 from memlab.session import Session, fit, session_of
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.gradient_release.gradient_release import loop_is_known
@@ -123,12 +123,9 @@ def rehearsal(workload: Workload, plan: Plan, *, keep: bool = False) -> Iterator
             workload.model.train()
             for optimizer in workload.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-            watching, session.observers = session.observers, []
-            try:
+            with session.observers.away():
                 session.switch(plan, now=True)
                 yield session
-            finally:
-                session.observers = watching
     finally:
         if before is not None:
             with uninterrupted():
@@ -215,19 +212,33 @@ def training_step(workload: Workload, *, needs_loss: bool = True) -> float:
     Returns:
         The loss.
     """
-    output = output_of(workload)
-    try:
-        loss = loss_in(workload, output)
-    except WorkloadError:
-        if needs_loss:
-            raise
-        loss = torch.stack([each.float().mean() for each in tree_leaves(output) if _has_graph(each)]).sum()
-    del output
-    loss.backward()  # type: ignore[no-untyped-call]
+
+    def evaluated() -> torch.Tensor:
+        output = output_of(workload)
+        try:
+            loss = loss_in(workload, output)
+        except WorkloadError:
+            if needs_loss:
+                raise
+            loss = torch.stack([each.float().mean() for each in tree_leaves(output) if _has_graph(each)]).sum()
+        del output
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def evaluated_anew() -> Any:
+        for optimizer in workload.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return evaluated()
+
+    if any(map(needs_closure, workload.optimizers)):
+        losses: list[Any] = [optimizer.step(evaluated_anew) for optimizer in workload.optimizers]
+    else:
+        losses = [evaluated()]
+        for optimizer in workload.optimizers:
+            optimizer.step()
     for optimizer in workload.optimizers:
-        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return float(loss.detach())
+    return float(losses[0].detach())
 
 
 @contextmanager
@@ -239,10 +250,11 @@ def _session_for(workload: Workload) -> Iterator[Session]:
             yield session
         return
     before = session.plan
-    try:
-        yield session
-    finally:
-        session.switch(before, now=True)
+    with session.switching.aside():
+        try:
+            yield session
+        finally:
+            session.switch(before, now=True)
 
 
 def _measured_in(
@@ -250,10 +262,10 @@ def _measured_in(
 ) -> Measurement:
     several = len(workloads) > 1
     meter = meter_of(sessions, device)
-    sessions[0].observers = [meter]
+    sessions[0].observers.only([meter])
     for session, workload in zip(sessions[1:], workloads[1:], strict=True):
         number = meter.take_in(workload.model, [each.name for each in workloads])
-        session.observers = [Beside(meter, number)]
+        session.observers.only([Beside(meter, number)])
         for optimizer in workload.optimizers:
             meter.optimizer_found(optimizer)
     try:

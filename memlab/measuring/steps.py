@@ -7,8 +7,11 @@ Rules of the meter:
    have stepped; several forwards in between are summed. Optimizers that take turns (a GAN's) make one step
    once each has had a turn. A model without an optimizer makes a step of each forward.
 3. A ledger watches the first two steps of each plan and two in a row every now and then: the second
-   one knows what the first left alive. How often follows from what watching costs.
-4. Nothing waits for the device within a step: times and losses are read when they are asked for. Records are made
+   one knows what the first left alive. How often follows from what watching costs. On a GPU autograd takes more memory
+   while it is watched (see the ledger), which is left out of allocated bytes.
+4. Of steps so short that telling of them is noticed, on a device that has no counter of each, most pass untold
+   (`steps_to_pass`). They are counted, and have no records.
+5. Nothing waits for the device within a step: times and losses are read when they are asked for. Records are made
    then, too, or many at once: between two steps of a loop every line of Python costs three times what it costs in a row.
 """
 
@@ -16,131 +19,28 @@ from __future__ import annotations
 
 import math
 import statistics
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import islice, takewhile
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
 
-from memlab.errors import MemlabError
-from memlab.measuring.device import Device, Mark
-from memlab.measuring.ledger import Holding, gradients_of, inputs_of, parameters_of, state_of
+from memlab.measuring.device import Device
+from memlab.measuring.ledger import Holding, inputs_of
+from memlab.measuring.models import Models
 from memlab.measuring.observation import Observation
-from memlab.measuring.waiting import Waiting
+from memlab.measuring.times import LEAST_STEPS_BETWEEN, OBSERVED_IN_A_ROW, OpenStep, Period, Times
+from memlab.measuring.turns import Turns
 from memlab.plan import Plan
-from memlab.records import LOOP, Category, Measurement, Phase, StepRecord, TimelinePoint, measurement_of_steps
+from memlab.records import LOOP, Category, Measurement, Phase, StepRecord
 from memlab.runtime.observer import Observer
-from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Batch
 
-_WARMUP_STEPS = 1
-_OBSERVED_IN_A_ROW = 2
-_LEAST_STEPS_BETWEEN = 50
-# share of the loop's time that observed steps may cost
-_OBSERVING_SHARE = 0.005
-_MOST_RECORDS = 10_000
-_MOST_PENDING = 50
-# steps that the state of a running cell is reduced from
-_MOST_SO_FAR = 200
-
-
-@dataclass(slots=True)
-class _OpenStep:
-    """The step the loop is in."""
-
-    begin: Mark
-    observed: bool
-    samples: int = 0
-    tokens: int = 0
-    forwards: int = 0
-    loss: torch.Tensor | None = None
-    skipped: bool = False
-    stepped: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _PastStep:
-    """A step that is over, whose time and loss have not been read yet."""
-
-    number: int
-    step: _OpenStep
-    period: _Period
-    end: Mark
-    loss: torch.Tensor | float | None
-    peaks: tuple[int | None, int | None]
-
-    def read(self) -> _TimedStep:
-        record = StepRecord(
-            step=self.number,
-            plan=self.period.label,
-            samples=self.step.samples,
-            tokens=self.step.tokens,
-            peak_allocated_bytes=self.peaks[0],
-            peak_reserved_bytes=self.peaks[1],
-            skipped=self.step.skipped,
-            seconds=self.end.seconds_since(self.step.begin),
-            loss=None if self.loss is None else float(self.loss),
-        )
-        self.period.note(record.seconds, observed=self.step.observed)
-        return _TimedStep(record, self.period.number, self.step.observed)
-
-
-@dataclass(frozen=True)
-class _TimedStep:
-    record: StepRecord
-    period: int
-    observed: bool
-
-
-@dataclass
-class _Period:
-    """The steps from one change of the plan to the next; `earlier` ones of the same plan count in its times."""
-
-    number: int
-    plan: Plan
-    earlier: tuple[int, ...] = ()
-    steps: int = 0
-    observed_from: int = 0
-    waiting: Waiting = field(default_factory=Waiting)
-    host_bytes: int = 0
-    driver_bytes: int | None = None
-    peaks: tuple[int | None, int | None] = (None, None)
-    timeline: tuple[TimelinePoint, ...] = ()
-    parts: dict[int, dict[str, int]] = field(default_factory=dict)
-    observation: Observation | None = None
-    observed_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_OBSERVED_IN_A_ROW))
-    plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LEAST_STEPS_BETWEEN))
-
-    @cached_property
-    def label(self) -> str:
-        return self.plan.label
-
-    def note(self, seconds: float, *, observed: bool) -> None:
-        """Keep the times of the newest steps, which say how often one can be observed."""
-        (self.observed_seconds if observed else self.plain_seconds).append(seconds)
-
-    def keep(self, observation: Observation, peaks: tuple[int | None, int | None]) -> None:
-        """Keep the observation with the highest peak."""
-        kept_bytes = self.observation.peak_bytes if self.observation is not None else -1
-        if observation.peak_bytes >= kept_bytes:
-            self.observation, self.peaks, self.timeline = observation, peaks, ()
-
-    def reduce(self) -> tuple[TimelinePoint, ...]:
-        """The timeline at a few hundred points, made when it is first asked for."""
-        if not self.timeline and self.observation is not None:
-            self.timeline = self.observation.timeline()
-            self.parts = self.observation.parts() if self.observation.owners else {}
-        return self.timeline
-
-    def release(self) -> None:
-        """Keep the timeline but not the thousands of events it was made of."""
-        self.reduce()
-        self.observation = None
+# shorter steps are told of in part: at first twenty, then a few of each fifty
+_SHORT_SECONDS = 0.002
+_TOLD_AT_FIRST = 20
+_TOLD_IN_A_ROW = 5
 
 
 class Meter(Observer):
@@ -167,41 +67,66 @@ class Meter(Observer):
         held: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         self.device = device
-        self._models = [model]
-        self._names: list[str] = []
-        self._forwards = 0
-        # when an optimizer stepped, in forwards, and which have after a further forward
-        self._since: dict[int, tuple[int, set[int]]] = {}
-        self._between: dict[int, set[int]] = {}  # those that stepped between its last two steps
-        self._calling: list[int] = []  # numbers of the models whose calls are under way, from 1
-        self._optimizers = list(optimizers)
-        self._host_bytes = host_bytes
-        self._held = held
         self._ledger = device.ledger()
-        self._period = _Period(number=0, plan=Plan())
-        self._periods: dict[Plan, _Period] = {}
-        self._step: _OpenStep | None = None
-        self._steps_ended = 0
-        self._last_end: Mark | None = None
+        self._models = Models(model, optimizers, held, self._ledger)
+        self._times = Times(device)
+        self._turns = Turns()
+        self._host_bytes = host_bytes
+        self._step: OpenStep | None = None
         self.in_forward = False
         self._in_step = False
-        self._pending: deque[_PastStep] = deque()
-        self._timed: deque[_TimedStep] = deque(maxlen=_MOST_RECORDS)
-        self._lock = threading.Lock()
+
+    # -- what was measured ---------------------------------------------------------------------
 
     @property
     def steps(self) -> list[StepRecord]:
         """Steps whose time is known by now, oldest first; reading never waits for the device."""
-        self._settle(wait=False)
-        with self._lock:
-            return [timed.record for timed in self._timed]
+        return self._times.steps_after(0)
 
     def steps_after(self, number: int) -> list[StepRecord]:
-        """Steps after the one of this number whose time is known by now; costs next to nothing when there is none."""
-        self._settle(wait=False)
-        with self._lock:
-            newer = list(takewhile(lambda timed: timed.record.step > number, reversed(self._timed)))
-        return [timed.record for timed in reversed(newer)]
+        """Return steps after the one of this number, as in `steps`; costs next to nothing when there is none."""
+        return self._times.steps_after(number)
+
+    @property
+    def steps_ended(self) -> int:
+        """Steps that have ended, also those without a record."""
+        return self._times.steps_ended
+
+    def measurement(self, plan: Plan) -> Measurement:
+        """Return memory and speed of the latest period of a plan; wait until its last step is done.
+
+        Raises:
+            MemlabError: no step has ended under this plan.
+        """
+        measured = self._times.measurement(plan, self._read_counters)
+        found = self._times.parts_of(plan)
+        names = dict(enumerate((*self._models.names, LOOP), 1))
+        parts = {name: found.get(number % len(names), {}) for number, name in names.items()}
+        return replace(measured, models=parts if found else {})
+
+    def so_far(self, plan: str) -> Measurement | None:
+        """Return what is known of a plan by now, from its newest steps; never wait for the device.
+
+        Returns:
+            The measurement; None before a step of it has been timed.
+        """
+        return self._times.so_far(plan)
+
+    # -- moments of the loop -------------------------------------------------------------------
+
+    def steps_to_pass(self) -> int:
+        """Return how many steps may pass from here on of which the meter is not told."""
+        period = self._times.period
+        since = period.steps - period.observed_from
+        told = _TOLD_AT_FIRST if since < LEAST_STEPS_BETWEEN else _TOLD_IN_A_ROW
+        if since % LEAST_STEPS_BETWEEN != told or self.device.counts_every_step or len(self._models.optimizers) != 1:
+            return 0
+        self._times.settle(wait=False)
+        is_short = statistics.median(period.plain_seconds or [math.inf]) < _SHORT_SECONDS
+        return LEAST_STEPS_BETWEEN - told if is_short else 0
+
+    def rested(self, steps: int) -> None:
+        self._times.pass_over(steps)
 
     @property
     def live_bytes(self) -> int | None:
@@ -220,18 +145,14 @@ class Meter(Observer):
         """
         with self._ledger.without_limit():
             yield
-        self._ledger.know([*self._parameters(), *self._state()])
+        self._ledger.know([*self._models.parameters(), *self._models.state()])
         self._ledger.know_the_rest(Category.WORKSPACES)
 
     def plan_changed(self, plan: Plan) -> None:
         """Begin a new period: at a step boundary, or within a step whose batch is done again under the new plan."""
         if not self.in_forward:
             self._end_step_if_over()
-        self._period.release()
-        before = self._periods.get(plan)
-        earlier = (*before.earlier, before.number) if before is not None else ()
-        self._period = _Period(self._period.number + 1, plan, earlier)
-        self._last_end = None
+        self._times.plan_changed(plan)
         if self._step is not None:
             # what failed under the old plan is no peak of the new one
             self._forget_peaks(self._step, ())
@@ -242,32 +163,15 @@ class Meter(Observer):
         Returns:
             Its number, for `call_begins`.
         """
-        self._models.append(model)
-        self._names = list(names)
-        return len(self._models)
+        return self._models.add(model, names)
 
     def call_begins(self, number: int, batch: Batch) -> None:
         """A call of one of the models begins: what is born from now on is its own."""
-        self._calling.append(number)
-        self._ledger.owner = number
-        if self._is_observed:
-            self._ledger.know(inputs_of(batch))
-            self._ledger.belong(number, (tensor for _, tensor in inputs_of(batch)))
+        self._models.call_begins(number, batch, is_observed=self._is_observed)
 
     def call_ended(self) -> None:
-        """It is over; harmless when none is under way."""
-        del self._calling[-1:]
-        self._ledger.owner = self._calling[-1] if self._calling else 0
-
-    def _claim(self) -> None:
-        """Say which of several models parameters, gradients and optimizer state are of."""
-        if len(self._models) < 2:
-            return
-        states = {id(p): state for o in self._optimizers for p, state in o.state.items()}
-        for number, model in enumerate(self._models, 1):
-            held = (t for of in (parameters_of(model), gradients_of(model)) for _, t in of)
-            self._ledger.belong(number, held)
-            self._ledger.belong(number, (t for p in model.parameters() for t in tensors_in(states.get(id(p), ()))))
+        """Note the end of the innermost call; harmless when none is under way."""
+        self._models.call_ended()
 
     @property
     def _is_observed(self) -> bool:
@@ -279,8 +183,7 @@ class Meter(Observer):
             self._forget_peaks(self._step, ())
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer not in self._optimizers:
-            self._optimizers.append(optimizer)
+        self._models.add_optimizer(optimizer)
 
     def forward_begins(self, batch: Batch) -> None:
         self.step_goes_on(batch)
@@ -301,7 +204,7 @@ class Meter(Observer):
         elif step.observed:
             self._ledger.know(inputs_of(batch))
         step.forwards += 1
-        self._forwards += 1
+        self._turns.forward_begins()
         step.samples += batch.rows
         step.tokens += batch.tokens
         self.in_forward = True
@@ -309,7 +212,7 @@ class Meter(Observer):
             self._ledger.phase = Phase.FORWARD
 
     def forward_is_over(self, loss: torch.Tensor | None) -> None:
-        """It has ended, and returned this loss."""
+        """Note the end of a forward, and the loss it returned."""
         self.in_forward = False
         step = self._step
         if step is None:
@@ -322,8 +225,8 @@ class Meter(Observer):
     def gradients_complete(self) -> None:
         """Gradients have found their place, and will leave it before the step."""
         if self._is_observed:
-            self._ledger.know(self._gradients())
-            self._claim()
+            self._ledger.know(self._models.gradients())
+            self._models.claim()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._in_step = True
@@ -334,7 +237,7 @@ class Meter(Observer):
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
         self._in_step = False
         self.optimizer_found(optimizer)
-        self._note_turn(id(optimizer))
+        self._turns.stepped(id(optimizer))
         step = self._step
         if step is None:
             return
@@ -342,7 +245,7 @@ class Meter(Observer):
             self._ledger.phase = Phase.OTHER
         step.skipped = step.skipped or skipped
         step.stepped.add(id(optimizer))
-        if len(step.stepped) == len(self._optimizers):
+        if len(step.stepped) == len(self._models.optimizers):
             self._end_step(step)
 
     def interrupted(self) -> None:
@@ -355,218 +258,78 @@ class Meter(Observer):
         self._ledger.stop()
         self._ledger.phase = Phase.OTHER
         self._step = None
-        self._last_end = None
+        self._times.last_end = None
         self.in_forward = self._in_step = False
-        self._calling, self._ledger.owner = [], 0
-
-    def measurement(self, plan: Plan) -> Measurement:
-        """Memory and speed of the latest period of a plan; waits until its last step is done.
-
-        Raises:
-            MemlabError: no step has ended under this plan.
-        """
-        period = self._periods.get(plan)
-        timed = self._timed_in(period, wait=True) if period is not None else []
-        if period is None or not timed:
-            raise MemlabError(f"no step has ended under the plan {plan.label!r}; run some steps first")
-        if period is self._period:
-            self._read_counters(period)
-        measured = _measurement(period, self.device, timed, self._settled(timed), self._timed_before(period))
-        names = dict(enumerate((*self._names, LOOP), 1))
-        parts = {name: period.parts.get(number % len(names), {}) for number, name in names.items()}
-        return replace(measured, models=parts if period.parts else {})
-
-    def so_far(self, plan: str) -> Measurement | None:
-        """Return what is known of a plan by now, from its newest steps; never waits for the device.
-
-        Returns:
-            The measurement; None before a step of it has been timed.
-        """
-        period = next((each for each in reversed(self._periods.values()) if each.plan.label == plan), None)
-        if period is None:
-            return None
-        self._settle(wait=False)
-        with self._lock:
-            newest = list(
-                islice((step for step in reversed(self._timed) if step.period == period.number), _MOST_SO_FAR)
-            )
-        if not newest:
-            return None
-        newest.reverse()
-        measured = _measurement(period, self.device, newest, self._settled(newest), self._timed_before(period))
-        # the newest steps may be ones that nobody looked at
-        return replace(measured, peak_allocated_bytes=max(measured.peak_allocated_bytes, period.peaks[0] or 0))
+        self._models.interrupted()
 
     def pause(self) -> None:
         """The loop stands still between two steps: the next step is timed from its first forward."""
         self._end_step_if_over()
-        self._last_end = None
+        self._times.last_end = None
 
     def close(self) -> None:
         """Stop watching and let go of model and optimizers; what was measured stays readable."""
         self.interrupted()
         self._ledger.close()
-        self._models = []
-        self._optimizers = []
+        self._models.forget()
 
-    def _begin_step(self, batch: Batch) -> _OpenStep:
+    def _begin_step(self, batch: Batch) -> OpenStep:
         observed = self.device.observes_every_step or self._is_due()
-        step = _OpenStep(begin=self._last_end or self.device.mark(), observed=observed)
+        step = OpenStep(begin=self._times.last_end or self.device.mark(), observed=observed)
         self._forget_peaks(step, inputs_of(batch) if observed else ())
         if observed:
             self._ledger.start()
         return step
 
-    def _forget_peaks(self, step: _OpenStep, inputs: Iterable[Holding]) -> None:
+    def _forget_peaks(self, step: OpenStep, inputs: Iterable[Holding]) -> None:
         """Let the peaks of a step start from what lives now."""
         self.device.reset_peaks()
         if step.observed:
-            self._ledger.begin([*self._parameters(), *self._gradients(), *self._state(), *inputs])
-            self._claim()
+            self._ledger.begin([*self._models.parameters(), *self._models.gradients(), *self._models.state(), *inputs])
+            self._models.claim()
+            step.elsewhere_bytes = self.device.elsewhere_bytes(self._ledger.live_bytes)
 
     def _is_due(self) -> bool:
         """Return whether the next step is to be observed."""
-        period = self._period
+        period = self._times.period
         since = period.steps - period.observed_from
-        if since and since % _LEAST_STEPS_BETWEEN == 0 and since >= self._steps_between():
+        if since and since % LEAST_STEPS_BETWEEN == 0 and since >= self._times.steps_between_observations():
             period.observed_from, since = period.steps, 0
         # at first each of several models makes a step of its own
-        return since < _OBSERVED_IN_A_ROW * len(self._models)
-
-    def _steps_between(self) -> int:
-        self._settle(wait=False)
-        with self._lock:
-            return steps_between_observations([*self._period.observed_seconds], [*self._period.plain_seconds])
+        return since < OBSERVED_IN_A_ROW * len(self._models)
 
     def _end_step_if_over(self) -> None:
         """End a step that had waited for other optimizers, or that has none."""
         step = self._step
-        if step is not None and (step.stepped or not self._optimizers) and not self._others_follow(step):
+        if (
+            step is not None
+            and (step.stepped or not self._models.optimizers)
+            and not self._turns.are_open(step.stepped)
+        ):
             self._end_step(step)
 
-    def _others_follow(self, step: _OpenStep) -> bool:
-        """Whether optimizers that take turns with those that have stepped are still to come."""
-        return any(self._between.get(each, set()) - step.stepped for each in step.stepped)
-
-    def _note_turn(self, optimizer: int) -> None:
-        _, self._between[optimizer] = self._since.pop(optimizer, (0, set()))
-        for forwards, others in self._since.values():
-            if forwards < self._forwards:
-                others.add(optimizer)
-        self._since[optimizer] = (self._forwards, set())
-
-    def _end_step(self, step: _OpenStep) -> None:
+    def _end_step(self, step: OpenStep) -> None:
         self._step = None
-        period = self._period
+        period = self._times.period
         observation = self._observation() if step.observed else None
         peaks = self.device.peaks(observation.peak_bytes if observation is not None else None)
-        loss = self.device.keep(step.loss) if step.loss is not None else None
-        self._last_end = self.device.mark()
-        self._steps_ended += 1
-        step.loss = None
-        with self._lock:
-            self._pending.append(_PastStep(self._steps_ended, step, period, self._last_end, loss, peaks))
-        if not period.steps:
-            self._periods[period.plan] = period
-        period.steps += 1
-        period.waiting.look()
+        if observation is not None and peaks[0] is not None:
+            peaks = (peaks[0] - observation.sums_bytes, peaks[1])
+        self._times.end_step(step, peaks)
         if observation is not None:
-            period.keep(observation, peaks)
+            period.keep(observation, peaks, step.elsewhere_bytes)
             self._read_counters(period)
-        if len(self._pending) >= _MOST_PENDING:
-            self._settle(wait=False)
 
     def _observation(self) -> Observation:
-        self._ledger.know([*self._state(), *self._parameters()])
-        self._claim()
+        self._ledger.know([*self._models.state(), *self._models.parameters()])
+        self._models.claim()
         self._ledger.stop()
         seen = self._ledger.finish()
         return seen if len(self._models) > 1 else replace(seen, owners={})
 
-    def _read_counters(self, period: _Period) -> None:
+    def _read_counters(self, period: Period) -> None:
         period.host_bytes = max(period.host_bytes, self._host_bytes())
         period.driver_bytes = self.device.driver_bytes()
-
-    def _settle(self, *, wait: bool) -> None:
-        """Read times and losses of the steps that the device has done."""
-        with self._lock:
-            while self._pending and (wait or self._pending[0].end.passed()):
-                self._timed.append(self._pending.popleft().read())
-
-    def _timed_in(self, period: _Period, *, wait: bool) -> list[_TimedStep]:
-        self._settle(wait=wait)
-        with self._lock:
-            return [step for step in self._timed if step.period == period.number]
-
-    def _timed_before(self, period: _Period) -> list[float]:
-        """Times of the settled steps of earlier periods of a plan: going back to it is no reason to time it anew."""
-        if not period.earlier:
-            return []
-        with self._lock:
-            steps = [step for step in self._timed if step.period in period.earlier]
-        each = ([step for step in steps if step.period == number] for number in period.earlier)
-        return [step.record.seconds for steps in each for step in self._settled(steps)][-_MOST_SO_FAR:]
-
-    def _settled(self, timed: Sequence[_TimedStep]) -> list[_TimedStep]:
-        """Steps after the warm-up that no ledger slowed down."""
-        every = self.device.observes_every_step
-        return [step for step in timed[_WARMUP_STEPS:] if every or not step.observed]
-
-    def _parameters(self) -> Iterator[Holding]:
-        for model in self._models:
-            yield from parameters_of(model)
-        if self._models:
-            yield from ((Category.PARAMETERS, tensor) for tensor in self._held())
-
-    def _gradients(self) -> Iterator[Holding]:
-        for model in self._models:
-            yield from gradients_of(model)
-
-    def _state(self) -> Iterator[Holding]:
-        return state_of(self._optimizers)
-
-
-def _measurement(
-    period: _Period, device: Device, timed: Sequence[_TimedStep], settled: Sequence[_TimedStep], before: Sequence[float]
-) -> Measurement:
-    """Reduce a period: memory of all its steps, times of those that are settled and of `before`."""
-    timeline = period.reduce()
-    records = [step.record for step in timed]
-    measured = measurement_of_steps(
-        period.plan,
-        device.name,
-        records,
-        warmup=_WARMUP_STEPS,
-        breakdown=device.breakdown(timeline, *period.peaks) if timeline else {},
-        timeline=timeline,
-        host_bytes=period.host_bytes,
-        driver_bytes=period.driver_bytes,
-    )
-    seconds = (*before, *(step.record.seconds for step in settled))
-    return replace(
-        measured,
-        step_seconds=seconds or measured.step_seconds,
-        is_warm=bool(seconds),
-        waited_share=period.waiting.share,
-    )
-
-
-def steps_between_observations(observed_seconds: Sequence[float], plain_seconds: Sequence[float]) -> int:
-    """Return how many steps apart observations may begin, so that they cost at most half a percent of the time.
-
-    Args:
-        observed_seconds: times of observed steps; empty when none is known yet.
-        plain_seconds: times of steps that were not observed; empty when none is known yet.
-
-    Example:
-        >>> steps_between_observations([1.05], [1.0]), steps_between_observations([3.0], [1.0])
-        (50, 800)
-    """
-    if not observed_seconds or not plain_seconds:
-        return _LEAST_STEPS_BETWEEN
-    ratio = statistics.median(observed_seconds) / max(statistics.median(plain_seconds), 1e-9)
-    cost = _OBSERVED_IN_A_ROW * (ratio - 1) / _OBSERVING_SHARE
-    return max(_LEAST_STEPS_BETWEEN, math.ceil(round(cost, 6)))
 
 
 def _is_readable(loss: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

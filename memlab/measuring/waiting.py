@@ -34,7 +34,7 @@ class Waiting:
 
     @property
     def share(self) -> float:
-        """From the first look to the last."""
+        """Share of the time from the first look to the last."""
         if self._first is None or self._last is None or self._last[0] <= self._first[0]:
             return 0.0
         waited = (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])

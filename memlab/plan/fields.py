@@ -27,7 +27,7 @@ class BatchNorm(StrEnum):
 
 
 class Checkpointing(str):
-    """What is recomputed in the backward pass: the text of the flag, read once.
+    """Setting of recomputation in the backward pass: the text of the flag, read once.
 
     Attributes:
         kind: "off", "full", "every", "selective" or "budget".

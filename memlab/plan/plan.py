@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def is_exact(self) -> bool:
-        """Whether gradients and updates are those of the loop as written."""
+        """Return whether gradients and updates are those of the loop as written."""
         return self.has_numbers_of(Plan())
 
     def has_numbers_of(self, other: Plan) -> bool:

@@ -14,10 +14,6 @@ from memlab.plan.plan import Plan, engine_conflicts
 class Scale:
     """An engine and a plan.
 
-    Args:
-        engine: one of `ENGINES`.
-        plan: what else applies on every rank.
-
     Raises:
         RefusalError: the engine does not go together with the plan.
 

@@ -3,11 +3,11 @@
 1. A *pass*, forward and backward, for each combination of settings that work on the model (checkpointing,
    precision, activations off the device, chunked loss), at two numbers of rows, from which any other follows.
 2. An *update* for each combination of settings that work on the optimizers.
-3. Accumulation repeats the pass with fewer rows: the first makes the gradients, the others add to them.
+3. Accumulation repeats the pass with fewer rows: the first makes the gradients, the others add to them. Where the loop has
+   its own loss, micro-batches are replayed; then the pass is traced with all of them.
 
-Where the loop has its own loss, micro-batches are replayed; where gradients are released, updates are a part of the
-backward pass; and where parameters are off the device, passes and updates have parameters and gradients in common that
-are nowhere on it: there the whole step is traced as it would run.
+Where gradients are released, updates are a part of the backward pass; and where parameters are off the device, passes
+and updates have parameters and gradients in common that are nowhere on it: there the whole step is traced as it would run.
 `tests/predicting` holds all of it to the CPU ledger.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memlab.errors import RefusalError
+from memlab.errors import RefusalError, TraceError
 from memlab.hardware.gpus import Gpu
 from memlab.measuring.runs import require_complete
 from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, Precision
@@ -33,7 +33,7 @@ from memlab.predicting.segments import (
 )
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category
-from memlab.runtime.workload import Workload
+from memlab.runtime.workload import Workload, needs_closure
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques.accumulation.split import row_ranges
 from memlab.trace.tracer import Trace, Tracer
@@ -42,6 +42,15 @@ from memlab.units import MIB, format_bytes
 # of what lives anyway: outputs larger than this are worth a word
 _NOTEWORTHY_SHARE = 0.05
 _NOTEWORTHY_BYTES = 16 * MIB
+
+
+@dataclass(frozen=True)
+class Applied:
+    """How a plan was applied to tensors that lived before it."""
+
+    before: Mapping[int, int]  # sizes of what lived, by number, in bytes
+    events: Sequence[tuple[int, int, int, int]]  # as of a segment
+    after: Sequence[int]  # numbers of what lives then, in the order of `Parts.owned`
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,8 @@ class Parts:
     owned: Mapping[int, int] = field(default_factory=dict)
     # sizes of the optimizer state that the first step creates, likewise
     state: Mapping[int, int] = field(default_factory=dict)
+    applied: Applied | None = None  # where applying the plan leaves holes
+    first_update: Segment | None = None  # the one that creates the optimizer's state, with its numbers
 
     def bases(self) -> list[Levels]:
         """Return what lives when each segment begins."""
@@ -86,6 +97,17 @@ class Parts:
         return sum(segment.seconds for segment in self.segments)
 
 
+@dataclass(frozen=True)
+class _Passed:
+    """Forward and backward passes of a step."""
+
+    segments: Sequence[Segment]
+    host_bytes: int
+    notes: tuple[str, ...]
+    look: Segment | None
+    kept: Levels = NOTHING
+
+
 class PlanPredictor:
     """Traces one workload for one target, and puts plans together.
 
@@ -95,18 +117,25 @@ class PlanPredictor:
 
     Raises:
         WorkloadError: no batch or no optimizer.
-        TraceError: the model cannot be copied.
+        TraceError: the model cannot be copied, or an optimizer evaluates the loss as often as its values say.
         MemlabError: no such GPU in the catalogue.
     """
 
     def __init__(self, workload: Workload, device: str | Gpu | None = None) -> None:
         require_complete(workload, "a prediction")
+        for optimizer in filter(needs_closure, workload.optimizers):
+            raise TraceError(
+                f"{type(optimizer).__name__} evaluates the loss in its step as often as the values ask for, which a prediction "
+                "does not know; measure it instead: measure(workload, plan)"
+            )
         self.target: Target = target_for(workload, device)
         self._tracer = Tracer(workload, self.target.device, self.target.choices)
         self._passes = Passes(self._tracer, self.target.rates)
         self._workspaces = levels({Category.WORKSPACES: sum(self.target.workspaces)})
-        self._updates: dict[Plan, tuple[Trace, Segment]] = {}
+        self._updates: dict[Plan, tuple[Trace, Segment, Segment]] = {}
         self._look: Segment | None = None
+        self._applied: Applied | None = None
+        self._replayed: dict[Plan, tuple[Trace, Trace]] = {}
         self._has_state = any(optimizer.state for optimizer in workload.optimizers)
         self._makes_state = not all(optimizer.state for optimizer in workload.optimizers)
         self._refusals: dict[object, RefusalError | None] = {}
@@ -146,11 +175,7 @@ class PlanPredictor:
         """
         if (refusal := self.refusal(plan)) is not None:
             raise refusal
-        is_woven = (
-            plan.gradients is Gradients.RELEASE
-            or plan.tier_of(Offloaded.PARAMS) is not None
-            or (plan.accumulation > 1 and self._is_replayed)
-        )
+        is_woven = plan.gradients is Gradients.RELEASE or plan.tier_of(Offloaded.PARAMS) is not None
         return self._traced(plan) if is_woven else self._composed(plan)
 
     @property
@@ -175,37 +200,62 @@ class PlanPredictor:
         settings = of_model(plan)
         is_split = plan.accumulation > 1
         whole = self._passes.whole(without_budget(settings) if is_split else settings)
-        sizes = [stop - start for start, stop in row_ranges(whole.samples, plan.accumulation)]
-        update, updating = self._update(_of_optimizers(plan), whole)
+        update, updating, first = self._update(_of_optimizers(plan), whole)
         before = update.observation.baseline_bytes
         state = levels({Category.OPTIMIZER_STATE: before.get(Category.OPTIMIZER_STATE, 0)})
+        passed = self._in_parts(plan) if is_split and self._is_replayed else self._repeated(plan, whole.samples)
         return Parts(
             base=added(added(levels(whole.observation.baseline_bytes), state), self._workspaces),
-            segments=(*self._passes.segments(settings, sizes), updating),
+            segments=(*passed.segments, updating),
             samples=whole.samples,
             tokens=whole.tokens,
-            host_bytes=self._passes.host_bytes(settings, max(sizes)) + update.host_bytes,
-            notes=tuple(
-                dict.fromkeys(
-                    (
-                        *self._passes.notes(settings, max(sizes)),
-                        *update.notes,
-                        *self._about_outputs(settings, is_split=is_split),
-                    )
-                )
-            ),
-            look=self._looked(plan, settings, sizes),
+            host_bytes=passed.host_bytes + update.host_bytes,
+            notes=tuple(dict.fromkeys((*passed.notes, *update.notes))),
+            look=passed.look,
             has_state=self._has_state,
-            kept=self._passes.kept(settings) if is_split else NOTHING,
+            kept=passed.kept,
             inputs=tuple(_sizes(whole, Category.ACTIVATIONS).values()),
             owned=_sizes(update, Category.PARAMETERS),
             state=_sizes(update, Category.OPTIMIZER_STATE),
+            applied=self._applying(plan),
+            first_update=first,
         )
 
-    def _about_outputs(self, settings: Plan, *, is_split: bool) -> Iterator[str]:
+    def _applying(self, plan: Plan) -> Applied | None:
+        """Return how the one setting that replaces parameters is applied, where an allocator is to serve that."""
+        if plan.precision is not Precision.PURE_BF16 or self.target.settings is None:
+            return None
+        if self._applied is None:
+            trace, after = self._tracer.applying(Plan(precision=plan.precision))
+            before = _sizes(trace, Category.PARAMETERS)
+            self._applied = Applied(before, segment_of(trace, self.target.rates).events, after)
+        return self._applied
+
+    def _repeated(self, plan: Plan, rows: int) -> _Passed:
+        """Return a pass for each micro-batch, or the one of the whole batch."""
+        settings = of_model(plan)
+        is_split = plan.accumulation > 1
+        sizes = [stop - start for start, stop in row_ranges(rows, plan.accumulation)]
+        about_outputs = () if is_split else self._about_outputs(settings)
+        return _Passed(
+            segments=self._passes.segments(settings, sizes),
+            host_bytes=self._passes.host_bytes(settings, max(sizes)),
+            notes=(*self._passes.notes(settings, max(sizes)), *about_outputs),
+            look=self._looked(plan, settings, sizes),
+            kept=self._passes.kept(settings) if is_split else NOTHING,
+        )
+
+    def _in_parts(self, plan: Plan) -> _Passed:
+        """Return the one pass in which micro-batches are replayed."""
+        settings = replace(of_model(plan), accumulation=plan.accumulation, batchnorm=plan.batchnorm)
+        if settings not in self._replayed:
+            self._replayed[settings] = self._tracer.passes_in_parts(settings)
+        first, trace = self._replayed[settings]
+        segment, look = (segment_of(each, self.target.rates) for each in (trace, first))
+        return _Passed([segment], trace.host_bytes, trace.notes, look)
+
+    def _about_outputs(self, settings: Plan) -> Iterator[str]:
         """Yield what a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""
-        if is_split:
-            return
         size_bytes = self._passes.large_outputs_bytes(settings)
         lives_anyway_bytes = sum(self._passes.whole(settings).observation.baseline_bytes.values())
         if size_bytes > max(_NOTEWORTHY_BYTES, _NOTEWORTHY_SHARE * lives_anyway_bytes):
@@ -227,15 +277,16 @@ class PlanPredictor:
             self._look = segment_of(self._tracer.one_probe(plan.accumulation), self.target.rates)
         return self._look
 
-    def _update(self, settings: Plan, passed: Trace) -> tuple[Trace, Segment]:
+    def _update(self, settings: Plan, passed: Trace) -> tuple[Trace, Segment, Segment]:
+        """Return an update like all that follow the first, and the first."""
         if settings not in self._updates:
             first, trace = self._tracer.updates(settings, passed.trained)
-            segment = segment_of(trace, self.target.rates)
+            segment, first_segment = (segment_of(each, self.target.rates) for each in (trace, first))
             # state that is made on the device and then leaves; beside a GPU later updates have more of it there at once
             is_higher = first.observation.peak_bytes > trace.observation.peak_bytes
             if is_higher and self._makes_state and self.target.settings is None:
-                segment = begun_without_state(segment_of(first, self.target.rates), trace, segment)
-            self._updates[settings] = trace, segment
+                segment = begun_without_state(first_segment, trace, segment)
+            self._updates[settings] = trace, segment, first_segment
         return self._updates[settings]
 
 

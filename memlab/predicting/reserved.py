@@ -13,7 +13,7 @@ from typing import Any
 
 from memlab.allocator import Allocator, Block, Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_SEGMENT_BYTES, round_up
-from memlab.predicting.plan_predictor import Parts
+from memlab.predicting.plan_predictor import Applied, Parts
 from memlab.predicting.segments import ACTIVATIONS, OUTSIDE
 from memlab.records import Category
 
@@ -47,18 +47,17 @@ class Player:
         """
 
     def born(self, size_bytes: int, place: int, moment: int = OUTSIDE) -> Any:
-        """Give a storage memory; what is returned has `requested` bytes.
-
-        Args:
-            size_bytes: 1 or more.
-            place: of its category.
-            moment: what runs.
-        """
+        """Give a storage memory; what is returned has `requested` bytes."""
         return self._allocator.malloc(size_bytes)
 
     def died(self, storage: Any) -> None:
         """Take its memory back."""
         self._allocator.free(storage)
+
+    def plan_applied(self) -> None:
+        """The plan is in force: the cache has been given back (see `memlab.session.in_force`), and peaks count from now on."""
+        self._allocator.empty_cache()
+        self._allocator.reset_peaks()
 
     def play(self, events: Iterable[tuple[int, int, int, int]], live: dict[int, Any]) -> None:
         """Serve events in order; `live` holds what is in use, by number of the storage."""
@@ -86,6 +85,8 @@ class Script:
     # sizes in bytes
     workspaces: Mapping[int, Sequence[tuple[int | None, int]]] = field(default_factory=dict)
     look: Events = ()  # what comes once, before or in the first step (`Parts.look`)
+    applied: Applied | None = None  # how the plan was applied, where that matters
+    first: Events | None = None  # the last stretch of the first step, where it creates the optimizer's state
     has_state: bool = False  # whether there is optimizer state before the first step; otherwise its update creates it
 
 
@@ -124,7 +125,18 @@ def script_of(parts: Parts, workspaces: Sequence[int]) -> Script:
         if parts.look is not None and in_backward in parts.look.products:
             place, stretch = _LOOK, parts.look
         taken.setdefault(place, []).append((stretch.products.get(in_backward), size_bytes))
-    return Script(parts.inputs, parts.owned, parts.state, passes, last, taken, look, parts.has_state)
+    return Script(
+        parts.inputs,
+        parts.owned,
+        parts.state,
+        passes,
+        last,
+        taken,
+        look,
+        applied=parts.applied,
+        first=None if parts.first_update is None else parts.first_update.events,
+        has_state=parts.has_state,
+    )
 
 
 def _until_settled(allocator: Allocator) -> Iterator[int]:
@@ -140,9 +152,13 @@ def _until_settled(allocator: Allocator) -> Iterator[int]:
 
 def play_steps(script: Script, player: Player, steps: Iterable[int] = range(2)) -> None:
     """Let steps be served."""
-    held = _born(player, script.owned, Category.PARAMETERS)
+    held = _born(player, script.owned if script.applied is None else script.applied.before, Category.PARAMETERS)
     for size_bytes in filter(None, script.inputs):
         player.born(size_bytes, ACTIVATIONS)
+    if script.applied is not None:
+        Player.play(player, script.applied.events, held)  # no stretch of a step, which takes time
+        held = dict(zip(script.owned, (held.pop(number) for number in script.applied.after), strict=True))
+        player.plan_applied()
     if script.has_state:
         held |= _born(player, script.state, Category.OPTIMIZER_STATE)
     if script.look:
@@ -162,10 +178,12 @@ def play_steps(script: Script, player: Player, steps: Iterable[int] = range(2)) 
                 outputs += [live.pop(number) for number in sorted(kept)]
             left += live.values()
         _end(player, outputs)
-        if step == 0 and not script.has_state:
+        makes_state = step == 0 and not script.has_state
+        if makes_state and script.first is None:
             held |= _born(player, script.state, Category.OPTIMIZER_STATE)
+        last = script.first if makes_state and script.first is not None else script.last
         is_first = step == 0 and not script.passes
-        held = _played(player, script.last, script.workspaces.get(0, ()) if is_first else (), held)
+        held = _played(player, last, script.workspaces.get(0, ()) if is_first else (), held)
         # what an update leaves in place of what it found counts again from there
         held, gone = _renumbered(held, {**script.owned, **script.state})
         _end(player, [*left, *gone])
@@ -211,6 +229,11 @@ class _Serving(Player):
         super().__init__(allocator)
         self._limit_bytes, self._small_bytes = small_bytes, 0
         self.peak_bytes = self.most_small_bytes = 0
+
+    def plan_applied(self) -> None:
+        super().plan_applied()
+        self.most_small_bytes = self._small_bytes
+        self.peak_bytes = self._allocator.allocated_bytes + self._small_bytes
 
     def born(self, size_bytes: int, place: int, moment: int = OUTSIDE) -> Any:
         given: Block | _Small

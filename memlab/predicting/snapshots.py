@@ -64,9 +64,6 @@ def save_snapshot(
         measured: run the steps instead of predicting them, and put everything back afterwards. On CUDA the file is
             torch's own recording.
 
-    Returns:
-        The path written to.
-
     Raises:
         MemlabError: the folder does not exist, no such GPU, or a measured snapshot of a device the model is not on.
         RefusalError: a technique of the plan does not apply.
@@ -246,7 +243,7 @@ def _measured(workload: Workload, plan: Plan) -> dict[str, Any]:
 def _observed(workload: Workload, plan: Plan, ledger: Ledger) -> Observation:
     """Two real steps in one observation."""
     with rehearsal(workload, plan) as session:
-        session.observers = [_Watch(workload, ledger, session)]
+        session.observers.only([_Watch(workload, ledger, session)])
         ledger.begin(_holdings(workload, session))
         ledger.start()
         try:
@@ -261,7 +258,7 @@ def _observed(workload: Workload, plan: Plan, ledger: Ledger) -> Observation:
 def _holdings(workload: Workload, session: Session) -> Iterator[Holding]:
     """Yield what lives before the first step; a list of it would keep alive what an update replaces."""
     yield from parameters_of(workload.model)
-    yield from ((Category.PARAMETERS, tensor) for tensor in session.held_tensors)
+    yield from ((Category.PARAMETERS, tensor) for tensor in session.in_force.held_tensors)
     yield from state_of(workload.optimizers)
     yield from inputs_of(call_of(workload))
 
@@ -306,7 +303,7 @@ def _record_on_cuda(target: Path, workload: Workload, plan: Plan) -> None:
     """Torch's own recording of two real steps; what ran is each allocation's user metadata."""
     with rehearsal(workload, plan) as session, torch.cuda.device(workload.device):
         watch = _MetadataObserver()
-        session.observers = [watch]
+        session.observers.only([watch])
         with _recording():
             try:
                 for _ in range(_STEPS):

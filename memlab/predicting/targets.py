@@ -18,6 +18,7 @@ from memlab.hardware.gpus import Gpu, gpu, gpus
 from memlab.hardware.roofline import Rates, rates_of
 from memlab.measuring.device import device_for
 from memlab.measuring.host_rates import host_rates
+from memlab.runtime.cuda_room import workspaces
 from memlab.runtime.workload import Workload
 from memlab.trace.tracer import Choices
 
@@ -59,10 +60,6 @@ def interval_seconds(seconds: float, *, calibrated: bool) -> tuple[float, float]
 def target_for(workload: Workload, device: str | Gpu | None) -> Target:
     """The target named, or the device the workload is on.
 
-    Args:
-        workload: the live objects.
-        device: a GPU of the catalogue or its name, "cpu", or None.
-
     Raises:
         MemlabError: no such GPU in the catalogue.
         WorkloadError: the model is on neither a CPU nor a CUDA device.
@@ -83,7 +80,7 @@ def target_for(workload: Workload, device: str | Gpu | None) -> Target:
 
 def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
     from memlab.trace.cuda_choices import cuda_choices
-    from memlab.trace.hidden_memory import hidden_bytes, workspaces
+    from memlab.trace.hidden_memory import hidden_bytes
 
     entered: Callable[[], AbstractContextManager[Any]] = partial(cuda_choices, model)
     return Target(
@@ -93,7 +90,7 @@ def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
         compute_capability=model.compute_capability,
         choices=Choices(entered, partial(hidden_bytes, gpu=model)),
         settings=settings or Settings(),
-        workspaces=workspaces(model),
+        workspaces=workspaces(model.compute_capability),
         memory_shares=_GPU_MEMORY,
     )
 

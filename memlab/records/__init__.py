@@ -28,6 +28,7 @@ from memlab.records.prediction import (
     Prediction,
     Verdict,
     fastest,
+    prediction_of,
     speed_of,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "fastest",
     "measurement_of_steps",
     "out_of_memory",
+    "prediction_of",
     "ratio",
     "speed_of",
     "thin",

@@ -21,12 +21,10 @@ from dataclasses import dataclass, replace
 from memlab.errors import MemlabError
 from memlab.plan import FIELDS, Plan, PlanField
 from memlab.records import Measurement, Prediction, ratio
-from memlab.records.comparison import speed_ratio, where_the_peak_is
+from memlab.records.comparison import NO_GAIN, speed_ratio, where_the_peak_is
 from memlab.records.shown import Shown
 from memlab.units import format_bytes
 
-# a change of the peak below this share is no gain
-NO_GAIN = 0.01
 # steps of one plan differ by this share between two runs, whatever their spread within one
 _LEAST_FASTER = 0.05
 
@@ -102,14 +100,12 @@ class Ablation(Shown):
         title: what was trained, on what.
         rows: its rows, at least one; the first adds no technique.
         budget_bytes: what the plan was to fit into, or None.
-        order: "documented" or "gain"; see `memlab.ablation`.
         events: further notes: techniques that were not tried, predictions that could not be made.
     """
 
     title: str
     rows: tuple[AblationRow, ...]
     budget_bytes: int | None = None
-    order: str = "documented"
     events: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -262,7 +258,7 @@ def _is_faster(before: Measurement, after: Measurement) -> bool:
 
 
 def _is_predicted_to_help(before: AblationRow, after: AblationRow) -> bool:
-    """Of two rows that ran out of memory."""
+    """Return whether the second of two rows that ran out of memory is predicted to need less."""
     if before.prediction is None or after.prediction is None:
         return True
     return after.prediction.peak_allocated_bytes <= before.prediction.peak_allocated_bytes * (1 - NO_GAIN)

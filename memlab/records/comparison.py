@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from memlab.errors import MemlabError
 from memlab.plan import Plan
-from memlab.records import Measurement, Prediction, ratio
+from memlab.records import Measurement, Prediction, prediction_of, ratio
 from memlab.records.shown import Shown
 from memlab.units import format_bytes, format_change
 
@@ -35,14 +35,10 @@ class Row:
     prediction: Prediction | None = None
 
 
-# a change of the peak below this share is reported as no gain
-_NO_GAIN = 0.01
-
-
+# a change of the peak below this share is no gain
+NO_GAIN = 0.01
 # share of the time without a processor from which a machine counts as busy
 _BUSY = 0.1
-
-
 # batches whose sizes differ by more than this share are not compared
 _OTHER_SIZE = 0.25
 
@@ -57,6 +53,7 @@ class Comparison(Shown):
         events: what happened on the way, in words (plan changes, refusals).
         predictions: what was predicted for some of the plans, in any order.
         are_ranks: whether the rows are ranks of one run, which are shown side by side and not compared.
+        latest: plans that the last cell ran.
     """
 
     title: str
@@ -64,6 +61,7 @@ class Comparison(Shown):
     events: tuple[str, ...] = ()
     predictions: tuple[Prediction, ...] = ()
     are_ranks: bool = False
+    latest: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.measurements:
@@ -78,12 +76,9 @@ class Comparison(Shown):
             return tuple(Row(each, math.nan, math.nan, None, "; ".join(each.notes)) for each in self.measurements)
         first = self.measurements[0]
         return tuple(
-            _row(measurement, first, self.prediction_of(measurement.plan)) for measurement in self.measurements
+            _row(measurement, first, prediction_of(measurement.plan, self.predictions))
+            for measurement in self.measurements
         )
-
-    def prediction_of(self, plan: str) -> Prediction | None:
-        """Return what was predicted for a plan, by its label; None when nothing was, or the plan was refused."""
-        return next((each for each in self.predictions if each.plan == plan and not each.refused), None)
 
     def add(self, measurement: Measurement) -> Comparison:
         """The same comparison with one more measurement; a plan measured again replaces its old row."""
@@ -119,10 +114,6 @@ def timed_anew(before: Measurement, after: Measurement) -> tuple[Measurement, st
     """A plan that was measured again: its row, and what is to be said about its times.
 
     A few steps do not replace the times of many, and what others are compared with does not change unsaid.
-
-    Args:
-        before: the row it had.
-        after: what was measured now.
     """
     if _other_batches(after, before) or not (before.is_settled and before.fits and after.fits):
         return after, ""
@@ -134,6 +125,8 @@ def timed_anew(before: Measurement, after: Measurement) -> tuple[Measurement, st
 
 
 def _row(measurement: Measurement, first: Measurement, prediction: Prediction | None) -> Row:
+    if prediction is not None and _other_batches(measurement, prediction):
+        prediction = None  # it is of another batch
     is_alike = not _other_batches(measurement, first)
     memory_ratio = measurement.peak_allocated_bytes / max(1, first.peak_allocated_bytes) if is_alike else math.nan
     return Row(
@@ -160,7 +153,7 @@ def loss_drift(reference: Sequence[float], other: Sequence[float]) -> float | No
 
 def _verdict(measurement: Measurement, first: Measurement, memory_ratio: float) -> str:
     other = _other_batches(measurement, first)
-    if other or measurement is first or not measurement.fits or memory_ratio <= 1 - _NO_GAIN:
+    if other or measurement is first or not measurement.fits or memory_ratio <= 1 - NO_GAIN:
         return "; ".join((other, *measurement.notes) if other else measurement.notes)
     where = where_the_peak_is(measurement)
     return "; ".join((f"no gain: {where}" if where else "no gain", *measurement.notes))
@@ -181,7 +174,7 @@ def has_left_interval(measurement: Measurement, prediction: Prediction) -> bool:
     return measurement.fits and not low <= measurement.needed_bytes <= high
 
 
-def _other_batches(measurement: Measurement, first: Measurement) -> str:
+def _other_batches(measurement: Measurement, first: Measurement | Prediction) -> str:
     """Say that a measurement's batches were much larger or smaller than those of the first one; empty if not."""
     for what, mine, others in (
         ("tokens", measurement.tokens_per_step, first.tokens_per_step),
@@ -193,7 +186,7 @@ def _other_batches(measurement: Measurement, first: Measurement) -> str:
 
 
 def where_the_peak_is(measurement: Measurement) -> str:
-    """In which part of the step memory peaks, and what most of it is then; empty without a breakdown."""
+    """Return in which part of the step memory peaks, and what most of it is then; empty without a breakdown."""
     if not measurement.breakdown:
         return ""
     largest = max(measurement.breakdown, key=lambda category: measurement.breakdown[category])

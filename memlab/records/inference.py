@@ -90,7 +90,6 @@ class BatchAdvice:
         row_bytes: what one row needs at the peak.
         sizes: numbers of rows that were measured. From two, both numbers are exact where memory is affine in the rows;
             from one, all growth is attributed to rows, so that more may fit.
-        proven_bytes: peak of a run with as many rows; None when it was not run.
     """
 
     rows: int
@@ -98,7 +97,6 @@ class BatchAdvice:
     fixed_bytes: int
     row_bytes: int
     sizes: tuple[int, ...]
-    proven_bytes: int | None = None
 
     @property
     def expected_bytes(self) -> int:

@@ -5,13 +5,14 @@ Sizes are bytes, times are seconds, steps are counted from 1 over the life of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from memlab.plan import Plan
 from memlab.plan.fields import BY_NAME
-from memlab.records import Measurement, Prediction, Rescue
+from memlab.records import Measurement, Prediction, Rescue, StepRecord, ratio
 
 
 class Asked(StrEnum):
@@ -101,6 +102,19 @@ class LivePoint:
     live_bytes: Mapping[str, int]
     loss: float | None = None
 
+    @classmethod
+    def of(cls, record: StepRecord, measured: Measurement | None, steps_before: int = 0) -> LivePoint:
+        """A step of a loop that had made so many before, with the breakdown of what was measured under its plan."""
+        return cls(
+            step=steps_before + record.step,
+            plan=record.plan,
+            seconds=record.seconds,
+            samples_per_second=ratio(record.samples or math.nan, record.seconds),
+            peak_bytes=record.peak_allocated_bytes,
+            live_bytes=measured.breakdown if measured is not None else {},
+            loss=record.loss,
+        )
+
 
 @dataclass(frozen=True)
 class Change:
@@ -112,7 +126,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Moment:
-    """Everything a view draws.
+    """State of a run, as views draw it.
 
     Args:
         title: what is trained with what, on what: "memfit · gpt2 124M · AdamW · CPU ledger (capacity 2 GiB)".
@@ -121,7 +135,7 @@ class Moment:
         plan: the plan in force.
         pending: the plan that waits for the next step boundary, or None.
         toggles: one per field of a plan, in the order of `plan.FIELDS`.
-        points: steps, oldest first; bounded, see `memlab.live.thinning`.
+        points: steps, oldest first; bounded, see `memlab.live.feed`.
         changes: plan changes, oldest first; bounded.
         measurements: settings tried, what the others are compared with in front (`comparison.baseline_first`), then in the
             order in which they were first tried; each with timeline and breakdown of an
@@ -159,7 +173,3 @@ class Moment:
     def measured(self, plan: str) -> Measurement | None:
         """Return what was measured under a plan, by its label."""
         return next((each for each in self.measurements if each.plan == plan), None)
-
-    def predicted(self, plan: str) -> Prediction | None:
-        """Return what was predicted for a plan, by its label; None as well where it was refused."""
-        return next((each for each in self.predictions if each.plan == plan and not each.refused), None)

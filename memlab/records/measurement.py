@@ -141,7 +141,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Profile(Shown):
-    """What a measurement and a prediction of a plan have in common."""
+    """Common part of a measurement and a prediction of a plan."""
 
     plan: str
     device: str
@@ -296,7 +296,6 @@ def measurement_of_steps(
     timeline: tuple[TimelinePoint, ...],
     host_bytes: int = 0,
     driver_bytes: int | None = None,
-    notes: tuple[str, ...] = (),
 ) -> Measurement:
     """Reduce the steps run under one plan to a measurement."""
     records = list(steps)
@@ -317,5 +316,4 @@ def measurement_of_steps(
         samples_per_step=sum(r.samples for r in records) / count,
         tokens_per_step=sum(r.tokens for r in records) / count,
         losses=tuple(r.loss for r in records if r.loss is not None),
-        notes=notes,
     )

@@ -88,6 +88,11 @@ class Prediction(Profile):
         return Verdict.on(self.interval_bytes, self.needed_bytes, budget_bytes, self.refused)
 
 
+def prediction_of(plan: str, predictions: Iterable[Prediction]) -> Prediction | None:
+    """Return what was predicted for a plan, by its label; None when nothing was, or the plan was refused."""
+    return next((each for each in predictions if each.plan == plan and not each.refused), None)
+
+
 _Known = TypeVar("_Known", Prediction, Measurement)
 
 

@@ -47,7 +47,7 @@ class RunRecord:
         device: name of the device; empty for the device of the first measurement.
         capacity_bytes: size of the device, or None where it is not limited.
         budget_bytes: the budget line, or None.
-        points: the steps as a panel drew them, see `memlab.live.thinning`.
+        points: the steps as a panel drew them, see `memlab.live.feed`.
         changes: plan changes, oldest first.
         rescues: rescues of the loop, oldest first.
         events: what happened on the way, in words; empty for the events of the comparison.

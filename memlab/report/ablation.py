@@ -8,7 +8,7 @@ from collections.abc import Callable
 from memlab.records import Measurement
 from memlab.records.ablation import Ablation, Step
 from memlab.report.segments import segments
-from memlab.report.table import Bar, Column, Kind, Look, Table, row, wanted
+from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, row, wanted
 from memlab.report.wording import NOTHING, bytes_or_nothing, change, peak, rate, speed
 from memlab.units import format_bytes
 
@@ -43,7 +43,7 @@ def _columns(ablation: Ablation) -> tuple[Column[Step], ...]:
     reserved = any(each.peak_reserved_bytes is not None for each in measured)
     has_times = any(_has_time(step) for step in ablation.steps)
     return wanted(
-        Column[Step]("technique", technique, Kind.PLAN),
+        Column[Step]("technique", technique, ColumnKind.PLAN),
         Column(PEAK, _peak, bar=_memory_bar, group="memory"),
         Column("predicted", _predicted_bytes, group="memory", is_wanted=any(each.prediction for each in ablation.rows)),
         Column("vs before", lambda step: change(step.memory_before), group="memory"),
@@ -53,11 +53,11 @@ def _columns(ablation: Ablation) -> tuple[Column[Step], ...]:
         Column("on host", _of_measured(lambda m: bytes_or_nothing(m.host_bytes or None)), group="memory",
                is_wanted=any(each.host_bytes for each in measured)),
         Column(unit(ablation), lambda step: _speed(ablation, step), group="throughput",
-               bar=lambda step: Bar({"": ablation.speed(step.row.ran) if step.row.ran else 0.0}, Look.SPEED)),
+               bar=lambda step: Bar({"": ablation.speed(step.row.ran) if step.row.ran else 0.0}, BarLook.SPEED)),
         Column("predicted", lambda step: _predicted_speed(ablation, step), group="throughput", is_wanted=has_times),
         Column("vs before", lambda step: change(step.speed_before), group="throughput"),
         Column("vs first", lambda step: change(step.speed_first), group="throughput"),
-        Column("verdict", lambda step: step.verdict, Kind.NOTE),
+        Column("verdict", lambda step: step.verdict, ColumnKind.NOTE),
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def _memory_bar(step: Step) -> Bar | None:
     measurement = step.row.measurement
     if step.row.ran is not None:
         return Bar(segments(step.row.ran))
-    return None if measurement is None else Bar({"": measurement.peak_allocated_bytes}, Look.TOO_SMALL)
+    return None if measurement is None else Bar({"": measurement.peak_allocated_bytes}, BarLook.TOO_SMALL)
 
 
 def technique(step: Step) -> str:

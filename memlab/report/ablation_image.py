@@ -11,28 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memlab.records.ablation import Ablation, AblationRow, Step
+from memlab.report import canvas
 from memlab.report.ablation import heading, sentence, unit
-from memlab.report.canvas import (
-    BUDGET,
-    FAINT,
-    FONT,
-    GRID,
-    INK,
-    PAPER,
-    SpeedBar,
-    encode,
-    label_x,
-    legend,
-    mark_budget,
-    mark_predicted,
-    paper,
-    patches,
-    plain,
-    say,
-    speed_bars,
-    stacked_bar,
-    write,
-)
 from memlab.report.segments import categories_of, scale, segments
 from memlab.report.wording import flag_lines, rate, then_change
 from memlab.units import format_bytes
@@ -43,7 +23,7 @@ if TYPE_CHECKING:
 _THICK = 0.56
 _HEAD = 0.018  # of an arrow, as a share of the longest bar
 _ROW_INCHES = 0.56
-_HEAD_INCHES, _BUDGET_INCHES, _FOOT_INCHES = 0.7, 0.16, 0.62
+_BUDGET_INCHES = 0.16
 _FOUND = "#009E73"
 _TECHNIQUE_CHARACTERS, _WORDS_CHARACTERS = 32, 46
 
@@ -51,28 +31,20 @@ _TECHNIQUE_CHARACTERS, _WORDS_CHARACTERS = 32, 46
 def png(ablation: Ablation) -> bytes:
     """Draw an ablation: memory by category going down on the left, throughput on the right."""
     steps = ablation.steps
-    title = "\n".join(textwrap.wrap(heading(ablation), 110))
-    above = _HEAD_INCHES + 0.19 * title.count("\n") + (0 if ablation.budget_bytes is None else _BUDGET_INCHES)
-    height = above + _FOOT_INCHES + _ROW_INCHES * len(steps)
-    figure = paper(height)
-    write(figure, 0.012, 1 - 0.10 / height, title, size=11, weight="bold", va="top")
-    grid = figure.add_gridspec(
-        1, 2, width_ratios=(1.9, 1), left=0.268, right=0.985, top=1 - above / height, bottom=_FOOT_INCHES / height,
-        wspace=0.07,
-    )  # fmt: skip
-    memory, throughput = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
+    figure, memory, throughput = canvas.memory_beside_throughput(
+        heading(ablation),
+        _ROW_INCHES * len(steps),
+        0.268,
+        categories_of([segments(each.ran) for each in ablation.rows if each.ran is not None]),
+        predicted=any(each.prediction for each in ablation.rows),
+        room_inches=0 if ablation.budget_bytes is None else _BUDGET_INCHES,
+    )
     for axes in (memory, throughput):
-        plain(axes)
-        axes.set_yticks([])
         axes.set_ylim(len(steps) - 0.5, -0.5)
-        axes.grid(visible=True, axis="x", color=GRID, linewidth=0.8, linestyle="-")
     _draw_memory(memory, ablation, steps)
     _draw_throughput(throughput, ablation, steps)
     _write_techniques(memory, steps)
-    names = categories_of([segments(each.ran) for each in ablation.rows if each.ran is not None])
-    handles = patches(names, predicted=any(each.prediction for each in ablation.rows))
-    legend(figure, handles, 1 - (0.34 + 0.19 * title.count("\n")) / height)
-    return encode(figure, title=heading(ablation), description=sentence(ablation))
+    return canvas.encode(figure, title=heading(ablation), description=sentence(ablation))
 
 
 def _ends(rows: Sequence[AblationRow]) -> list[int]:
@@ -92,11 +64,11 @@ def _draw_memory(axes: Axes, ablation: Ablation, steps: Sequence[Step]) -> None:
             _outline(axes, at, end / size)
         else:
             parts = segments(step.row.measurement) if step.row.measurement is not None else {}
-            stacked_bar(axes, at, parts, size, thick=_THICK, is_pale=not step.row.kept)
+            canvas.stacked_bar(axes, at, parts, size, thick=_THICK, is_pale=not step.row.kept)
         reach_bytes: float = end
         if step.row.prediction is not None:
             reach_bytes = max(end, step.row.prediction.peak_allocated_bytes)
-            mark_predicted(axes, step.row.prediction.peak_allocated_bytes / size, at)
+            canvas.mark_predicted(axes, step.row.prediction.peak_allocated_bytes / size, at)
         if before is not None and ablation.rows[before].ran is not None:
             _stair(axes, (ends[before] / size, before), (end / size, at), step)
             # the head of an arrow is wider than a small change
@@ -105,23 +77,25 @@ def _draw_memory(axes: Axes, ablation: Ablation, steps: Sequence[Step]) -> None:
         _write_total(axes, step, ((reach_bytes + most_bytes * 0.012) / size, at))
         before = at if step.row.kept else before
     if ablation.budget_bytes is not None:
-        mark_budget(axes, ablation.budget_bytes, size, along="x")
-    label_x(axes, f"peak memory allocated, {name}; changes: against the last row kept")
+        canvas.mark_budget(axes, ablation.budget_bytes, size, along="x")
+    canvas.label_x(axes, f"peak memory allocated, {name}; changes: against the last row kept")
 
 
 def _outline(axes: Axes, at: int, end: float) -> None:
-    axes.barh(at, end, _THICK, facecolor="none", edgecolor=BUDGET, linewidth=1.2, linestyle=(0, (3, 2)))
+    axes.barh(at, end, _THICK, facecolor="none", edgecolor=canvas.BUDGET, linewidth=1.2, linestyle=(0, (3, 2)))
 
 
 def _stair(axes: Axes, before: tuple[float, int], after: tuple[float, int], step: Step) -> None:
-    """From the end of the row a technique was added to, down to its own row, and back by what it took away."""
+    """Draw a line from the end of the row a technique was added to, down to its own, and back by what it took away."""
     (end_before, at_before), (end, at) = before, after
     if step.row.kept:
-        axes.plot([end_before, end_before], [at_before + _THICK / 2, at + _THICK / 2], color=FAINT, linewidth=0.9)
+        axes.plot(
+            [end_before, end_before], [at_before + _THICK / 2, at + _THICK / 2], color=canvas.FAINT, linewidth=0.9
+        )
     if step.row.ran is not None and step.row.kept and end < end_before:
         axes.annotate(
             "", (end, at), (end_before, at), annotation_clip=False,
-            arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 1,
+            arrowprops={"arrowstyle": "-|>", "color": canvas.INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 1,
                         "mutation_scale": 9},
         )  # fmt: skip
 
@@ -129,18 +103,18 @@ def _stair(axes: Axes, before: tuple[float, int], after: tuple[float, int], step
 def _write_total(axes: Axes, step: Step, at: tuple[float, float]) -> None:
     row, start = step.row, axes.get_xlim()[1] * 0.008
     if row.measurement is None:
-        say(axes, start, at[1], "does not apply here", color=INK if row.kept else FAINT)
+        canvas.say(axes, start, at[1], "does not apply here", color=canvas.INK if row.kept else canvas.FAINT)
         return
     size = format_bytes(row.measurement.peak_allocated_bytes)
     if row.ran_out:
-        say(axes, start, at[1], f"ran out of memory at {size}", color=BUDGET,
-            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5})  # fmt: skip
+        canvas.say(axes, start, at[1], f"ran out of memory at {size}", color=canvas.BUDGET,
+            bbox={"facecolor": canvas.PAPER, "edgecolor": "none", "pad": 1.5})  # fmt: skip
         return
     total = size + then_change(step.memory_before) + ("" if row.kept else "  left out")
     if step.is_first_to_fit:
-        say(axes, *at, f"{total}  ✓ fits", color=_FOUND, fontweight="bold")
+        canvas.say(axes, *at, f"{total}  ✓ fits", color=_FOUND, fontweight="bold")
     else:
-        say(axes, *at, total, color=INK if row.kept else FAINT)
+        canvas.say(axes, *at, total, color=canvas.INK if row.kept else canvas.FAINT)
 
 
 def _draw_throughput(axes: Axes, ablation: Ablation, steps: Sequence[Step]) -> None:
@@ -151,8 +125,8 @@ def _draw_throughput(axes: Axes, ablation: Ablation, steps: Sequence[Step]) -> N
         if (ran := step.row.ran) is not None:
             per_second = ablation.speed(ran)
             text = rate(per_second) + then_change(step.speed_before)
-            bars.append(SpeedBar(at, per_second, ran.spread, text, is_pale=not step.row.kept))
-    speed_bars(axes, bars, unit(ablation))
+            bars.append(canvas.SpeedBar(at, per_second, ran.spread, text, is_pale=not step.row.kept))
+    canvas.speed_bars(axes, bars, unit(ablation))
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
@@ -163,14 +137,14 @@ def _write_techniques(axes: Axes, steps: Sequence[Step]) -> None:
         flags = flag_lines(step.row.label, _TECHNIQUE_CHARACTERS)
         what = textwrap.wrap(step.row.what, _WORDS_CHARACTERS)[:2]
         lines = [
-            *((line, 9.5, INK if step.row.kept else FAINT) for line in flags),
-            *((line, 8, FAINT) for line in what),
+            *((line, 9.5, canvas.INK if step.row.kept else canvas.FAINT) for line in flags),
+            *((line, 8, canvas.FAINT) for line in what),
         ]
         top = 0.165 * (len(lines) - 1) / 2
         for number, (line, size, colour) in enumerate(lines):
             inches = top - 0.165 * number
             axes.annotate(
                 line, (0.012, at), xycoords=("figure fraction", "data"), xytext=(0, inches * 72),
-                textcoords="offset points", va="center", fontsize=size, color=colour, family=FONT, annotation_clip=False,
+                textcoords="offset points", va="center", fontsize=size, color=colour, family=canvas.FONT, annotation_clip=False,
                 parse_math=False,
             )  # fmt: skip

@@ -7,6 +7,7 @@ are neither used nor changed. The background is opaque, so a picture reads on a 
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,10 +33,11 @@ _PALE = 0.35
 _DOTS_PER_INCH = 144
 _COLOURS = 128
 _WIDTH_INCHES = 11.0
+_TITLE_CHARACTERS = 115
 
 
-def paper(height_inches: float) -> Figure:
-    """An empty sheet of this height."""
+def paper(height_inches: float, title: str = "") -> Figure:
+    """A sheet of this height, with a title at its top."""
     require("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -43,7 +45,42 @@ def paper(height_inches: float) -> Figure:
     figure = Figure(figsize=(_WIDTH_INCHES, height_inches), dpi=_DOTS_PER_INCH, facecolor=PAPER)
     figure.set_layout_engine("none")  # whatever the user's rcParams ask for
     FigureCanvasAgg(figure)
+    lines = "\n".join(textwrap.wrap(title, _TITLE_CHARACTERS))
+    figure.text(
+        0.012,
+        1 - 0.1 / height_inches,
+        lines,
+        color=INK,
+        family=FONT,
+        parse_math=False,
+        size=11,
+        weight="bold",
+        va="top",
+    )
     return figure
+
+
+def memory_beside_throughput(
+    title: str, rows_inches: float, left: float, names: Iterable[str], *, predicted: bool, room_inches: float = 0.0
+) -> tuple[Figure, Axes, Axes]:
+    """A sheet for rows of bars: `left` of it for their names, memory, and throughput beside it; `room_inches` are free above.
+
+    The legend explains categories, and the stroke of what is predicted.
+    """
+    head_inches = 0.19 * max(0, len(textwrap.wrap(title, _TITLE_CHARACTERS)) - 1)
+    above = 0.74 + head_inches + room_inches
+    height = above + rows_inches + 0.6
+    figure = paper(height, title)
+    grid = figure.add_gridspec(
+        1, 2, width_ratios=(1.8, 1), left=left, right=0.985, top=1 - above / height, bottom=0.6 / height, wspace=0.08
+    )
+    memory, throughput = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
+    for axes in (memory, throughput):
+        plain(axes)
+        axes.set_yticks([])
+        axes.grid(visible=True, axis="x", color=GRID, linewidth=0.8, linestyle="-")
+    legend(figure, patches(names, predicted=predicted), 1 - (0.33 + head_inches) / height)
+    return figure, memory, throughput
 
 
 def encode(figure: Figure, *, has_small_marks: bool = False, **about: str) -> bytes:
@@ -70,11 +107,6 @@ def _latin(text: str) -> str:
     """PNG text chunks are Latin-1."""
     plain = text.replace("−", "-").replace("–", "-")
     return plain.encode("latin-1", "replace").decode("latin-1")
-
-
-def write(figure: Figure, x: float, y: float, text: str, **style: Any) -> None:
-    """Write on the sheet, at a place from 0 to 1."""
-    figure.text(x, y, text, color=INK, family=FONT, parse_math=False, **style)
 
 
 def plain(axes: Axes) -> None:

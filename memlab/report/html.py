@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from memlab.report.segments import categories_of, swatch
-from memlab.report.table import Bar, Column, Kind, Look, Row, Table
+from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, TableRow
 from memlab.units import format_bytes
 
 _FLAG = re.compile(r"--[a-z][^ ]*( [^- ][^ ]*(?= --|$))?")
@@ -26,7 +26,10 @@ _CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;col
 _CELL = f"padding:5px 14px 5px 0;vertical-align:top;background:transparent;border:0;border-bottom:1px solid {_RULE}"
 _NOTE = f"{_CELL};padding-top:0;max-width:60em;text-align:left;white-space:normal"
 _HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600;white-space:nowrap"
-_CODE = "font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
+# notebooks give code a ground and room of its own
+_CODE = (
+    "padding:0;font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
+)
 _BAR = "display:flex;height:8px;margin-top:4px;width:170px"
 # what is predicted is paler and dashed, in every picture
 _PREDICTED = "opacity:.65;border-bottom:1px dashed currentColor"
@@ -34,8 +37,9 @@ _GREY = "#9AA5B1"
 # the green of a plan that was found, translucent so that it reads on either theme
 _FITS = "rgba(0,158,115,.14)"
 _BADGE = "color:inherit;border:1px solid #009E73;border-radius:9px;padding:0 7px;font-size:11px;white-space:nowrap"
+_ONE_LINE_CHARACTERS = 20
 _OVER = "padding:0 14px 2px 0;text-align:left;font-weight:400;opacity:.75;background:transparent;border:0"
-_OF_CATEGORIES = (Look.MEASURED, Look.PREDICTED)
+_OF_CATEGORIES = (BarLook.MEASURED, BarLook.PREDICTED)
 _KEY = "display:inline-block;width:10px;height:10px;margin-right:5px"
 
 
@@ -57,7 +61,9 @@ def table(content: Table) -> str:
     ]
     rows = "".join(_row(content.columns, each, flush, scales) for each in content.rows)
     headed = [
-        (column, side) for column, side in zip(content.columns, flush, strict=True) if column.kind is not Kind.NOTE
+        (column, side)
+        for column, side in zip(content.columns, flush, strict=True)
+        if column.kind is not ColumnKind.NOTE
     ]
     body = f"<thead>{_heads(headed)}</thead><tbody>{rows}</tbody>" if content.columns else ""
     drawn = [bar.parts for column in bars for bar in column if bar is not None and bar.look in _OF_CATEGORIES]
@@ -72,7 +78,7 @@ def table(content: Table) -> str:
 
 def _flush(column: Column[Any], *, has_bars: bool) -> str:
     """Numbers are set flush right, but for those that have a bar below them."""
-    return "text-align:right" if column.kind is Kind.NUMBER and not has_bars else "text-align:left"
+    return "text-align:right" if column.kind is ColumnKind.NUMBER and not has_bars else "text-align:left"
 
 
 def _heads(columns: Sequence[tuple[Column[Any], str]]) -> str:
@@ -95,27 +101,36 @@ def _head(title: str) -> str:
     return f'<span title="Pareto-optimal" aria-label="Pareto-optimal">{title}</span>' if len(title) == 1 else title
 
 
-def _row(columns: Sequence[Column[Any]], each: Row, flush: Sequence[str], scales: Sequence[float]) -> str:
+def _row(columns: Sequence[Column[Any]], each: TableRow, flush: Sequence[str], scales: Sequence[float]) -> str:
     """A row; its notes stand below it over the whole width, since a wide table would push them out of sight."""
-    notes = [text for column, text in zip(columns, each.texts, strict=True) if column.kind is Kind.NOTE and text]
+    notes = [text for column, text in zip(columns, each.texts, strict=True) if column.kind is ColumnKind.NOTE and text]
     rule = ";border-bottom:0" if notes else ""
     cells = "".join(
-        _plan_cell(text, each, rule) if column.kind is Kind.PLAN else _cell(text, bar, f"{side}{rule}", scale)
+        _plan_cell(text, each, rule)
+        if column.kind is ColumnKind.PLAN
+        else _cell(text, bar, f"{side}{rule}{_wraps(column, text)}", scale)
         for column, text, bar, side, scale in zip(columns, each.texts, each.bars, flush, scales, strict=True)
-        if column.kind is not Kind.NOTE
+        if column.kind is not ColumnKind.NOTE
     )
-    shown = sum(column.kind is not Kind.NOTE for column in columns)
+    shown = sum(column.kind is not ColumnKind.NOTE for column in columns)
     below = "".join(f'<td colspan="{shown}" style="{_NOTE}">{_unbroken(note)}</td>' for note in notes)
     style = f"background:{_FITS if each.fits else 'transparent'}{';opacity:.65' if each.is_left_out else ''}"
     return "".join(f'<tr style="{style}">{content}</tr>' for content in (cells, below) if content)
 
 
 def _cell(text: str, bar: Bar | None, side: str, scale: float) -> str:
-    return f'<td style="{_CELL};{side};white-space:nowrap">{_unbroken(text)}{_bar(bar, scale) if bar is not None else ""}</td>'
+    return f'<td style="{_CELL};{side}">{_unbroken(text)}{_bar(bar, scale) if bar is not None else ""}</td>'
 
 
-def _plan_cell(plan: str, each: Row, rule: str) -> str:
-    mark = f' <span style="{_BADGE}">✓ fits</span>' if each.fits else ""
+def _wraps(column: Column[Any], text: str) -> str:
+    """Sentences go on in a second line where the page is narrow; numbers and single words stay whole."""
+    is_long = column.kind is ColumnKind.WORDS and len(text) > _ONE_LINE_CHARACTERS
+    return ";min-width:12em" if is_long else ";white-space:nowrap"
+
+
+def _plan_cell(plan: str, each: TableRow, rule: str) -> str:
+    said = "✓ fits" if each.fits else "this cell" if each.is_new else ""
+    mark = f' <span style="{_BADGE}{"" if each.fits else f";border-color:{_GREY}"}">{said}</span>' if said else ""
     below = (
         f'<div style="{"" if each.is_left_out else "opacity:.75;"}font-size:12px">{escape(each.below)}</div>'
         if each.below
@@ -127,9 +142,9 @@ def _plan_cell(plan: str, each: Row, rule: str) -> str:
 
 def _bar(bar: Bar, scale: float) -> str:
     width = f"width:{100 * sum(bar.parts.values()) / max(1e-12, scale):.2f}%"
-    if bar.look is Look.TOO_SMALL:
+    if bar.look is BarLook.TOO_SMALL:
         return f'<div aria-hidden="true" style="{_BAR}"><span style="{width};border:1px dashed #D9534F"></span></div>'
-    if bar.look is Look.SPEED:
+    if bar.look is BarLook.SPEED:
         return f'<div aria-hidden="true" style="{_BAR};width:90px"><span style="{width};background-color:{_GREY}"></span></div>'
     spoken = ", ".join(f"{name} {format_bytes(size)}" for name, size in bar.parts.items())
     pieces = "".join(
@@ -138,7 +153,7 @@ def _bar(bar: Bar, scale: float) -> str:
         'box-shadow:inset -1px 0 rgba(255,255,255,.7)"></span>'
         for name, size in bar.parts.items()
     )
-    look = f"{_BAR};{_PREDICTED}" if bar.look is Look.PREDICTED else _BAR
+    look = f"{_BAR};{_PREDICTED}" if bar.look is BarLook.PREDICTED else _BAR
     return f'<div role="img" aria-label="{escape(spoken)}" style="{look}">{pieces}</div>'
 
 

@@ -37,13 +37,11 @@ def batch_line(advice: BatchAdvice, record: InferenceRecord) -> str:
     """Return how many rows fit, and how that is known."""
     needs = f"{format_bytes(advice.fixed_bytes)} + {format_bytes(advice.row_bytes)} a row"
     budget = format_bytes(advice.budget_bytes)
-    if advice.proven_bytes is not None:
-        return f"batch: {advice.rows:,} rows fit into {budget}, verified by a run that peaked at {format_bytes(advice.proven_bytes)} ({needs})"
     if not advice.rows:
         return f"batch: not one row fits into {budget} ({needs})"
     known = "two sizes" if len(advice.sizes) > 1 else f"{advice.sizes[0]} rows, all growth attributed to rows"
     how = "of as many tokens" if record.kind is CallKind.GENERATE or record.calls[0].tokens else "like these"
-    return f"batch: up to {advice.rows:,} rows {how} fit into {budget} ({needs}, from {known}); --prove runs it"
+    return f"batch: up to {advice.rows:,} rows {how} fit into {budget} ({needs}, from {known})"
 
 
 def graph_line(graph_bytes: int) -> str:

@@ -9,9 +9,8 @@ from typing import Any
 
 from memlab.records import Fit
 from memlab.records.live_state import Moment
-from memlab.report.live_parts import NEUTRAL_INK
-from memlab.report.pareto import LOOKS, MEASURED, PLAIN, Chart, Look, chart, hover
-from memlab.report.segments import scale
+from memlab.report.pareto import LOOKS, MEASURED, PLAIN, Chart, PointLook, chart, hover
+from memlab.report.segments import NEUTRAL_INK, scale
 
 _KEYS = {Fit.YES: "○ fits", Fit.UNCERTAIN: "◇ uncertain", Fit.NO: "□ does not fit"}
 _WRAPPED = "%{customdata}<extra></extra>"
@@ -49,7 +48,7 @@ def _mark(places: Sequence[tuple[float, float]], unit: int, **more: Any) -> dict
     }  # fmt: skip
 
 
-def _points(mapped: Chart, look: Look, unit: int) -> dict[str, Any]:
+def _points(mapped: Chart, look: PointLook, unit: int) -> dict[str, Any]:
     points = [point for point in mapped.points if point.look is look]
     outline = {"width": 1.5, "color": look.colour}
     return _mark(
@@ -66,7 +65,7 @@ def _front(mapped: Chart, unit: int) -> dict[str, Any]:
 
 
 def _connections(mapped: Chart, unit: int) -> dict[str, Any]:
-    """From what was predicted to what was measured."""
+    """Return the lines from what was predicted to what was measured."""
     pairs = [(trial.predicted, trial) for trial in mapped.trials if trial.predicted and not trial.ran_out]
     line = {"color": MEASURED.colour, "width": 1.4, "dash": "dot"}
     return _mark([], unit, name="off by") | {

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from memlab.records.live_state import Change, LivePoint, Moment
 from memlab.report.html import keys
-from memlab.report.segments import REST, categories_of, scale, swatch, unexplained
+from memlab.report.segments import categories_of, completed, scale, swatch
 from memlab.report.wording import rate
 from memlab.units import format_bytes, format_seconds
 
@@ -167,12 +167,7 @@ def _column(points: Sequence[LivePoint], peak_before_bytes: int | None) -> _Colu
     peak_bytes = peak_before_bytes if highest.peak_bytes is None else highest.peak_bytes
     speeds = [point.samples_per_second for point in points if math.isfinite(point.samples_per_second)]
     speed = sum(speeds) / len(speeds) if speeds else math.nan
-    return _Column(peak_bytes, _completed(highest.live_bytes, peak_bytes), speed)
-
-
-def _completed(parts: Mapping[str, int], peak_bytes: int | None) -> Mapping[str, int]:
-    rest_bytes = unexplained(parts, peak_bytes or 0)
-    return {**parts, REST: rest_bytes} if rest_bytes else parts
+    return _Column(peak_bytes, completed(highest.live_bytes, peak_bytes or 0), speed)
 
 
 # -- the picture

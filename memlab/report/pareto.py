@@ -22,7 +22,7 @@ _MOST_LABELS = 5
 
 
 @dataclass(frozen=True)
-class Look:
+class PointLook:
     """Style of points of one kind, by shape and by colour."""
 
     name: str
@@ -32,12 +32,12 @@ class Look:
 
 
 LOOKS = {
-    Fit.YES: Look("predicted to fit", "#1F83C4", "o", "circle-open"),
-    Fit.UNCERTAIN: Look("uncertain", "#C77700", "D", "diamond-open"),
-    Fit.NO: Look("predicted not to fit", "#7A7A7A", "s", "square-open"),
+    Fit.YES: PointLook("predicted to fit", "#1F83C4", "o", "circle-open"),
+    Fit.UNCERTAIN: PointLook("uncertain", "#C77700", "D", "diamond-open"),
+    Fit.NO: PointLook("predicted not to fit", "#7A7A7A", "s", "square-open"),
 }
-PLAIN = Look("predicted", "#1F83C4", "o", "circle-open")
-MEASURED = Look("measured", "#CC4400", "o", "circle")
+PLAIN = PointLook("predicted", "#1F83C4", "o", "circle-open")
+MEASURED = PointLook("measured", "#CC4400", "o", "circle")
 FOUND_RING = "#009E73"
 
 
@@ -50,7 +50,7 @@ class Point:
     per_second: float
     memory_interval: tuple[int, int]
     speed_interval: tuple[float, float]
-    look: Look
+    look: PointLook
     on_front: bool
     said: str
 

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from memlab.records import Fit
-from memlab.report.canvas import (
-    FAINT,
-    FONT,
-    GRID,
-    INK,
-    PAPER,
-    encode,
-    label_x,
-    legend,
-    mark_budget,
-    paper,
-    plain,
-    say,
-    write,
-)
-from memlab.report.pareto import FOUND_RING, LOOKS, MEASURED, PLAIN, Chart, Look, Point, Trial, axis_names
+from memlab.report import canvas
+from memlab.report.pareto import FOUND_RING, LOOKS, MEASURED, PLAIN, Chart, Point, PointLook, Trial, axis_names
 from memlab.report.segments import scale
 from memlab.report.wording import flag_lines
 
@@ -42,33 +27,32 @@ def png(chart: Chart) -> bytes:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    figure = paper(5.2)
-    write(figure, 0.012, 0.975, "\n".join(textwrap.wrap(chart.title, 120)), size=11, weight="bold", va="top")
+    figure = canvas.paper(5.2, chart.title)
     axes = figure.add_axes((0.065, 0.105, 0.92, 0.745))
-    plain(axes)
-    axes.grid(visible=True, color=GRID, linewidth=0.8, linestyle="-")
+    canvas.plain(axes)
+    axes.grid(visible=True, color=canvas.GRID, linewidth=0.8, linestyle="-")
     unit, name = scale(chart.most_bytes)
     memory_name, speed_name = axis_names(chart)
     axes.set_xlim(0, chart.most_bytes / unit * 1.06)
     axes.set_ylim(0, chart.most_per_second * 1.12)
-    label_x(axes, f"{memory_name}, {name}")
-    axes.set_ylabel(speed_name, fontsize=9, color=FAINT, family=FONT, loc="top")
+    canvas.label_x(axes, f"{memory_name}, {name}")
+    axes.set_ylabel(speed_name, fontsize=9, color=canvas.FAINT, family=canvas.FONT, loc="top")
     if chart.points:
         _draw(axes, chart, unit)
     else:
-        say(axes, 0.5, 0.5, "no speed was predicted", ha="center", color=FAINT, transform=axes.transAxes)
-    legend(figure, _handles(chart), 0.93)
-    return encode(figure, has_small_marks=True, title=chart.title, description=chart.description)
+        canvas.say(axes, 0.5, 0.5, "no speed was predicted", ha="center", color=canvas.FAINT, transform=axes.transAxes)
+    canvas.legend(figure, _handles(chart), 0.93)
+    return canvas.encode(figure, has_small_marks=True, title=chart.title, description=chart.description)
 
 
 def _draw(axes: Axes, chart: Chart, unit: int) -> None:
     if chart.budget_bytes is not None:
-        mark_budget(axes, chart.budget_bytes, unit, along="x")
+        canvas.mark_budget(axes, chart.budget_bytes, unit, along="x")
     spread = chart.points if len(chart.points) <= _MOST_INTERVALS else chart.front
     for point in spread:
         _draw_interval(axes, point, unit)
     front = [(point.memory_bytes / unit, point.per_second) for point in chart.front]
-    axes.step([x for x, _ in front], [y for _, y in front], where="post", color=INK, linewidth=1.3, zorder=3)
+    axes.step([x for x, _ in front], [y for _, y in front], where="post", color=canvas.INK, linewidth=1.3, zorder=3)
     for look in _looks(chart.points):
         _draw_points(axes, [point for point in chart.points if point.look is look], look, unit)
     for trial in chart.trials:
@@ -76,7 +60,7 @@ def _draw(axes: Axes, chart: Chart, unit: int) -> None:
     _label(axes, chart, unit)
 
 
-def _looks(points: Iterable[Point]) -> list[Look]:
+def _looks(points: Iterable[Point]) -> list[PointLook]:
     used = [point.look for point in points]
     return [
         look
@@ -91,12 +75,12 @@ def _draw_interval(axes: Axes, point: Point, unit: int) -> None:
     axes.plot([x, x], list(point.speed_interval), color=point.look.colour, alpha=0.35, linewidth=1)
 
 
-def _draw_points(axes: Axes, points: list[Point], look: Look, unit: int) -> None:
+def _draw_points(axes: Axes, points: list[Point], look: PointLook, unit: int) -> None:
     for on_front in (False, True):
         chosen = [point for point in points if point.on_front is on_front]
         axes.plot(
             [point.memory_bytes / unit for point in chosen], [point.per_second for point in chosen], linestyle="",
-            marker=look.marker, markersize=6.5 if on_front else 4.5, markerfacecolor=PAPER if on_front else "none",
+            marker=look.marker, markersize=6.5 if on_front else 4.5, markerfacecolor=canvas.PAPER if on_front else "none",
             markeredgecolor=look.colour, markeredgewidth=1.6 if on_front else 0.9, alpha=None if on_front else 0.7,
             zorder=4 if on_front else 2,
         )  # fmt: skip
@@ -110,7 +94,7 @@ def _draw_trial(axes: Axes, trial: Trial, unit: int) -> None:
     if trial.predicted is not None:
         steps = (trial.predicted.memory_bytes / unit, at[0]), (trial.predicted.per_second, at[1])
         axes.plot(*steps, color=MEASURED.colour, linewidth=1.2, linestyle=(0, (2, 1)), zorder=5)
-    full: dict[str, Any] = {"color": MEASURED.colour, "markeredgecolor": PAPER, "markeredgewidth": 0.8}
+    full: dict[str, Any] = {"color": MEASURED.colour, "markeredgecolor": canvas.PAPER, "markeredgewidth": 0.8}
     axes.plot(*at, marker="o", markersize=7.5, zorder=6, **full)
     if trial.is_found:
         ring: dict[str, Any] = {**_OPEN, "markeredgecolor": FOUND_RING, "markeredgewidth": 2.4}
@@ -161,11 +145,16 @@ def _write_label(axes: Axes, at: tuple[float, float], box: _Box, lines: list[str
     nearest = (min(max(at[0], box[0]), box[2]), min(max(at[1], box[1]), box[3]))
     if abs(nearest[1] - at[1]) > 0.05 or abs(nearest[0] - at[0]) > 0.03:
         axes.plot(
-            [at[0], nearest[0]], [at[1], nearest[1]], transform=axes.transAxes, color=FAINT, linewidth=0.8, zorder=3
+            [at[0], nearest[0]],
+            [at[1], nearest[1]],
+            transform=axes.transAxes,
+            color=canvas.FAINT,
+            linewidth=0.8,
+            zorder=3,
         )
     axes.annotate(
-        "\n".join(lines), (box[0], (box[1] + box[3]) / 2), xycoords="axes fraction", ha="left", va="center", fontsize=8.5, color=INK, family=FONT,
-        linespacing=1.1, zorder=7, bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.4},
+        "\n".join(lines), (box[0], (box[1] + box[3]) / 2), xycoords="axes fraction", ha="left", va="center", fontsize=8.5, color=canvas.INK, family=canvas.FONT,
+        linespacing=1.1, zorder=7, bbox={"facecolor": canvas.PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.4},
         parse_math=False,
     )  # fmt: skip
 
@@ -183,7 +172,7 @@ def _handles(chart: Chart) -> list[Artist]:
     ran = [trial for trial in chart.trials if not trial.ran_out]
     handles = [mark(look.name, look.marker, look.colour, **_OPEN, markersize=6) for look in _looks(chart.points)]
     if len(chart.front) > 1:
-        handles.append(Line2D([], [], color=INK, linewidth=1.3, label="Pareto front"))
+        handles.append(Line2D([], [], color=canvas.INK, linewidth=1.3, label="Pareto front"))
     if ran:
         handles.append(mark("measured", "o", MEASURED.colour, markerfacecolor=MEASURED.colour, markersize=7))
     if len(ran) < len(chart.trials):

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from memlab.records.ranks import Fewest, HowMany, PredictedRanks, RankPrediction
-from memlab.report.canvas import GRID, INK, encode, label_x, legend, paper, patches, plain, say, stacked_bar, write
+from memlab.report import canvas
 from memlab.report.segments import REST, Swatch, scale, swatch
 from memlab.report.table import Table
 from memlab.report.tables import of_texts
@@ -96,13 +96,12 @@ def png(predicted_plans: PredictedRanks) -> bytes | None:
         return None
     places = _places(known)
     height = _HEAD_INCHES + _FOOT_INCHES + _ROW_INCHES * (places[-1] + 1)
-    figure = paper(height)
-    write(figure, 0.012, 1 - 0.10 / height, predicted_plans.title, size=11, weight="bold", va="top")
+    figure = canvas.paper(height, predicted_plans.title)
     axes = figure.add_axes((0.26, _FOOT_INCHES / height, 0.72, 1 - (_HEAD_INCHES + _FOOT_INCHES) / height))
     _draw(axes, predicted_plans, known, places)
     parts = _ordered({part: 1 for each in known for part in each.breakdown})
-    legend(figure, patches(parts, _look), 1 - 0.36 / height, size=8)
-    return encode(figure, title=predicted_plans.title, description=sentence(predicted_plans))
+    canvas.legend(figure, canvas.patches(parts, _look), 1 - 0.36 / height, size=8)
+    return canvas.encode(figure, title=predicted_plans.title, description=sentence(predicted_plans))
 
 
 def sentence(predicted_plans: PredictedRanks) -> str:
@@ -126,23 +125,23 @@ def _places(known: Sequence[RankPrediction]) -> list[float]:
 def _draw(
     axes: Axes, predicted_plans: PredictedRanks, known: Sequence[RankPrediction], places: Sequence[float]
 ) -> None:
-    plain(axes)
+    canvas.plain(axes)
     measured = [predicted_plans.measured(each) for each in known]
     most_bytes = max(1, *(each.peak_allocated_bytes for each in known), *(size or 0 for size in measured))
     unit_bytes, name = scale(most_bytes)
     axes.set_xlim(0, 1.12 * most_bytes / unit_bytes)
     axes.set_ylim(places[-1] + 0.6, -0.6)
-    axes.grid(visible=True, axis="x", color=GRID, linewidth=0.8, linestyle="-")
+    axes.grid(visible=True, axis="x", color=canvas.GRID, linewidth=0.8, linestyle="-")
     for place, each, size_bytes in zip(places, known, measured, strict=True):
-        end = stacked_bar(axes, place, _ordered(each.breakdown), unit_bytes, thick=_THICK, look=_look)
+        end = canvas.stacked_bar(axes, place, _ordered(each.breakdown), unit_bytes, thick=_THICK, look=_look)
         if size_bytes is not None:
             at = size_bytes / unit_bytes
-            axes.plot([at, at], [place - 0.45, place + 0.45], color=INK, linewidth=1.6)
-        say(axes, end, place, f" {format_bytes(each.peak_allocated_bytes)}", fontsize=8)
+            axes.plot([at, at], [place - 0.45, place + 0.45], color=canvas.INK, linewidth=1.6)
+        canvas.say(axes, end, place, f" {format_bytes(each.peak_allocated_bytes)}", fontsize=8)
     axes.set_yticks(list(places))
     axes.set_yticklabels([f"{each.scale.removeprefix('--scale ')} × {each.ranks}" for each in known], size=8)
     ran = "; the stroke is what was measured" if any(size is not None for size in measured) else ""
-    label_x(axes, f"{name} on each rank at its peak, predicted{ran}")
+    canvas.label_x(axes, f"{name} on each rank at its peak, predicted{ran}")
 
 
 def _look(part: str) -> Swatch:

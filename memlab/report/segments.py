@@ -16,6 +16,9 @@ from memlab.units import GIB, KIB, MIB
 
 # measured bytes that no observed step attributed to a category
 REST = "not broken down"
+# on pages of either theme: the grey with the same contrast to white and to the dark theme's background, and the budget
+NEUTRAL_INK = "#7A7A7A"
+BUDGET = "#D9534F"
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,13 @@ def segments(profile: Profile) -> dict[str, int]:
     """
     parts = {name: profile.breakdown[name] for name in ordered(set(profile.breakdown))}
     parts = {name: size for name, size in parts.items() if size > 0}
-    if rest_bytes := unexplained(parts, profile.peak_allocated_bytes):
-        parts[REST] = rest_bytes
-    return parts
+    return completed(parts, profile.peak_allocated_bytes)
+
+
+def completed(parts: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
+    """Return a breakdown with what it leaves open of a peak, as what it is."""
+    rest_bytes = unexplained(parts, peak_bytes)
+    return {**parts, REST: parts.get(REST, 0) + rest_bytes} if rest_bytes else dict(parts)
 
 
 def unexplained(parts: Mapping[str, int], peak_bytes: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 _R = TypeVar("_R")
 
 
-class Kind(Enum):
+class ColumnKind(Enum):
     """Kinds of columns: numbers are set flush right, plans are broken between flags, notes have room of their own."""
 
     NUMBER = "number"
@@ -19,7 +19,7 @@ class Kind(Enum):
     NOTE = "note"
 
 
-class Look(Enum):
+class BarLook(Enum):
     """Looks of bars: bytes that were measured or predicted, the size of a device that was too small, a speed."""
 
     MEASURED = "measured"
@@ -33,7 +33,7 @@ class Bar:
     """A bar below a figure, in HTML; all bars of a column have one scale."""
 
     parts: Mapping[str, float]
-    look: Look = Look.MEASURED
+    look: BarLook = BarLook.MEASURED
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,21 @@ class Column(Generic[_R]):
 
     title: str
     cell: Callable[[_R], str]
-    kind: Kind = Kind.NUMBER
+    kind: ColumnKind = ColumnKind.NUMBER
     bar: Callable[[_R], Bar | None] = lambda _: None
     group: str = ""
     is_wanted: bool = True
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One row of a table."""
 
     texts: tuple[str, ...]
     bars: tuple[Bar | None, ...]
     below: str = ""
     fits: bool = False
+    is_new: bool = False
     is_left_out: bool = False
 
 
@@ -65,15 +66,15 @@ class Table:
 
     title: str
     columns: tuple[Column[Any], ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TableRow, ...] = ()
     foot: tuple[str, ...] = ()
     more: tuple[Table, ...] = ()
 
 
-def row(columns: Iterable[Column[_R]], record: _R, **about: Any) -> Row:
+def row(columns: Iterable[Column[_R]], record: _R, **about: Any) -> TableRow:
     """Write one record under columns."""
     pairs = [(column.cell(record), column.bar(record)) for column in columns]
-    return Row(tuple(text for text, _ in pairs), tuple(bar for _, bar in pairs), **about)
+    return TableRow(tuple(text for text, _ in pairs), tuple(bar for _, bar in pairs), **about)
 
 
 def wanted(*columns: Column[_R]) -> tuple[Column[_R], ...]:

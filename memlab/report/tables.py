@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 
-from memlab.records import Measurement, Prediction, speed_of
+from memlab.records import Measurement, Prediction, prediction_of, speed_of
 from memlab.records.comparison import Comparison, FoundPlan, has_left_interval
 from memlab.records.comparison import Row as Compared
 from memlab.report.ranking import Ranking, Refusal, counts, rank, refusals, shown, verdict_words
 from memlab.report.segments import ordered, segments
-from memlab.report.table import Bar, Column, Kind, Look, Table, row, wanted
+from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, row, wanted
 from memlab.report.wording import NOTHING, bytes_or_nothing, change, drift, peak, rate, speed
 from memlab.units import format_bytes, format_seconds
 
@@ -32,8 +32,8 @@ def comparison(compared: Comparison) -> Table:
 
     reserved = any(m.peak_reserved_bytes is not None for m in measurements)
     columns = wanted(
-        Column[Compared]("plan", lambda each: each.measurement.plan, Kind.PLAN),
-        Column("device", lambda each: each.measurement.device, Kind.WORDS,
+        Column[Compared]("plan", lambda each: each.measurement.plan, ColumnKind.PLAN),
+        Column("device", lambda each: each.measurement.device, ColumnKind.WORDS,
                is_wanted=len({m.device for m in measurements}) > 1),
         Column("peak allocated", lambda each: peak(each.measurement), bar=lambda each: Bar(segments(each.measurement))),
         Column("predicted", _predicted, is_wanted=any(each.prediction for each in rows)),
@@ -47,11 +47,12 @@ def comparison(compared: Comparison) -> Table:
                is_wanted=any(m.tokens_per_step for m in measurements)),
         Column("loss drift", of_others(lambda each: drift(each.loss_drift)),
                is_wanted=not ranks and any(m.losses for m in measurements)),
-        Column("note", lambda each: each.verdict, Kind.NOTE, is_wanted=any(each.verdict for each in rows)),
+        Column("note", lambda each: each.verdict, ColumnKind.NOTE, is_wanted=any(each.verdict for each in rows)),
     )  # fmt: skip
-    return Table(
-        compared.title, columns, tuple(row(columns, each) for each in rows), compared.events, _of_models(measurements)
-    )
+    new = {each.plan for each in measurements if each.plan in compared.latest}
+    marked = new if len(new) < len(rows) else set()
+    written = tuple(row(columns, each, is_new=each.measurement.plan in marked) for each in rows)
+    return Table(compared.title, columns, written, compared.events, _of_models(measurements))
 
 
 def _predicted(each: Compared) -> str:
@@ -63,7 +64,7 @@ def _predicted(each: Compared) -> str:
 
 
 def _of_models(measurements: Sequence[Measurement]) -> tuple[Table, ...]:
-    """What each of several models holds at the peak, for every plan; nothing where one model trained."""
+    """Return a table of what each of several models holds at the peak, for every plan; None where one model trained."""
     measured = [each for each in measurements if each.models]
     if not measured:
         return ()
@@ -80,9 +81,9 @@ def of_texts(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str], foot: tuple[str, ...] = ()
 ) -> Table:
     """Make a table of texts that are ready."""
-    kinds = {"plan": Kind.PLAN} | dict.fromkeys(words, Kind.WORDS)
+    kinds = {"plan": ColumnKind.PLAN} | dict.fromkeys(words, ColumnKind.WORDS)
     columns = tuple(
-        Column[Sequence[str]](head, itemgetter(number), kinds.get(head, Kind.NUMBER))
+        Column[Sequence[str]](head, itemgetter(number), kinds.get(head, ColumnKind.NUMBER))
         for number, head in enumerate(heads)
     )
     return Table(title, columns, tuple(row(columns, texts) for texts in rows), foot)
@@ -127,7 +128,10 @@ def predictions(
 
 def found(result: FoundPlan) -> Table:
     """Reduce a found plan to its evidence: every trial, predicted beside measured, and what was considered."""
-    trials = [(str(number), each, _prediction_of(result, each.plan)) for number, each in enumerate(result.trials, 1)]
+    trials = [
+        (str(number), each, prediction_of(each.plan, result.predictions))
+        for number, each in enumerate(result.trials, 1)
+    ]
     rows = [
         (
             number,
@@ -220,7 +224,7 @@ def _heading(predictions: Sequence[Prediction], budget_bytes: int | None, title:
 
 
 def _marks_front(ranking: Ranking) -> bool:
-    """Of two plans everybody sees which is better in what."""
+    """Return whether the front is marked: of two plans everybody sees which is better in what."""
     return len(ranking.others) > 1
 
 
@@ -230,18 +234,18 @@ def _columns(ranking: Ranking, rows: Sequence[Prediction]) -> tuple[Column[Predi
     unit = "samples/s" if any(each.samples_per_step for each in rows) else "step time"
     reserved = any(each.peak_reserved_bytes is not None for each in rows)
     return wanted(
-        Column[Prediction]("plan", lambda each: each.plan, Kind.PLAN),
-        Column(FRONT_MARK, lambda each: FRONT_MARK if each.plan in ranking.front else "", Kind.WORDS,
+        Column[Prediction]("plan", lambda each: each.plan, ColumnKind.PLAN),
+        Column(FRONT_MARK, lambda each: FRONT_MARK if each.plan in ranking.front else "", ColumnKind.WORDS,
                is_wanted=_marks_front(ranking)),
         Column("peak allocated", lambda each: _peak(each, is_needed=each.peak_reserved_bytes is None),
-               bar=lambda each: Bar(segments(each), Look.PREDICTED)),
+               bar=lambda each: Bar(segments(each), BarLook.PREDICTED)),
         Column("peak reserved", lambda each: _peak(each, is_needed=True), is_wanted=reserved),
         Column("vs first", lambda each: _versus(each.needed_bytes, first.needed_bytes, each is first)),
         Column("on host", lambda each: bytes_or_nothing(each.host_bytes or None),
                is_wanted=any(each.host_bytes for each in rows)),
         Column(unit, interval_speed, is_wanted=speeds),
         Column("vs first", lambda each: _versus(speed_of(each), speed_of(first), each is first), is_wanted=speeds),
-        Column("verdict", lambda each: verdict_words(each, budget_bytes or 0), Kind.WORDS,
+        Column("verdict", lambda each: verdict_words(each, budget_bytes or 0), ColumnKind.WORDS,
                is_wanted=budget_bytes is not None),
     )  # fmt: skip
 
@@ -256,10 +260,6 @@ def _peak(prediction: Prediction, *, is_needed: bool) -> str:
 
 def _versus(value: float, first: float, is_first: bool) -> str:
     return NOTHING if is_first or not first or not value else change(value / first)
-
-
-def _prediction_of(found: FoundPlan, plan: str) -> Prediction | None:
-    return next((each for each in found.predictions if each.plan == plan and not each.refused), None)
 
 
 def _needed(measurement: Measurement) -> str:

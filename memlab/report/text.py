@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from memlab.records import Measurement, Profile
 from memlab.records.comparison import Comparison
 from memlab.report.segments import heading, segments
-from memlab.report.table import Kind, Row, Table
+from memlab.report.table import ColumnKind, Table, TableRow
 from memlab.report.wording import flag_lines
 from memlab.units import format_bytes, format_change
 
@@ -47,19 +47,19 @@ class _Sheet:
 
     def __init__(self, content: Table) -> None:
         self._rows = content.rows
-        self._places = [n for n, column in enumerate(content.columns) if column.kind is not Kind.NOTE]
+        self._places = [n for n, column in enumerate(content.columns) if column.kind is not ColumnKind.NOTE]
         self._columns = [content.columns[place] for place in self._places]
-        self._note = next((n for n, column in enumerate(content.columns) if column.kind is Kind.NOTE), None)
+        self._note = next((n for n, column in enumerate(content.columns) if column.kind is ColumnKind.NOTE), None)
         self._head = [column.title for column in self._columns]
         self._note_head = content.columns[self._note].title if self._note is not None else ""
         self._widths = [
-            min(width, _PLAN_CHARACTERS) if column.kind is Kind.PLAN else width
+            min(width, _PLAN_CHARACTERS) if column.kind is ColumnKind.PLAN else width
             for column, width in zip(self._columns, self._natural_widths(), strict=True)
         ]
         self._gap = _GAPS[0] if self._too_much(_GAPS[0]) <= 0 else _GAPS[1]
         too_much = max(0, self._too_much(self._gap))
         self._widths = [
-            max(min(width, _LEAST_PLAN_CHARACTERS), width - too_much) if column.kind is Kind.PLAN else width
+            max(min(width, _LEAST_PLAN_CHARACTERS), width - too_much) if column.kind is ColumnKind.PLAN else width
             for column, width in zip(self._columns, self._widths, strict=True)
         ]
 
@@ -76,12 +76,13 @@ class _Sheet:
             blocks += [first, *more, *([] if beside else _note_lines(self._note_of(each)))]
         return [head, "─" * max(map(len, firsts)), *blocks]
 
-    def _texts(self, each: Row) -> list[str]:
+    def _texts(self, each: TableRow) -> list[str]:
         texts = [each.texts[place] for place in self._places]
-        return [f"{texts[0]} ✓ fits", *texts[1:]] if each.fits else texts
+        mark = " ✓ fits" if each.fits else " ◂ this cell" if each.is_new else ""
+        return [f"{texts[0]}{mark}", *texts[1:]]
 
-    def _note_of(self, each: Row) -> str:
-        """What a row is, and what came of it."""
+    def _note_of(self, each: TableRow) -> str:
+        """Return what a row is, and what came of it."""
         note = each.texts[self._note] if self._note is not None else ""
         return "; ".join(part for part in (each.below, note) if part)
 
@@ -93,7 +94,7 @@ class _Sheet:
         return sum(self._widths) + len(gap) * (len(self._widths) - 1) - _MOST_CHARACTERS
 
     def _notes_fit_beside(self) -> bool:
-        """Whether no note makes a line too long; where rows say what they are as well, notes stand below them."""
+        """Return whether no note makes a line too long; where rows say what they are as well, notes stand below them."""
         if self._note is None or any(each.below for each in self._rows):
             return False
         left = -self._too_much(self._gap) - len(self._gap)
@@ -101,13 +102,13 @@ class _Sheet:
 
     def _line(self, texts: Sequence[str]) -> str:
         return self._gap.join(
-            text.rjust(width) if column.kind is Kind.NUMBER else text.ljust(width)
+            text.rjust(width) if column.kind is ColumnKind.NUMBER else text.ljust(width)
             for column, width, text in zip(self._columns, self._widths, texts, strict=True)
         )
 
     def _broken(self, texts: list[str]) -> list[str]:
         """The lines of a row: more than one where its plan is too long."""
-        at = next((n for n, column in enumerate(self._columns) if column.kind is Kind.PLAN), None)
+        at = next((n for n, column in enumerate(self._columns) if column.kind is ColumnKind.PLAN), None)
         if at is None or len(texts[at]) <= self._widths[at]:
             return [self._line(texts)]
         plan, *more = flag_lines(texts[at], self._widths[at] - 2)

@@ -5,28 +5,12 @@ What is predicted is paler than what is measured, and outlined with dashes.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memlab.errors import MemlabError
 from memlab.records import Phase, Prediction, Profile, TimelinePoint
-from memlab.report.canvas import (
-    FAINT,
-    FONT,
-    GRID,
-    INK,
-    PAPER,
-    encode,
-    label_x,
-    legend,
-    mark_budget,
-    paper,
-    patches,
-    plain,
-    say,
-    write,
-)
+from memlab.report import canvas
 from memlab.report.segments import (
     Stretch,
     categories_of,
@@ -46,7 +30,7 @@ if TYPE_CHECKING:
 # how far predicted layers are mixed with the paper
 _PREDICTED_ALPHA = 0.5
 _PHASES = {Phase.FORWARD: "#DDE3EA", Phase.BACKWARD: "#B9C3CF", Phase.STEP: "#8894A3", Phase.OTHER: "#F3F3F2"}
-_HEAD_INCHES, _ROW_INCHES, _FOOT_INCHES = 0.5, 2.3, 0.42
+_HEAD_INCHES, _TITLE_INCHES, _STEP_INCHES, _FOOT_INCHES, _HEIGHT_ALONE = 0.54, 0.15, 2.3, 0.5, 4.3
 
 
 def png(profile: Profile, budget_bytes: int | None = None) -> bytes:
@@ -55,28 +39,13 @@ def png(profile: Profile, budget_bytes: int | None = None) -> bytes:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    figure = paper(4.3)
-    title = heading(profile)
-    write(figure, 0.012, 0.972, "\n".join(textwrap.wrap(title, 120)), size=11, weight="bold", va="top")
-    grid = figure.add_gridspec(
-        2, 1, height_ratios=(14, 1), left=0.075, right=0.985, top=0.84, bottom=0.115, hspace=0.06
-    )
-    memory, band = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
-    for axes in (memory, band):
-        plain(axes)
     if profile.timeline:
-        most_bytes = max(1, budget_bytes or 0, _peak_bytes(profile))
-        _draw_layers(memory, profile, most_bytes)
-        if budget_bytes is not None:
-            mark_budget(memory, budget_bytes, scale(most_bytes)[0])
-        _draw_phases(band, profile.timeline)
-        band.sharex(memory)
-        _legend_of(figure, [profile], 0.908)
-    else:
-        say(memory, 0.5, 0.5, no_timeline(profile), ha="center", color=FAINT)
-        memory.set_axis_off()
-        band.set_axis_off()
-    return encode(figure, title=title, description=f"Memory over one training step of {title}")
+        return _drawn([profile], heading(profile), budget_bytes)
+    figure = canvas.paper(_HEIGHT_ALONE, heading(profile))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    canvas.say(axes, 0.5, 0.5, no_timeline(profile), ha="center", color=canvas.FAINT)
+    return _encoded(figure, heading(profile))
 
 
 def together_png(profiles: Sequence[Profile]) -> bytes:
@@ -89,45 +58,55 @@ def together_png(profiles: Sequence[Profile]) -> bytes:
     bare = [profile.plan for profile in profiles if not profile.timeline]
     if bare or not profiles:
         raise MemlabError(f"a picture of steps needs steps with a timeline, and has none of {', '.join(bare) or 'any'}")
-    height = _HEAD_INCHES + _ROW_INCHES * len(profiles) + _FOOT_INCHES
-    figure = paper(height)
-    grid = figure.add_gridspec(
-        2 * len(profiles), 1, height_ratios=(12, 1) * len(profiles), left=0.075, right=0.985,
-        top=1 - _HEAD_INCHES / height, bottom=_FOOT_INCHES / height, hspace=0.32,
-    )  # fmt: skip
-    most_bytes = max(map(_peak_bytes, profiles))
-    slowest = max((profile.timeline for profile in profiles), key=lambda timeline: timeline[-1].seconds)
-    factor, time_name = time_scale(slowest[-1].seconds)
+    return _drawn(profiles)
+
+
+def _drawn(profiles: Sequence[Profile], title: str = "", budget_bytes: int | None = None) -> bytes:
+    above = _HEAD_INCHES + (_TITLE_INCHES if title else 0)
+    height = above + _STEP_INCHES * len(profiles) + _FOOT_INCHES if len(profiles) > 1 else _HEIGHT_ALONE
+    figure = canvas.paper(height, title)
+    most_bytes = max(1, budget_bytes or 0, *map(_peak_bytes, profiles))
+    whole_seconds = max(profile.timeline[-1].seconds for profile in profiles)
+    factor, time_name = time_scale(whole_seconds)
+    steps = figure.add_gridspec(
+        len(profiles), 1, left=0.075, right=0.985, top=1 - above / height, bottom=_FOOT_INCHES / height, hspace=0.22
+    )
     for number, profile in enumerate(profiles):
-        memory, band = figure.add_subplot(grid[2 * number]), figure.add_subplot(grid[2 * number + 1])
+        grid = steps[number].subgridspec(2, 1, height_ratios=(14, 1), hspace=0.06)
+        memory, band = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
         for axes in (memory, band):
-            plain(axes)
+            canvas.plain(axes)
+            axes.set_xlim(0, max(whole_seconds * factor, 1e-9))
         _draw_layers(memory, profile, most_bytes, factor)
-        _draw_phases(band, profile.timeline, factor, slowest[-1].seconds)
-        memory.set_title(profile.plan, loc="left", fontsize=10, color=INK, family=FONT, parse_math=False, pad=3)
-        memory.set_xlim(0, max(slowest[-1].seconds * factor, 1e-9))
-        band.set_xlim(memory.get_xlim())
-        is_last = number == len(profiles) - 1
-        label_x(band, f"time in the step, {time_name}{_short_phases(slowest)}" if is_last else "")
-        band.tick_params(labelbottom=is_last)
-    _legend_of(figure, profiles, 1 - 0.12 / height)
+        if budget_bytes is not None:
+            canvas.mark_budget(memory, budget_bytes, scale(most_bytes)[0])
+        _draw_phases(band, profile.timeline, factor, whole_seconds)
+        band.tick_params(labelbottom=number == len(profiles) - 1)
+        if not title:
+            memory.set_title(
+                profile.plan, loc="left", fontsize=10, color=canvas.INK, family=canvas.FONT, parse_math=False, pad=3
+            )
+    canvas.label_x(band, f"time in the step, {time_name}{_short_phases(profiles, whole_seconds)}")
+    live = [point.live_bytes for profile in profiles for point in profile.timeline]
+    is_predicted = all(isinstance(profile, Prediction) for profile in profiles)
+    handles = canvas.patches(categories_of(live), alpha=_PREDICTED_ALPHA if is_predicted else None)
+    canvas.legend(figure, handles, 1 - (0.39 if title else 0.12) / height)
+    if title:
+        return _encoded(figure, title)
     words = "; ".join(f"{profile.plan} peaks at {format_bytes(_peak_bytes(profile))}" for profile in profiles)
-    return encode(figure, title="Memory over one training step", description=words)
+    return canvas.encode(figure, title="Memory over one training step", description=words)
+
+
+def _encoded(figure: Figure, title: str) -> bytes:
+    return canvas.encode(figure, title=title, description=f"Memory over one training step of {title}")
 
 
 def _peak_bytes(profile: Profile) -> int:
     return max(point.total_bytes for point in profile.timeline)
 
 
-def _legend_of(figure: Figure, profiles: Sequence[Profile], top: float) -> None:
-    live = [point.live_bytes for profile in profiles for point in profile.timeline]
-    is_predicted = all(isinstance(profile, Prediction) for profile in profiles)
-    legend(figure, patches(categories_of(live), alpha=_PREDICTED_ALPHA if is_predicted else None), top)
-
-
-def _draw_layers(axes: Axes, profile: Profile, most_bytes: int, factor: float | None = None) -> None:
+def _draw_layers(axes: Axes, profile: Profile, most_bytes: int, factor: float) -> None:
     timeline, is_predicted = profile.timeline, isinstance(profile, Prediction)
-    factor = factor or time_scale(timeline[-1].seconds)[0]
     unit, name = scale(most_bytes)
     seconds = [point.seconds * factor for point in timeline]
     floor = [0.0] * len(timeline)
@@ -135,56 +114,51 @@ def _draw_layers(axes: Axes, profile: Profile, most_bytes: int, factor: float | 
     for category in categories_of(live):
         top = [base + part.get(category, 0) / unit for base, part in zip(floor, live, strict=True)]
         look = swatch(category)
-        axes.fill_between(seconds, floor, top, step="post", facecolor=look.colour, hatch=look.hatch, edgecolor=PAPER,
+        axes.fill_between(seconds, floor, top, step="post", facecolor=look.colour, hatch=look.hatch, edgecolor=canvas.PAPER,
                           linewidth=0, alpha=_PREDICTED_ALPHA if is_predicted else None)  # fmt: skip
         floor = top
     if is_predicted:
-        axes.step(seconds, floor, where="post", color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
+        axes.step(seconds, floor, where="post", color=canvas.INK, linewidth=1.1, linestyle=(0, (4, 2)))
     _mark_peak(axes, timeline, unit, factor)
-    axes.set_xlim(seconds[0], max(seconds[-1], 1e-9))
     axes.set_ylim(0, most_bytes / unit * 1.14)
-    axes.grid(visible=True, axis="y", color=GRID, linewidth=0.8, linestyle="-")
+    axes.grid(visible=True, axis="y", color=canvas.GRID, linewidth=0.8, linestyle="-")
     axes.tick_params(labelbottom=False)
-    axes.set_ylabel(f"memory allocated, {name}", fontsize=9, color=FAINT, family=FONT, loc="top")
+    axes.set_ylabel(f"memory allocated, {name}", fontsize=9, color=canvas.FAINT, family=canvas.FONT, loc="top")
 
 
 def _mark_peak(axes: Axes, timeline: Sequence[TimelinePoint], unit: int, factor: float) -> None:
     peak = max(timeline, key=lambda point: point.total_bytes)
     at = (peak.seconds * factor, peak.total_bytes / unit)
-    axes.plot(*at, marker="o", markersize=6, markerfacecolor=PAPER, markeredgecolor=INK, markeredgewidth=1.4)
+    axes.plot(
+        *at, marker="o", markersize=6, markerfacecolor=canvas.PAPER, markeredgecolor=canvas.INK, markeredgewidth=1.4
+    )
     is_late = peak.seconds > timeline[-1].seconds * 0.6
     axes.annotate(
         f"peak {format_bytes(peak.total_bytes)} in the {peak.phase.words}", at, xytext=(-9 if is_late else 9, 7),
-        textcoords="offset points", ha="right" if is_late else "left", fontsize=9, color=INK, family=FONT,
+        textcoords="offset points", ha="right" if is_late else "left", fontsize=9, color=canvas.INK, family=canvas.FONT,
     )  # fmt: skip
 
 
-def _draw_phases(
-    axes: Axes, timeline: Sequence[TimelinePoint], factor: float | None = None, axis_seconds: float = 0.0
-) -> None:
-    own_factor, time_name = time_scale(timeline[-1].seconds)
-    factor = factor or own_factor
-    whole = max(timeline[-1].seconds - timeline[0].seconds, axis_seconds, 1e-12)
+def _draw_phases(axes: Axes, timeline: Sequence[TimelinePoint], factor: float, whole_seconds: float) -> None:
     for stretch in stretches(timeline):
         start, length = stretch.start_seconds * factor, (stretch.stop_seconds - stretch.start_seconds) * factor
-        axes.barh(0, length, 1, left=start, color=_PHASES[stretch.phase], edgecolor=PAPER, linewidth=0.6)
-        if label := _phase_label(stretch, whole):
-            say(axes, start + length / 2, 0, label, ha="center", fontsize=8.5)
+        axes.barh(0, length, 1, left=start, color=_PHASES[stretch.phase], edgecolor=canvas.PAPER, linewidth=0.6)
+        if label := _phase_label(stretch, whole_seconds):
+            canvas.say(axes, start + length / 2, 0, label, ha="center", fontsize=8.5)
     axes.set_ylim(-0.5, 0.5)
     axes.set_yticks([])
-    label_x(axes, f"time in the step, {time_name}{_short_phases(timeline)}")
 
 
 def _phase_label(stretch: Stretch, whole_seconds: float) -> str:
     """The phase's name where it fits, else its first letter, else nothing."""
-    share = (stretch.stop_seconds - stretch.start_seconds) / whole_seconds
+    share = (stretch.stop_seconds - stretch.start_seconds) / max(whole_seconds, 1e-12)
     if stretch.phase is Phase.OTHER or share < 0.012:
         return ""
     return str(stretch.phase) if share > 0.08 else stretch.phase[0].upper()
 
 
-def _short_phases(timeline: Sequence[TimelinePoint]) -> str:
-    whole_seconds = max(timeline[-1].seconds - timeline[0].seconds, 1e-12)
-    labels = {_phase_label(stretch, whole_seconds) for stretch in stretches(timeline)}
+def _short_phases(profiles: Sequence[Profile], whole_seconds: float) -> str:
+    """Letters that stand for phases, in words."""
+    labels = {_phase_label(each, whole_seconds) for profile in profiles for each in stretches(profile.timeline)}
     used = [phase for phase in Phase if phase[0].upper() in labels]
     return f"   ({', '.join(f'{phase[0].upper()} {phase}' for phase in used)})" if used else ""

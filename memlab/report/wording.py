@@ -67,14 +67,16 @@ def rate(per_second: float) -> str:
 def speed(measurement: Measurement, per_second: float | None = None) -> str:
     """Samples per second of the median step, with the spread of the timed steps; how many, where they are few.
 
+    Steps that differ by more than they take give no figure with a spread: it would say nothing.
+
     Args:
         measurement: whose steps were timed.
         per_second: what else is done in a second, in place of samples.
 
     Example:
         >>> def of(*seconds): return Measurement("", "cpu", 1, None, 0, {}, (), seconds, 8, 0)
-        >>> speed(of(*[0.5] * 5)), speed(of(0.5, 0.55, 0.5)), speed(of(0.5)), speed(of())
-        ('16.0 ± 0 %', '16.0 ± 5 % (3 timed)', '16.0 (1 timed)', '–')
+        >>> speed(of(*[0.5] * 5)), speed(of(0.5, 0.55, 0.5)), speed(of(0.5)), speed(of()), speed(of(0.5, 0.5, 3.0))
+        ('16.0 ± 0 %', '16.0 ± 5 % (3 timed)', '16.0 (1 timed)', '–', '≈ 16.0 (uneven steps)')
     """
     text = rate(measurement.samples_per_second if per_second is None else per_second)
     if text == NOTHING:
@@ -82,6 +84,8 @@ def speed(measurement: Measurement, per_second: float | None = None) -> str:
     timed = len(measurement.step_seconds)
     if not measurement.is_warm:
         return f"≈ {text} (warming up)"
+    if measurement.spread >= 1:
+        return f"≈ {text} (uneven steps)"
     if timed > 1 and math.isfinite(measurement.spread):
         text += f" ± {round(measurement.spread * 100)} %"
     return text if measurement.is_settled else f"{text} ({timed} timed)"

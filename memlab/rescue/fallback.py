@@ -66,9 +66,6 @@ class Fallback:
 def pinned(names: Iterable[str]) -> frozenset[str]:
     """Fields of a plan that must not change.
 
-    Args:
-        names: fields, or their flags.
-
     Raises:
         PlanError: no such field, with the nearest one.
 
@@ -179,14 +176,7 @@ def _free_savings(place: Place, keep: frozenset[str], keeps_rows: bool, has_opti
 
 
 class _Order:
-    """The order in which fallbacks are tried.
-
-    Args:
-        limits: which plans are in it.
-        refused: plans that do not apply; may grow.
-        predictions: what is predicted.
-        budget_bytes: what plans are to fit into.
-    """
+    """The order in which fallbacks are tried."""
 
     def __init__(
         self,

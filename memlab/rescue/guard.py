@@ -33,13 +33,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError
 from memlab.rescue.outputs import Path, at, differentiable, replaced
-from memlab.runtime.aliases import Aliases, RandomState
+from memlab.runtime.aliases import Aliases, put_back
 from memlab.runtime.autocast import AutocastState
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.lazy import real
+from memlab.runtime.lazy import real, requires_grad
 from memlab.runtime.model_state import State, Written
 from memlab.runtime.reach import SMALL_BYTES
-from memlab.runtime.rng import Randomness
+from memlab.runtime.rng import Randomness, RandomState
+from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Batch
 
 Run = Callable[..., Any]
@@ -106,7 +107,7 @@ class GuardedCall:
         self._leaves, self._spec = tree_flatten((args, dict(kwargs)))
         self._aliases = aliases
         self._guardian = guardian
-        self._inputs = [i for i, leaf in enumerate(self._leaves) if _requires_grad(leaf)]
+        self._inputs = [i for i, leaf in enumerate(self._leaves) if requires_grad(leaf)]
         self._autocast = AutocastState()
         self._before = Start(model, aliases.device, self._leaves)
         self._after: RandomState | None = None
@@ -369,7 +370,7 @@ class Start:
 
     def _is_in_state(self, buffer: torch.Tensor) -> bool:
         is_small = buffer.numel() * buffer.element_size() <= SMALL_BYTES
-        return self._state is not None and is_small and type(buffer) is torch.Tensor
+        return self._state is not None and is_small and own_class(buffer) is torch.Tensor
 
     @property
     def random(self) -> RandomState:
@@ -402,12 +403,8 @@ class Start:
             module._buffers[name] = buffer
             if copy is not None:
                 # unnoticed by a graph that has saved it: what a call writes to a buffer, its backward does not read
-                buffer.data.copy_(copy)
+                put_back(buffer, copy)
 
 
 def _versions(values: Iterable[Any]) -> list[int]:
     return [value._version for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]
-
-
-def _requires_grad(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and bool(real(leaf).requires_grad)

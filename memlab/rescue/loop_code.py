@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_iter
 
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import LoopMode
+from memlab.runtime.rng import RandomState, drawn_on
 
 _SAVED = "memlab.saved"  # in the metadata of nodes
 _MOST_NODES = 2000  # of a loop's own graph; a larger one is not walked
@@ -46,7 +47,7 @@ _CHANGED = "one of the variables needed for gradient computation has been modifi
 _TWICE = "Trying to backward through the graph a second time: its saved tensors have been freed"
 
 
-class Owner(Protocol):
+class LoopGuardian(Protocol):
     """Handler that frees memory when the loop's own code runs out of it."""
 
     def can_rescue(self, error: BaseException) -> bool:
@@ -84,11 +85,7 @@ class _Held:
 
 
 class _Saved:
-    """Tensors that one call of a function has saved, named in the metadata of the nodes that its outputs have.
-
-    Args:
-        nodes: how many nodes name it.
-    """
+    """Tensors that one call of a function has saved, named in the metadata of the nodes that its outputs have."""
 
     __slots__ = ("held", "nodes")
 
@@ -106,13 +103,9 @@ class _Saved:
 
 
 class LoopCode(LoopMode):
-    """Watches the functions of torch that the loop calls itself.
+    """Watches the functions of torch that the loop calls itself."""
 
-    Args:
-        owner: makes room.
-    """
-
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: LoopGuardian) -> None:
         super().__init__()
         self._owner = owner
         # what the backward pass under way is through with when the model's part begins
@@ -177,7 +170,7 @@ class LoopCode(LoopMode):
 
     def _retried(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         written = _versions((args, kwargs)) if name.endswith("_") or "out" in kwargs else None
-        random = _RandomState() if name.rstrip("_") in _DRAWING else None
+        random = RandomState(drawn_on(args, kwargs)) if name.rstrip("_") in _DRAWING else None
         attempt = 0
         while True:
             shortage: BaseException | None = None
@@ -366,19 +359,6 @@ _DRAWING = frozenset(
 )
 
 
-class _RandomState:
-    """The random numbers a function is about to draw."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-
-
 # torch's functions that run a backward pass, and what they call the tensors where it begins
 _DIFFERENTIATING: Mapping[Any, str] = {
     torch.Tensor.backward: "self",
@@ -411,7 +391,7 @@ def _set_aside(leaves: list[torch.Tensor]) -> Iterator[Callable[[], None]]:
 
 
 def _compilers_callbacks() -> Any:
-    """What torch's compiler calls when it begins to compile; None as long as it is not imported."""
+    """Return the callbacks of torch's compiler for when it begins to compile; None as long as it is not imported."""
     dynamo = sys.modules.get("torch._dynamo.callback")
     return None if dynamo is None else dynamo.callback_handler
 

@@ -101,9 +101,6 @@ def nothing_fits(
         is_as_before: whether parameters and optimizer state are as before the step; they are not when the update
             was done for some parameters.
 
-    Returns:
-        A paragraph of four sentences.
-
     Example:
         >>> error = "memlab CPU device out of memory. Tried to allocate 2.0 MiB. Capacity 8.0 MiB, of which 1.0 MiB is free."
         >>> text = nothing_fits([Attempt(7, Place.FORWARD, Plan(), error, 2 * 2**20)])

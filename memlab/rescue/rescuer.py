@@ -15,49 +15,35 @@ What it does, by the place where memory ran out:
    trouble has no further plan, they come to it at once.
 
 Where `Evidence` says that memory cannot run out, none of this is in place: the graph, the functions of torch and the
-update are the loop's own, and only a forward pass that runs out all the same is rescued (rule 1), whereupon the rest
-is.
+update are the loop's own, and only a forward pass that runs out all the same is rescued (rule 1); the rest
+is from then on.
 
 A plan that is reached stays. What was done is in `Rescuer.rescues` and in the session's log.
 """
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memlab.errors import MemlabError, RefusalError
 from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
 from memlab.rescue.evidence import Evidence
-from memlab.rescue.fallback import Fallback, Place, next_plans
+from memlab.rescue.fallback import Place
 from memlab.rescue.guard import GuardedCall, Start, _Guarded
 from memlab.rescue.loop_code import LoopCode
-from memlab.rescue.nothing_fits import Attempt, nothing_fits
-from memlab.rescue.update import BrokenUpdateError, Update
+from memlab.rescue.recovery import Recovery
+from memlab.rescue.update import Update
 from memlab.runtime import optimizer_step
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.lifetimes import WhileAlive
-from memlab.runtime.out_of_memory import is_out_of_memory, release, requested_bytes
 from memlab.runtime.workload import Batch
 
 if TYPE_CHECKING:
     from memlab.session import Session
-
-_T = TypeVar("_T")
-
-
-class NothingFitsError(MemlabError, torch.OutOfMemoryError):
-    """Memory ran out, and no plan to fall back on needs little enough.
-
-    It is a `torch.OutOfMemoryError`, so that code which handles one handles this.
-    """
 
 
 class Rescuer:
@@ -71,7 +57,6 @@ class Rescuer:
         evidence: says whether memory can run out in a step; None guards every step.
 
     Attributes:
-        rescues: what was rescued, in order.
         is_armed: whether the step under way is guarded.
         is_idle: whether memory cannot run out on this device, so that there is nothing to do.
 
@@ -97,22 +82,21 @@ class Rescuer:
         self._evidence = evidence
         self.is_armed = evidence is None  # for the step under way
         self.is_idle = evidence is not None and not evidence.is_limited
-        self.keep = frozenset(keep)
-        self.rescues: list[Rescue] = []
-        self._is_in_step = False  # an optimizer is running a step of its own, closure and all
         self._not_served: set[str] = set()
         self._is_open = False  # a backward pass updates parameters
-        self._predictions = dict(predictions or {})
-        self._capacity_bytes = capacity_bytes
-        self._say = say
         self._session: weakref.ref[Session] | None = None
         self._loop_code = LoopCode(self)
         self._aliases: Aliases | None = None
         self._calls: WhileAlive[None] = WhileAlive()
         self._done: list[GuardedCall] = []  # in the backward pass under way
-        self._trouble: _Trouble | None = None
-        self._rows = 1
-        self._work_began = perf_counter()
+        self._recovery = Recovery(
+            lambda: self._live_session, self._follow_parameters, keep, predictions, capacity_bytes, say
+        )
+
+    @property
+    def rescues(self) -> list[Rescue]:
+        """Rescues so far, in order."""
+        return self._recovery.rescues
 
     # -- for the session -----------------------------------------------------------------------
 
@@ -138,7 +122,7 @@ class Rescuer:
             NothingFitsError: under no plan to fall back on there is memory for it.
         """
         self._loop_code.end()
-        self._work_began = perf_counter()
+        self._recovery.work_begins()
         if not _can_be_guarded(self._model):
             return run(*args, **kwargs)
         self.is_armed = self._evidence is None or self._evidence.is_tight(Batch(args, kwargs).elements)
@@ -154,10 +138,12 @@ class Rescuer:
             return guarded.outputs()
 
         def make_room(shortage: BaseException) -> None:
-            self._make_room(shortage, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None)
+            self._recovery.make_room(
+                shortage, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None
+            )
 
-        output = self._until_it_fits(work, make_room)
-        self._work_began = perf_counter()
+        output = self._recovery.until_it_fits(work, make_room)
+        self._recovery.work_begins()
         self._loop_code.begin()
         return output
 
@@ -173,8 +159,8 @@ class Rescuer:
             shortage = error
         assert self._evidence is not None
         self._evidence.ran_out()
-        self._rows = Batch(args, kwargs).rows or 1
-        self._make_room(shortage, Place.FORWARD, start.restore)
+        self._recovery.rows = Batch(args, kwargs).rows or 1
+        self._recovery.make_room(shortage, Place.FORWARD, start.restore)
         return self.call(run, args, kwargs)
 
     def _call_openly(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -182,17 +168,18 @@ class Rescuer:
         session = self._live_session
         if not self._is_open:
             self._is_open = True
-            session.note("memory that runs out in a backward pass is not rescued while it updates parameters")
-        self._rows = Batch(args, kwargs).rows or 1
+            session.log.note("memory that runs out in a backward pass is not rescued while it updates parameters")
+        self._recovery.rows = Batch(args, kwargs).rows or 1
         start = Start(self._model, session.workload.device)
-        return self._until_it_fits(
-            lambda: run(*args, **kwargs), lambda shortage: self._make_room(shortage, Place.FORWARD, start.restore)
+        return self._recovery.until_it_fits(
+            lambda: run(*args, **kwargs),
+            lambda shortage: self._recovery.make_room(shortage, Place.FORWARD, start.restore),
         )
 
     def _guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GuardedCall:
         guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)
         self._calls.keep(guarded, None)
-        self._rows = guarded.rows
+        self._recovery.rows = guarded.rows
         return guarded
 
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -207,49 +194,20 @@ class Rescuer:
         self.leave_own_code()  # that of a closure, which has run by now
         if self._live_session.shares(optimizer) or not optimizer_step.is_separable(optimizer):
             return optimizer_step.run_step(optimizer, self._live_session.techniques)
-        update = Update(optimizer, self._free_for_update)
-        return self._until_it_fits(
+        update = Update(optimizer, lambda error: self._recovery.free(Place.STEP, error))
+        return self._recovery.until_it_fits(
             lambda: update.run(self._live_session.techniques),
-            lambda shortage: self._make_room(shortage, Place.STEP, is_as_before=not update.is_partly_done),
+            lambda shortage: self._recovery.make_room(shortage, Place.STEP, is_as_before=not update.is_partly_done),
         )
-
-    def _until_it_fits(self, work: Callable[[], _T], make_room: Callable[[BaseException], None]) -> _T:
-        """Do something again, under other plans, until memory suffices.
-
-        Args:
-            work: what to do; as if never tried when it is done again.
-            make_room: called with the error once it is handled no more, so that nothing is held by its frames.
-        """
-        while True:
-            shortage: BaseException | None = None
-            try:
-                done = work()
-            except BrokenUpdateError:
-                self._trouble = None
-                raise
-            except BaseException as error:
-                if not self.can_rescue(error):
-                    raise
-                shortage = error
-            if shortage is None:
-                self._settle()
-                return done
-            make_room(shortage)
-
-    def _free_for_update(self, error: BaseException) -> None:
-        trouble = self._begin_trouble(Place.STEP, error)
-        release(error)
-        _collect()
-        trouble.room_made = perf_counter()
 
     def leave_own_code(self) -> None:
         """The loop's own code is over: its optimizer steps, or its cell ends."""
         self._loop_code.end()
         self.backward_ended()
         session = self._session() if self._session is not None else None
-        if session is not None and session.held_tensors:
+        if session is not None and session.in_force.held_tensors:
             self._aliases = None  # the update replaces what they share with the parameters, and they would keep it
-        self._work_began = perf_counter()
+        self._recovery.work_begins()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer is about to step.
@@ -264,11 +222,11 @@ class Rescuer:
         if self._live_session.shares(optimizer):
             return False
         is_served = optimizer_step.is_separable(optimizer)
-        self._is_in_step = not is_served
+        self._recovery.is_in_step = not is_served
         name = type(optimizer).__name__
         if not is_served and name not in self._not_served:
             self._not_served.add(name)
-            self._live_session.note(
+            self._live_session.log.note(
                 f"{name}: memory that runs out in its update is not rescued, as it cannot be done in parts"
             )
         return is_served
@@ -276,34 +234,24 @@ class Rescuer:
     def step_ended(self) -> None:
         """An optimizer has stepped; a closure's own code is over with it."""
         self.leave_own_code()
-        self._is_in_step = False
+        self._recovery.is_in_step = False
         if self._evidence is not None:
             self._evidence.step_ended()
 
     def can_rescue(self, error: BaseException) -> bool:
-        """Return whether memory ran out, or a plan that was tried against that does not apply.
-
-        If neither, the error is the loop's, and the attempts before it are forgotten.
-        """
-        is_refused = isinstance(error, RefusalError) and self._trouble is not None and self._trouble.is_trying
-        if is_refused or (is_out_of_memory(error) and not isinstance(error, NothingFitsError)):
-            return True
-        self._trouble = None
-        return False
+        """Return whether memory ran out, or a plan that was tried against that does not apply."""
+        return self._recovery.can_rescue(error)
 
     def falls_back(self, error: BaseException) -> bool:
         """Return whether the plan on trial does not apply, and the one before is in force again for the same work."""
-        is_back = self._live_session.falls_back(error)
-        if is_back:
-            self._follow_parameters()
-        return is_back
+        return self._recovery.falls_back(error)
 
     # -- for guarded calls ---------------------------------------------------------------------
 
     def backward_begins(self, call: GuardedCall) -> None:
         """The loop's own part of the backward pass is over as far as this call is concerned."""
         self._loop_code.model_begins(is_kept=self.keeps_graph())
-        self._work_began = perf_counter()
+        self._recovery.work_begins()
 
     def keeps_graph(self) -> bool:
         """Return whether the loop asked for its graph to be kept."""
@@ -319,20 +267,17 @@ class Rescuer:
 
     def makes_room(self, error: BaseException, call: GuardedCall, *, keeps_rows: bool) -> None:
         """Bring another plan into force for a call that is to be run again."""
-        self._rows = call.rows
-        self._make_room(error, Place.BACKWARD, keeps_rows=keeps_rows)
+        self._recovery.rows = call.rows
+        self._recovery.make_room(error, Place.BACKWARD, keeps_rows=keeps_rows)
 
     # -- for the loop's own code ---------------------------------------------------------------
 
     def makes_room_for_loop(self, error: BaseException, attempt: int) -> None:
         """Drop graphs that can be made again, then let optimizer state leave the device."""
         if attempt == 1 and self._drop_graphs():
-            trouble = self._begin_trouble(Place.LOOP, error)
-            release(error)
-            _collect()
-            trouble.room_made = perf_counter()
-            return
-        self._make_room(error, Place.LOOP)
+            self._recovery.free(Place.LOOP, error)
+        else:
+            self._recovery.make_room(error, Place.LOOP)
 
     def is_guarded(self, node: Any) -> bool:
         """Return whether a node of the autograd graph is a guarded call."""
@@ -348,123 +293,7 @@ class Rescuer:
             self._done.pop().close()
         if self._aliases is not None:
             self._aliases.deliver()
-        self._settle()
-
-    # -- making room ---------------------------------------------------------------------------
-
-    def _make_room(
-        self,
-        error: BaseException,
-        place: Place,
-        start_over: Callable[[], None] = lambda: None,
-        *,
-        keeps_rows: bool = False,
-        is_as_before: bool = True,
-    ) -> None:
-        """Bring the next plan into force.
-
-        Raises:
-            NothingFitsError: there is none.
-        """
-        trouble = self._trouble
-        if trouble is not None and isinstance(error, RefusalError):
-            trouble.refused.add(self._live_session.plan)
-        else:
-            trouble = self._begin_trouble(place, error)
-        release(error)
-        start_over()
-        _collect()
-        if not self._fall_back(trouble, place, keeps_rows=keeps_rows) and not self._companions_come():
-            if trouble.is_last_try:
-                is_as_before = is_as_before and not self._is_in_step
-                self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
-            # nothing is left but what has just been freed: the same plan once more
-            trouble.is_last_try = True
-        trouble.room_made = perf_counter()
-
-    def _begin_trouble(self, place: Place, error: BaseException) -> _Trouble:
-        session = self._live_session
-        if self._trouble is None:
-            self._trouble = _Trouble(session.steps + 1, session.plan, self._work_began)
-        trouble = self._trouble
-        trouble.base = session.plan
-        trouble.attempts.append(Attempt(trouble.step, place, session.plan, str(error), requested_bytes(error)))
-        return trouble
-
-    def _fall_back(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> bool:
-        """Change to the first fallback that applies; whether there is one."""
-        session = self._live_session
-        while (fallback := next(self._fallbacks(trouble, place, keeps_rows=keeps_rows), None)) is not None:
-            trouble.fallback = fallback
-            try:
-                session.change_plan(fallback.plan, noted=False)
-            except (RefusalError, MemoryError, RuntimeError) as error:
-                if not (isinstance(error, RefusalError) or is_out_of_memory(error)):
-                    raise
-                release(error)
-            else:
-                self._follow_parameters()
-                return True
-            trouble.refused.add(fallback.plan)
-        return False
-
-    def _companions_come(self) -> bool:
-        """Have the other models of the loop take this one's plan there and then; whether one has."""
-        session, came = self._live_session, False
-        for each in session.companions:
-            before = each.plan
-            with suppress(RefusalError, torch.OutOfMemoryError):
-                each.change_plan(session.plan)
-            came |= each.plan != before
-        return came
-
-    def _fallbacks(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> Iterator[Fallback]:
-        return next_plans(
-            trouble.base,
-            place,
-            rows=self._rows,
-            keep=self.keep,
-            keeps_rows=keeps_rows,
-            has_optimizer=bool(self._live_session.workload.optimizers),
-            refused=trouble.refused,
-            predictions=self._predictions,
-            budget_bytes=self._capacity_bytes,
-        )
-
-    def _give_up(self, trouble: _Trouble, *, keeps_rows: bool, is_as_before: bool) -> NoReturn:
-        self._trouble = None
-        session = self._live_session
-        self._go_back(trouble)
-        text = nothing_fits(
-            trouble.attempts,
-            capacity_bytes=self._capacity_bytes,
-            predictions=self._predictions,
-            keep=self.keep,
-            rows=self._rows,
-            keeps_rows=keeps_rows,
-            has_optimizer=bool(session.workload.optimizers),
-            is_as_before=is_as_before,
-        )
-        if session.plan != trouble.plan:
-            text += f" There is no room to go back to {trouble.plan.label}: {session.plan.label} stays in force until %memfit undo."
-        raise NothingFitsError(text) from None
-
-    def _go_back(self, trouble: _Trouble) -> None:
-        """Put the plan before in force; where there is no room for it, the last one tried with its number formats."""
-        session = self._live_session
-        tried = dict.fromkeys(attempt.plan for attempt in reversed(trouble.attempts))
-        alike = [plan for plan in tried if plan.has_numbers_of(trouble.plan)]
-        for plan in (trouble.plan, *alike):
-            try:
-                session.change_plan(plan, noted=False)
-            except (RefusalError, MemoryError, RuntimeError) as error:
-                if not (isinstance(error, RefusalError) or is_out_of_memory(error)):
-                    raise
-                release(error)
-            else:
-                self._follow_parameters()
-                return
-            _collect()
+        self._recovery.settle()
 
     def _follow_parameters(self) -> None:
         """Drop aliases of what a plan has moved off the device."""
@@ -479,29 +308,6 @@ class Rescuer:
         for call in waiting:
             call.drop_graph()
         return bool(waiting)
-
-    def _settle(self) -> None:
-        """The work that was in trouble is done: note how."""
-        trouble, self._trouble = self._trouble, None
-        if trouble is None:
-            return
-        session = self._live_session
-        first = trouble.attempts[0]
-        rescue = Rescue(
-            step=trouble.step,
-            place=first.place.words,
-            before=trouble.plan.label,
-            after=session.plan.label,
-            error=first.error,
-            attempts=len(trouble.attempts),
-            seconds=trouble.room_made - trouble.began,
-        )
-        self.rescues.append(rescue)
-        session.note(rescue.text, step=rescue.step)
-        for each in session.companions if session.plan != trouble.plan else ():
-            each.ask(session.plan)
-        if self._say is not None:
-            self._say(str(rescue))
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -521,28 +327,8 @@ class Rescuer:
         return self._aliases
 
 
-class _Trouble:
-    """Memory has run out, and the same work is being tried again."""
-
-    def __init__(self, step: int, plan: Plan, began: float) -> None:
-        self.step = step
-        self.plan = plan
-        self.attempts: list[Attempt] = []
-        self.base = plan  # the last plan that applied, and ran out of memory
-        self.refused: set[Plan] = set()  # plans that do not apply, or that there was no room to change to
-        self.fallback: Fallback | None = None
-        self.is_last_try = False
-        self.began = began
-        self.room_made = began
-
-    @property
-    def is_trying(self) -> bool:
-        """Return whether a fallback is in force."""
-        return self.fallback is not None
-
-
 def _can_be_guarded(model: torch.nn.Module) -> bool:
-    """Not within function transforms, nor within a backward pass that recomputes a part of the loop."""
+    """Return whether a call is outside of function transforms, and of a backward pass that recomputes a part of the loop."""
     return (
         not torch._C._are_functorch_transforms_active()
         and torch._C._current_graph_task_id() == -1
@@ -558,10 +344,3 @@ def _is_plain(parameter: torch.nn.Parameter) -> bool:
     parameter would be called with None by a backward pass that does not reach the parameter.
     """
     return parameter.is_leaf and not parameter._backward_hooks
-
-
-def _collect() -> None:
-    """Free what only cycles keep, and give the allocator's cache back."""
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()

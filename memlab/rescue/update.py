@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -79,10 +79,6 @@ class BrokenUpdateError(MemlabError, torch.OutOfMemoryError):
 def need_bytes(optimizer: Optimizer, parameters: Iterable[Parameter]) -> dict[torch.device, int]:
     """Return what an update of some parameters may allocate at most, with a margin.
 
-    Args:
-        optimizer: the user's.
-        parameters: of it, to be updated in one go.
-
     Returns:
         Bytes by device: state that does not exist yet, and what comes and goes.
 
@@ -120,10 +116,6 @@ def _passing_bytes(group: Mapping[str, Any], device: torch.device, sizes: Sequen
 def free_bytes(device: torch.device, enough_bytes: int) -> float | None:
     """Return how much of a device allocations can have.
 
-    Args:
-        device: of some tensors.
-        enough_bytes: what is wanted; more is not looked for.
-
     Returns:
         Bytes; infinity for the CPU without a capacity, None for a device that cannot be asked.
 
@@ -156,11 +148,6 @@ def _free_on_cuda(device: torch.device, enough_bytes: int) -> int:
         return cached
     beyond: int = most_bytes(device) - reserved
     return cached + max(0, beyond)
-
-
-def _with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:
-    for group in optimizer.param_groups:
-        yield from (parameter for parameter in group["params"] if parameter.grad is not None)
 
 
 def _size_bytes(parameter: Parameter) -> int:
@@ -249,11 +236,6 @@ def may_repeat(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     Kernels for one tensor allocate before they write. Those for lists of tensors may go from one to the next; but where
     dtypes and layouts need no conversion they allocate nothing, and cannot have run out of memory after they began.
 
-    Args:
-        operator: as a dispatch mode gets it.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-
     Example:
         >>> may_repeat(torch.ops.aten.mul_.Tensor, (torch.ones(2), torch.ones(2)), {})
         True
@@ -324,9 +306,6 @@ class Update:
     def run(self, techniques: Sequence[Technique]) -> bool:
         """Update what is not updated yet.
 
-        Args:
-            techniques: those in force, in the order in which state was packed.
-
         Returns:
             False when a gradient scaler told the optimizer to skip this step, else True.
 
@@ -352,7 +331,7 @@ class Update:
         )
 
     def _run_natively(self, techniques: Sequence[Technique]) -> bool:
-        waiting = [p for p in _with_gradient(self._optimizer) if not self._done or p not in self._done]
+        waiting = [p for p in optimizer_step.with_gradient(self._optimizer) if not self._done or p not in self._done]
         if self._has_room(waiting):
             return optimizer_step.run_step(
                 self._optimizer, techniques, sys.maxsize, backup=self._expose, done=self._done

@@ -1,4 +1,4 @@
-"""Means to run a part of a step beside the user's own: stand-ins for parameters, and the random state."""
+"""Stand-ins for parameters, so that a part of a step is run beside the user's own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import nn
 
 from memlab.errors import RefusalError
 
+# references to the storage of a tensor that nobody shares: the tensor's and the one made to count them
+_UNSHARED = 2
 _FIELD = "accumulation"
 _KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
 
@@ -119,25 +121,25 @@ def _trainable(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]
                 yield module, name, parameter
 
 
-class RandomState:
-    """The random state a micro-batch starts from."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cpu = torch.get_rng_state()
-        self._device = device if device.type == "cuda" else None
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def equals(self, other: RandomState) -> bool:
-        """Return whether no random number was drawn between this state and another."""
-        same_cuda = self._cuda is None or (other._cuda is not None and torch.equal(self._cuda, other._cuda))
-        return torch.equal(self._cpu, other._cpu) and same_cuda
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None and self._device is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-
-
 def version_of(gradient: torch.Tensor | None) -> int:
     """Return how often a gradient has been written to; -1 where there is none."""
     return -1 if gradient is None else gradient._version
+
+
+def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a tensor values that it had, unnoticed by a graph that has saved it, and its size where that is another now."""
+    if tensor.shape == values.shape:
+        tensor.data.copy_(values)
+    else:
+        tensor.data = values.clone()
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether another tensor, a view or a saved one too, has the same storage.
+
+    Example:
+        >>> one = torch.ones(2)
+        >>> is_shared(one), (view := one[:1]) is None, is_shared(one)
+        (False, False, True)
+    """
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _UNSHARED)

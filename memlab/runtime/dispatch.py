@@ -23,7 +23,7 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call] # unannotated in torch
         if "__torch_dispatch__" in vars(cls):
-            _never_compile(cls.__torch_dispatch__)
+            never_compile(cls.__torch_dispatch__)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -44,7 +44,7 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
         return True
 
 
-def _never_compile(function: Any) -> None:
+def never_compile(function: Any) -> None:
     """Have torch.compile leave the frames of a function alone, and those of what it calls, at no cost for a call."""
     of_torch = torch._C._dynamo.eval_frame
     if hasattr(of_torch, "set_code_exec_strategy"):  # not in older torch
@@ -52,7 +52,7 @@ def _never_compile(function: Any) -> None:
         of_torch.set_code_exec_strategy(function.__code__, of_torch._FrameExecStrategy(skip, skip))
 
 
-_never_compile(WatchingMode.__torch_dispatch__)
+never_compile(WatchingMode.__torch_dispatch__)
 
 
 def defers(types: Iterable[type]) -> bool:
@@ -67,10 +67,21 @@ def _wraps(kind: type) -> bool:
     return wraps
 
 
+_REBINDS = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
+
+
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Tensors that an operator writes to."""
+    """Tensors whose values an operator writes to; `set_` and `resize_` give a tensor other memory and write to none.
+
+    Example:
+        >>> tensor = torch.ones(2)
+        >>> len(written_by(torch.ops.aten.add_.Tensor, (tensor, tensor), {}))
+        1
+        >>> written_by(torch.ops.aten.set_.source_Tensor, (tensor, tensor), {})
+        []
+    """
     schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if schema is None or not schema.is_mutable or schema.name in _REBINDS:
         return []
     given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
     written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -44,13 +44,15 @@ class CallHook:
     Args:
         model: the model whose call is taken over; held weakly.
         handler: called with the original forward, its positional and its keyword arguments.
+        traced: called before a call that is traced (`torch.export`, `torch.jit.trace`); what it raises ends that.
 
     Attributes:
         further_in: what stood in its place before, compiled code or another hook; None for torch's own call.
     """
 
-    def __init__(self, model: nn.Module, handler: ForwardHandler) -> None:
+    def __init__(self, model: nn.Module, handler: ForwardHandler, traced: Callable[[], object] = bool) -> None:
         self._model = weakref.ref(model)
+        self._traced = traced
         self._handler: ForwardHandler | None = handler
         self.further_in: Callable[..., Any] | None = None
         # calls that the handler is at, by thread; a Ctrl-C may end one before it has taken itself out of here
@@ -59,7 +61,11 @@ class CallHook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model()
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                self._traced()
             return model._call_impl(*args, **kwargs)
+        if torch._C._get_tracing_state() is not None:
+            self._traced()
         call = self.further_in or model._call_impl
         if not self._takes_over():
             return call(*args, **kwargs)
@@ -118,14 +124,36 @@ class CallHook:
             handled = functools.wraps(original)(lambda *args, **kwargs: self.handle(original, args, kwargs))
             stand_in(model, "forward", handled, undo)
 
+    def set_aside(self) -> bool:
+        """Take the hook out for a while; calls run as if there were none.
+
+        Returns:
+            Whether it is out. It stays where something was put over it, and where the class has a call of its own.
+        """
+        model = self._model()
+        if model is None or model.__dict__.get(CALL) is not self or _has_own_call(type(model)):
+            return False
+        self._leave(model.__dict__)
+        return True
+
+    def put_back(self) -> None:
+        """Put the hook back in place, around what stands there by now."""
+        model = self._model()
+        if model is not None and self._handler is not None:
+            self.further_in = model.__dict__.get(CALL)
+            model.__dict__[CALL] = self
+
     def _remove(self, instance: dict[str, Any]) -> None:
         # one that was put over it since goes on calling it, as if it were not there
         self._handler = None
         if instance.get(CALL) is self:
-            if self.further_in is None:
-                del instance[CALL]
-            else:
-                instance[CALL] = self.further_in
+            self._leave(instance)
+
+    def _leave(self, instance: dict[str, Any]) -> None:
+        if self.further_in is None:
+            del instance[CALL]
+        else:
+            instance[CALL] = self.further_in
 
 
 class _BetweenHooks:
@@ -254,6 +282,11 @@ class _StandIn:
     def users(self) -> Any:
         """The user's own attribute, or None."""
         return self.before.users if isinstance(self.before, _StandIn) else self.before
+
+
+def is_stand_in(value: Any) -> bool:
+    """Return whether an attribute of a module is a method that memlab has put there."""
+    return isinstance(value, _StandIn)
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:

@@ -37,11 +37,7 @@ _getsignal: Callable[[int], Any] = _signal.getsignal
 
 
 class _Layer:
-    """A handler of Ctrl-C over the one that was there, which is called in the end.
-
-    Args:
-        previous: the handler that was there.
-    """
+    """A handler of Ctrl-C over the one that was there, which is called in the end."""
 
     def __init__(self, previous: Handler) -> None:
         self.previous = previous
@@ -61,11 +57,7 @@ class _Layer:
 
 
 class Interrupts(_Layer):
-    """Takes note of Ctrl-C.
-
-    Attributes:
-        came: whether one has come and waits for its delivery.
-    """
+    """Takes note of Ctrl-C."""
 
     def __init__(self, previous: Handler = lambda _number, _frame: None) -> None:
         super().__init__(previous)
@@ -82,11 +74,7 @@ class Interrupts(_Layer):
 
 
 class Caller:
-    """A function that runs, told from others of the same name; the frame itself would keep all variables below it alive.
-
-    Args:
-        frame: its frame.
-    """
+    """A function that runs, told from others of the same name; the frame itself would keep all variables below it alive."""
 
     __slots__ = ("_mark",)
 
@@ -94,26 +82,14 @@ class Caller:
         self._mark = id(frame), id(frame.f_code)
 
     def is_over(self, frame: FrameType | None) -> bool:
-        """Return whether it runs no longer.
-
-        Args:
-            frame: the innermost of those that run.
-        """
+        """Return whether it runs no longer."""
         while frame is not None and (id(frame), id(frame.f_code)) != self._mark:
             frame = frame.f_back
         return frame is None
 
 
 class HeldBack(Interrupts):
-    """Ctrl-C held back from one call to another, as long as the function that makes both runs.
-
-    Args:
-        previous: the handler that was there.
-        caller: that function's frame.
-
-    Attributes:
-        caller: that function; when it is over, nobody will end this.
-    """
+    """Ctrl-C held back from one call to another, as long as the function that makes both runs."""
 
     def __init__(self, previous: Handler, caller: FrameType) -> None:
         super().__init__(previous)
@@ -230,9 +206,6 @@ def interruptible() -> AbstractContextManager[None]:
 
 def hold_back(caller: FrameType) -> HeldBack | None:
     """Hold back Ctrl-C until `HeldBack.end`, or until a function is over.
-
-    Args:
-        caller: frame of the function that calls whoever ends it.
 
     Returns:
         What ends it; None where it is held back already, or there is nothing to hold back.

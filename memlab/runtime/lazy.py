@@ -35,14 +35,7 @@ _METADATA = frozenset(
 
 
 class LazyTensor(torch.Tensor):
-    """Stands in for a tensor until its value is needed.
-
-    Args:
-        shape: shape of the value.
-        dtype: dtype of the value.
-        device: device of the value.
-        compute: called once, when the value is first needed.
-    """
+    """Stands in for a tensor until its value is needed."""
 
     _compute: Callable[[], torch.Tensor] | None
     _value: torch.Tensor | None
@@ -148,3 +141,8 @@ def _uses(code: CodeType, name: str) -> bool:
         if not is_loss:
             return True
     return any(_uses(each, name) for each in code.co_consts if isinstance(each, CodeType))
+
+
+def requires_grad(leaf: Any) -> bool:
+    """Return whether a value is a tensor that needs a gradient, computed on demand or not."""
+    return isinstance(leaf, torch.Tensor) and bool(real(leaf).requires_grad)

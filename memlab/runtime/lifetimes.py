@@ -1,4 +1,4 @@
-"""What is known of objects as long as they live, and what is to be done once they have gone.
+"""Facts about objects as long as they live, and actions for when they have gone.
 
 Python drops whatever is raised in a finalizer, and a Ctrl-C that happens to arrive in one is raised there: the loop would
 go on. So nothing of Python's runs here when an object goes. It is forgotten or noted by C code alone.

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -17,9 +17,6 @@ from memlab.errors import RefusalError
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks a model repeats: members of every outermost list with two or more of one class.
-
-    Args:
-        model: any module; Transformers models keep their layers in such lists.
 
     Returns:
         The blocks in order; empty when the model repeats none that has parameters.
@@ -54,13 +51,6 @@ def _is_repetition(container: nn.Module) -> bool:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-class Use(Protocol):
-    """A pre-hook of a block that makes it ready to be run; it leaves a context for who runs its forward past hooks."""
-
-    def in_use(self) -> AbstractContextManager[None]:
-        """Context in which the block's forward can be run by itself, as a recomputation does."""
 
 
 def in_use(block: nn.Module) -> AbstractContextManager[None]:

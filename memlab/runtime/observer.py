@@ -31,10 +31,10 @@ class Observer:
         """A training forward of the model is about to run."""
 
     def forward_ended(self, loss: torch.Tensor | None) -> None:
-        """It has run, and returned this loss."""
+        """The model has run, and returned this loss."""
 
     def gradients_complete(self) -> None:
-        """In the middle of a backward pass, gradients are complete; their parameters are updated next, and they go."""
+        """Gradients are complete in the middle of a backward pass; their parameters are updated next, and they go."""
 
     def only_tried(self) -> None:
         """Note that what was allocated since the step began was a trial: no step of the plan needs it again."""
@@ -46,7 +46,10 @@ class Observer:
         """An optimizer is about to step."""
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        """It has stepped, or left its parameters alone."""
+        """The optimizer has stepped, or left its parameters alone."""
+
+    def rested(self, steps: int) -> None:
+        """Steps have passed of which nobody was told; see `Session.rest`."""
 
     def interrupted(self) -> None:
         """A forward or a step has raised."""

@@ -18,6 +18,9 @@ Rules:
 
 from __future__ import annotations
 
+import atexit
+import functools
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +30,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memlab.runtime.interrupts import Caller, uninterrupted
-from memlab.runtime.state_layers import SMALL_ELEMENTS, Optimizer, Parameter, at_home, packed, set_state, unpacked
+from memlab.runtime.state_layers import (
+    SMALL_ELEMENTS,
+    Optimizer,
+    Parameter,
+    at_home,
+    pack_again,
+    packed,
+    set_state,
+    unpacked,
+)
 
 if TYPE_CHECKING:  # techniques import this module
     from memlab.techniques.base import Stepper, Technique
@@ -177,7 +189,7 @@ def run_step(
     protection = backup if callable(backup) else _protection(everything=backup)
     finished: set[Parameter] = set() if done is None else done
     bucket_bytes = bucket_bytes_for(optimizer, techniques) if bucket_bytes is None else bucket_bytes
-    if layers and not any(map(optimizer.state.get, _with_gradient(optimizer))):
+    if layers and not any(map(optimizer.state.get, with_gradient(optimizer))):
         # a first update makes the state where it updates, and it goes away with its bucket
         bucket_bytes = min(bucket_bytes, share_of(optimizer))
     waiting = ([p for p in bucket if p not in finished] for bucket in buckets(optimizer, bucket_bytes))
@@ -222,11 +234,6 @@ def _one_ahead(
 def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Sequence[Technique]) -> None:
     """Update some parameters now, as one bucket without copies, and leave the others to the step.
 
-    Args:
-        optimizer: the user's; its update treats parameters one by one (`is_separable`).
-        parameters: of it, each with its whole gradient.
-        techniques: those in force, in the order in which state was packed.
-
     Example:
         >>> one, other = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
         >>> one.grad = other.grad = torch.ones(1)
@@ -268,7 +275,7 @@ def _serve_scaler(optimizer: Optimizer) -> bool:
     if found_inf is not None and bool(found_inf):
         return False
     if scale is not None:
-        for parameter in _with_gradient(optimizer):
+        for parameter in with_gradient(optimizer):
             assert parameter.grad is not None
             parameter.grad.div_(scale.to(parameter.grad.device))
         # gradients are true now; a retry must not divide again, and the scaler deletes the attribute itself
@@ -276,7 +283,8 @@ def _serve_scaler(optimizer: Optimizer) -> bool:
     return True
 
 
-def _with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:
+def with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:
+    """Yield the parameters of an optimizer that have a gradient, in order."""
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if parameter.grad is not None)
 
@@ -286,7 +294,7 @@ def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]
     bucket: list[Parameter] = []
     filled = 0
     separable = is_separable(optimizer)
-    for parameter in _with_gradient(optimizer):
+    for parameter in with_gradient(optimizer):
         size_bytes = size_of(parameter)
         if bucket and separable and filled + size_bytes > bucket_bytes:
             yield bucket
@@ -338,6 +346,20 @@ def is_separable(optimizer: Optimizer) -> bool:
     return f"{kind.__module__}.".startswith(_SEPARABLE_PACKAGES) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
+_open_steps: weakref.WeakSet[OwnStep] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_open_steps_at_exit() -> None:
+    # one that raised and was forgotten would put parameters back while the interpreter takes them apart, which torch aborts at
+    atexit.register(_close_open_steps)
+
+
+def _close_open_steps() -> None:
+    for step in tuple(_open_steps):
+        step.close()
+
+
 class OwnStep:
     """A step that an optimizer makes itself, between two hooks, with state and parameters as it knows them.
 
@@ -353,6 +375,8 @@ class OwnStep:
         self._call = Caller(call)
         self._open = ExitStack()
         self._inner = 0
+        _close_open_steps_at_exit()
+        _open_steps.add(self)
         with uninterrupted():
             self._open.enter_context(_opened(optimizer, techniques))
 
@@ -376,6 +400,7 @@ class OwnStep:
         """Pack state again."""
         with uninterrupted():
             self._open.close()
+        _open_steps.discard(self)
 
 
 @contextmanager
@@ -408,6 +433,8 @@ def _updating(
     optimizer: Optimizer, bucket: Sequence[Parameter], techniques: Sequence[Technique], copy: Copy | None
 ) -> Iterator[None]:
     layers = _layers_to_open(techniques)
+    for parameter in bucket:
+        pack_again(optimizer, parameter, techniques)
     before = _Before(optimizer, bucket)
     try:
         for parameter in bucket:

@@ -68,9 +68,6 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error says that memory ran out, by the rules of this module.
 
-    Args:
-        error: what was raised; None for nothing.
-
     Example:
         >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasGemmEx(...)`"))
         True
@@ -82,9 +79,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def requested_bytes(error: BaseException | None) -> int | None:
     """Return what the allocation that failed asked for, as the error's text has it.
-
-    Args:
-        error: what was raised.
 
     Returns:
         Bytes, rounded as the text is; None when no text says it.
@@ -189,9 +183,17 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
-    at = error.__traceback__
+    """The frames of an error's traceback, and those between them that were cut from it: the ones they called keep them."""
+    at, shown = error.__traceback__, set[FrameType]()
     while at is not None:
         yield at.tb_frame
+        cut, caller = [], at.tb_frame.f_back
+        while caller is not None and caller not in shown:
+            cut.append(caller)
+            caller = caller.f_back
+        if caller is not None:  # else these called the outermost one
+            yield from cut
+        shown.add(at.tb_frame)
         at = at.tb_next
 
 

@@ -16,7 +16,7 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from typing import Any, ClassVar
 
 import torch
@@ -24,15 +24,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab.runtime import containers
 from memlab.runtime.hooks import is_ours
 from memlab.runtime.rng import is_generator
 
-# stands for what is not there
-ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "nothing"})()
 # tensors and arrays up to this size are copied whatever is known of them, since some operators write without a trace
 SMALL_BYTES = 64 * 1024
-PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
-_PLAIN_TYPES = frozenset(PLAIN)
+_PLAIN_TYPES = frozenset(containers.PLAIN)
 _DEPTH = 4
 _MOST_ITEMS = 256  # of a container that is looked into
 # objects of an engine hold gathered parameters for a moment only
@@ -50,9 +48,6 @@ class ModuleHooks:
     """The hooks of a module as they are now, without memlab's own: a plan may have come since, or gone.
 
     A forward may register hooks in its first call, and note in an attribute that it has: both are put back, or neither.
-
-    Args:
-        attributes: the module's own.
     """
 
     def __init__(self, attributes: dict[str, Any]) -> None:
@@ -89,12 +84,13 @@ def _numbers(tables: dict[str, dict[int, Any]]) -> dict[str, Collection[int]]:
 
 
 class Walk(ABC):
-    """A walk that says what it meets.
+    """A walk that keeps what it meets.
 
     Attributes:
         most_containers: how many are looked into.
         left_alone: libraries whose objects are not looked into.
         attributes_left_alone: attributes of modules that are no state.
+        generators: of random numbers that were met.
     """
 
     most_containers: int
@@ -104,20 +100,18 @@ class Walk(ABC):
     def __init__(self) -> None:
         self._seen: set[int] = set()
         self._containers = 0
+        # in the order in which they were met
+        self._contents: list[tuple[containers.Container, containers.Items]] = []
+        self._hooks: list[ModuleHooks] = []
+        self.generators: list[Any] = []
 
     def module(self, path: str, module: nn.Module, *, buffers: bool = True) -> None:
-        """Walk from a module, not from its children.
-
-        Args:
-            path: its name.
-            module: the module.
-            buffers: whether its buffers are among it.
-        """
+        """Walk from a module, not from its children."""
         attributes = vars(module)
         self._dict(attributes, lambda key: f"{path}.{key}" if path else str(key), 0, skipped=self.attributes_left_alone)
         if buffers:
             self.buffers(path, module)
-        self.met_hooks(attributes)
+        self._hooks.append(ModuleHooks(attributes))
         for key in _HOOKS:
             for hook in attributes[key].values():
                 self._function(hook, f"a hook of {path or type(module).__name__}", 1)
@@ -135,49 +129,13 @@ class Walk(ABC):
         if module._buffers:
             self._dict(module._buffers, lambda key: f"buffer {path}.{key}" if path else f"buffer {key}", 1)
 
-    # -- what is met, in the order in which it is: a container before what it holds ---------------------
-
-    @abstractmethod
-    def met_mapping(
-        self, values: MutableMapping[Any, Any], name: Callable[[Any], str], skipped: Collection[str]
-    ) -> None:
-        """Items of a dictionary, or attributes of a module or an object."""
-
-    @abstractmethod
-    def met_hooks(self, attributes: dict[str, Any]) -> None:
-        """The hooks of a module, among its attributes."""
-
-    @abstractmethod
-    def met_sequence(self, values: list[Any] | deque[Any], name: str) -> None:
-        """Items of a list."""
-
-    @abstractmethod
-    def met_set(self, values: set[Any], name: str) -> None:
-        """Members of a set."""
-
-    @abstractmethod
-    def met_names(self, world: dict[str, Any], names: Collection[str]) -> None:
-        """Some of the globals of a file."""
-
-    @abstractmethod
-    def met_class(self, kind: type) -> None:
-        """Attributes of a class."""
-
-    @abstractmethod
-    def met_cell(self, cell: types.CellType, name: str) -> None:
-        """A variable of a closure."""
-
     @abstractmethod
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
         """A tensor that is no container's alone: it may be met again."""
 
-    @abstractmethod
-    def met_array(self, array: Any, name: str) -> None:
-        """A small array of NumPy's."""
-
-    @abstractmethod
-    def met_generator(self, generator: Any) -> None:
-        """A generator of random numbers."""
+    def met(self, container: containers.Container) -> None:
+        """Something that holds values, before what it holds."""
+        self._contents.append((container, container.read()))
 
     # -- where it leads -----------------------------------------------------------------------------
 
@@ -186,7 +144,7 @@ class Walk(ABC):
         # what was met is asked first: some libraries make it slow to ask for the class of an object
         if depth > _DEPTH or type(value) in _PLAIN_TYPES or id(value) in self._seen:
             return
-        if isinstance(value, PLAIN) or self._containers > self.most_containers:
+        if isinstance(value, containers.PLAIN) or self._containers > self.most_containers:
             return
         if isinstance(value, torch.Tensor):
             self.met_tensor(value, name)
@@ -194,25 +152,25 @@ class Walk(ABC):
             self._dict(value, lambda key: f"{name}[{key!r}]", depth)
         elif isinstance(value, (list, deque)):
             if self._is_new(value):
-                self.met_sequence(value, name)
+                self.met(containers.Sequence(value, _always(name)))
                 self._places(value, name, depth)
         elif isinstance(value, tuple):
             self._places(value, name, depth)
         elif isinstance(value, set):
             if self._is_new(value):
-                self.met_set(value, name)
+                self.met(containers.Members(value, _always(name)))
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             self._function(value, name, depth)
         elif is_generator(value):
             if self._is_new(value):
-                self.met_generator(value)
+                self.generators.append(value)
         elif type(value).__module__ == "numpy":
             if type(value).__name__ == "ndarray" and value.nbytes <= SMALL_BYTES and self._is_new(value):
-                self.met_array(value, name)
+                self.met(containers.Array(value, _always(name)))
         elif self._is_new(value) and self._is_object(value):
             if type(getattr(value, "__dict__", None)) is dict:
                 self._dict(value.__dict__, lambda key: f"{name}.{key}", depth)
-            if slots := Slots(value):
+            if slots := containers.Slots(value):
                 self._mapping(slots, lambda key: f"{name}.{key}", depth)
 
     def _dict(
@@ -224,7 +182,7 @@ class Walk(ABC):
     def _mapping(
         self, values: MutableMapping[Any, Any], name: Callable[[Any], str], depth: int, skipped: Collection[str] = ()
     ) -> None:
-        self.met_mapping(values, name, skipped)
+        self.met(containers.Mapping(values, name, skipped))
         self._items(values.items(), name, depth, skipped)
 
     def _items(
@@ -243,7 +201,7 @@ class Walk(ABC):
         members = [(name, member) for name, member in vars(kind).items() if isinstance(member, types.FunctionType)]
         for name, member in members:
             self._function(member, f"{kind.__name__}.{name}", 1)
-        self.met_class(kind)
+        self.met(containers.ClassAttributes(kind))
         for name, member in [*vars(kind).items()]:
             if not name.startswith("__") and not isinstance(member, types.FunctionType):
                 self.look_at(member, f"{kind.__name__}.{name}", 1)
@@ -266,13 +224,13 @@ class Walk(ABC):
     def _code(self, function: types.FunctionType, name: str, depth: int) -> None:
         for cell_name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if self._is_new(cell):
-                self.met_cell(cell, f"{cell_name} of {name}")
-                self.look_at(content_of(cell), f"{cell_name} of {name}", depth + 1)
+                self.met(containers.Cell(cell, _always(f"{cell_name} of {name}")))
+                self.look_at(containers.content_of(cell), f"{cell_name} of {name}", depth + 1)
         world = function.__globals__
         named = {key: world[key] for key in function.__code__.co_names if key in world}
         state = [key for key, value in named.items() if _is_state(value)]
         if state:
-            self.met_names(world, state)
+            self.met(containers.Names(world, state))
         for key, value in named.items():
             if isinstance(value, types.FunctionType) or key in state:
                 self.look_at(value, key, depth + 1)
@@ -280,7 +238,7 @@ class Walk(ABC):
             self.look_at(value, name, depth + 1)
 
     def _is_object(self, value: Any) -> bool:
-        """Whether attributes of a value may be state: an object of the user's."""
+        """Return whether attributes of a value may be state: an object of the user's."""
         # modes of torch see every operator, memlab's own runs too: what they count is no state of the model
         is_code = isinstance(value, (nn.Module, type, types.ModuleType, TorchDispatchMode, TorchFunctionMode))
         is_machinery = (
@@ -295,44 +253,8 @@ class Walk(ABC):
         return True
 
 
-class Slots(MutableMapping[str, Any]):
-    """Attributes of an object that its classes list in `__slots__`, as a mapping that writes through.
-
-    Args:
-        owner: the object.
-    """
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        # by descriptors, past a `__setattr__` that forbids to write
-        self._places = {
-            name: member
-            for kind in reversed(type(owner).__mro__)
-            if "__slots__" in vars(kind)
-            for name, member in vars(kind).items()
-            if isinstance(member, types.MemberDescriptorType)
-        }
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._places[name].__get__(self._owner)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._places[name].__set__(self._owner, value)
-
-    def __delitem__(self, name: str) -> None:
-        self._places[name].__delete__(self._owner)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._places if name in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __bool__(self) -> bool:
-        return bool(self._places)
+def _always(name: str) -> Callable[[Any], str]:
+    return lambda _key: name
 
 
 def keeps_state_in_modules(home: str) -> bool:
@@ -340,21 +262,8 @@ def keeps_state_in_modules(home: str) -> bool:
     return _is_of(home, LIBRARIES) and not _is_of(home, _MACHINERY)
 
 
-def content_of(cell: types.CellType) -> Any:
-    """Return what a cell holds; ABSENT before it holds anything."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return ABSENT
-
-
-def attributes_of_class(kind: type) -> dict[str, Any]:
-    """Return the attributes of a class that code may set: all but Python's own."""
-    return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
-
-
 def _is_state(value: Any) -> bool:
-    """Whether a global may be something a forward changes: no function, class or module."""
+    """Return whether a global may be something a forward changes: no function, class or module."""
     return not isinstance(value, _CODE)
 
 

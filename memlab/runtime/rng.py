@@ -8,24 +8,50 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 
-from memlab.runtime.aliases import RandomState
+
+def drawn_on(args: Iterable[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """Return the device whose generator a function of torch draws from when it is called with these arguments.
+
+    Example:
+        >>> drawn_on((torch.ones(2), 0.5), {})
+        device(type='cpu')
+        >>> drawn_on(((2, 3),), {"device": "cuda:1"})
+        device(type='cuda', index=1)
+    """
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    tensors = (leaf for leaf in tree_iter((tuple(args), dict(kwargs))) if isinstance(leaf, torch.Tensor))
+    tensor = next(tensors, None)
+    return torch.get_default_device() if tensor is None else tensor.device
+
+
+class RandomState:
+    """State of torch's generators: that of the CPU, and that of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.get_rng_state()
+        self._device = device if device.type == "cuda" else None
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def equals(self, other: RandomState) -> bool:
+        """Return whether no random number was drawn between this state and another."""
+        same_cuda = self._cuda is None or (other._cuda is not None and torch.equal(self._cuda, other._cuda))
+        return torch.equal(self._cpu, other._cpu) and same_cuda
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None and self._device is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 class Randomness:
-    """States at a moment.
-
-    Args:
-        device: on which the model is run.
-        generators: of its own, see `is_generator`.
-
-    Attributes:
-        torch: states of torch's generators, that of the device and that of the CPU.
-    """
+    """States at a moment."""
 
     def __init__(self, device: torch.device, generators: Iterable[Any] = ()) -> None:
         self._device = device
@@ -41,18 +67,19 @@ class Randomness:
         """Return the states of the same generators now."""
         return Randomness(self._device, self._generators)
 
+    def equals(self, other: Randomness) -> bool:
+        """Return whether no random number was drawn between these states and others."""
+        return self.torch.equals(other.torch) and not self._host_differs_from(other)
+
     def host_differs(self) -> bool:
         """Return whether a generator of Python or NumPy has been drawn from since."""
-        return any(
-            _differs(one, other) for (one, _), (other, _) in zip(self._host, self.taken_again()._host, strict=False)
-        )
+        return self._host_differs_from(self.taken_again())
+
+    def _host_differs_from(self, other: Randomness) -> bool:
+        return any(_differs(one, now) for (one, _), (now, _) in zip(self._host, other._host, strict=False))
 
     def restore(self, *, host: bool = True) -> None:
-        """Put them back.
-
-        Args:
-            host: those of Python and NumPy as well.
-        """
+        """Put them back."""
         self.torch.restore()
         for generator, state in self._own:
             generator.set_state(state)

@@ -9,13 +9,18 @@ Rules:
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from memlab.runtime.callers import is_own_code
+from memlab.runtime.interrupts import uninterrupted
 
 if TYPE_CHECKING:  # techniques import this module
     from memlab.techniques.base import State, Technique
@@ -29,6 +34,91 @@ Exchanged = Callable[[], None]
 SMALL_ELEMENTS = 1024  # below this a copy costs a kernel launch and no memory
 
 
+class PackedState(dict[str, Any]):
+    """State of one parameter under other names than its optimizer's, which answers to those names too.
+
+    Who asks for one of them, writes it, or goes through `items`, `values` or `keys`, has all of the state put back in the user's own
+    form, in this very dict; before the next update it is packed again (`pack_again`). memlab itself finds what is kept there.
+
+    Args:
+        resident: what is kept.
+        names: those of the user's own form.
+        own_form: brings what is kept into that form; None while an update is under way.
+        why: in words, where a name is gone.
+
+    Attributes:
+        closed: the state as it was kept, once it has been put back.
+
+    Example:
+        >>> state = PackedState({"half": 2.0}, frozenset({"whole"}), lambda state: {"whole": 2 * state["half"]}, "")
+        >>> list(state), "whole" in state
+        (['half'], True)
+        >>> state["whole"] += 1
+        >>> state
+        {'whole': 5.0}
+    """
+
+    __slots__ = ("_names", "_own_form", "_why", "closed")
+
+    def __init__(
+        self, resident: State, names: frozenset[str], own_form: Callable[[State], State | None], why: str
+    ) -> None:
+        super().__init__(resident)
+        self._names, self._own_form, self._why = names, own_form, why
+        self.closed: PackedState | None = None
+
+    def __contains__(self, name: object) -> bool:
+        return (self.closed is None and name in self._names) or super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        self._give_back(name)
+        return super().__getitem__(name)
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"{name}: not kept {self._why}; `%memfit undo` brings the optimizer's own state back")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._give_back(name)
+        return super().get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._give_back(name)
+        super().__setitem__(name, value)
+
+    def items(self) -> Any:
+        self._show(sys._getframe(1))
+        return super().items()
+
+    def values(self) -> Any:
+        self._show(sys._getframe(1))
+        return super().values()
+
+    def keys(self) -> Any:
+        self._show(sys._getframe(1))
+        return super().keys()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ((self._own_form(dict(self)) if self.closed is None else None) or dict(self),)
+
+    def around(self, resident: State) -> PackedState:
+        """The same, of what a layer above makes of it."""
+        return PackedState(resident, self._names, self._own_form, self._why)
+
+    def _show(self, frame: FrameType) -> None:
+        if self._names and not is_own_code(frame):
+            self._give_back(next(iter(self._names)))
+
+    def _give_back(self, name: object) -> None:
+        if self.closed is not None or name not in self._names:
+            return
+        own = self._own_form(dict(self))
+        if own is not None:
+            with uninterrupted():
+                self.closed = self.around(dict(self))
+                self.clear()
+                self.update(own)
+
+
 def at_home(techniques: Sequence[Technique], parameters: Sequence[Parameter], *, updates: bool) -> ExitStack:
     """Context in which parameters are on the device they are used on, whatever techniques keep them elsewhere."""
     with ExitStack() as visiting:
@@ -40,7 +130,9 @@ def at_home(techniques: Sequence[Technique], parameters: Sequence[Parameter], *,
 def packed(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[Technique]) -> State:
     """State of one parameter, put through layers from the bottom up."""
     for technique in layers:
-        state = technique.pack_state(optimizer, parameter, state)
+        below, state = state, technique.pack_state(optimizer, parameter, state)
+        if isinstance(below, PackedState) and not isinstance(state, PackedState):
+            state = below.around(state)
     return state
 
 
@@ -49,6 +141,30 @@ def unpacked(optimizer: Optimizer, parameter: Parameter, state: State, layers: S
     for technique in reversed(layers):
         state = technique.unpack_state(optimizer, parameter, state)
     return state
+
+
+def canonical(optimizer: Optimizer, parameter: Parameter, state: State, techniques: Sequence[Technique]) -> State:
+    """State of one parameter in the user's own form; nothing live is touched."""
+    layers = [technique for technique in techniques if technique.changes_state]
+    with torch.no_grad(), at_home(techniques, [parameter], updates=False):
+        return unpacked(optimizer, parameter, state, layers)
+
+
+def pack_again(optimizer: Optimizer, parameter: Parameter, techniques: Sequence[Technique]) -> None:
+    """Pack state that the loop has asked for: what it only read becomes, bit for bit, what was kept."""
+    state = optimizer.state.get(parameter)
+    if not isinstance(state, PackedState) or state.closed is None:
+        return
+    layers = [technique for technique in techniques if technique.changes_state]
+    now, before = dict(state), unpacked(optimizer, parameter, dict(state.closed), layers)
+    is_read = now.keys() == before.keys() and all(_same(now[name], value) for name, value in before.items())
+    set_state(optimizer, parameter, state.closed if is_read else packed(optimizer, parameter, now, layers))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return bool(one is other or one == other)
+    return one.dtype is other.dtype and one.device == other.device and torch.equal(one, other)
 
 
 def apply_layer(
@@ -87,7 +203,7 @@ def remove_layer(
 def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
     """Pack state that was just loaded in the user's own format (a load_state_dict post-hook)."""
     layers = [technique for technique in techniques if technique.changes_state]
-    for parameter, state in _held(optimizer):
+    for parameter, state in held_states(optimizer):
         with at_home(techniques, [parameter], updates=False):
             set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
 
@@ -99,11 +215,6 @@ def canonical_state_dict(
 
     State that a layer changed is made one parameter at a time and, when the parameter is on an
     accelerator, kept in host memory: a checkpoint must not need the memory the layers save.
-
-    Args:
-        optimizer: whose `state_dict` was asked for.
-        state_dict: what torch made of the resident state.
-        techniques: those in force, in the order in which state was packed.
     """
     if not any(technique.changes_state for technique in techniques):
         return state_dict
@@ -138,16 +249,21 @@ class _StateOfCopies:
         return state
 
 
-def keep_own_form_in_copies(
+def show_own_form(optimizer: Optimizer, techniques: Callable[[], Sequence[Technique]], undo: ExitStack) -> None:
+    """Save, load, copy and pickle an optimizer's state in the user's own form, until undone."""
+    undo.callback(
+        optimizer.register_state_dict_post_hook(
+            lambda saved, state_dict: canonical_state_dict(saved, state_dict, techniques())
+        ).remove
+    )
+    undo.callback(optimizer.register_load_state_dict_post_hook(lambda loaded: pack_loaded(loaded, techniques())).remove)
+    _keep_own_form_in_copies(optimizer, lambda copied, state: canonical_copy(copied, state, techniques()), undo)
+
+
+def _keep_own_form_in_copies(
     optimizer: Optimizer, form: Callable[[Optimizer, dict[str, Any]], dict[str, Any]], undo: ExitStack
 ) -> None:
-    """Give copies and pickles of an optimizer the state that it would have without memlab, until undone.
-
-    Args:
-        optimizer: the optimizer.
-        form: `canonical_copy` under the techniques in force.
-        undo: where it is taken back.
-    """
+    """Give copies and pickles of an optimizer the state that it would have without memlab, until undone."""
     own = vars(optimizer)
     made = own.get("__getstate__")
     if not isinstance(made, _StateOfCopies):
@@ -163,13 +279,7 @@ def keep_own_form_in_copies(
 
 
 def canonical_copy(optimizer: Optimizer, copied: dict[str, Any], techniques: Sequence[Technique]) -> dict[str, Any]:
-    """What a copy or a pickle of an optimizer holds, in the user's own format; live state is not touched.
-
-    Args:
-        optimizer: which is copied.
-        copied: its attributes, as its class gives them.
-        techniques: those in force, in the order in which state was packed.
-    """
+    """Return what a copy or a pickle of an optimizer holds, in the user's own format; live state is not touched."""
     resident = copied.get("state")
     if not isinstance(resident, dict) or not any(technique.changes_state for technique in techniques):
         return copied
@@ -190,16 +300,12 @@ def _canonical_entries(
 
     For `parameter_of` a key stands for a parameter, or, as None, for something else that an optimizer keeps there.
     """
-    layers = [technique for technique in techniques if technique.changes_state]
     for key, entry in entries.items():
         parameter = parameter_of(key)
         if parameter is None or not isinstance(entry, dict) or not entry:
             yield key, entry
-            continue
-        with at_home(techniques, [parameter], updates=False):
-            canonical = unpacked(optimizer, parameter, entry, layers)
-        if canonical:
-            yield key, canonical
+        elif own := canonical(optimizer, parameter, entry, techniques):
+            yield key, own
 
 
 def _on_host(entry: Any, live: Any) -> Any:
@@ -221,7 +327,7 @@ def _exchange(
     exchanged: Exchanged | None,
     in_force: Sequence[Technique],
 ) -> None:
-    held = _held(optimizer)
+    held = held_states(optimizer)
     before = held if exchanged is None else []
     try:
         for parameter, _ in held:
@@ -242,7 +348,7 @@ def _exchange_one(optimizer: Optimizer, parameter: Parameter, there: _Mapping, a
         set_state(optimizer, parameter, packed(optimizer, parameter, changed, above) if changed else changed)
 
 
-def _held(optimizer: Optimizer) -> list[tuple[Any, State]]:
+def held_states(optimizer: Optimizer) -> list[tuple[Any, State]]:
     """Parameters that have state, plain tensors too; optimizers may keep other things in the same dict."""
     items = optimizer.state.items()
     return [(key, state) for key, state in items if isinstance(key, torch.Tensor) and isinstance(state, dict) and state]

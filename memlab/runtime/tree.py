@@ -10,10 +10,12 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +64,7 @@ class Structure:
         return self.build(children), leaves
 
     def names(self) -> list[str]:
-        """Of each leaf, how one writes its way down from the value.
+        """Return for each leaf how one writes its way down from the value.
 
         Example:
             >>> flatten({"a": [1, 2]})[1].names()
@@ -90,12 +92,162 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def flatten(value: Any, is_leaf: Callable[[Any], bool] = lambda _value: False) -> tuple[list[Any], Structure]:
-    """Leaves of a value in order, and its structure.
+def own_attributes(value: Any) -> dict[str, Any]:
+    """Return attributes that somebody has hung on a tensor; what torch's compiler and subclasses of torch's and memlab's hang there is left out.
+
+    Example:
+        >>> tensor = torch.zeros(2)
+        >>> tensor.mask = None
+        >>> own_attributes(tensor)
+        {'mask': None}
+    """
+    kind = type(value)
+    is_plain = kind in (torch.Tensor, nn.Parameter) or not kind.__module__.startswith(("torch.", "memlab."))
+    if not (is_plain and isinstance(value, torch.Tensor)):
+        return {}
+    return {name: hung for name, hung in vars(value).items() if not name.startswith("_dynamo_")}
+
+
+def in_leaves(change: Callable[[Any], Any], value: Any, *, of_tensors: bool = True, depth: int = _DEPTH) -> Any:
+    """A value with other leaves; the value itself where none is another one, and so for each object within.
 
     Args:
-        value: anything.
-        is_leaf: whether something is not to be opened.
+        change: leaf to leaf.
+        value: whatever a model returns.
+        of_tensors: change what hangs on its tensors as well.
+        depth: how deep objects are opened.
+    """
+    parts = None if depth == 0 else _parts(value)
+    if parts is None:
+        made = change(value)
+        for name, hung in own_attributes(value).items() if of_tensors else ():
+            setattr(made, name, in_leaves(change, hung, of_tensors=False))
+        return made
+    _, children, build = parts
+    changed = [in_leaves(change, child, of_tensors=of_tensors, depth=depth - 1) for child in children]
+    return build(changed) if any(one is not other for one, other in zip(changed, children, strict=True)) else value
+
+
+class Lent:
+    """Arguments of a call with other leaves, within a `with` block. What the call does to its arguments is done to the caller's in the end.
+
+    Args:
+        change: leaf to leaf.
+        back: leaf to leaf, of what the call has put into its arguments.
+
+    Example:
+        >>> def double(leaf):
+        ...     return leaf.double() if isinstance(leaf, torch.Tensor) else leaf
+        >>> seen = [torch.ones(1)]
+        >>> with Lent(double, lambda leaf: leaf) as lent:
+        ...     lent.lend(seen).append(torch.zeros(1))
+        >>> [tensor.dtype for tensor in seen]
+        [torch.float32, torch.float32]
+    """
+
+    def __init__(self, change: Callable[[Any], Any], back: Callable[[Any], Any]) -> None:
+        self._change = change
+        self._back = back
+        self._containers: list[tuple[Any, Any, list[tuple[Any, Any]]]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int, dict[str, Any]]] = []
+        self._objects: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._give_back()
+        for value, own in self._objects:
+            for write, item in _places(value):
+                is_own = id(item) in own
+                was = own[id(item)][1] if is_own else in_leaves(self._back, item)
+                if was is not item:
+                    write(was)
+
+    def lend(self, value: Any) -> Any:
+        """Return what the call is given in place of a value."""
+        node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(value))
+        if isinstance(value, torch.Tensor):
+            return self._lend_tensor(value)
+        if node is not None and isinstance(value, (tuple, list, dict)):
+            children, context = node.flatten_fn(value)
+            changed = [self.lend(child) for child in children]
+            is_other = any(one is not other for one, other in zip(changed, children, strict=True))
+            made = node.unflatten_fn(changed, context) if is_other else value
+            if isinstance(value, (MutableMapping, MutableSequence)):
+                self._containers.append((value, made, list(zip(changed, children, strict=True))))
+            return made
+        if not torch.is_grad_enabled() and _is_opened(value):
+            # the object itself, which the caller may know by what the call leaves in it: a cache of keys and values; with
+            # gradients, parts that are computed again in the backward pass would find it given back
+            own: dict[int, tuple[Any, Any]] = {}
+            self._objects.append((value, own))
+            for write, item in _places(value):
+                made = self.lend(item)
+                own[id(made)] = made, item
+                if made is not item:
+                    write(made)
+            return value
+        return self._change(value)
+
+    def _lend_tensor(self, value: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self._change(value)
+        if type(made) is torch.Tensor and not made.is_inference():
+            for name, hung in own_attributes(value).items() if made is not value else ():
+                setattr(made, name, hung)
+            self._tensors.append((value, made, made._version, own_attributes(made)))
+        return made
+
+    def _give_back(self) -> None:
+        for tensor, made, version, before in self._tensors:
+            for name, hung in own_attributes(made).items():
+                if name not in before or before[name] is not hung:
+                    setattr(tensor, name, in_leaves(self._back, hung))
+            if made._version != version and made.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+                tensor.copy_(self._back(made))
+        for value, made, pairs in self._containers:
+            now = _items(made)
+            if len(now) == len(pairs) and all(one is other for (_, one), (other, _) in zip(now, pairs, strict=True)):
+                continue
+            own = {id(one): other for one, other in pairs}
+            items = [(k, own[id(v)] if id(v) in own else in_leaves(self._back, v)) for k, v in now]
+            value.clear()
+            value.update(items) if isinstance(value, MutableMapping) else value.extend(item for _, item in items)
+
+
+def _is_opened(value: Any) -> bool:
+    """Return whether a value is an object that holds tensors, other than a module or code."""
+    return (
+        not isinstance(value, (str, bytes, type, nn.Module, ModuleType))
+        and not callable(value)
+        and holds_tensors(value)
+    )
+
+
+def _places(value: Any, depth: int = _DEPTH) -> list[tuple[Callable[[Any], None], Any]]:
+    """Where an object holds tensors and tuples, in objects, lists and dicts within as well: how to write there, and what is there."""
+    found: list[tuple[Callable[[Any], None], Any]] = []
+    places = [
+        *((partial(operator.setitem, value, key), item) for key, item in _items(value)),
+        *((partial(object.__setattr__, value, name), item) for name, item in _attributes(value)),
+    ]
+    for write, item in places:
+        if isinstance(item, (torch.Tensor, tuple)):
+            found.append((write, item))
+        elif depth > 1 and _is_opened(item):
+            found += _places(item, depth - 1)
+    return found
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    if isinstance(container, MutableMapping):
+        return list(container.items())
+    return list(enumerate(container)) if isinstance(container, MutableSequence) else []
+
+
+def flatten(value: Any, is_leaf: Callable[[Any], bool] = lambda _value: False) -> tuple[list[Any], Structure]:
+    """Leaves of a value in order, and its structure.
 
     Example:
         >>> leaves, structure = flatten({"x": (1, [2])})
@@ -172,7 +324,7 @@ def _parts(value: Any) -> _Parts | None:
     if node is not None:
         children, context = node.flatten_fn(value)
         return _keys(value, len(children)), list(children), lambda items: node.unflatten_fn(items, context)
-    if isinstance(value, (str, bytes, type, nn.Module, ModuleType)) or callable(value) or not holds_tensors(value):
+    if not _is_opened(value):
         return None
     if isinstance(value, tuple):
         return _keys(value, len(value)), list(value), lambda items: tuple.__new__(type(value), items)

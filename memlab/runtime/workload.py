@@ -9,12 +9,13 @@ from __future__ import annotations
 import ast
 import copy
 import gc
+import inspect
 import re
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import compress, islice
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
@@ -107,11 +108,7 @@ def _is_token_matrix(value: Any) -> bool:
 
 
 class SeveralModelsError(WorkloadError):
-    """Several models may be the one that is meant.
-
-    Args:
-        models: those, by the name they are reached by.
-    """
+    """Several models may be the one that is meant."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self.models = dict(models)
@@ -276,11 +273,7 @@ class Workload:
 
 
 def name_of(model: nn.Module, namespace: Mapping[str, Any]) -> str:
-    """What a model is called where there are several: the shortest way to it from a variable, or its class.
-
-    Args:
-        model: the model.
-        namespace: variables by name.
+    """Return the name of a model where there are several: the shortest way to it from a variable, or its class.
 
     Example:
         >>> nets = {"actor": nn.Linear(2, 2)}
@@ -296,11 +289,6 @@ def name_of(model: nn.Module, namespace: Mapping[str, Any]) -> str:
 
 def find_model(namespace: Mapping[str, Any], cell: str, name: str | None = None) -> nn.Module | None:
     """Find the model whose calls a cell makes, trainable or not.
-
-    Args:
-        namespace: the notebook's variables.
-        cell: source of the cell, as Python.
-        name: of the variable to use, where the cell names several.
 
     Returns:
         The model that the cell names, itself or through what holds one as `model` (a pipeline, a Trainer); None when
@@ -378,6 +366,17 @@ def is_made(model: nn.Module) -> bool:
     return not any(nn.parameter.is_lazy(p) or p.device.type == "meta" for p in model.parameters())
 
 
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's step evaluates the loss itself, as often as it needs it (LBFGS)."""
+    return _requires_closure(type(optimizer).step)
+
+
+@lru_cache(maxsize=16)  # it is asked in every measured step
+def _requires_closure(step: Callable[..., Any]) -> bool:
+    parameter = inspect.signature(step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
 def steps_some_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Return whether an optimizer updates at least one parameter of a model."""
     return not _stepped_by(optimizer).isdisjoint(id(p) for p in model.parameters())
@@ -430,10 +429,6 @@ def names_in(cell: str) -> tuple[list[str], set[str]]:
 def names_read_by(names: Sequence[str], live: Mapping[str, Any]) -> list[str]:
     """Variables that functions read, and the functions they call, and so on.
 
-    Args:
-        names: variables, of which the functions count.
-        live: variables by name.
-
     Returns:
         The names that are read there, in order, without those given.
 
@@ -474,13 +469,7 @@ def _given(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def is_trained_by(workload: Workload, namespace: Mapping[str, Any], cell: str) -> bool:
-    """Return whether a cell trains this workload for certain: it uses an optimizer of the model, or makes nothing itself.
-
-    Args:
-        workload: as `Workload.find` gave it.
-        namespace: variables by name.
-        cell: source about to run.
-    """
+    """Return whether a cell trains this workload for certain: it uses an optimizer of the model, or makes nothing itself."""
     live = _visible(namespace)
     used, assigned = names_in(cell)
     named = [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
@@ -490,10 +479,6 @@ def is_trained_by(workload: Workload, namespace: Mapping[str, Any], cell: str) -
 
 def stale_optimizers(namespace: Mapping[str, Any], cell: str) -> list[str]:
     """Return what to say about optimizers whose model was made again: the cell uses both, and the one updates nothing of the other.
-
-    Args:
-        namespace: variables by name.
-        cell: source about to run.
 
     Returns:
         A line for each; none where parameters are variables of their own, as in the optimization of an image.
@@ -513,8 +498,7 @@ def stale_optimizers(namespace: Mapping[str, Any], cell: str) -> list[str]:
     waiting = [way for way, model in models.items() if not any(steps_some_of(o, model) for o in optimizers.values())]
     if not waiting:
         return []
-    held = {id(p) for name in live for _, m in _held(name, live[name], nn.Module) for p in m.parameters()}
-    held |= {id(p) for name in live for _, p in _held(name, live[name], torch.Tensor)}
+    held = _tensors_held(live)
     lines = []
     for name, optimizer in optimizers.items():
         if held.isdisjoint(_stepped_by(optimizer)):
@@ -522,6 +506,47 @@ def stale_optimizers(namespace: Mapping[str, Any], cell: str) -> list[str]:
             again = f"make it again: {name} = {kind}({waiting[0]}.parameters(), ...)"
             lines.append(f"`{name}` updates none of `{waiting[0]}`'s parameters; {again}")
     return lines
+
+
+def stale_in_step(
+    optimizer: torch.optim.Optimizer, model: nn.Module, name: str, namespace: Mapping[str, Any]
+) -> str | None:
+    """Return what to say of an optimizer that steps beside a model, where it was made before some of that: None for nothing.
+
+    Some of the model then has gradients and no optimizer, and some of what the optimizer updates has no gradient and is in no
+    variable any more.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model[1] = nn.Linear(2, 1)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> print(stale_in_step(optimizer, model, "Sequential", {"model": model}))
+        the SGD that steps was made before 1.weight and 1 more of Sequential, which it does not update; make it again
+    """
+    own = {id(p) for p in model.parameters()}
+    parameters = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    without = {id(p) for p in parameters if p.grad is None and id(p) not in own}
+    if not without:
+        return None
+    # all that lives is looked through, which takes longer than a short cell may
+    updated = {key for each in live_optimizers() for key in _stepped_by(each)}
+    left_out = [way for way, p in model.named_parameters() if p.grad is not None and id(p) not in updated]
+    if not left_out or without <= _tensors_held(_visible(namespace)):
+        return None
+    kind = type(unwrap_optimizer(optimizer)).__name__
+    if not steps_some_of(optimizer, model):
+        return f"the {kind} that steps updates none of {name}'s parameters; make it again"
+    more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+    return (
+        f"the {kind} that steps was made before {left_out[0]}{more} of {name}, which it does not update; make it again"
+    )
+
+
+def _tensors_held(live: Mapping[str, Any]) -> set[int]:
+    """Identities of the tensors that variables hold, and of the parameters of their modules."""
+    held = {id(p) for name in live for _, m in _held(name, live[name], nn.Module) for p in m.parameters()}
+    return held | {id(p) for name in live for _, p in _held(name, live[name], torch.Tensor)}
 
 
 def _visible(namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -616,7 +641,7 @@ def _trainable(live: Mapping[str, Any], names: Iterable[str]) -> dict[str, nn.Mo
 def _stepped(
     models: Mapping[str, nn.Module], live: Mapping[str, Any], used: list[str], assigned: set[str]
 ) -> dict[str, nn.Module]:
-    """Of several models, those whose parameters an optimizer holds that the cell uses; else that any holds; else all."""
+    """Return those of several models whose parameters an optimizer holds that the cell uses; else that any holds; else all."""
     named = [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
     for optimizers in (_optimizers_held(live, named), live_optimizers()):
         stepped = {name: m for name, m in models.items() if any(steps_some_of(each, m) for each in optimizers)}

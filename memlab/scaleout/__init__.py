@@ -8,7 +8,7 @@ Rules of a handover:
    over the same batches; at the model call it takes its own rows (`rows`), and gets back the outputs of all. So
    loops need no sampler of their own, and every rank sees the same loss.
 3. An engine (`engines`) is put on at the two hooks, as a technique is.
-4. State comes home into the live objects when every rank has ended well; until then nothing of theirs is touched.
+4. State comes back into the live objects when every rank has ended well; until then nothing of theirs is touched.
 
 This package itself imports nothing: what it needs of torch is slow to import, and most sessions never scale out.
 """

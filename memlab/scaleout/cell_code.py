@@ -1,4 +1,4 @@
-"""`CellCode`: the text of a cell with the variables it uses, to be run elsewhere, and what of them comes home."""
+"""`CellCode`: the text of a cell with the variables it uses, to be run elsewhere, and what of them comes back."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _assigned_in(tree: ast.AST) -> set[str]:
 
 
 def _why_not(value: Any) -> str:
-    """Why a value stays behind; empty where it can come home."""
+    """Return why a value stays in the other process; empty where it can come back."""
     if isinstance(value, (nn.Module, torch.optim.Optimizer)):
         return "models and optimizers other than those that were sent stay on the ranks"
     try:

@@ -32,32 +32,16 @@ from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Workload
 from memlab.scaleout import one_rank
+from memlab.scaleout.one_rank import Resized, tell_resizes
 from memlab.scaleout.replica import Replica, refuse_hooks
-from memlab.scaleout.resizes import Resized, tell_resizes
 from memlab.session.in_force import InForce
 from memlab.techniques.scale import LiveEngine
 
 Optimizer = torch.optim.Optimizer
 
 
-def live_engine(plan: Plan, workload: Workload) -> LiveEngine:
-    """The engine of a plan."""
-    if plan.scale is ScaleOut.FSDP2:
-        from memlab.scaleout.engines.fsdp2 import LiveFsdp2
-
-        return LiveFsdp2(plan, workload)
-    from memlab.scaleout.engines.live_zero import LiveZero
-
-    return LiveZero(plan, workload)
-
-
 class InKernel(LiveEngine):
-    """Base of the engines in this process.
-
-    Args:
-        plan: the engine and what it offloads; checkpointing and precision apply to its model.
-        workload: the live objects.
-    """
+    """Base of the engines in this process."""
 
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self.plan = plan

@@ -1,4 +1,4 @@
-"""`launch`: train in many processes from where the live objects are, and take everything home into them."""
+"""`launch`: train in many processes from where the live objects are, and bring everything back into them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, serialization, tensors
 from memlab.scaleout.engines import tp
 from memlab.scaleout.engines.deepspeed_engine import check_optimizers
-from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, Listener, RunStatus, failure, hung
-from memlab.scaleout.results import read_results, restore_results
+from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, MessageReader, RunStatus, failure, hung
+from memlab.scaleout.results import random_states, read_results, restore_results
 from memlab.scaleout.worker import DISK, JOB, PACKED, RESULTS, SENT, VALUES, RankJob
 from memlab.session import session_of
-from memlab.session.snapshot import random_states
 from memlab.units import format_bytes
 
 _LISTEN_SECONDS = 0.1
@@ -43,13 +42,13 @@ _NO_STEP = "no optimizer step ended on the ranks, so nothing was measured"
 
 @dataclass(frozen=True)
 class Launched:
-    """A run in many processes that has come home.
+    """A run in many processes whose results are back.
 
     Args:
         value: what the function returned on rank 0.
         comparison: memory and speed of each rank; None where no optimizer step ended.
         steps: the steps, as rank 0 saw them; losses are those of whole batches.
-        seconds: seconds spent on sending, starting, training and coming home, by name.
+        seconds: seconds spent on sending, starting, training and returning, by name.
     """
 
     value: Any
@@ -139,7 +138,7 @@ def launch(
         with _timed(seconds, "there"):
             status = _run(folder, nproc, hang_seconds, say or sys.stdout.write, progress)
         comparison = _comparison(folder, nproc, workload, scale)
-        with _timed(seconds, "home"):
+        with _timed(seconds, "back"):
             results = read_results(folder / VALUES)
             restore_results(folder / RESULTS, results, workload)
     return Launched(results.value, comparison, tuple(status.steps), seconds)
@@ -147,7 +146,7 @@ def launch(
 
 @contextmanager
 def _folder(workload: Workload, scale: Scale) -> Iterator[Path]:
-    """A folder for one job, with room for what goes out, what comes home and what is offloaded to it."""
+    """A folder for one job, with room for what goes out, what comes back and what is offloaded to it."""
     folder = Path(tempfile.mkdtemp(prefix="memlab-"))
     try:
         size_bytes = 2 * sum(tensor.nbytes for tensor in tensors.all_of(workload).values())
@@ -212,7 +211,7 @@ def _run(
     folder: Path, nproc: int, hang_seconds: float, say: Callable[[str], Any], progress: Callable[[str], None]
 ) -> RunStatus:
     """Start the ranks and listen to them until all are done, or one has failed; none is left running."""
-    status, listener, log = RunStatus(), Listener(folder, nproc), folder / "log"
+    status, listener, log = RunStatus(), MessageReader(folder, nproc), folder / "log"
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         ranks.extend(_started(folder, rank, nproc, log) for rank in range(nproc))
@@ -258,7 +257,7 @@ def _environment(nproc: int) -> dict[str, str]:
 
 
 def _listen(
-    listener: Listener, status: RunStatus, nproc: int, say: Callable[[str], Any], progress: Callable[[str], None]
+    listener: MessageReader, status: RunStatus, nproc: int, say: Callable[[str], Any], progress: Callable[[str], None]
 ) -> None:
     for message in listener.news():
         status.last = time.monotonic()

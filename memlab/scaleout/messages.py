@@ -41,7 +41,7 @@ class Sender:
         self._file.flush()
 
 
-class Listener:
+class MessageReader:
     """Reads what all ranks have said since it was last asked."""
 
     def __init__(self, folder: Path, ranks: int) -> None:

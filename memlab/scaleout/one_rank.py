@@ -1,7 +1,7 @@
-"""A process group of one rank, for engines that train in this process.
+"""Changes that engines need in their process: a group of one rank, nothing that a library sets for good, and word of resized storages.
 
-It has no port and no file; it is there while an engine holds it. A group of one rank that the user has made is used
-as it is.
+The group has no port and no file; it is there while an engine of this process holds it. A group of one rank that the user has
+made is used as it is.
 """
 
 from __future__ import annotations
@@ -95,3 +95,30 @@ def _restore(kind: type, attributes: dict[str, Any]) -> None:
             delattr(kind, name)
         elif attributes[name] is not value:
             setattr(kind, name, attributes[name])
+
+
+Resized = Callable[[torch.UntypedStorage], None]
+# one engine may begin before another has ended, so there is one stand-in for all
+_resize = torch.UntypedStorage.resize_
+_listeners: list[Resized] = []
+
+
+def tell_resizes(resized: Resized, undo: ExitStack) -> None:
+    """Have something told of every storage that is resized from Python, which no operator shows."""
+    if not _listeners:
+        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
+    _listeners.append(resized)
+    undo.callback(_stop, resized)
+
+
+def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    result = _resize(storage, size)
+    for resized in _listeners:
+        resized(storage)
+    return result
+
+
+def _stop(resized: Resized) -> None:
+    _listeners.remove(resized)
+    if not _listeners:
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

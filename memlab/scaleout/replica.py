@@ -27,9 +27,6 @@ _CONTAINERS = (list, tuple, dict, set)
 class Replica:
     """A model and its second.
 
-    Attributes:
-        model: the second one.
-
     Raises:
         RefusalError: a module that has no second (scripted, compiled, with a function in place of its forward).
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.workload import Workload
 from memlab.scaleout import serialization, tensors
 from memlab.scaleout.engines.base import Engine
-from memlab.session.snapshot import random_states, restore_random_states
 
 Optimizer = torch.optim.Optimizer
 
@@ -34,7 +35,7 @@ class Results:
 
 
 def write_results(path: Path, workload: Workload, engine: Engine, value: Any) -> None:
-    """Write what comes home beside tensors, as the rank has it."""
+    """Write what comes back beside tensors, as the rank has it."""
     names = tensors.names_of(workload.model)
     plain = [
         {
@@ -60,14 +61,16 @@ def write_results(path: Path, workload: Workload, engine: Engine, value: Any) ->
 
 
 def read_results(path: Path) -> Results:
-    """What `write_results` has written."""
+    """Return what `write_results` has written."""
     results: Results = serialization.unpack(path.read_bytes(), serialization.Apart.placeholder)[_NAME]
     return results
 
 
 def restore_results(folder: Path, results: Results, workload: Workload) -> None:
-    """Write what came home into the live objects, which stay the same objects."""
-    arrived = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in tensors.stored(folder).items()}
+    """Write what came back into the live objects, which stay the same objects."""
+    arrived = {
+        key: torch.empty(size, dtype=dtype, device="cpu") for key, (size, dtype) in tensors.stored(folder).items()
+    }
     tensors.fill(arrived, folder)
     # nothing that could fail comes after this line: all is read and checked
     with uninterrupted(), torch.no_grad():
@@ -109,3 +112,19 @@ def _write_entries(state: dict[str, Any], entries: dict[str, Any], parameter: to
             state[entry] = value.to(parameter.device) if value.dim() else value
         else:
             state[entry] = value
+
+
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """The random states a loop may draw from, as values that can be sent: torch's, Python's and NumPy's."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()  # noqa: NPY002 - the loop's own
+
+
+def restore_random_states(states: tuple[Any, ...], device: torch.device) -> None:
+    """Put back what `random_states` gave."""
+    cpu, cuda, python, numpy_state = states
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+    random.setstate(python)
+    np.random.set_state(numpy_state)  # noqa: NPY002

@@ -22,14 +22,13 @@ import torch
 import torch.distributed as dist
 
 from memlab.errors import RefusalError
-from memlab.runtime.aliases import RandomState
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.modules import without_cache
+from memlab.runtime.rng import RandomState
 from memlab.scaleout.engines.base import Engine
-from memlab.scaleout.engines.micro import Share
 from memlab.techniques.accumulation.merge import Join
 from memlab.techniques.accumulation.probe import Probe
-from memlab.techniques.accumulation.split import Call, Outputs, row_ranges
+from memlab.techniques.accumulation.split import Call, Division, Outputs, row_ranges
 from memlab.techniques.base import ModelCall
 
 
@@ -72,7 +71,7 @@ class Rows:
         weights = {i: _shares_of(every) for i, every in self._probe.weights(whole, layout, parts).items()}
         joins = self._probe.joins(whole)
         own = slice(self._rank * each, (self._rank + 1) * each)
-        share = Share(parts[own], layout, {i: every[own] for i, every in weights.items()}, joins)
+        share = Division(parts[own], layout, {i: every[own] for i, every in weights.items()}, joins)
         with self._own_randomness():
             outputs, loss_weights = self._run(share)
         rows = sum(layout.rows_in(part) for part in parts[own])
@@ -97,7 +96,7 @@ class Rows:
         self._split_before = True
         return min(self._accumulation, rows // self._ranks)
 
-    def _run(self, share: Share) -> tuple[Outputs, dict[int, float]]:
+    def _run(self, share: Division) -> tuple[Outputs, dict[int, float]]:
         """Outputs for the rank's rows, and what each scalar among them weighs in the sum over ranks."""
         if len(share.micro_batches) > 1:
             # scalars come weighted

@@ -43,10 +43,6 @@ class Apart:
 def pack(what: Mapping[str, Any], apart: Mapping[str, torch.Tensor]) -> bytes:
     """Pickle objects.
 
-    Args:
-        what: objects by name; what they share stays shared.
-        apart: tensors that travel apart, by key.
-
     Raises:
         ScaleError: something cannot be pickled, with its name.
         MissingExtraError: cloudpickle is missing.

@@ -36,12 +36,10 @@ from memlab.scaleout import serialization
 from memlab.scaleout.engines import engine_for
 from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, Sender
-from memlab.scaleout.one_rank import backends_for
-from memlab.scaleout.resizes import tell_resizes
-from memlab.scaleout.results import write_results
+from memlab.scaleout.one_rank import backends_for, tell_resizes
+from memlab.scaleout.results import restore_random_states, write_results
 from memlab.scaleout.rows import Rows
 from memlab.session.in_force import InForce
-from memlab.session.snapshot import restore_random_states
 from memlab.techniques.base import ModelCall
 
 JOB, PACKED, SENT, RESULTS, VALUES, DISK = "job.json", "packed.pkl", "sent", "results", "values.pkl", "offloaded"
@@ -200,7 +198,7 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
         measured = watched.measurement(f"rank {rank}")
     if measured is not None:
         (folder / f"rank{rank}.json").write_text(RunRecord(Comparison(job.name, (measured,))).to_json())
-    techniques.change(Plan())  # moments go home as they came
+    techniques.change(Plan())  # moments go back as they came
     engine.save(folder / RESULTS)
     if rank == 0:
         write_results(folder / VALUES, workload, engine, value)
@@ -233,11 +231,7 @@ Clip = Callable[[Iterable[nn.Parameter], float], torch.Tensor | None]
 
 
 class Clipping:
-    """Takes the place of torch's function in a rank's process, before the loop's modules are read.
-
-    Attributes:
-        engine_clips: the engine's way, once there is one.
-    """
+    """Takes the place of torch's function in a rank's process, before the loop's modules are read."""
 
     def __init__(self) -> None:
         self.engine_clips: Clip = lambda _parameters, _norm: None

@@ -1,9 +1,7 @@
 """Running plans to learn what they give: the fastest one that fits a budget, and an ablation of techniques.
 
-- `corrections`: what trials teach about the errors of predictions
-- `deciding`: what is believed of every plan, and which one to run next
-- `trials`: running one, and running on until nothing is worth a trial
-- `finding`: `find_plan` and `choose_plan`
+- `deciding`: what is believed of every plan, what trials teach about the errors of predictions, and which plan to run next
+- `finding`: `find_plan` and `choose_plan`, and trials until nothing is worth one
 - `ablating`: `ablation`, which adds one setting after another
 """
 

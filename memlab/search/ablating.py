@@ -28,10 +28,10 @@ from memlab.plan.space import half_format
 from memlab.predicting.plan_predictor import PlanPredictor
 from memlab.predicting.plans import predicted_by
 from memlab.records import Measurement, Prediction
-from memlab.records.ablation import NO_GAIN, Ablation, AblationRow, added, helps, technique_words
+from memlab.records.ablation import Ablation, AblationRow, added, helps, technique_words
+from memlab.records.comparison import NO_GAIN
 from memlab.runtime.workload import Workload
-from memlab.search.finding import bytes_of, compute_capability_of, require_steps
-from memlab.search.trials import Run, Say, run_trial
+from memlab.search.finding import Run, Say, bytes_of, compute_capability_of, require_steps, run_trial
 from memlab.units import format_bytes
 
 Order = Literal["documented", "gain"]
@@ -171,9 +171,7 @@ class _Ablating:
                 raise
             is_interrupted = True
         events = (self._ending(is_interrupted=is_interrupted), self._predictions.problem)
-        return Ablation(
-            self._workload.describe(), tuple(self._rows), self._budget_bytes, self._order, tuple(filter(None, events))
-        )
+        return Ablation(self._workload.describe(), tuple(self._rows), self._budget_bytes, tuple(filter(None, events)))
 
     def _begin(self, say: Say) -> None:
         start = self._plan
@@ -192,7 +190,7 @@ class _Ablating:
         return self._left[0] if self._order == "documented" else max(self._left, key=self._worth)
 
     def _second_chance(self) -> Plan | None:
-        """Of the techniques that gave nothing, the one that is predicted to help most by now; each gets one more try."""
+        """Return, of the techniques that gave nothing, the one that is predicted to help most by now; each gets one more try."""
         tried = [row.technique for row in self._rows if not row.kept and not row.refused]
         once = [Plan.parse(technique) for technique in tried if tried.count(technique) == 1]
         best = max(once, key=self._worth, default=None)
@@ -247,7 +245,7 @@ class _Ablating:
         return self._budget_bytes is not None and last is not None and last.needed_bytes <= self._budget_bytes
 
     def _ending(self, *, is_interrupted: bool) -> str:
-        """Why the ablation is not longer, or that nothing on it fits; empty where there is nothing to say."""
+        """Return why the ablation is not longer, or that nothing in it fits; empty where there is nothing to say."""
         left = ", ".join(map(str, self._left))
         if is_interrupted:
             return f"interrupted; not tried: {left}" if left else "interrupted"

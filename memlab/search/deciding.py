@@ -6,14 +6,16 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
 
 from memlab.errors import BudgetError, MissingExtraError, RefusalError, WorkloadError
 from memlab.hardware.gpus import gpu_for
-from memlab.plan import Plan
+from memlab.plan import Offloaded, Plan
+from memlab.plan.fields import BY_NAME
 from memlab.plan.savings import usual_cost
 from memlab.records import Measurement, Prediction, fastest
 from memlab.records.comparison import FoundPlan
-from memlab.search.corrections import Corrections
 from memlab.units import format_bytes, format_seconds
 
 # standard deviations of log(measured / predicted) for time: of what all plans share (a wide one says nothing), and of
@@ -48,14 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Current estimate for a plan, in logarithms of seconds and bytes.
-
-    Args:
-        log_seconds: expected time.
-        deviation: standard deviation of it.
-        log_bytes: lowest, expected and highest peak.
-        likelihood: of fitting.
-    """
+    """Current estimate for a plan, in logarithms of seconds and bytes."""
 
     log_seconds: float
     deviation: float
@@ -184,10 +179,17 @@ class Search:
             return WorkloadError(f"no plan applies to {self._title}: {reason}")
         smallest = min(applicable, key=lambda candidate: self._estimate(candidate).log_bytes[1])
         needed_bytes = round(math.exp(self._estimate(smallest).log_bytes[1]))
+        budget, needed = format_bytes(self._budget_bytes), format_bytes(needed_bytes)
+        if needed_bytes <= self._budget_bytes:
+            return BudgetError(
+                f"nothing that was run fits into {budget} for {self._title}{self._ran_out()}; the smallest of "
+                f"{len(applicable)} plans, {smallest.plan.label}, needs about {needed} and was not run: allow more trials "
+                f"(find_plan(…, trials=N)), or apply it"
+            )
         return BudgetError(
-            f"nothing fits into {format_bytes(self._budget_bytes)} for {self._title}: the smallest of {len(applicable)} "
-            f"plans, {smallest.plan.label}, needs about {format_bytes(needed_bytes)}, "
-            f"{format_bytes(max(0, needed_bytes - self._budget_bytes))} too much{self._ran_out()}; "
+            f"nothing fits into {budget} for {self._title}: the smallest of {len(applicable)} "
+            f"plans, {smallest.plan.label}, needs about {needed}, "
+            f"{format_bytes(needed_bytes - self._budget_bytes)} too much{self._ran_out()}; "
             f"{gpu_for(needed_bytes)}, or make the batch smaller"
         )
 
@@ -213,7 +215,7 @@ class Search:
         return plan if plan is not None and estimates[plan].likelihood > 0 else None
 
     def _gain(self, candidate: Candidate, best_log_seconds: float) -> float:
-        """By how much running this plan is expected to lower the best logarithm of time."""
+        """Return by how much running this plan is expected to lower the best logarithm of time."""
         estimate = self._estimate(candidate)
         return estimate.likelihood * _expected_excess(best_log_seconds - estimate.log_seconds, estimate.deviation)
 
@@ -285,3 +287,81 @@ def _share_below(limit: float, low: float, high: float) -> float:
     if limit >= high - 1e-9:
         return 1.0
     return (limit - low) / (high - low) if limit > low else 0.0
+
+
+# what an error is the sum of: that of every plan (), of a field whose settings do the same by degrees, of one setting
+_Part = tuple[str, ...]
+
+
+class Corrections:
+    """Logarithms of measured over predicted, as the sum of one overall error and one of each setting.
+
+    Linear regression with normal priors, learnt one observation at a time.
+
+    Args:
+        overall: standard deviation of the error that all plans share.
+        setting: standard deviation of one setting's error.
+        has_doubts: whether it is larger for the settings of some fields (`PlanField.doubt`).
+
+    Example:
+        >>> errors = Corrections(overall=0.3, setting=0.1)
+        >>> errors.learn(Plan(), 0.2, noise=0.01)
+        >>> round(errors.expected(Plan.parse("--bf16"))[0], 2)
+        0.2
+    """
+
+    def __init__(self, overall: float, setting: float, *, has_doubts: bool = False) -> None:
+        self._overall, self._setting, self._has_doubts = overall, setting, has_doubts
+        self._mean: dict[_Part, float] = {}
+        self._covariance: dict[tuple[_Part, _Part], float] = {}
+
+    def expected(self, plan: Plan) -> tuple[float, float]:
+        """Mean and standard deviation of the error of a plan."""
+        parts = _parts(plan)
+        variance = sum(self._between(a, b) for a, b in product(parts, parts))
+        return sum(self._mean.get(part, 0.0) for part in parts), math.sqrt(max(0.0, variance))
+
+    def deviation_before(self, plan: Plan) -> float:
+        """Standard deviation of the error before anything was learnt."""
+        return math.sqrt(sum(self._prior(part) for part in _parts(plan)))
+
+    def learn(self, plan: Plan, error: float, noise: float) -> None:
+        """Take in the error of one plan."""
+        parts = _parts(plan)
+        known = {part for pair in self._covariance for part in pair} | set(parts)
+        towards = {part: sum(self._between(part, other) for other in parts) for part in known}
+        variance = sum(towards[part] for part in parts) + noise**2
+        surprise = error - sum(self._mean.get(part, 0.0) for part in parts)
+        for part in known:
+            self._mean[part] = self._mean.get(part, 0.0) + towards[part] * surprise / variance
+        self._covariance = {
+            (a, b): self._between(a, b) - towards[a] * towards[b] / variance for a, b in product(known, known)
+        }
+
+    def _between(self, a: _Part, b: _Part) -> float:
+        """Covariance of two parts; a part that was in no observation is still as its prior."""
+        found = self._covariance.get((a, b))
+        if found is not None:
+            return found
+        return self._prior(a) if a == b else 0.0
+
+    def _prior(self, part: _Part) -> float:
+        if not part:
+            return self._overall**2
+        spec = BY_NAME[part[0]]
+        return (self._setting * (spec.doubt if self._has_doubts else 1.0)) ** 2 / (2 if spec.is_graded else 1)
+
+
+def settings_of(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """The settings of a plan that differ from the default, by field; each thing offloaded is one of its own."""
+    settings = {name: (str(getattr(plan, name)),) for name in plan.changes() if name != "offload"}
+    offloaded = tuple(str(what) for what in Offloaded if plan.tier_of(what))
+    return settings | ({"offload": offloaded} if offloaded else {})
+
+
+@lru_cache(maxsize=4096)
+def _parts(plan: Plan) -> tuple[_Part, ...]:
+    """Return what the error of a plan is the sum of."""
+    settings = settings_of(plan)
+    single = [(name, value) for name, values in settings.items() for value in values]
+    return ((), *((name,) for name in settings if BY_NAME[name].is_graded), *single)

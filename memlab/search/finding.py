@@ -5,7 +5,7 @@ Rules of the search:
 1. What is predicted not to fit is not run. What may or may not fit is run only where it is expected to be
    faster than what fits for certain, weighted by how likely it fits: a failed trial is cheap, not free.
 2. Every trial teaches two things, the ratio of measured to predicted memory and that of time, and corrects with
-   them what is believed of every other plan (`corrections`).
+   them what is believed of every other plan (`Corrections`).
 3. Another plan is run only while the gain expected of it is worth a trial. The expectation counts in how little
    is known about settings that were not run yet: a plan predicted to be just slower than the best one may be
    faster. Where settings are mispredicted by up to 10 %, corrected predictions alone end at 97 % of the best speed
@@ -17,20 +17,25 @@ Rules of the search:
 
 from __future__ import annotations
 
+import gc
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+
 import torch
 
-from memlab.errors import PlanError, WorkloadError
+from memlab.errors import MissingExtraError, PlanError, RefusalError, WorkloadError
 from memlab.hardware.gpus import Gpu, gpu
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.runs import Workloads, each_of, rows_of, say_when_long
+from memlab.measuring.runs import Workloads, each_of, measure, row_of_failure, rows_of, say_when_long
 from memlab.plan import Plan
 from memlab.plan.space import half_format, plan_space
 from memlab.predicting import predict_all
-from memlab.records import Prediction
+from memlab.records import Measurement, Prediction
 from memlab.records.comparison import FoundPlan
 from memlab.runtime.workload import describe_all
 from memlab.search.deciding import Search
-from memlab.search.trials import Say, best_of_trials, run_trial
 from memlab.units import parse_bytes
 
 
@@ -38,7 +43,6 @@ def find_plan(
     workload: Workloads,
     budget: str = "8GiB",
     *,
-    device: Device | None = None,
     steps: int = 3,
     trials: int = 3,
     lossless: bool = False,
@@ -51,9 +55,8 @@ def find_plan(
 
     Args:
         workload: as for `measure`; several that train together get one plan, and run their steps in turn.
-        budget: size to fit into, such as "8GiB".
-        device: what to count memory on; by default the model's device, made to behave as one of this size, so that
-            a plan that does not fit really runs out of memory.
+        budget: size to fit into, such as "8GiB". The model's device behaves as one of this size, so that a plan that
+            does not fit really runs out of memory.
         steps: steps to time in each trial.
         trials: plans that fit to run at most; as many again, and one more, may run out of memory.
         lossless: consider exact techniques only, see `memlab.plan.space`.
@@ -79,14 +82,11 @@ def find_plan(
     say = progress or say_when_long("looking for a plan:")
     predictions = predict_all(workload, plans=plans, progress=_of_predictions(progress))
     search = Search(describe_all(each_of(workload)), budget_bytes, plans, predictions)
-    counted_on = device or device_for(each_of(workload)[0].device, budget_bytes)
-    try:
+    counted_on = device_for(each_of(workload)[0].device, budget_bytes)
+    with closing(counted_on):
         return best_of_trials(
             search, lambda plan: run_trial(workload, plan, steps, counted_on, budget_bytes), trials, say
         )
-    finally:
-        if device is None:
-            counted_on.close()
 
 
 def choose_plan(
@@ -170,3 +170,72 @@ def compute_capability_of(own: torch.device, named: str | Gpu | None) -> tuple[i
     if named is not None and named.strip().casefold() != "cpu":
         return gpu(named).compute_capability
     return torch.cuda.get_device_capability(own) if named is None and own.type == "cuda" else None
+
+
+# a measurement whose steps differ by more than this (half range over median) is taken once more
+_NOISY_SPREAD = 0.25
+
+Run = Callable[[Plan], Measurement]
+Say = Callable[[str], None]
+
+
+def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan:
+    """Run plans until none is worth a trial.
+
+    Raises:
+        BudgetError: none fits.
+        RefusalError: the model is refused, whatever the plan.
+        WorkloadError: none applies.
+    """
+    while (plan := search.next_plan(trials)) is not None:
+        say(search.announcement(plan))
+        try:
+            measurement = run(plan)
+        except (RefusalError, MissingExtraError) as error:
+            search.refuse(plan, error)
+        else:
+            search.learn(plan, measurement)
+    return search.result()
+
+
+def run_trial(
+    workload: Workloads, plan: Plan, steps: int, device: Device, budget_bytes: float = math.inf
+) -> Measurement:
+    """The measurement of a plan; the row that says so when it does not fit.
+
+    Raises:
+        RefusalError: a technique of the plan does not apply.
+    """
+    _free_cache(each_of(workload)[0].device)
+    words = ""
+    try:
+        measured = measure(workload, plan, 1 if device.observes_every_step else steps, device=device)
+    except torch.OutOfMemoryError as error:
+        words = str(error)
+    if words:
+        # out of the handler: until here the traceback held the failed step's tensors
+        gc.collect()
+        return row_of_failure(plan, device, words)
+    if measured.needed_bytes > budget_bytes:
+        return replace(measured, fits=False)
+    if not device.observes_every_step:
+        return _steadied(measured, lambda: measure(workload, plan, steps, device=device))
+
+    def timed() -> Measurement:
+        return measure(workload, plan, steps)
+
+    return replace(measured, step_seconds=_steadied(timed(), timed).step_seconds)
+
+
+def _steadied(measured: Measurement, again: Callable[[], Measurement]) -> Measurement:
+    """The faster of two measurements where the first was disturbed."""
+    if measured.spread <= _NOISY_SPREAD:
+        return measured
+    return min(measured, again(), key=lambda each: each.median_step_seconds)
+
+
+def _free_cache(device: torch.device) -> None:
+    """Release what an earlier trial left reserved, which would count towards this one's peak."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

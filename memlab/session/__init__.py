@@ -1,12 +1,15 @@
 """Sessions: a plan applied to a live workload, switched at step boundaries and undone exactly.
 
-`session` holds what users and panels talk to, `in_force` the change from one plan to the next, `rollback` what a
-change that fails puts back, `snapshot` copies of all that training changes, `together` what several models need.
+`session` holds what users and panels talk to, `model_calls` and `stepping` what is done at the two hooks, `switching`
+when the plan changes, `in_force` the change from one plan to the next, `rollback` what a change that fails puts back,
+`snapshot` copies of all that training changes, `together` what several models need.
 """
 
 from __future__ import annotations
 
-from memlab.session.session import Session, check, fit, session_of, sessions
+from memlab.session.registry import session_of, sessions
+from memlab.session.session import Session, fit
+from memlab.session.switching import check
 from memlab.session.together import require_compatible, switch_together, train_together
 
 __all__ = [

@@ -18,6 +18,7 @@ Rules of a change:
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class _Entry:
     undos: list[Callable[[], Any]] = field(default_factory=list)
 
 
-def check(
+def check_all(
     coming: Sequence[Technique],
     workload: Workload,
     optimizers: Sequence[Optimizer],
@@ -96,10 +97,6 @@ def check(
 class InForce:
     """The techniques in force on a workload.
 
-    Args:
-        workload: the live objects.
-        host: what the techniques tell and ask; by default nobody listens.
-
     Attributes:
         plan: the plan in force.
         techniques: those in force, in the order of `TECHNIQUES`.
@@ -125,6 +122,7 @@ class InForce:
         self._workload = workload
         self._entries: dict[type[Technique], _Entry] = {}
         self._exchanged: Callable[[], None] = _nothing
+        self._in_call: set[int] = set()  # threads
 
     def change(self, plan: Plan, *, to_the_end: bool = False) -> None:
         """Put another plan in force: wholly, or not at all.
@@ -138,12 +136,26 @@ class InForce:
             RefusalError: a technique does not apply here; the old plan stays in force, as after any other
                 error (out of memory, a technique's own).
         """
-        check(self._coming(plan), self._workload, self.optimizers, self.techniques)
+        coming = self._coming(plan)
+        check_all(coming, self._workload, self.optimizers, self.techniques)
+        if not coming and not any(self._leaves(kind, plan) for kind in self._entries):
+            self.plan = plan
+            return
         before, is_on_gpu = self.techniques, any(map(_is_on_gpu, self._workload.model.parameters()))
         with uninterrupted() as interrupts:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
             if is_on_gpu and self.techniques != before:
                 torch.cuda.empty_cache()
+
+    @property
+    def held_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Parts of parameters that the techniques keep on the device, beside the model."""
+        return tuple(tensor for technique in self.techniques for tensor in technique.held_tensors)
+
+    def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype a parameter or buffer of the model has without any plan."""
+        changed = (t.canonical_dtype(tensor) for t in self.techniques)
+        return next((dtype for dtype in changed if dtype is not tensor.dtype), tensor.dtype)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Ask every technique in force whether it can serve one more optimizer.
@@ -158,6 +170,8 @@ class InForce:
         """Put the techniques in force on one more optimizer: all of them, or none."""
         with uninterrupted():
             self.optimizers.append(optimizer)
+            if not self._entries:
+                return
             try:
                 self._wholly(partial(self._extend, optimizer), None)
             except BaseException:
@@ -168,9 +182,41 @@ class InForce:
         """Forget an optimizer that no technique is on any more; harmless when done."""
         self.optimizers = [other for other in self.optimizers if other is not optimizer]
 
+    # -- whose turn it is ----------------------------------------------------------------------
+
+    @property
+    def is_in_call(self) -> bool:
+        """Return whether this thread is in a call of the model."""
+        return threading.get_ident() in self._in_call
+
+    def call_begins(self) -> None:
+        """Tell the techniques that the loop calls the model."""
+        self._in_call.add(threading.get_ident())
+        for technique in self.techniques:
+            technique.taken_over()
+
+    def call_ended(self) -> None:
+        """Tell the techniques that the call is over and the loop goes on."""
+        self._in_call.discard(threading.get_ident())
+        self._hand_back()
+
+    def _hand_back(self) -> None:
+        # a plan may change within a call, and for another thread the loop may still be in one
+        for technique in () if self._in_call else self.techniques:
+            technique.handed_back()
+
     # -- all or nothing ------------------------------------------------------------------------
 
     def _wholly(self, act: Callable[[], None], interrupts: Interrupts | None) -> None:
+        try:
+            for technique in self.techniques:
+                technique.taken_over()
+            self._once_or_twice(act, interrupts)
+        except BaseException:
+            self._hand_back()  # to those that are in force as before
+            raise
+
+    def _once_or_twice(self, act: Callable[[], None], interrupts: Interrupts | None) -> None:
         try:
             self._once(act, interrupts, sparing=False)
         except Exception as error:
@@ -190,6 +236,7 @@ class InForce:
         self._exchanged = before.spare if spares else _nothing
         try:
             act()
+            self._hand_back()
             if interrupts is not None:
                 interrupts.deliver()
         except BaseException as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from memlab.errors import MemlabError, first_line
@@ -16,9 +16,6 @@ class Observers:
     """Observers in the order in which they are told.
 
     One of memlab's own that fails is told no more: it must not end the user's loop.
-
-    Args:
-        said: called once with what failed, in words.
 
     Attributes:
         all: the observers.
@@ -57,13 +54,18 @@ class Observers:
         """Remove one; do nothing when it is not there."""
         self.only(one for one in self.all if one is not observer)
 
-    def tell(self, moment: str, *args: Any) -> None:
-        """Tell all of them of a moment.
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Tell nobody meanwhile."""
+        before = self.all
+        self.only(())
+        try:
+            yield
+        finally:
+            self.only(before)
 
-        Args:
-            moment: name of the method of `Observer`.
-            *args: what they are told.
-        """
+    def tell(self, moment: str, *args: Any) -> None:
+        """Tell all of them of a moment."""
         hearers = self._hearers.get(moment)
         if hearers is None:
             nothing = getattr(Observer, moment)

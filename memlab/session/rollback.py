@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from enum import Enum
 from typing import Any
 
@@ -24,17 +24,17 @@ import torch
 from torch import nn
 
 from memlab.plan import Plan, Tier
-from memlab.runtime import backward
-from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.runtime import backward, containers
+from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState
 from memlab.techniques.base import Technique
 from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
 
-# seen from a technique, these are either remembered on their own or keep their own books
+# seen from a technique, these are either remembered on their own or keep account of it themselves
 _LEAVES = (torch.Tensor, nn.Module, torch.optim.Optimizer, Plan, Spill, Enum)
 
 
 class Rollback:
-    """Everything a plan change may alter, as it is now.
+    """State that a plan change may alter, as it is now.
 
     Args:
         model: the model; structure, not values: tensors are held by reference.
@@ -62,7 +62,7 @@ class Rollback:
             *(part for tensor in _tensors(model, optimizers) for part in _parts_of_tensor(tensor)),
             *(part for optimizer in optimizers for part in _parts_of_optimizer(optimizer)),
             *_parts_of_owned(owned),
-            _Sequence(backward.around),
+            _Kept(containers.Sequence(backward.around)),
         ]
         self._unspared = self._parts
 
@@ -135,19 +135,14 @@ class _Table(_Part):
 
     def __init__(self, table: MutableMapping[Any, Any]) -> None:
         self._table = table
-        self._items = list(table.items())
+        self._items = dict(table.items())  # past the `__getitem__` of a class of the user's, or of an engine's
 
     def restore(self) -> None:
-        now = list(self._table.items())
-        if len(now) != len(self._items) or any(
-            key is not old_key or value is not old
-            for (key, value), (old_key, old) in zip(now, self._items, strict=True)
-        ):
-            self._table.clear()
-            self._table.update([(key, _brought(value)) for key, value in self._items])
+        items = {key: _brought(value) for key, value in self._items.items()}
+        containers.Mapping(self._table).fill(items)
 
     def drop_newer(self) -> None:
-        if any(isinstance(value, _Away) for _, value in self._items):
+        if any(isinstance(value, _Away) for value in self._items.values()):
             self._table.clear()
         else:
             self.restore()
@@ -157,30 +152,21 @@ class _TensorTable(_Table):
     """A mapping of a technique's own, whose tensors are sent away one by one as they leave it."""
 
     def spare(self, away: _Mover) -> bool:
-        for at, (key, value) in enumerate(self._items):
+        for key, value in self._items.items():
             if isinstance(value, torch.Tensor) and self._table.get(key) is not value:
-                self._items[at] = (key, _sent(value, away))
+                self._items[key] = _sent(value, away)
         return False
 
 
-class _Sequence(_Part):
-    def __init__(self, sequence: MutableSequence[Any]) -> None:
-        self._sequence = sequence
-        self._items = list(sequence)
+class _Kept(_Part):
+    """A list or a set."""
+
+    def __init__(self, container: containers.Container) -> None:
+        self._container = container
+        self._items = container.read()
 
     def restore(self) -> None:
-        self._sequence.clear()
-        self._sequence.extend(self._items)
-
-
-class _Set(_Part):
-    def __init__(self, members: set[Any]) -> None:
-        self._set = members
-        self._members = set(members)
-
-    def restore(self) -> None:
-        self._set.clear()
-        self._set.update(self._members)
+        self._container.fill(self._items)
 
 
 class _Generator(_Part):
@@ -198,11 +184,14 @@ class _State(_Part):
     def __init__(self, optimizer: torch.optim.Optimizer, key: Any, state: dict[str, Any]) -> None:
         self._optimizer, self._key, self._state = optimizer, key, state
         self._items = dict(state)
+        self._closed = state.closed if isinstance(state, PackedState) else None
 
     def restore(self) -> None:
         self._items = {name: _brought(value) for name, value in self._items.items()}
         self._state.clear()
         self._state.update(self._items)
+        if isinstance(self._state, PackedState):
+            self._state.closed = self._closed
 
     def spare(self, away: _Mover) -> bool:
         if not self._is_replaced():
@@ -219,15 +208,17 @@ class _State(_Part):
 
 
 class _Data(_Part):
-    """Values and gradient of a parameter or buffer."""
+    """Values, gradient and class of a parameter or buffer."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        self._tensor, self._class = tensor, type(tensor)
         self._data: Any = tensor.data
         self._gradient: Any = tensor.grad if tensor.is_leaf else None
 
     def restore(self) -> None:
         tensor = self._tensor
+        if type(tensor) is not self._class:  # the one under which weights are watched
+            tensor.__class__ = self._class
         if self._is_replaced():
             if tensor.is_leaf:
                 tensor.grad = None
@@ -319,9 +310,9 @@ def _parts_of_owned(roots: Iterable[Any]) -> Iterator[_Part]:
             yield _TensorTable(thing)
             waiting.extend(thing.values())
         elif isinstance(thing, set):
-            yield _Set(thing)
+            yield _Kept(containers.Members(thing))
         elif isinstance(thing, (list, deque)):
-            yield _Sequence(thing)
+            yield _Kept(containers.Sequence(thing))
             waiting.extend(thing)
         elif _is_own(thing):
             yield _TensorTable(vars(thing))

@@ -7,23 +7,20 @@ not change what is being measured.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from memlab.plan import Tier
 from memlab.runtime.model_state import State
+from memlab.runtime.state_layers import PackedState
 from memlab.runtime.workload import Workload
 from memlab.techniques.offload.spill import Spill, resolve_tier
 
 
 class Snapshot:
     """Weights, buffers, gradients, optimizer state and groups, scheduler, modes and random state.
-
-    Args:
-        workload: the live objects; they are not changed.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -43,10 +40,10 @@ class Snapshot:
             name: self._spill.store(p.grad) for name, p in workload.model.named_parameters() if p.grad is not None
         }
         self._states = [self._state_of(optimizer) for optimizer in workload.optimizers]
+        self._packed = [_packed_of(optimizer) for optimizer in workload.optimizers]
         self._groups = [_settings_of(optimizer) for optimizer in workload.optimizers]
         self._scheduler = copy.deepcopy(workload.scheduler.state_dict()) if workload.scheduler is not None else None
         self._training = {name: module.training for name, module in workload.model.named_modules()}
-        self._random = random_states(workload.device)
         # what else training changes: attributes, globals, generators of the model's own
         self._reached = State.of_model(workload.model, workload.device)
 
@@ -60,15 +57,16 @@ class Snapshot:
             for name, parameter in workload.model.named_parameters():
                 saved = self._gradients.get(name)
                 parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
-        for optimizer, states, groups in zip(workload.optimizers, self._states, self._groups, strict=False):
-            _restore_optimizer(optimizer, states, groups)
+        each = zip(workload.optimizers, self._states, self._packed, self._groups, strict=False)
+        for optimizer, states, packed, groups in each:
+            _restore_optimizer(optimizer, states, packed, groups)
         for optimizer in workload.optimizers[len(self._states) :]:
             optimizer.state.clear()
         if self._scheduler is not None:
             workload.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
         for name, module in workload.model.named_modules():
             module.training = self._training[name]
-        restore_random_states(self._random, workload.device)
+        self._reached.random.restore()  # last: whatever is put back may draw
 
     def differences(self, other: Snapshot) -> list[str]:
         """Names of what is not bit-for-bit the same in another snapshot of the same workload."""
@@ -82,7 +80,7 @@ class Snapshot:
             "parameter groups": (self._groups, other._groups),
             "scheduler": (self._scheduler, other._scheduler),
             "train or eval mode": (self._training, other._training),
-            "random state": (_comparable(self._random), _comparable(other._random)),
+            "random state": (True, self._reached.random.equals(other._reached.random)),
         }
         return found + [name for name, (mine, theirs) in pairs.items() if mine != theirs]
 
@@ -106,8 +104,17 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def _packed_of(optimizer: torch.optim.Optimizer) -> dict[Any, PackedState]:
+    """State that answers to other names than it is kept under, by parameter, without what is kept."""
+    states = {key: state for key, state in optimizer.state.items() if isinstance(state, PackedState)}
+    return {key: state.around({}) for key, state in states.items() if state.closed is None}
+
+
 def _restore_optimizer(
-    optimizer: torch.optim.Optimizer, states: list[dict[str, Any]], groups: list[dict[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    states: list[dict[str, Any]],
+    packed: Mapping[Any, PackedState],
+    groups: list[dict[str, Any]],
 ) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key in set(group) - set(saved) - {"params"}:
@@ -119,10 +126,15 @@ def _restore_optimizer(
             optimizer.state.pop(parameter, None)
             continue
         live = optimizer.state[parameter]
+        before = dict(live)
+        refilled = {key: _refilled(before.get(key), value, parameter) for key, value in saved.items()}
+        if parameter in packed or isinstance(live, PackedState):
+            form = live if isinstance(live, PackedState) else packed[parameter]
+            optimizer.state[parameter] = form.around(refilled) if parameter in packed else refilled
+            continue
         for key in set(live) - set(saved):
             del live[key]
-        for key, value in saved.items():
-            live[key] = _refilled(live.get(key), value, parameter)
+        live.update(refilled)
 
 
 def _refilled(live: Any, saved: Any, parameter: torch.nn.Parameter) -> Any:
@@ -133,36 +145,6 @@ def _refilled(live: Any, saved: Any, parameter: torch.nn.Parameter) -> Any:
         return live
     device = parameter.device if saved.dim() else saved.device
     return saved.to(device, copy=True)
-
-
-def random_states(device: torch.device) -> tuple[Any, ...]:
-    """The random states a loop may draw from: torch's, Python's and NumPy's."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return (torch.get_rng_state(), cuda, random.getstate(), _numpy_state())
-
-
-def _numpy_state() -> Any:
-    import numpy as np
-
-    return np.random.get_state()  # noqa: NPY002 - the user's global state is what must not change
-
-
-def restore_random_states(states: tuple[Any, ...], device: torch.device) -> None:
-    """Put back what `random_states` gave."""
-    import numpy as np
-
-    cpu, cuda, python, numpy_state = states
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
-    random.setstate(python)
-    np.random.set_state(numpy_state)  # noqa: NPY002
-
-
-def _comparable(states: tuple[Any, ...]) -> str:
-    return repr([s.tolist() if isinstance(s, torch.Tensor) else s for s in states[:3]]) + repr(
-        [getattr(part, "tolist", lambda part=part: part)() for part in states[3]]
-    )
 
 
 def _flat(states: list[dict[str, Any]]) -> dict[str, Any]:

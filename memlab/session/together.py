@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 def switch_together(together: Sequence[Session], plan: Plan, *, now: bool = True) -> None:
     """Change the plan of models that train together: of all, or of none.
 
-    Args:
-        together: their sessions.
-        plan: the plan.
-        now: as for `Session.switch`.
-
     Raises:
         RefusalError: one of them cannot have it.
     """
@@ -42,11 +37,6 @@ def train_together(together: Sequence[Session]) -> None:
 
 def require_compatible(workload: Workload, plan: Plan, others: Sequence[Session]) -> None:
     """Refuse settings that one of several models cannot have by itself.
-
-    Args:
-        workload: one of the models.
-        plan: what it is to have.
-        others: sessions of the other models that train in the same loop.
 
     Raises:
         RefusalError: two models share an optimizer, or gradients of one belong to the loss of another.

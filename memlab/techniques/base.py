@@ -43,7 +43,7 @@ Stepper = Callable[[Sequence[torch.nn.Parameter]], None]
 
 @dataclass
 class Host:
-    """What techniques tell the session they are in, and ask it.
+    """Channel by which techniques tell the session they are in, and ask it.
 
     Args:
         techniques: all that are on the workload, in the order of their list.
@@ -152,11 +152,24 @@ class Technique:
             RefusalError: with the reason and the nearest thing that works.
         """
 
+    def check_traced(self) -> None:
+        """Refuse what a traced program of the model could not use, which holds the very weights.
+
+        Raises:
+            RefusalError: with the reason and what to do.
+        """
+
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         """Change the live model; register on `undo` what takes the change back."""
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
         """Change a live optimizer, now or when it is first seen; register the undo."""
+
+    def taken_over(self) -> None:
+        """The loop calls the model, or the plan is about to change: who looks at weights next is not the loop."""
+
+    def handed_back(self) -> None:
+        """That is over, and the loop goes on."""
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one training forward."""

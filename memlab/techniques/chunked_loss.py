@@ -334,10 +334,14 @@ def _tile_loss(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) ->
     """
     counted = target != ignore_index  # [rows]
     safe_target = target.where(counted, 0).unsqueeze(1)  # [rows, 1]
-    log_sum = logits.logsumexp(1, keepdim=True)  # [rows, 1]
-    losses = (log_sum - logits.gather(1, safe_target)).squeeze(1)
-    gradient = logits.sub_(log_sum).exp_()
-    gradient.scatter_add_(1, safe_target, torch.full_like(log_sum, -1.0))
+    # not by `logsumexp`, which takes another tile
+    largest = logits.amax(1, keepdim=True)  # [rows, 1]
+    chosen = logits.gather(1, safe_target)  # [rows, 1]
+    gradient = logits.sub_(largest).exp_()
+    sums = gradient.sum(1, keepdim=True)  # [rows, 1]
+    losses = (sums.log() + largest - chosen).squeeze(1)
+    gradient.div_(sums)
+    gradient.scatter_add_(1, safe_target, torch.full_like(sums, -1.0))
     gradient.mul_(counted.unsqueeze(1))
     return losses.where(counted, 0.0).sum(), gradient
 

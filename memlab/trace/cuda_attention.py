@@ -338,20 +338,21 @@ def _plain(attention: Attention) -> torch.Tensor:
     query, key, value = (tensor.float() if wide else tensor for tensor in attention.tensors)
     root = math.sqrt(abs(attention.scale_factor))
     mask = attention.mask
-    query = query * (-root if attention.scale_factor < 0 else root)
+    scaled = query * (-root if attention.scale_factor < 0 else root)  # beside the query, which lives to the end
     if attention.is_causal:
         mask = query.new_ones((query.size(-2), key.size(-2)), dtype=torch.bool).tril()
     mask = _additive(mask, query.dtype, -math.inf)
     if attention.grouped:
         key, value = (_repeated(tensor, query.size(-3)) for tensor in (key, value))
-    scores = torch.matmul(query, key.transpose(-2, -1) * root)
+    scores = torch.matmul(scaled, key.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(mask)
     scores = _aten._safe_softmax(scores, -1)
     if attention.dropout > 0:
         scores = torch.dropout(scores, attention.dropout, True)
+    returned = scores.to(attention.query.dtype)  # beside the output, and made before it
     out = torch.matmul(scores, value).to(attention.query.dtype)
-    scores.to(attention.query.dtype)  # returned beside the output there, and dropped at once
+    del returned
     return out
 
 

@@ -39,7 +39,7 @@ _FUSED_SOFTMAX = {"softmax": "_softmax", "log_softmax": "_log_softmax"}
 
 
 def _softmax(operator: Any, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """From fp16 to fp32 without a copy of the input in fp32; bf16 has no such kernel."""
+    """Softmax from fp16 to fp32 without a copy of the input in fp32; bf16 has no such kernel."""
     if tensor.dtype is not torch.float16 or dtype is not torch.float32:
         return NotImplemented
     name = operator.name().removeprefix("aten::").partition(".")[0]

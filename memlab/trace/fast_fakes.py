@@ -37,7 +37,7 @@ from typing import Any, Self
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memlab.measuring.ledger import Effect, effect_of
+from memlab.measuring.ledger import OperatorEffect, effect_of
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ class FastFakes:
         self.mode = mode
         self._recipes: dict[Any, Recipe] = {}
         with mode:
-            self._template = dict(torch.empty(1).__dict__)
+            self._template = dict(torch.empty(1, device="cpu").__dict__)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Recipe | None]:
         """The result of an operator, and the recipe it is known by (None when it is not to be remembered)."""
@@ -113,7 +113,7 @@ class FastFakes:
         if instead is not None:
             described = instead(*args, **kwargs)
             with self.mode:
-                results = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in described)
+                results = tuple(torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in described)
             return results if len(func._schema.returns) > 1 else results[0]
         return corrected(self.mode, func, args, kwargs, func(*args, **kwargs))
 
@@ -148,7 +148,7 @@ class FastFakes:
 
 
 def _key(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Everything the result's shape can depend on; None when that cannot be said."""
+    """Return all that the result's shape can depend on; None when that cannot be said."""
     if func is _aten._ctc_loss.Tensor:  # depends on the values of its lengths
         return None
     parts: list[Any] = [func]
@@ -183,7 +183,7 @@ def _part(value: Any) -> Any:
 
 def _learnt(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Recipe:
     schema = getattr(func, "_schema", None)
-    if schema is None or _CHANGES_METADATA & set(func.tags) or effect_of(func) == Effect.RESIZE:
+    if schema is None or _CHANGES_METADATA & set(func.tags) or effect_of(func) == OperatorEffect.RESIZE:
         return Recipe(_OFFICIAL)
     if not schema.returns:
         return Recipe(_WRITTEN) if out is None else Recipe(_OFFICIAL)
@@ -265,7 +265,7 @@ def _is_mixed(values: torch.Tensor, weight: torch.Tensor | None) -> bool:
 
 
 def _norm(place: int, mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:
-    """What a norm gives whose weight is the argument at a place."""
+    """Return what a norm gives whose weight is the argument at a place."""
     if not _is_mixed(args[0], args[place]):
         return out
     with mode:
@@ -317,7 +317,10 @@ class _Described(tuple[Any, ...]):
 @functools.lru_cache(maxsize=64)
 def _workspace_bytes(*described: Any) -> int:
     """Bytes that a recurrent layer keeps for its backward pass, from running it on zeros."""
-    args = [torch.zeros(value[0], dtype=value[1]) if isinstance(value, _Described) else value for value in described]
+    args = [
+        torch.zeros(value[0], dtype=value[1], device="cpu") if isinstance(value, _Described) else value
+        for value in described
+    ]
     args = [list(value) if type(value) is tuple else value for value in args]
     workspace: torch.Tensor | None = _aten.mkldnn_rnn_layer.default(*args)[-1]
     return 0 if workspace is None else workspace.untyped_storage().nbytes()

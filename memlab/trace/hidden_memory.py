@@ -1,8 +1,7 @@
 """Bytes on a CUDA device that no dispatch mode sees, by formulas from torch's sources.
 
-Two kinds: temporaries that one operator takes from the caching allocator and gives back before it returns
-(`hidden_bytes`), and workspaces that libraries take once and keep (`workspaces`). Where a size is not certain, nothing
-is counted.
+They are temporaries that one operator takes from the caching allocator and gives back before it returns. Where a size is
+not certain, nothing is counted. Workspaces that libraries take once and keep: `memlab.runtime.cuda_room.workspaces`.
 
 Sources (pytorch; the formulas are those of 2.13 unless a version is named):
 - flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp `mha_bwd`;
@@ -15,9 +14,8 @@ Sources (pytorch; the formulas are those of 2.13 unless a version is named):
 - norms of many tensors: cuda/ForeachReduceOp.cu `foreach_tensor_norm_cuda`;
 - sums over rows: cuda/Reduce.cuh `setReduceConfig`, `global_memory_size`;
 - convolutions: native/Convolution.cpp `determine_backend_memory_format`, cudnn/ConvShared.cpp; layer norm: native/cuda/layer_norm_kernel.cu;
-- safe softmax: SoftMax / transformers/attention.cpp `_safe_softmax`;
-- cuBLAS: aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`, `parseCUDABlasLtWorkspaceSize`;
-  32 MiB on Blackwell since https://github.com/pytorch/pytorch/pull/175344 (2.12).
+- logsumexp: native/ReduceOps.cpp `logsumexp_out_impl`;
+- safe softmax: SoftMax / transformers/attention.cpp `_safe_softmax`.
 
 Known limitations: workspaces of cuDNN (its attention, plans of convolutions, recurrent layers), of cub's sorts, and the
 extra buffers of deterministic algorithms are not counted, nor flash attention's split over keys for small batches.
@@ -27,8 +25,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +38,6 @@ _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _FP32_BYTES = 4
 _INDEX_BYTES = 8
-_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 Sizes = tuple[int, ...]
 _Rule = Callable[[Sequence[Any], Mapping[str, Any], Gpu], Sizes]
@@ -180,7 +175,7 @@ def _embedding_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> S
 
 
 def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any], _: Gpu) -> Sizes:
-    """With accumulation, indices are made linear and sorted beside their numbers."""
+    """Bytes of `index_put`: with accumulation, indices are made linear and sorted beside their numbers."""
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     shapes = [index.shape for index in args[1] if index is not None and index.dtype is not torch.bool]
     if not accumulate or not shapes:
@@ -245,6 +240,11 @@ def _power_of_two(number: int, most: int) -> int:
 # --- copies in the layout that a library wants ----------------------------------------------------
 
 
+def _logsumexp(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+    """Exponentials of all numbers."""
+    return (args[0].nbytes,)
+
+
 def _layer_norm(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
     return _copy_bytes(args[0])
 
@@ -302,40 +302,9 @@ _RULES: dict[Any, _Rule] = {
     ),
     **dict.fromkeys(_overloads(_aten._foreach_norm), _foreach_norm),
     **dict.fromkeys((_aten.sum.dim_IntList, _aten.mean.dim), _sum),
+    **dict.fromkeys(_overloads(_aten.logsumexp), _logsumexp),
     **dict.fromkeys(_overloads(_aten.native_layer_norm), _layer_norm),
     **dict.fromkeys(_overloads(_aten.native_layer_norm_backward), _layer_norm_backward),
     **dict.fromkeys(_overloads(_aten.convolution), _convolution),
     **dict.fromkeys(_overloads(_aten.convolution_backward), _convolution_backward),
 }
-
-
-# --- kept by libraries ----------------------------------------------------------------------------
-
-_CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024  # ":4096:2:16:8"
-_LARGE_CUBLAS_BYTES = 8 * 4096 * 1024
-_THREADS = 2  # the one that runs forward, and autograd's for the device
-
-
-def workspaces(gpu: Gpu) -> Sizes:
-    """Sizes of the cuBLAS workspaces of a training process: one of forward's thread, one of backward's.
-
-    `CUBLAS_WORKSPACE_CONFIG`, `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and `CUBLASLT_WORKSPACE_SIZE` are honoured.
-    """
-    of_a_thread = (_cublas_bytes(gpu), *_separate_lt_bytes())
-    return tuple(size for size in of_a_thread if size) * _THREADS
-
-
-def _cublas_bytes(gpu: Gpu) -> int:
-    pairs = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if pairs:
-        return sum(int(kib) * 1024 * int(count) for kib, count in pairs)  # nothing when it is ":0:0"
-    large = gpu.compute_capability[0] in (9, 10, 12) if _VERSION >= (2, 12) else gpu.compute_capability == (9, 0)
-    return _LARGE_CUBLAS_BYTES if large else _CUBLAS_BYTES
-
-
-def _separate_lt_bytes() -> Sizes:
-    """The workspace of cuBLASLt, which is the one of cuBLAS unless that is switched off."""
-    if os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1") not in ("0", "OFF", "off", "n", "no", "False", "false"):
-        return ()
-    size = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
-    return ((int(size) if size.isdigit() else 1024) * 1024,)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memlab.trace.recorder import Recorder
 
 
-class Moment(StrEnum):
+class MarkedEvents(StrEnum):
     """Events of a module or a parameter."""
 
     FORWARD_BEGINS = "forward begins"
@@ -33,8 +33,8 @@ class Moment(StrEnum):
 class Mark:
     """A moment of a pass."""
 
-    event: int  # number of births and deaths booked before it
-    moment: Moment  # what happens
+    event: int  # number of births and deaths recorded before it
+    moment: MarkedEvents  # what happens
     what: int  # number of the module, or of the parameter that got its gradient
     storage: int = 0  # number of the gradient's storage
 
@@ -53,29 +53,29 @@ def marking(model: nn.Module, modules: Sequence[nn.Module], recorder: Recorder, 
 
 
 def _watch(module: nn.Module, number: int, recorder: Recorder, marks: list[Mark], undo: ExitStack) -> None:
-    def mark(moment: Moment) -> None:
+    def mark(moment: MarkedEvents) -> None:
         marks.append(Mark(recorder.events, moment, number))
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        mark(Moment.FORWARD_BEGINS)
+        mark(MarkedEvents.FORWARD_BEGINS)
         if not torch.is_grad_enabled():
             return args, kwargs
         leaves, spec = tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if places:
-            passed = _Passed.apply(lambda: mark(Moment.BACKWARD_ENDS), *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+            passed = _Passed.apply(lambda: mark(MarkedEvents.BACKWARD_ENDS), *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
             for place, tensor in zip(places, passed, strict=True):
                 leaves[place] = tensor
         return tree_unflatten(leaves, spec)  # type: ignore[no-any-return]
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
-        mark(Moment.FORWARD_ENDS)
+        mark(MarkedEvents.FORWARD_ENDS)
         begun: list[bool] = []
 
         def gradient_is_there(_: torch.Tensor) -> None:
             if not begun:
                 begun.append(True)
-                mark(Moment.BACKWARD_BEGINS)
+                mark(MarkedEvents.BACKWARD_BEGINS)
 
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -89,7 +89,7 @@ def _settled(number: int, recorder: Recorder, marks: list[Mark]) -> Callable[[to
     def settled(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             (storage,) = recorder.numbers_of([parameter.grad]) or [0]
-            marks.append(Mark(recorder.events, Moment.SETTLED, number, storage))
+            marks.append(Mark(recorder.events, MarkedEvents.SETTLED, number, storage))
 
     return settled
 

@@ -8,10 +8,7 @@ Rules beyond those of the ledger:
 2. A fake has no value. Asked for one outside of the model (by an optimizer, a technique, a loop), the answer is
    the one that means "nothing special": True, or 1. Asked by the model itself, the step cannot be predicted: the
    answer would decide what it computes.
-3. Where the engine of autograd adds two gradients of one tensor, it writes the sum over the first if nobody else holds
-   it (torch/csrc/autograd/input_buffer.cpp), but not while a mode watches. For a GPU, whose allocator is not watched so,
-   it is booked as if it did.
-4. An operator that reaches a live tensor of floats is refused: the twin must never touch what it was made from.
+3. An operator that reaches a live tensor of floats is refused: the twin must never touch what it was made from.
 """
 
 from __future__ import annotations
@@ -32,8 +29,9 @@ from torch._subclasses.fake_tensor import (
 
 from memlab.errors import TraceError
 from memlab.hardware.roofline import Work
-from memlab.measuring.ledger import Ledger, effect_of
+from memlab.measuring.ledger import ADD, Ledger, effect_of
 from memlab.runtime.dispatch import defers
+from memlab.runtime.touch import own_class
 from memlab.runtime.tree import tensors_in
 from memlab.trace.fast_fakes import FastFakes, Recipe
 from memlab.units import MIB
@@ -47,8 +45,9 @@ _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, Unsupport
 _PRODUCTS = frozenset(
     getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 )  # those of cuBLAS
+# those of which CUDA's kernel makes the last result first
+_BACKWARDS = frozenset((_aten.native_dropout.default,))
 _DEVICE = torch.ops.prim.device.default
-_ADD = _aten.add.Tensor
 _COST = "cost"
 _makes_from_nothing: dict[Any, bool] = {}
 
@@ -61,7 +60,7 @@ HiddenBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, .
 class Priced:
     """One operator's work, and when it ran."""
 
-    event: int  # number of births and deaths booked before it
+    event: int  # number of births and deaths recorded before it
     work: Work  # what it had to do
     moment: int  # what ran (see `memlab.measuring.observation`)
 
@@ -70,7 +69,7 @@ class Priced:
 class Hidden:
     """Temporaries that live together while one operator runs, beside its inputs and outputs."""
 
-    event: int  # number of births and deaths booked before the operator is over
+    event: int  # number of births and deaths recorded before the operator is over
     sizes: tuple[int, ...]  # in bytes
     moment: int  # what ran
 
@@ -81,7 +80,7 @@ class Recorder(Ledger):
     Attributes:
         priced: the operators that did work, in order.
         hidden: what lived inside operators, in order; not among the births and deaths.
-        settled: number of births and deaths booked before a gradient was complete, by number of its storage.
+        settled: number of births and deaths recorded before a gradient was complete, by number of its storage.
         products: number of the storage that the first product of matrices filled, outside of backward and in it.
         in_model: whether the model itself runs, rather than what surrounds it.
     """
@@ -100,19 +99,17 @@ class Recorder(Ledger):
         self._valueless: set[int] = set()  # storages of real floats that something fake was written to
         self._live_storages = {tensor.untyped_storage()._cdata for tensor in live if tensor.is_floating_point()}
         self._hidden_bytes = hidden_bytes
-        # births and deaths up to a sum of gradients, what it was written over, the sum
-        self._sum: tuple[int, int, Any] = (0, 0, None)
-        self._node = self._before_node = 0  # which function's backward runs; number of the last storage before it
+        self._sums_in_place = hidden_bytes is not None
 
     @property
     def events(self) -> int:
         """Number of births and deaths so far."""
-        self._book_deaths()
+        self._record_deaths()
         return len(self._events)
 
     def numbers_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Numbers of the storages that tensors lie in."""
-        self._book_deaths()
+        self._record_deaths()
         found = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         return [alive.number for alive in found if alive is not None]
 
@@ -142,7 +139,7 @@ class Recorder(Ledger):
             return args[0].fake_device
         if not self._watching:
             return func(*args, **(kwargs or {}))
-        self._book_deaths()
+        self._record_deaths()
         if FakeTensor not in types:
             if not self._is_valueless(args):
                 return self._on_real(func, types, args, kwargs)
@@ -165,16 +162,15 @@ class Recorder(Ledger):
             schema = getattr(func, "_schema", None)  # operators of higher order have none
             if schema is not None and schema.is_mutable:
                 self._note_written(schema.arguments, args, kwargs)
-            if recipe is None or not recipe.bears_nothing:
-                in_backward = self._hidden_bytes is not None and torch._C._current_graph_task_id() != -1
-                if in_backward:
-                    self._note_node()
-                self._book(func, out)
+            # a fake that stands for a real tensor of integers, which is written to, is no other storage
+            if effect_of(func) and not (recipe is not None and recipe.bears_nothing):
+                in_backward = self._sums_in_place and self._in_backward()
+                self._record(func, out)
                 if func in _PRODUCTS:
                     in_graph = torch._C._current_graph_task_id() != -1
                     for number in self.numbers_of([out]):
                         self.products.setdefault(in_graph, number)
-                if in_backward and func is _ADD:
+                if in_backward and func is ADD:
                     self._note_sum(args[0], out)
             self._price(recipe, func, args, kwargs, out)
         return out
@@ -191,27 +187,9 @@ class Recorder(Ledger):
             if argument.is_write and type(value) is torch.Tensor and value.is_floating_point():
                 self._valueless.add(value.untyped_storage()._cdata)
 
-    def _note_node(self) -> None:
-        node = torch._C._current_autograd_node()
-        number = -1 if node is None else node._sequence_nr()
-        if number != self._node:
-            self._node, self._before_node = number, self._born
-
-    def _note_sum(self, first: torch.Tensor, out: torch.Tensor) -> None:
-        old, new = (self._live.get(tensor.untyped_storage()._cdata) for tensor in (first, out))
-        # one that was there before this function's backward came out of another's: the engine adds, and no formula
-        if old is not None and new is not None and old.number <= self._before_node and old.size_bytes == new.size_bytes:
-            self._sum = (len(self._events), old.number, new)
-
     def _died(self, alive: Any) -> None:
         self._valueless.discard(alive.key)
-        events, number, new = self._sum
-        if (events, number) != (len(self._events), alive.number) or self._live.pop(alive.key, None) is None:
-            super()._died(alive)
-            return
-        self._events.pop()  # the birth of the sum
-        self._live_bytes -= alive.size_bytes
-        new.number = number
+        super()._died(alive)
 
     def _on_real(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """An operator without a fake among its arguments: a factory, or one on integers."""
@@ -224,7 +202,7 @@ class Recorder(Ledger):
         if any(
             tensor.is_floating_point() and tensor.untyped_storage()._cdata in self._live_storages
             for tensor in tensors_in([*args])
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            if own_class(tensor) in (torch.Tensor, torch.nn.Parameter)
         ):
             raise TraceError(
                 f"{func} reaches a tensor of the live model past the copy a prediction is made on (a loss function or "
@@ -245,7 +223,7 @@ class Recorder(Ledger):
             f"what this model computes depends on values ({func}), which a prediction does not have", str(func)
         )
 
-    def _book(self, func: Any, out: Any) -> None:
+    def _record(self, func: Any, out: Any) -> None:
         if type(out) is FakeTensor:
             storage = out.untyped_storage()
             if storage._cdata not in self._live:
@@ -253,7 +231,8 @@ class Recorder(Ledger):
             else:
                 self._see(out, effect_of(func))
         else:
-            self._see(out, effect_of(func))
+            is_backwards = func in _BACKWARDS and self._hidden_bytes is not None
+            self._see(out[::-1] if is_backwards else out, effect_of(func))
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
     def _price(self, recipe: Recipe | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

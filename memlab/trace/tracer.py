@@ -1,7 +1,7 @@
 """`Tracer`: fake steps, or the parts of one, of the same `Session` on a twin.
 
 A step is made of *passes* (forward and backward of one micro-batch) and an *update* (the optimizers' step). Whole
-steps are traced for a single plan; for a plan_space of plans each part is traced once and the rest is composed.
+steps are traced for a single plan; for a space of plans each part is traced once and the rest is composed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.hardware.roofline import Bill
@@ -34,11 +33,12 @@ from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import Session, fit
 from memlab.techniques.accumulation.probe import Probe
-from memlab.techniques.accumulation.split import Call, Layout, row_ranges
+from memlab.techniques.accumulation.split import Layout, row_ranges
 from memlab.techniques.gradient_release.gradient_release import loop_is_known
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, marking
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
+from memlab.trace.rows import flat, with_rows
 from memlab.trace.twin import Twin, live_tensors
 from memlab.trace.work import work_of
 
@@ -145,6 +145,18 @@ class Tracer:
                 self._let_learn(session, earlier, seen)
             return self._one_pass(session, seen, workload)
 
+    def passes_in_parts(self, plan: Plan) -> tuple[Trace, Trace]:
+        """Trace the first pass of a batch that accumulation splits, and one like all that follow.
+
+        Args:
+            plan: its settings that work on the model, and accumulation.
+        """
+        workload = self.twin.workload
+        with self._session(plan) as (session, seen):
+            first = self._one_pass(session, seen, workload)
+            workload.model.zero_grad(set_to_none=True)
+            return first, self._one_pass(session, seen, workload)
+
     def first_pass(self, plan: Plan, rows: int | None = None, *, use_cache: bool = True) -> Trace:
         """Trace the first pass of all, which may decide how those after it are run; else as `one_pass`."""
         workload = self._pass_of(rows, use_cache=use_cache)
@@ -187,17 +199,20 @@ class Tracer:
         """
         with self._session(Plan()) as (_, seen):
             seen.workload.model.eval()
-            return self._kept(seen, with_graph=True) - self._kept(seen, with_graph=False)
+            return _kept(seen, with_graph=True) - _kept(seen, with_graph=False)
 
-    def _kept(self, seen: _StepObserver, *, with_graph: bool) -> int:
-        """Live bytes after a forward whose output is held."""
-        recorder, workload = seen.recorder, seen.workload
-        recorder.begin([*parameters_of(workload.model), *inputs_of(call_of(workload))])
-        with recorder, torch.set_grad_enabled(with_graph):
-            output = output_of(workload)
-        live_bytes = recorder.live_bytes
-        del output
-        return live_bytes
+    def applying(self, plan: Plan) -> tuple[Trace, list[int]]:
+        """Trace how a plan is applied to a model in its own precision.
+
+        Returns:
+            The trace, and the numbers of what lives then, in the order in which an update finds it.
+        """
+        workload = self.twin.workload
+        lived = [*parameters_of(workload.model), *inputs_of(call_of(workload))]
+        with self._session(plan, before=lived) as (session, seen):
+            held = [tensor for _, tensor in (*parameters_of(workload.model), *_held(session))]
+            numbers = list(dict.fromkeys(seen.recorder.numbers_of(held)))
+            return seen.finish(session), numbers
 
     def updates(self, plan: Plan, trained: Iterable[int]) -> tuple[Trace, Trace]:
         """Trace the first update, which creates optimizer state, and one like all that follow.
@@ -240,7 +255,7 @@ class Tracer:
 
     def _flat(self, elements: int) -> nn.Parameter:
         with self.twin.fake_mode:
-            return nn.Parameter(torch.empty(elements))
+            return nn.Parameter(torch.empty(elements, device="cpu"))
 
     def _one_update_of(self, groups: Sequence[Mapping[str, Any]], seen: _StepObserver) -> Trace:
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -265,7 +280,7 @@ class Tracer:
         with self._session(Plan()) as (session, seen):
             workload = seen.workload
             probe = Probe(workload.model, workload.name)
-            whole = _flat(call_of(workload))
+            whole = flat(call_of(workload))
             seen.recorder.begin([*parameters_of(workload.model), *inputs_of(call_of(workload))])
             seen.start()
             layout = probe.layout(whole)
@@ -278,7 +293,7 @@ class Tracer:
     def _layout(self) -> Layout:
         with self._session(Plan()) as (_, seen):
             seen.recorder.start()
-            return Probe(seen.workload.model, seen.workload.name).layout(_flat(call_of(seen.workload)))
+            return Probe(seen.workload.model, seen.workload.name).layout(flat(call_of(seen.workload)))
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -321,43 +336,19 @@ class Tracer:
 
     def _with_rows(self, rows: int) -> Workload:
         """The twin's workload with a batch of so many rows."""
-        twin = self.twin.workload
-        layout = self._layout
-        whole = layout.rows
-
-        known: dict[int, torch.Tensor] = {}
-
-        def taken(leaf: Any, dim: int) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return [leaf[row % whole] for row in range(rows)]
-            if id(leaf) not in known:  # labels may be the very tensor the inputs are
-                known[id(leaf)] = leaf.index_select(dim, torch.arange(rows) % whole)
-            return known[id(leaf)]
-
-        def resized(batch: Any) -> Any:
-            call = Batch.of(batch)
-            flat, dims = layout.view(_flat(call)), dict(layout.dims)
-            leaves = [taken(leaf, dims[place]) if place in dims else leaf for place, leaf in enumerate(flat.leaves)]
-            args, kwargs = flat.spec.put(leaves)
-            return Batch(args, kwargs)
-
-        def target_of(leaf: Any) -> Any:
-            dim = layout.dims[0][1]
-            is_split = isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.size(dim) == whole
-            return taken(leaf, dim) if is_split else leaf
-
-        if twin.loss_fn is None:
-            batch: Any = resized(twin.batch)
-        else:
-            batch = (resized(twin.batch[0]), tree_map(target_of, twin.batch[1]))
-        return self.twin.with_batch(batch)
+        return self.twin.with_batch(with_rows(self.twin.workload, self._layout, rows))
 
     @contextmanager
-    def _session(self, plan: Plan) -> Iterator[tuple[Session, _StepObserver]]:
-        """A session on the twin that is being recorded; everything is put back afterwards."""
+    def _session(self, plan: Plan, before: Iterable[Holding] | None = None) -> Iterator[tuple[Session, _StepObserver]]:
+        """A session on the twin that is being recorded; everything is put back afterwards.
+
+        Args:
+            plan: of the session.
+            before: what lives before the plan is applied, where that is recorded, too.
+        """
         model = self.twin.workload.model
         recorder = Recorder(self._fakes, work_of, live_tensors(self._live), self._choices.hidden_bytes)
-        before = _GradientsBefore(self._live)
+        gradients = _GradientsBefore(self._live)
         # globals, closures and classes that the twin's forward reaches are the user's
         reached = State.of_model(model, torch.device("cpu"))
         try:
@@ -366,11 +357,15 @@ class Tracer:
                 self._choices.entered(),
                 _watched_model(model, recorder),
                 loop_is_known(),
-                fit(self.twin.workload, plan) as session,
+                ExitStack() as stack,
             ):
+                if before is not None:
+                    recorder.begin(before)
+                    recorder.start()
+                session = stack.enter_context(fit(self.twin.workload, plan))
                 model.train()
                 seen = _StepObserver(recorder, self.twin.workload, list(self.twin.notes))
-                session.observers = [seen]
+                session.observers.only([seen])
                 yield session, seen
                 recorder.stop()
         except MemlabError:
@@ -385,7 +380,7 @@ class Tracer:
             recorder.close()
             reached.restore()
             self.twin.forget()
-            before.check()
+            gradients.check()
 
 
 class _StepObserver(LedgerObserver):
@@ -474,8 +469,15 @@ def _settling(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _flat(call: Batch) -> Call:
-    return Call.of(call.args, dict(call.kwargs))
+def _kept(seen: _StepObserver, *, with_graph: bool) -> int:
+    """Live bytes after a forward whose output is held."""
+    recorder, workload = seen.recorder, seen.workload
+    recorder.begin([*parameters_of(workload.model), *inputs_of(call_of(workload))])
+    with recorder, torch.set_grad_enabled(with_graph):
+        output = output_of(workload)
+    live_bytes = recorder.live_bytes
+    del output
+    return live_bytes
 
 
 def _learn_from_calls(session: Session) -> bool:
@@ -483,7 +485,7 @@ def _learn_from_calls(session: Session) -> bool:
 
 
 def _held(session: Session) -> Iterator[Holding]:
-    return ((Category.PARAMETERS, tensor) for tensor in session.held_tensors)
+    return ((Category.PARAMETERS, tensor) for tensor in session.in_force.held_tensors)
 
 
 def _plain(output: Any) -> Any:
@@ -517,7 +519,13 @@ def _undisturbed() -> Iterator[None]:
     gc.disable()
     _log_of_fakes.disabled = True
     try:
-        with torch.random.fork_rng(devices=[]), without_global_hooks():
+        # the twin is on the CPU, and so is what its code makes on the default device
+        is_elsewhere = torch.get_default_device().type != "cpu"
+        with (
+            torch.random.fork_rng(devices=[]),
+            without_global_hooks(),
+            torch.device("cpu") if is_elsewhere else nullcontext(),
+        ):
             yield
     finally:
         random.setstate(state)

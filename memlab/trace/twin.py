@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map
 
 from memlab.errors import TraceError
 from memlab.runtime.reach import keeps_state_in_modules
+from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import session_of
 
@@ -100,8 +101,8 @@ class Twin:
     def _copied_model(self, model: nn.Module) -> nn.Module:
         session = session_of(model)
         for tensor in (*model.parameters(), *model.buffers()):
-            if type(tensor) in (torch.Tensor, nn.Parameter):
-                dtype = tensor.dtype if session is None else session.canonical_dtype(tensor)
+            if own_class(tensor) in (torch.Tensor, nn.Parameter):
+                dtype = tensor.dtype if session is None else session.in_force.canonical_dtype(tensor)
                 self._memo[id(tensor)] = self._counterpart(tensor, dtype)
         for module in model.modules():
             for name in _FOREIGN_ATTRIBUTES:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from types import EllipsisType
 
 from memlab.errors import PlanError
-from memlab.units import format_bytes, parse_bytes
+from memlab.units import MIB, format_bytes, parse_bytes
+from memlab.workshop.questions import Text
 
 # a guess within this factor of what was measured gets so many points
 _POINTS = ((1.05, 3), (1.25, 2), (2.0, 1))
@@ -28,7 +30,7 @@ class Revealed:
 
     @property
     def points(self) -> int:
-        """From 0 to `MOST_POINTS`."""
+        """Points, from 0 to `MOST_POINTS`."""
         if self.guess is None or self.guess <= 0 or self.measured <= 0:
             return MOST_POINTS if self.guess == self.measured else 0
         factor = math.exp(abs(math.log(self.guess / self.measured)))
@@ -50,27 +52,36 @@ class Guesses:
     Example:
         >>> guesses = Guesses()
         >>> guesses.guess("peak of a step", "1.5 GiB")
+        >>> guesses.guess("peak of a step", "a lot")
+        peak of a step: 'a lot' is neither a size such as '300 MiB' nor a number; guess again
+        >>> guesses.guess("peak of a step", "1.5 GB")
         >>> guesses.reveal("peak of a step", 2 * 2**30)
-        peak of a step: 2.00 GiB · you said 1.50 GiB, 25 % too low · 1 of 3 points
+        peak of a step: 2.00 GiB · you said 1.40 GiB, 30 % too low · 1 of 3 points
         >>> guesses.score()
         1 of 3 points for 1 guess
     """
 
     def __init__(self) -> None:
-        self._made: dict[str, float | None] = {}
+        self._made: dict[str, _Guess | None] = {}
         self._revealed: dict[str, Revealed] = {}
 
-    def guess(self, name: str, value: Value | EllipsisType) -> None:
+    def guess(self, name: str, value: Value | EllipsisType) -> Text | None:
         """Note a guess, before the measurement.
 
         Args:
             name: of what.
-            value: a size such as ``"1.5 GiB"``, or a number; ``...`` for none yet.
+            value: a size such as ``"1.5 GiB"`` or ``"60 MB"``, or a number, as such or as text (of bytes, so many MiB);
+                ``...`` for none yet.
 
-        Raises:
-            PlanError: neither a size nor a number.
+        Returns:
+            What is wrong with it, where it cannot be read; an earlier guess is kept then.
         """
-        self._made[name] = None if isinstance(value, EllipsisType) else _number(name, value)
+        guess = None if isinstance(value, EllipsisType) else _read(value)
+        if guess is None and not isinstance(value, EllipsisType):
+            self._made.setdefault(name, None)
+            return Text(f"{name}: {value!r} is neither a size such as '300 MiB' nor a number; guess again")
+        self._made[name] = guess
+        return None
 
     def reveal(self, name: str, measured: float, unit: str = "") -> Revealed:
         """Set what was measured beside the guess.
@@ -86,41 +97,42 @@ class Guesses:
         if name not in self._made:
             asked = ", ".join(self._made) or "nothing yet"
             raise PlanError(f"{name!r} was not guessed: asked was {asked}; run the cell with the guess first")
-        self._revealed[name] = Revealed(name, self._made[name], float(measured), unit)
+        made = self._made[name]
+        guess = made.value if made is not None else None
+        if made is not None and not made.is_size and not unit:
+            guess = made.value * MIB
+        self._revealed[name] = Revealed(name, guess, float(measured), unit)
         return self._revealed[name]
 
-    def score(self) -> Score:
-        """Points so far."""
-        return Score(tuple(self._revealed.values()))
+    def score(self) -> Text:
+        """Points so far, of all guesses that were made."""
+        made = [each for each in self._revealed.values() if each.guess is not None]
+        if not made:
+            return Text("no guess was made yet")
+        guesses = f"{len(made)} guess{'es' if len(made) > 1 else ''}"
+        return Text(f"{sum(each.points for each in made)} of {MOST_POINTS * len(made)} points for {guesses}")
 
 
 @dataclass(frozen=True)
-class Score:
-    """All guesses of a notebook."""
+class _Guess:
+    """A guess as it was read: bytes, or a number of whatever is asked."""
 
-    revealed: tuple[Revealed, ...]
-
-    @property
-    def points(self) -> int:
-        """Of all guesses."""
-        return sum(each.points for each in self.revealed)
-
-    def __str__(self) -> str:
-        made = [each for each in self.revealed if each.guess is not None]
-        if not made:
-            return "no guess was made yet"
-        guesses = f"{len(made)} guess{'es' if len(made) > 1 else ''}"
-        return f"{self.points} of {MOST_POINTS * len(made)} points for {guesses}"
-
-    __repr__ = __str__
+    value: float
+    is_size: bool
 
 
-def _number(name: str, value: Value) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str):
-        return float(parse_bytes(value))
-    raise PlanError(f"guess of {name}: {value!r} is neither a size such as '300 MiB' nor a number")
+def _read(value: object) -> _Guess | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return _Guess(float(value), is_size=False)
+    if not isinstance(value, str):
+        return None
+    with suppress(ValueError):
+        return _Guess(float(value.strip().rstrip("%×").replace(",", "")), is_size=False)
+    with suppress(PlanError):
+        return _Guess(float(parse_bytes(value)), is_size=True)
+    return None
 
 
 def _written(value: float, unit: str) -> str:

@@ -111,4 +111,4 @@ def library_tokens(vocabulary: int) -> torch.Tensor:
     texts = [path.read_text(encoding="utf-8", errors="ignore") for path in sorted(library.glob("*.py"))[:_FILES]]
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts, vocab_size=vocabulary, show_progress=False)
-    return torch.tensor([token for each in tokenizer.encode_batch(texts) for token in each.ids])
+    return torch.tensor([token for each in tokenizer.encode_batch(texts) for token in each.ids], device="cpu")

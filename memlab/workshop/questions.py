@@ -15,7 +15,7 @@ Judge = Callable[[Any], str | None]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Reply:
     """Reply to an answer."""
 
     question: str
@@ -50,14 +50,14 @@ class Question:
     right: Sequence[Any]
     wrong: Sequence[Any]
 
-    def __call__(self, given: Any = ...) -> Verdict:
+    def __call__(self, given: Any = ...) -> Reply:
         """Check an answer."""
         if isinstance(given, EllipsisType):
-            return Verdict(self.name, NOT_ATTEMPTED, "Put your answer in place of ... and run the cell again.")
+            return Reply(self.name, NOT_ATTEMPTED, "Put your answer in place of ... and run the cell again.")
         fault = self._fault(given)
         if fault is None:
-            return Verdict(self.name, RIGHT, self.because)
-        return Verdict(self.name, NOT_YET, f"{fault} Stuck? check.{self.name}.hint()")
+            return Reply(self.name, RIGHT, self.because)
+        return Reply(self.name, NOT_YET, f"{fault} Stuck? check.{self.name}.hint()")
 
     def hint(self) -> Text:
         """Return what to think of."""

@@ -1,84 +1,44 @@
-"""`watched`: the memory that a piece of code takes at its peak, what it leaves behind, and how both go from lap to lap."""
+"""`watched`: the memory that a piece of code takes at its peak, and what it leaves behind; `film`: live bytes from operator to operator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from itertools import chain
+from time import perf_counter
 
 import torch
 
-from memlab.measuring.ledger import Ledger
+from memlab.measuring.ledger import Ledger, parameters_of, state_of
 from memlab.units import format_bytes
-
-
-class _Meter(Protocol):
-    """Counts bytes beyond what lived when it began."""
-
-    @property
-    def live_bytes(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    def reset(self) -> None: ...
-
-
-class _CpuMeter:
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    @property
-    def live_bytes(self) -> int:
-        return self._ledger.live_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._ledger.peak_bytes
-
-    def reset(self) -> None:
-        self._ledger.peak_bytes = self._ledger.live_bytes
-
-
-class _GpuMeter:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before_bytes = torch.cuda.memory_allocated(device)
-        self.reset()
-
-    @property
-    def live_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._before_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) - self._before_bytes
-
-    def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
 
 
 class Watched:
     """Memory of a piece of code, beyond what lived before it.
 
     Args:
-        meter: what counts.
+        live: tells the bytes that live now.
+        peak: tells the most bytes at any moment since the last `reset`.
+        reset: has the peak counted anew.
 
     Attributes:
         peak_bytes: the most at any moment so far; of the whole block once it has ended.
         left_bytes: what lives now; at the end of the block once it has ended.
     """
 
-    def __init__(self, meter: _Meter) -> None:
-        self._meter: _Meter | None = meter
+    def __init__(self, live: Callable[[], int], peak: Callable[[], int], reset: Callable[[], None]) -> None:
+        self._live, self._peak, self._reset = live, peak, reset
+        self._is_over = False
         self._peak_bytes = 0
         self._left_bytes = 0
 
     @property
     def peak_bytes(self) -> int:
-        return max(self._peak_bytes, self._meter.peak_bytes if self._meter else 0)
+        return self._peak_bytes if self._is_over else max(self._peak_bytes, self._peak())
 
     @property
     def left_bytes(self) -> int:
-        return self._meter.live_bytes if self._meter else self._left_bytes
+        return self._left_bytes if self._is_over else self._live()
 
     def lap(self) -> int:
         """The most at any moment since the last lap, in bytes; the next lap begins.
@@ -86,16 +46,17 @@ class Watched:
         Raises:
             ValueError: the block has ended.
         """
-        if self._meter is None:
+        if self._is_over:
             raise ValueError("lap: what is watched has ended; call it within the block")
-        lap_bytes = self._meter.peak_bytes
+        lap_bytes = self._peak()
         self._peak_bytes = self.peak_bytes
-        self._meter.reset()
+        self._reset()
         return lap_bytes
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Keep the numbers as they are now."""
         self._peak_bytes, self._left_bytes = self.peak_bytes, self.left_bytes
-        self._meter = None
+        self._is_over = True
 
     def __str__(self) -> str:
         return f"peak {format_bytes(self.peak_bytes)}, left behind {format_bytes(self.left_bytes)}"
@@ -125,20 +86,109 @@ def watched(device: torch.device | str = "cpu") -> Iterator[Watched]:
         peak 5.0 KiB, left behind 3.0 KiB
     """
     on = torch.device(device)
-    if on.type == "cuda":
-        yield from _yielded(Watched(_GpuMeter(on)))
-        return
+    with _of_gpu(on) if on.type == "cuda" else _of_cpu() as seen:
+        try:
+            yield seen
+        finally:
+            seen.end()
+
+
+@contextmanager
+def _of_cpu() -> Iterator[Watched]:
     ledger = Ledger()
     ledger.begin([])
+
+    def reset() -> None:
+        ledger.peak_bytes = ledger.live_bytes
+
     try:
         with ledger:
-            yield from _yielded(Watched(_CpuMeter(ledger)))
+            yield Watched(lambda: ledger.live_bytes, lambda: ledger.peak_bytes, reset)
     finally:
         ledger.close()
 
 
-def _yielded(seen: Watched) -> Iterator[Watched]:
+@contextmanager
+def _of_gpu(device: torch.device) -> Iterator[Watched]:
+    before_bytes = torch.cuda.memory_allocated(device)
+
+    def reset() -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+
+    reset()
+    yield Watched(
+        lambda: torch.cuda.memory_allocated(device) - before_bytes,
+        lambda: torch.cuda.max_memory_allocated(device) - before_bytes,
+        reset,
+    )
+
+
+class Film:
+    """Live bytes over time.
+
+    Attributes:
+        began: the moment it began, on the clock of `time.perf_counter`.
+        seconds: times of all births and deaths since then.
+        live_bytes: what was alive after each of them.
+    """
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.seconds: list[float] = []
+        self.live_bytes: list[int] = []
+
+    def peaks(self, ends: Iterable[float]) -> list[int]:
+        """The highest bytes of each stretch.
+
+        Example:
+            >>> film = Film()
+            >>> film.seconds, film.live_bytes = [0.0, 0.1, 0.2, 0.3], [4, 9, 6, 7]
+            >>> film.peaks([0.15, 0.4])
+            [9, 7]
+        """
+        moments = zip(self.seconds, self.live_bytes, strict=True)
+        found, waiting = [], next(moments, None)
+        for end in ends:
+            highest = 0
+            while waiting is not None and self.began + waiting[0] <= end:
+                highest = max(highest, waiting[1])
+                waiting = next(moments, None)
+            found.append(highest)
+        return found
+
+
+@contextmanager
+def film(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Film]:
+    """Watch a training run, failed attempts and all.
+
+    Args:
+        model: whose device is watched; its parameters are there from the beginning.
+        optimizer: whose state is, as far as it has any.
+
+    Yields:
+        A film that is filled when the block ends, however it ends.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 1, bias=False)
+        >>> with film(layer, torch.optim.SGD(layer.parameters())) as seen:
+        ...     ones = torch.ones(100)
+        ...     del ones
+        >>> seen.live_bytes
+        [16, 416, 16]
+    """
+    device = next(model.parameters()).device
+    ledger, taken = Ledger(device.type), Film()
+    taken.began = perf_counter()
+    ledger.begin(chain(parameters_of(model), state_of([optimizer])))
     try:
-        yield seen
+        with ledger:
+            yield taken
     finally:
-        seen._end()
+        seen = ledger.finish()
+        ledger.close()
+        live = sum(seen.baseline.values())
+        taken.seconds, taken.live_bytes = [0.0], [live]
+        for event in seen.events:
+            live += event.size_bytes
+            taken.seconds.append(event.seconds)
+            taken.live_bytes.append(live)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab.allocator import Action, Allocator, Block, DoesNotFitError, Segment, Settings
+from memlab.allocator import Action, Allocator, Block, DoesNotFitError, MemorySegment, Settings
 from memlab.allocator.sizes import round_size
 from memlab.units import KIB, MIB
 
@@ -68,7 +68,7 @@ def check(simulated: Allocator, live: list[tuple[Block, int]]) -> None:
     check_statistics(simulated, segments, live)
 
 
-def check_layout(segments: tuple[Segment, ...]) -> None:
+def check_layout(segments: tuple[MemorySegment, ...]) -> None:
     for one, other in pairwise(segments):
         assert one.address + one.size <= other.address
     for segment in segments:
@@ -78,7 +78,7 @@ def check_layout(segments: tuple[Segment, ...]) -> None:
         assert all(block.size > 0 and block.size % 512 == 0 for block in segment.blocks)
 
 
-def check_live_blocks(segments: tuple[Segment, ...], live: list[tuple[Block, int]]) -> None:
+def check_live_blocks(segments: tuple[MemorySegment, ...], live: list[tuple[Block, int]]) -> None:
     in_use = {block.address: block for segment in segments for block in segment.blocks if block.allocated}
     assert len(in_use) == len(live)
     for block, requested in live:
@@ -86,7 +86,7 @@ def check_live_blocks(segments: tuple[Segment, ...], live: list[tuple[Block, int
         assert in_use[block.address].requested == requested
 
 
-def check_statistics(simulated: Allocator, segments: tuple[Segment, ...], live: list[tuple[Block, int]]) -> None:
+def check_statistics(simulated: Allocator, segments: tuple[MemorySegment, ...], live: list[tuple[Block, int]]) -> None:
     statistics = simulated.stats()
     assert statistics.reserved_bytes == sum(segment.size for segment in segments)
     assert statistics.allocated_bytes == sum(block.size for block, _ in live)

@@ -202,6 +202,7 @@ def rows_of(name: str, plans: Sequence[str]) -> Iterator[Row]:
 
 
 def _peaks(workload: Workload, flags: str) -> tuple[int, int]:
+    torch.cuda.empty_cache()  # weights that were tied had memory of their own
     with without_judgement(), fit(workload, flags, rescue=False):
         torch.cuda.reset_peak_memory_stats()
         for _ in range(STEPS):
@@ -264,14 +265,12 @@ def page() -> str:
         "(`tests/emulated_gpu/`): nothing was computed, and no figure here is from hardware. Models have real sizes; each starts "
         "from a fresh model and an empty cache. Written by `python -m tests.bench.allocator_accuracy --write`.",
         "",
-        "With expandable segments little depends on the order of requests; by default it does. A prediction begins after the plan has "
-        "been applied: holes that applying `--precision pure-bf16` leaves in segments are not in it. Rows were measured when their plan "
-        "changed last, so some are older than others. Measured since workspaces of cuBLAS are predicted where a thread first multiplies "
-        "matrices: on the A100 convolutions as written and under `--checkpoint`, the encoder under `--checkpoint`, `--precision pure-bf16` "
-        "and `--offload activations`, gpt2 under `--accumulate 4 --bf16`; on the H100 bert and convnext as written and under `--checkpoint` "
-        "and `--bf16`, bart under `--precision pure-bf16`; on the T4 opt under `--accumulate 4 --bf16` and `--precision pure-bf16`. All "
-        "others are from before that; those of the H100 and the T4, and gpt2's, also from before predictions let autograd add gradients in "
-        "place. Why bert under `--bf16` is too low with expandable segments is not known yet.",
+        "With expandable segments little depends on the order of requests; by default it does. The rows are of one "
+        "evening and several states of the code; those of gpt2 are older, from before predictions let autograd add "
+        "gradients in place. Where mistral is split, torch makes masks that the prediction does not have (allocated up to"
+        " 2.3 % too low); probably because what the emulated GPU reads has no values and looks like packed rows. Why opt,"
+        " split, is off by up to 6 % in reserved bytes, and bart under `--precision pure-bf16` by 4.5 %, is not known "
+        "yet.",
     ]
     for path in sorted(RESULTS.glob("*.allocator.json")):
         found = json.loads(path.read_text())

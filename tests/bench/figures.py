@@ -50,15 +50,15 @@ def watching(device: torch.device, pairs: int) -> list[Figure]:
     counted_on = device_for(device)
     meter = Meter(workload.model, workload.optimizers, counted_on)
     for _ in range(4):
-        session.observers = [meter]
+        session.observers.only([meter])
         training_step(workload)
 
     def watched() -> None:
-        session.observers = [meter]
+        session.observers.only([meter])
         training_step(workload)
 
     def bare() -> None:
-        session.observers = []
+        session.observers.only([])
         handlers = workload.model.__dict__.pop("forward"), optimizer._optimizer_step_pre_hooks.copy()
         optimizer._optimizer_step_pre_hooks.clear()
         try:
@@ -151,13 +151,13 @@ def _peak_in(session: Session, work: Callable[[], None]) -> int:
     workload = session.workload
     device = device_for(workload.device)
     meter = Meter(workload.model, workload.optimizers, device)
-    session.observers = [meter]
+    session.observers.only([meter])
     try:
         for _ in range(3):
             work()
         return meter.measurement(memlab.Plan()).peak_allocated_bytes
     finally:
-        session.observers = []
+        session.observers.only([])
         meter.close()
         device.close()
 

@@ -25,7 +25,7 @@ from memlab.plan import Plan
 from memlab.predicting import predict_all
 from memlab.records import Measurement, Prediction
 from memlab.search.deciding import Search
-from memlab.search.trials import best_of_trials, run_trial
+from memlab.search.finding import best_of_trials, run_trial
 from memlab.units import format_bytes
 from tests.bench.__main__ import slug, versions
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from tests.bench.figures import Figure
 from tests.helpers.live_kernel import LiveKernel, live_kernel
-from tests.helpers.panel_kernel import TRAIN, Flip, flip, ids, opened
+from tests.helpers.panel_kernel import TRAIN, Flip, KernelPanel, opened
 
 _PENDING_SECONDS = 0.25
 _SHARE = 0.01
@@ -52,11 +52,11 @@ def _cost(kernel: LiveKernel, seconds: float) -> Figure:
 
 
 def _clicks(kernel: LiveKernel, flips: int) -> list[Figure]:
-    box, state = ids(kernel, "checkpointing")
+    panel = KernelPanel(kernel)
     subshell = kernel.subshell()
     kernel.value("[setattr(control, 'stepped', plain)] and 0")
     cell = kernel.send(TRAIN.format(flags="", seconds=600))
-    done: list[Flip] = [flip(kernel, box, state, index % 2 == 0, subshell) for index in range(flips)]
+    done: list[Flip] = [panel.flip("checkpointing", index % 2 == 0, subshell) for index in range(flips)]
     kernel.interrupt()
     kernel.until_over(cell)
     step_seconds = kernel.value("[point.seconds for point in control.moment().points][-20:]")

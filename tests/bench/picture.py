@@ -104,7 +104,7 @@ def _photograph(address: str, picture: Path) -> bool:
             page.keyboard.press("Shift+Enter")
         panel = page.locator(".memlab-panel")
         # the last setting whose effect is predicted
-        row = panel.locator(".memlab-controls .widget-vbox").filter(has_text="Tiled layers")
+        row = panel.locator(".memlab-setting").filter(has_text="Tiled layers")
         row.get_by_text(re.compile(r"speed|±|does not apply")).first.wait_for()
         page.keyboard.press("Shift+Enter")
         _until_step(page, 8)
@@ -123,7 +123,7 @@ def _photograph(address: str, picture: Path) -> bool:
 def switch(panel: Any, name: str) -> None:
     """Flip a setting of the panel, and wait until it is in force."""
     panel.get_by_label(name, exact=True).click()
-    row = panel.locator(".memlab-controls .widget-vbox").filter(has_text=name)
+    row = panel.locator(".memlab-setting").filter(has_text=name)
     row.get_by_text(re.compile(r"applied at step \d+")).first.wait_for()
 
 

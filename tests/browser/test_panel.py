@@ -59,7 +59,7 @@ print(hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).he
 """
 LIVE_PANELS = """
 from ipywidgets.widgets.widget import _instances
-print(sum(type(widget).__name__ == "StatusBar" for widget in _instances.values()), "live")
+print(sum(type(widget).__name__ == "PanelWidget" for widget in _instances.values()), "live")
 """
 
 # what has become of a setting, every time the page shows something else
@@ -304,7 +304,7 @@ def test_settings_that_exclude_each_other(trained: OpenNotebook) -> None:
     until_applied(panel)
     panel.get_by_label("Optimizer, which").select_option("paged 8-bit Adam")
     box(panel, "Optimizer").click()
-    row = panel.locator(".memlab-controls .widget-vbox").filter(has_text="Optimizer")
+    row = panel.locator(".memlab-setting").filter(has_text="Optimizer")
     row.get_by_text("exclude each other").wait_for(timeout=_MILLISECONDS)
     expect(box(panel, "Optimizer")).not_to_be_checked()
     expect(box(panel, "Offload")).to_be_checked()
@@ -317,7 +317,7 @@ def test_what_does_not_apply_is_refused(trained: OpenNotebook) -> None:
     trained.run(5)
     panel = trained.panel(5)
     box(panel, "Checkpointing").click()
-    row = panel.locator(".memlab-controls .widget-vbox").filter(has_text="Checkpointing")
+    row = panel.locator(".memlab-setting").filter(has_text="Checkpointing")
     row.get_by_text("refused: ").wait_for(timeout=_MILLISECONDS)
     assert "block" in row.inner_text()
     expect(box(panel, "Checkpointing")).not_to_be_checked(timeout=_MILLISECONDS)
@@ -379,17 +379,25 @@ def test_page_loaded_again_and_kernel_restarted(browser: Any, lab: str, lab_fold
     with opened_notebook(browser, lab, lab_folder, "again.ipynb", (MAKE, PANEL)) as opened:
         opened.run(0)
         opened.run(1)
-        opened.panel(1)
+        panel = opened.panel(1)
+        still = opened.cell(1).locator(".memlab-still")
+        box(panel, "Checkpointing").click()
+        expect(still).to_contain_text("%memfit undo", timeout=_MILLISECONDS)  # what was clicked is in it
         save_by_keyboard(opened.page)
         show_notebook(opened.page)
         panel = opened.panel(1)
-        box(panel, "Checkpointing").click()
+        expect(box(panel, "Checkpointing")).to_be_checked()
+        box(panel, "Gradient accumulation").click()
         until_applied(panel)
+        expect(still).to_have_count(1)
+        expect(still).to_be_hidden()
         _restart(opened)
         stale = panel.locator(".memlab-stale[role=alert]")
         expect(stale).to_contain_text("no longer connected", timeout=_MILLISECONDS)
         assert panel.locator(".memlab-controls").evaluate("controls => controls.inert")
         assert panel.locator(".memlab-world").is_hidden()
+        expect(still).to_be_visible()
+        expect(still).to_contain_text("%memfit undo")
 
 
 def _restart(opened: OpenNotebook) -> None:
@@ -427,7 +435,7 @@ _OUTLINE = """panel => {
         const may = axis => ["auto", "scroll"].includes(style["overflow" + axis]);
         return may("Y") && element.scrollHeight > element.clientHeight || may("X") && element.scrollWidth > element.clientWidth;
     };
-    const labels = Array.from(panel.querySelectorAll(".widget-checkbox .widget-label-basic, .widget-checkbox label span"));
+    const labels = Array.from(panel.querySelectorAll("label span, button"));
     return {
         controls: at(panel.querySelector(".memlab-controls")), figure: at(panel.querySelector(".js-plotly-plot")),
         page: at(panel.closest(".jp-WindowedPanel-outer") ?? panel.closest(".jp-Notebook")),

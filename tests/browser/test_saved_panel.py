@@ -31,7 +31,11 @@ def test_saved_notebook_shows_receipt_without_kernel(browser: Any, lab: str, lab
     notebook = json.loads(saved.read_text())
     assert saved.stat().st_size <= _MOST_BYTES
     assert "widgets" not in notebook["metadata"]
-    assert "Checkpointing" in "".join(notebook["cells"][1]["outputs"][0]["data"]["text/plain"])
+    _view, still = notebook["cells"][1]["outputs"]
+    for kind in ("text/plain", "text/html"):
+        text = "".join(still["data"][kind])
+        assert "Checkpointing" in text
+        assert "as written" in text  # what has been measured since the panel was opened
 
     page = tmp_path / "saved.html"
     page.write_text(exporters.HTMLExporter().from_filename(str(saved))[0])
@@ -44,7 +48,8 @@ def _shows_receipt(browser: Any, file: Path, picture: Path) -> None:
         page = context.new_page()
         page.goto(file.as_uri())
         page.screenshot(path=str(picture))
-        receipt = page.locator(".memlab-receipt table")
+        assert page.locator(".memlab-still table").first.is_visible()
+        receipt = page.locator(".memlab-receipt table").last
         assert receipt.is_visible()
         assert receipt.locator("tbody tr").first.inner_text().startswith("as written")
         assert "Checkpointing" in page.locator("body").inner_text()

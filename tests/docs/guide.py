@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from memlab.workshop.chapters import chapter, numbers
+from memlab.workshop.exercises import QUESTIONS, chapter
 from memlab.workshop.questions import Question
 from tests.docs.markdown import table
 
@@ -41,7 +41,7 @@ def guesses_in(notebook: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def answers() -> str:
     """Answers to the exercises of all chapters."""
-    return "\n\n".join(map(_answers_of, numbers()))
+    return "\n\n".join(map(_answers_of, QUESTIONS))
 
 
 def _answers_of(number: int) -> str:

@@ -41,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--verbose", action="store_true", help="say which functions of CUDA were refused")
     made.add_argument(
-        "--all", action="store_true", help="run all tests there are and write last_run.md; words after it choose files"
+        "--all",
+        action="store_true",
+        help="run all tests there are, or go on with that, and write last_run.md; words after it choose files, and write nothing",
     )
     made.add_argument("command", nargs="*", metavar="-- COMMAND", help="what to run; nothing: only build")
     return made

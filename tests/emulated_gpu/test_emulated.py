@@ -178,12 +178,31 @@ def test_memory_given_back_too_early_is_seen_as_a_wrong_value() -> None:
 
 
 @needs_two
+@needs_values
+def test_results_are_on_the_device_of_their_tensors_whichever_is_current() -> None:
+    there = torch.ones(9, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    found = [there.norm(2), there.nonzero(), there.unique(), there / there.norm(2)]
+    assert [each.device.index for each in found] == [1, 1, 1, 1]
+    assert found[0].item() == 3
+
+
+@needs_two
 def test_two_devices_are_counted_apart() -> None:
     before = [torch.cuda.memory_allocated(index) for index in range(2)]
     there = torch.arange(MIB, dtype=torch.uint8, device="cuda:1")
     assert torch.cuda.memory_allocated(1) == before[1] + MIB
     assert torch.cuda.memory_allocated(0) == before[0]
     assert torch.equal(there.to("cuda:0").cpu(), there.cpu())
+
+
+@needs_two
+@needs_values
+def test_lists_over_two_devices() -> None:
+    ones = [torch.ones(4, device=f"cuda:{index}") for index in range(2)]
+    torch._foreach_add_(ones, [each.clone() for each in ones])
+    torch._foreach_mul_(ones, 3.0)
+    assert [each.tolist() for each in ones] == [[6.0] * 4] * 2
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from memlab import Workload, measure, predict
 from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
@@ -19,10 +21,14 @@ def loop():
     return model, torch.optim.AdamW(model.parameters()), torch.randn(512, 1024, device="cuda")
 
 
-def run_steps(meter, model, optimizer, batch, count):
+def squares(model, batch):
+    return model(batch).pow(2).mean()
+
+
+def run_steps(meter, model, optimizer, batch, count, loss_of=squares):
     for _ in range(count):
         meter.forward_begins(Batch((batch,), {}))
-        loss = model(batch).pow(2).mean()
+        loss = loss_of(model, batch)
         meter.forward_ended(loss)
         loss.backward()
         meter.step_begins(optimizer)
@@ -115,3 +121,35 @@ def test_a_capacity_holds_after_training_without_one():
         assert torch.cuda.memory_reserved() <= held_bytes + 128 * MIB
     finally:
         device.close()
+
+
+@pytest.mark.memory
+def test_a_chunked_loss_takes_one_tile_and_what_was_predicted():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32768)).cuda()
+    batch = torch.zeros(1024, 64, device="cuda"), torch.zeros(1024, dtype=torch.long, device="cuda")
+    workload = Workload(model, torch.optim.SGD(model.parameters()), batch=batch, loss_fn=F.cross_entropy)
+    measured = measure(workload, "--chunk-loss", steps=2).peak_allocated_bytes
+    assert predict(workload, "--chunk-loss").peak_allocated_bytes == pytest.approx(measured, abs=2 * MIB)
+
+
+@pytest.mark.memory
+def test_steps_that_are_watched_count_as_others_do():
+    # autograd sums the three gradients of the one weight in place, but not while it is watched
+    model = torch.nn.Linear(2048, 2048, bias=False).cuda()
+    optimizer, batch = torch.optim.SGD(model.parameters()), torch.zeros(8, 2048, device="cuda")
+
+    def loss_of(_model, _batch):
+        return sum((batch @ model.weight * factor).sum() for factor in (1, 2, 3))
+
+    peaks = []
+    meter = Meter(model, [optimizer], device_for(torch.device("cuda")))
+    for _ in range(4):
+        run_steps(meter, model, optimizer, batch, 1, loss_of)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] >= peaks[3] + 15 * MIB  # what torch counts
+    measured = meter.measurement(Plan())
+    meter.close()
+    assert measured.peak_allocated_bytes == pytest.approx(peaks[3], abs=1 * MIB)
+    assert sum(size for name, size in measured.breakdown.items() if name != Category.UNUSED) == pytest.approx(
+        measured.peak_allocated_bytes, abs=1 * MIB
+    )

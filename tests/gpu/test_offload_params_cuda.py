@@ -156,3 +156,20 @@ def test_the_loops_own_scaler_is_refused() -> None:
             loss = work.model(**batch()).loss
         scaler.scale(loss).backward()
         scaler.step(work.optimizers[0])
+
+
+@pytest.mark.parametrize("then", ["--precision pure-bf16", "--offload params", ""])
+def test_weights_that_the_loop_has_looked_at_under_pure_bf16_come_back_to_the_gpu(then: str) -> None:
+    """What a loop reads of weights between steps lies on the host; a change of the plan brings them back all the same."""
+    model, batch = gpt2().cuda(), {name: value.cuda() for name, value in ragged_batch().items()}
+    load = Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch=batch)
+    with fit(load, "--precision pure-bf16 --offload params") as session:
+        for plan in ("--precision pure-bf16 --offload params", then):
+            training_step(load)
+            seen = [parameter.data.clone() for parameter in model.parameters()]
+            session.switch(plan, now=True)
+            values = copy.deepcopy(model).parameters()  # copies are the user's own
+            assert all(torch.equal(one.cpu(), other.detach().cpu()) for one, other in zip(seen, values, strict=True))
+        training_step(load)
+        [parameter.data for parameter in model.parameters()]
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("cuda", torch.float32)}

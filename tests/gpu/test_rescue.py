@@ -273,7 +273,7 @@ def test_fifty_rescues_leave_nothing() -> None:
         session.switch("", now=True)
         seen.append(allocated_bytes())
 
-    *_, rescuer, _ = steps(CUDA, ["forward", "backward"] * 25, rescue=True, after=back)
+    _, _, rescuer = steps(CUDA, ["forward", "backward"] * 25, rescue=True, after=back)
     assert len(rescuer.rescues) == 50
     assert max(seen[10:]) <= 1.001 * min(seen[10:])
 

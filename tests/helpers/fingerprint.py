@@ -14,6 +14,8 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from memlab.session import session_of
+
 Fingerprint = dict[str, Any]
 
 # what schedulers and Accelerate leave behind themselves, memlab or not
@@ -27,6 +29,10 @@ def fingerprint(
 
     Identities are compared by `id`, so two fingerprints make sense only while the objects live.
     """
+    # under pure bf16 weights that have been read say that they are in fp32
+    session = session_of(model)
+    if session is not None and session.in_force.held_tensors:
+        [tensor.data for tensor in (*model.parameters(), *model.buffers())]
     marks = dict(_of_model(model))
     for index, optimizer in enumerate(optimizers):
         marks.update({f"optimizer {index}: {key}": mark for key, mark in _of_optimizer(optimizer).items()})

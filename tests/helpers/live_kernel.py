@@ -8,7 +8,7 @@ import queue
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,14 @@ class LiveKernel:
         """Names of the errors a cell shows."""
         return [m["content"]["ename"] for m in self.messages[cell] if m["msg_type"] == "error"]
 
+    def completed(self, code: str) -> list[str]:
+        """What the last word of a line may become."""
+        asked = self._client.complete(code)
+        while True:
+            reply: dict[str, Any] = self._client.get_shell_msg(timeout=_PATIENCE_SECONDS)
+            if reply["parent_header"].get("msg_id") == asked:
+                return list(reply["content"]["matches"])
+
     def subshell(self) -> str:
         """Make a subshell; returns its id."""
         reply = self._control("create_subshell_request", {})
@@ -81,28 +89,45 @@ class LiveKernel:
 
     def click(self, comm_id: str, state: Mapping[str, Any], subshell: str | None = None) -> str:
         """Send what a widget sends when somebody has used it; returns the message's id."""
-        data = {"method": "update", "state": dict(state), "buffer_paths": []}
+        return self._to_widget(comm_id, {"method": "update", "state": dict(state), "buffer_paths": []}, subshell)
+
+    def tell(self, comm_id: str, content: Mapping[str, Any], subshell: str | None = None) -> str:
+        """Send a widget a message of its own kind; returns the message's id."""
+        return self._to_widget(comm_id, {"method": "custom", "content": dict(content)}, subshell)
+
+    def until_shown(
+        self, comm_id: str, words_of: Callable[[dict[str, Any]], str], text: str
+    ) -> tuple[float, str]:  # fmt: skip
+        """Wait until the kernel has a widget show words with a text in them.
+
+        Args:
+            comm_id: of the widget.
+            words_of: the words in a state that the widget is given.
+            text: what to wait for.
+
+        Returns:
+            When (`perf_counter`), and the words.
+        """
+        shown: list[tuple[float, str]] = []
+
+        def is_shown() -> bool:
+            for message in self._fresh():
+                content = message["content"]
+                if message["msg_type"] == "comm_msg" and content.get("comm_id") == comm_id:
+                    words = words_of(content["data"].get("state", {}))
+                    if text in words:
+                        shown.append((time.perf_counter(), words))
+            return bool(shown)
+
+        self._until(is_shown)
+        return shown[0]
+
+    def _to_widget(self, comm_id: str, data: dict[str, Any], subshell: str | None) -> str:
         message = self._client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
         if subshell is not None:
             message["header"]["subshell_id"] = subshell
         self._client.shell_channel.send(message)
         return str(message["header"]["msg_id"])
-
-    def until_said(self, comm_id: str, text: str) -> tuple[float, str]:
-        """Wait until the kernel sets a widget to something with a text in it; returns when (`perf_counter`) and to what."""
-        said: list[tuple[float, str]] = []
-
-        def is_said() -> bool:
-            for message in self._fresh():
-                content = message["content"]
-                if message["msg_type"] == "comm_msg" and content.get("comm_id") == comm_id:
-                    value = str(content["data"].get("state", {}).get("value", ""))
-                    if text in value:
-                        said.append((time.perf_counter(), value))
-            return bool(said)
-
-        self._until(is_said)
-        return said[0]
 
     def _fresh(self) -> list[dict[str, Any]]:
         """Messages that have come since this was last asked."""

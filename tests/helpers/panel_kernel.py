@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
+from memlab.plan import FIELDS
 from tests.helpers.live_kernel import LiveKernel
 
 MAKE = """
@@ -30,9 +32,8 @@ while time.monotonic() < deadline and not stop:
     optimizer.zero_grad()
 """
 _FIND = """
-from memlab.jupyter.panels import panels
+from memlab.jupyter.panel import panels
 panel = list(panels()._open.values())[-1]
-rows = {row._spec.name: row for row in panel._settings}
 """
 
 
@@ -58,16 +59,30 @@ def opened(kernel: LiveKernel, *, layers: int = 2, width: int = 64, rows: int = 
     kernel.run(_FIND)
 
 
-def ids(kernel: LiveKernel, field: str) -> tuple[str, str]:
-    """Ids of a setting's check box and of the words beside it."""
-    box, state = kernel.value(f"[rows[{field!r}].box.comm.comm_id, rows[{field!r}].state.comm.comm_id]")
-    return str(box), str(state)
+class KernelPanel:
+    """The panel of a kernel, as its page sees it."""
 
+    def __init__(self, kernel: LiveKernel) -> None:
+        self._kernel = kernel
+        self._comm = str(kernel.value("panel.widget.comm.comm_id"))
 
-def flip(kernel: LiveKernel, box: str, state: str, value: bool, subshell: str | None) -> Flip:
-    """Click on a check box, and wait until the panel has said what has become of it."""
-    began = time.perf_counter()
-    kernel.click(box, {"value": value}, subshell)
-    pending = kernel.until_said(state, "pending")
-    applied = kernel.until_said(state, "applied at step" if value else "off since step")
-    return Flip(pending[0] - began, applied[0] - began, applied[1])
+    def click(self, field: str, value: bool, subshell: str | None = None) -> None:
+        """Click on a setting's box."""
+        self._kernel.tell(self._comm, {"kind": "flip", "field": field, "on": value}, subshell)
+
+    def until_said(self, field: str, text: str) -> tuple[float, str]:
+        """Wait until the words beside a setting have a text in them; returns when, and the words."""
+        place = [spec.name for spec in FIELDS].index(field)
+
+        def words(state: dict[str, Any]) -> str:
+            return str(state["controls"]["settings"][place]["said"]) if "controls" in state else ""
+
+        return self._kernel.until_shown(self._comm, words, text)
+
+    def flip(self, field: str, value: bool, subshell: str | None) -> Flip:
+        """Click on a setting's box, and wait until the panel has said what has become of it."""
+        began = time.perf_counter()
+        self.click(field, value, subshell)
+        pending = self.until_said(field, "pending")
+        applied = self.until_said(field, "applied at step" if value else "off since step")
+        return Flip(pending[0] - began, applied[0] - began, applied[1])

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memlab
 from memlab import Workload, fit
-from memlab.measuring.ledger import Effect, effect_of
+from memlab.measuring.ledger import OperatorEffect, effect_of
 from memlab.session import Session
 from tests.helpers.fingerprint import Fingerprint, differing, fingerprint
 
@@ -146,7 +146,7 @@ class NoMemory(TorchDispatchMode):
         self.has_failed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if effect_of(func) == Effect.BIRTH:
+        if effect_of(func) == OperatorEffect.BIRTH:
             self.left -= 1
             if self.left == 0 or (self.lasting and self.left < 0):
                 self.has_failed = True

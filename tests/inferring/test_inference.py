@@ -190,7 +190,7 @@ def test_a_plan_in_force_stays_in_force() -> None:
         with inference(model, optimizers=[optimizer]) as run:
             logits = model(PROMPT).logits
         assert logits.dtype is torch.float32
-        masters = sum(tensor.nbytes for tensor in session.held_tensors)
+        masters = sum(tensor.nbytes for tensor in session.in_force.held_tensors)
         assert run.record.breakdown["parameters"] == masters + sum(2 * p.numel() for p in model.parameters())
         model(PROMPT, labels=PROMPT).loss.backward()
         optimizer.step()

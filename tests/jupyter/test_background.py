@@ -233,7 +233,7 @@ class TestRefusals:
         made("%%memfit --background --quiet\n%memfit wait")
         assert "cannot wait for its own end" in made("%memfit wait").err
         made("%%memfit --background --quiet\nget_ipython().run_cell_magic('memfit', '--background', '1')")
-        assert "runs in the background already" in made("%memfit wait").err
+        assert "%%memfit within a %%memfit cell" in made("%memfit wait").err
 
 
 class TestErrors:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from memlab.jupyter.state import own_frames
+from memlab.records.run_record import RunRecord
 from memlab.session import session_of, sessions
 from tests.helpers.kernel import frames_of_memlab
 from tests.jupyter.conftest import MAKE, STEP, TRAIN, Cell
@@ -40,12 +43,33 @@ def test_the_loop_trains_as_without_the_magic(shell: Any, made: Cell) -> None:
         assert torch.equal(parameter, with_magic[name])
 
 
+def test_most_steps_of_a_millisecond_run_without_memlab_and_all_are_counted(
+    shell: Any, made: Cell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("memlab.measuring.steps._SHORT_SECONDS", 3600.0)  # this machine may be busy
+    monkeypatch.setattr("memlab.session.rest._MOST_REST_SECONDS", 3600.0)
+    many = TRAIN.replace("range(4)", "range(80)") + "    calls.append(vars(model).get('_compiled_call_impl'))\n"
+    made(many.replace("    calls", "    pass; calls", 1) if "calls = []" in many else f"calls = []\n{many}")
+    plain = [p.detach().clone() for p in shell.user_ns["model"].parameters()]
+    made("%memfit undo")
+    made(MAKE)
+    ran = made(f"%%memfit\ncalls = []\n{many}")
+    assert _table(ran.out)[0].endswith(" · 80 steps")
+    own = [call is None for call in shell.user_ns["calls"]]
+    assert own == [False] * 19 + [True] * 30 + [False] * 5 + [True] * 26
+    assert all(torch.equal(a, b) for a, b in zip(plain, shell.user_ns["model"].parameters(), strict=True))
+    again = made(f"%%memfit\n{TRAIN}")
+    assert _table(again.out)[0].endswith(" · 4 steps")
+    made(f"%memfit record {tmp_path / 'run.json'}")
+    assert [step.step for step in RunRecord.load(tmp_path / "run.json").steps][-5:] == [55, 81, 82, 83, 84]
+
+
 def test_flags_set_the_plan_which_stays_and_rows_add_up_across_cells(shell: Any, made: Cell) -> None:
     made(f"%%memfit\n{TRAIN}")
     made(f"%%memfit --accumulate 4\n{TRAIN}")
     ran = made(f"%%memfit --accumulate 4 --adam8bit\n{TRAIN}")
     plans = [line.split("  ")[0] for line in _table(ran.out)[3:] if line.startswith(("as written", "--"))]
-    assert plans == ["as written", "--accumulate 4", "--accumulate 4 --adam8bit"]
+    assert plans == ["as written", "--accumulate 4", "--accumulate 4 --adam8bit ◂ this cell"]
     assert session_of(shell.user_ns["model"]).plan.accumulation == 4
 
 
@@ -70,7 +94,8 @@ def test_a_name_in_braces_is_a_variable_in_both_magics(shell: Any, made: Cell) -
 
 
 def test_a_name_that_is_no_variable_stays_and_is_named(made: Cell) -> None:
-    assert "size '{LIMIT}': expected a number with B" in made("%%memfit --capacity {LIMIT}\n" + TRAIN).err
+    missing = "{LIMIT}: there is no such variable, or what stands in the braces fails; give a value"
+    assert missing in made("%%memfit --capacity {LIMIT}\n" + TRAIN).err
 
 
 def test_a_model_made_in_the_cell_is_found_when_it_first_trains(shell: Any, cell: Cell) -> None:
@@ -160,6 +185,48 @@ def test_a_syntax_error_raised_by_running_code_is_shown_once(made: Cell) -> None
     assert not frames_of_memlab(text)
 
 
+@pytest.mark.parametrize("installed", ["before the cell", "in the cell"])
+def test_who_shows_errors_in_the_shell_stays(shell: Any, made: Cell, installed: str) -> None:
+    """Packages that show tracebacks their own way put themselves in place of the shell's methods."""
+    seen: list[str] = []
+
+    def shows(_kind: type, error: BaseException, _lines: list[str]) -> None:
+        seen.append(str(error))
+
+    def shows_all(*_args: Any, **_kwargs: Any) -> None:
+        shows(*sys.exc_info()[:2], [])
+
+    def cache(*args: Any, **kwargs: Any) -> Any:
+        return type(shell.compile).cache(shell.compile, *args, **kwargs)
+
+    def install() -> None:
+        shell._showtraceback, shell.showtraceback, shell.compile.cache = shows, shows_all, cache
+
+    shell.user_ns["install"] = install
+    try:
+        if installed == "before the cell":
+            install()
+        made(f"%%memfit\n{'install()' if installed == 'in the cell' else ''}\n{TRAIN}\nraise ValueError('mine')")
+        assert (shell._showtraceback, shell.showtraceback, shell.compile.cache) == (shows, shows_all, cache)
+        assert seen == ["mine"]
+        made("raise ValueError('later')")
+        assert seen == ["mine", "later"]
+    finally:
+        for thing, name in ((shell, "_showtraceback"), (shell, "showtraceback"), (shell.compile, "cache")):
+            vars(thing).pop(name, None)
+
+
+def test_a_cell_within_a_cell_is_refused_in_a_line(shell: Any, made: Cell) -> None:
+    said = (
+        "UsageError: %%memfit within a %%memfit cell: a cell has one; put all flags on its line, as in %%memfit --accumulate 4 "
+        "--checkpoint"
+    )
+    ran = made(f"%%memfit --checkpoint\n%%memfit\n{TRAIN}")
+    assert (ran.out + ran.err).strip().splitlines()[-1] == said
+    assert not frames_of_memlab(ran.out + ran.err)
+    assert made(f"%%memfit\n{TRAIN}").error is None
+
+
 def test_exit_inside_a_cell_is_shown_once(made: Cell) -> None:
     ran = made("%%memfit\nraise SystemExit('enough')")
     assert isinstance(ran.error, SystemExit)
@@ -173,6 +240,13 @@ def test_out_of_memory_names_the_first_thing_to_try(made: Cell) -> None:
     assert "OutOfMemoryError: memlab CPU device out of memory. Tried to allocate" in text
     assert "memfit: out of memory under as written. Try next: %%memfit --accumulate 2\n" in text
     assert text.count("Traceback (most recent call last)") == 1
+
+
+def test_out_of_memory_advises_what_the_cell_may_change(made: Cell) -> None:
+    """The settings that are configured to stay are for cells that name none, in the advice as in a rescue."""
+    made("%config MemLab.keep = 'accumulation'\n%config MemLab.rescue = False")
+    ran = made(f"%%memfit --capacity 20KiB --keep precision\n{TRAIN}")
+    assert "Try next: %%memfit --accumulate 2\n" in ran.out + ran.err
 
 
 def test_out_of_memory_shows_the_user_s_own_lines_and_advises_what_applies(cell: Cell) -> None:
@@ -194,6 +268,17 @@ def test_out_of_memory_shows_the_user_s_own_lines_and_advises_what_applies(cell:
     assert cell(f"{advice} --capacity 64MiB\nstep()").error is None
 
 
+def test_frames_of_packages_are_known_wherever_they_are_installed(shell: Any) -> None:
+    called: dict[str, Any] = {}
+    exec(compile("def call(f): f()", "/home/someone/.local/lib/python3/site-packages/library.py", "exec"), called)
+    exec(compile("def mine(): raise MemoryError('full')", "/home/someone/mine.py", "exec"), called)
+    with pytest.raises(MemoryError) as caught:
+        called["call"](called["mine"])
+    text = "\n".join(own_frames(shell, caught.value))
+    assert "mine.py" in text
+    assert "library.py" not in text
+
+
 def test_what_did_not_fit_stays_the_first_row_of_the_table(shell: Any, made: Cell) -> None:
     made("inputs, target = torch.randn(4096, 16), torch.randint(0, 4, (4096,))")
     assert isinstance(made("%%memfit --no-rescue --capacity 600KiB\n" + TRAIN).error, torch.OutOfMemoryError)
@@ -209,7 +294,8 @@ def test_what_did_not_fit_stays_the_first_row_of_the_table(shell: Any, made: Cel
 def test_capacity_of_the_configuration_and_of_the_cell(made: Cell) -> None:
     made("%config MemLab.capacity = '1GiB'")
     assert "CPU ledger (capacity 1.00 GiB)" in made(f"%%memfit\n{TRAIN}").out
-    assert "CPU ledger (capacity 2.00 GiB)" in made(f"%%memfit --capacity 2GiB\n{TRAIN}").out
+    for two_gib in ("2GiB", "2 GiB", "2G", "'2 gib'"):
+        assert "CPU ledger (capacity 2.00 GiB)" in made(f"%%memfit --capacity {two_gib}\n{TRAIN}").out
 
 
 def test_default_flags_of_the_configuration(shell: Any, made: Cell) -> None:
@@ -219,8 +305,8 @@ def test_default_flags_of_the_configuration(shell: Any, made: Cell) -> None:
 
 
 def test_a_wrong_default_is_refused_when_it_is_set(made: Cell, caplog: pytest.LogCaptureFixture) -> None:
-    made("%config MemLab.capacity = '1GB'")
-    assert "size '1GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'" in caplog.text
+    made("%config MemLab.capacity = '1GX'")
+    assert "size '1GX': expected a number above zero and its unit, as in '8GiB', '512MiB' or '24GB'" in caplog.text
     assert made("%config MemLab.capacity").result.result == ""
 
 

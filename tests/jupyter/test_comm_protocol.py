@@ -52,9 +52,8 @@ def until(is_so, seconds=30):
 boxes = {name: ipywidgets.Checkbox(description=name) for name in ("let", "let too", "idle", "plain")}
 for name, box in boxes.items():
     box.observe(noted(name), "value")
-panel = ipywidgets.VBox([boxes["let"]])
-let_through(panel)
-panel.children = [boxes[name] for name in ("let", "let too", "idle")]
+for name in ("let", "let too", "idle"):
+    let_through(boxes[name])
 for box in boxes.values():
     box.description += "."           # the main shell sends on every comm
 """

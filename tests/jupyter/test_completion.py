@@ -42,7 +42,6 @@ def found(text: str, variables: dict[str, Any] | None = None) -> list[str]:
         ("%memfit compare \"--accumulate 4 --pre", ["--precision"]),
         ("%memfit compare '--precision bf", ["bf16"]),
         ("%memfit switch --optim pag", ["paged-adam8bit"]),
-        ("%memfit ablation --order ", ["documented", "gain"]),
         ("%%memfit --accumulate ", ["1", "2", "4", "8", "16"]),
         ("%%memfit --precision=p", ["--precision=pure-bf16"]),
         ("%%memfit --checkpoint e", ["every:2", "every:"]),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from memlab.jupyter.history import History
-from memlab.records import Measurement, Prediction
+from memlab.records import Measurement, Prediction, prediction_of
 
 
 def _measured(tokens: int) -> Measurement:
@@ -17,7 +19,7 @@ def _predicted(tokens: int) -> Prediction:
 
 
 def _shown(history: History) -> Prediction | None:
-    return history.require().prediction_of("as written")
+    return prediction_of("as written", history.require().predictions)
 
 
 def test_what_was_predicted_stays_beside_a_row_that_is_measured_again() -> None:
@@ -54,3 +56,21 @@ def test_going_back_to_the_plan_as_written_is_said_and_stays_in_front() -> None:
     history.add("title", [replace(rows[1], step_seconds=(9.0,))], ())
     assert history.require().measurements[0].step_seconds == (1.0,) * 6
     assert history.require().events == ()
+
+
+def test_rows_of_another_optimizer_are_compared_with_nothing() -> None:
+    linear = torch.nn.Linear(2, 1)
+    lbfgs, adam = torch.optim.LBFGS(linear.parameters()), torch.optim.Adam(linear.parameters())
+    history = History()
+    history.trained_by([lbfgs])
+    history.add("LBFGS", [_measured(512)], ())
+    history.keep_predictions([_predicted(512)])
+    history.trained_by([])
+    assert history.require().title == "LBFGS"
+    history.trained_by([adam])
+    history.add("Adam", [replace(_measured(512), plan="--fp16")], ())
+    assert [each.plan for each in history.require().measurements] == ["--fp16"]
+    history.trained_by([torch.optim.Adam(linear.parameters())])
+    history.add("Adam", [_measured(512)], ())
+    assert len(history.require().measurements) == 2
+    assert history.require().predictions == ()

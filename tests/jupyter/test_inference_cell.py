@@ -57,7 +57,7 @@ def test_precisions_are_rows_of_one_receipt_and_kinds_have_their_own(made: Cell)
     made("%%memfit --inference\ngenerate(model);")
     ran = made("%%memfit --inference --bf16\ngenerate(model);")
     rows = [line.split("  ")[0] for line in ran.out.splitlines() if line.startswith("--inference")]
-    assert rows == ["--inference", "--inference --bf16"]
+    assert rows == ["--inference", "--inference --bf16 ◂ this cell"]
     ran = made("%%memfit --inference\nmodel(PROMPT)\ngenerate(model);")
     assert "inference (forward) · " in ran.out
     assert "inference (generate) · " in ran.out
@@ -71,11 +71,10 @@ def test_the_graph_that_was_not_kept_is_told_where_gradients_were_on(made: Cell)
     assert "graph of the largest one" not in ran.out
 
 
-def test_the_largest_batch_is_proven_on_demand(made: Cell) -> None:
-    ran = made("%%memfit --inference --prove --budget 1MiB\ngenerate(model);")
-    assert "rows fit into 1.0 MiB, verified by a run that peaked at " in ran.out
-    assert "--prove needs a size to fit into" in made("%%memfit --inference --prove\ngenerate(model);").out
-    assert "--prove runs the largest batch of an inference cell" in made("%%memfit --prove\n1").err
+def test_how_many_rows_fit_is_told_where_there_is_a_budget(made: Cell) -> None:
+    ran = made("%%memfit --inference --budget 1MiB\ngenerate(model);")
+    assert "rows of as many tokens fit into 1.0 MiB (" in ran.out
+    assert "batch: " not in made("%%memfit --inference\ngenerate(model);").out
 
 
 @pytest.mark.parametrize("make", ["gpt2", "llama", "t5"])
@@ -191,4 +190,3 @@ def test_the_receipt_keeps_no_model_alive(shell: Any, made: Cell) -> None:
 def test_help_names_the_flags(made: Cell) -> None:
     ran = made("%%memfit -h\n1")
     assert "--inference " in ran.out
-    assert "--prove " in ran.out

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-for package in ("ipykernel", "ipywidgets", "plotly", "anywidget"):
+for package in ("ipykernel", "ipywidgets", "anywidget"):
     pytest.importorskip(package, reason=f"needs {package}")
 
 from tests.helpers.kernel import frames_of_memlab  # noqa: E402

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-for package in ("ipywidgets", "plotly", "anywidget"):
+for package in ("ipywidgets", "anywidget"):
     pytest.importorskip(package, reason=f"needs {package}")
 
 import torch  # noqa: E402
@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 
 from memlab.jupyter.panel import Panel  # noqa: E402
 from memlab.live.control import Control  # noqa: E402
-from memlab.live.pace import Pace  # noqa: E402
+from memlab.live.views import Pace  # noqa: E402
 from memlab.plan import Plan  # noqa: E402
 from memlab.records import Measurement, Phase, StepRecord, TimelinePoint  # noqa: E402
 from memlab.runtime.workload import Workload  # noqa: E402
@@ -88,7 +88,7 @@ def test_two_hours_before_a_panel_stay_bounded(control: Control) -> None:
         if step % 600 == 0:
             gc.collect()
             objects.append(len(gc.get_objects()))
-            sizes.append(len(json.dumps(panel._figure.widget.to_dict(), default=str)))
+            sizes.append(len(json.dumps(panel.widget.figure)))
     panel.close()
     assert min(later - earlier for earlier, later in pairwise(frames)) >= 0.25
     assert len(frames) > 500

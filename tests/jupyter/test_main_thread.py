@@ -16,7 +16,7 @@ pytest.importorskip("IPython", reason="needs IPython")
 from IPython.core.events import EventManager, available_events
 
 from memlab.errors import SessionError
-from memlab.jupyter.main_thread import MainThread, Steps
+from memlab.jupyter.main_thread import MainThread, PlayedSteps
 from tests.helpers.ctrl_c import interrupt
 
 cell = ContextVar("cell", default="")
@@ -69,7 +69,7 @@ class Played:
         self.ends: list[BaseException | None] = []
         self.when_closed: Callable[[], None] | None = None
         self.in_step: Callable[[], None] | None = None
-        self.steps: Steps = stage.play(self._steps(), self.ends.append)
+        self.steps: PlayedSteps = stage.play(self._steps(), self.ends.append)
 
     def _steps(self) -> Iterator[None]:
         try:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-for package in ("ipykernel", "ipywidgets", "plotly", "anywidget", "transformers"):
+for package in ("ipykernel", "ipywidgets", "anywidget", "transformers"):
     pytest.importorskip(package, reason=f"needs {package}")
 
 from tests.helpers.live_kernel import LiveKernel, live_kernel  # noqa: E402
-from tests.helpers.panel_kernel import TRAIN, flip, ids, opened  # noqa: E402
+from tests.helpers.panel_kernel import TRAIN, KernelPanel, opened  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +34,10 @@ def as_written(kernel: LiveKernel) -> None:
 def test_a_flip_on_a_subshell_is_pending_and_then_applied_while_the_cell_trains(kernel: LiveKernel) -> None:
     if not has_subshells(kernel):
         pytest.skip("this ipykernel has no subshells")
-    box, state = ids(kernel, "checkpointing")
+    panel = KernelPanel(kernel)
     subshell = kernel.subshell()
     cell = kernel.send(TRAIN.format(flags="", seconds=40))
-    on, off = (flip(kernel, box, state, value, subshell) for value in (True, False))
+    on, off = (panel.flip("checkpointing", value, subshell) for value in (True, False))
     assert "applied at step" in on.said
     assert "off since step" in off.said
     assert not kernel.is_over(cell)
@@ -52,23 +52,23 @@ def test_a_flip_on_a_subshell_is_pending_and_then_applied_while_the_cell_trains(
 
 
 def test_a_flip_without_a_subshell_is_applied_when_the_cell_has_ended(kernel: LiveKernel) -> None:
-    box, state = ids(kernel, "accumulation")
+    panel = KernelPanel(kernel)
     cell = kernel.send(TRAIN.format(flags="", seconds=3))
-    kernel.click(box, {"value": True})
-    _, said = kernel.until_said(state, "applied at step")
+    panel.click("accumulation", True)
+    _, said = panel.until_said("accumulation", "applied at step")
     assert kernel.is_over(cell)
     assert kernel.value("panel._source.session.plan.label") == "--accumulate 4"
     assert "applied at step" in said
 
 
 def test_a_flip_reaches_a_background_cell_without_a_subshell(kernel: LiveKernel) -> None:
-    box, state = ids(kernel, "accumulation")
+    panel = KernelPanel(kernel)
     kernel.run(TRAIN.format(flags="--background", seconds=60))
     # the run begins in its own thread, after the cell has returned
     deadline = time.monotonic() + 60
     while not kernel.value("panel._source.world").startswith("the cell trains in the background"):
         assert time.monotonic() < deadline, "the panel never said that the cell trains in the background"
-    assert "applied at step" in flip(kernel, box, state, True, None).said
+    assert "applied at step" in panel.flip("accumulation", True, None).said
     kernel.run("stop = True")
     kernel.run("%memfit wait")
     assert kernel.value("panel._source.session.plan.label") == "--accumulate 4"

@@ -7,6 +7,7 @@ import importlib
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,15 +15,27 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from memlab.jupyter.panel import Panel, as_text
+from memlab.jupyter import display
+from memlab.jupyter import panel as panel_module
+from memlab.jupyter.panel import Panel
+from memlab.jupyter.saved_view import as_text
 from memlab.live.control import Control
 from memlab.plan import FIELDS, Plan
+from memlab.records import Measurement
+from memlab.records.live_state import Activity
 from memlab.runtime.workload import Workload
 from memlab.session import Session
+from memlab.units import format_bytes
+from tests.helpers.hand import Hand
 from tests.helpers.stages import Later, Playing
 
-for package in ("ipywidgets", "plotly", "anywidget"):
+for package in ("ipywidgets", "anywidget"):
     pytest.importorskip(package, reason=f"needs {package}")
+
+TRIED = tuple(
+    Measurement(plan, "cpu", peak, None, 0, {"parameters": peak}, (), (0.5,) * 5, 8, 0)
+    for plan, peak in (("as written", 2**30), ("--checkpoint", 2**29))
+)
 
 
 @pytest.fixture
@@ -56,174 +69,264 @@ def session_of(control: Control) -> Session:
     return control.session
 
 
-def row(panel: Panel, field: str) -> Any:
-    return next(each for each in panel._settings if each._spec.name == field)
+@pytest.fixture
+def hand(panel: Panel) -> Hand:
+    return Hand(panel)
 
 
-def state(panel: Panel, field: str) -> str:
-    return str(row(panel, field).state.value)
+def test_there_is_a_labelled_box_for_every_field_of_a_plan(panel: Panel, hand: Hand) -> None:
+    assert [each["title"] for each in panel.widget.fixed["settings"]] == [spec.title for spec in FIELDS]
+    assert [hand.choices(spec.name) for spec in FIELDS] == [list(spec.choices[1:]) for spec in FIELDS]
 
 
-def test_there_is_a_labelled_box_for_every_field_of_a_plan(panel: Panel) -> None:
-    assert [each.box.description for each in panel._settings] == [spec.title for spec in FIELDS]
-    for each, spec in zip(panel._settings, FIELDS, strict=True):
-        assert [value for _, value in each.choice.options] == list(spec.choices[1:])
-        assert panel._status.names[each.class_name] == f"{spec.title}, which"
-
-
-def test_flipping_a_box_applies_the_setting_and_says_so(panel: Panel, control: Control) -> None:
-    row(panel, "accumulation").box.value = True
+def test_flipping_a_box_applies_the_setting_and_says_so(hand: Hand, control: Control) -> None:
+    hand.flip("accumulation")
     assert session_of(control).plan == Plan.parse("--accumulate 4")
-    assert "applied at step 1" in state(panel, "accumulation")
-    row(panel, "accumulation").choice.value = "2"
+    assert hand.setting("accumulation")["on"]
+    assert hand.setting("accumulation")["said"] == "✓ applied at step 1"
+    hand.choose("accumulation", "2")
     assert session_of(control).plan == Plan.parse("--accumulate 2")
-    row(panel, "accumulation").box.value = False
+    hand.flip("accumulation", on=False)
     assert session_of(control).plan == Plan()
+    assert not hand.setting("accumulation")["on"]
+    assert hand.setting("accumulation")["said"] == "off since step 1"
 
 
-def test_a_choice_without_its_box_asks_for_nothing(panel: Panel, control: Control) -> None:
-    row(panel, "precision").choice.value = "fp16"
+def test_a_choice_without_its_box_asks_for_nothing(hand: Hand, control: Control) -> None:
+    hand.choose("precision", "fp16")
     assert session_of(control).plan == Plan()
+    assert (hand.setting("precision")["on"], hand.setting("precision")["choice"]) == (False, "fp16")
+    hand.flip("precision")
+    assert session_of(control).plan == Plan.parse("--fp16")
 
 
-def test_a_refusal_puts_the_box_back_and_says_why(panel: Panel, control: Control) -> None:
-    row(panel, "loss").box.value = True
-    assert not row(panel, "loss").box.value
-    assert "refused: loss: Sequential has no linear layer" in state(panel, "loss")
+def test_a_refusal_puts_the_box_back_and_says_why(hand: Hand) -> None:
+    hand.flip("loss")
+    assert not hand.setting("loss")["on"]
+    assert "✕ refused: loss: Sequential has no linear layer" in hand.setting("loss")["said"]
 
 
-def test_settings_of_a_magic_are_shown_even_where_no_choice_stands_for_them(panel: Panel, control: Control) -> None:
+def test_settings_of_a_magic_are_shown_even_where_no_choice_stands_for_them(hand: Hand, control: Control) -> None:
     session_of(control).switch("--accumulate 3")
     control.draw()
-    assert row(panel, "accumulation").box.value
-    assert row(panel, "accumulation").choice.value == "3"
+    assert hand.setting("accumulation")["on"]
+    assert hand.setting("accumulation")["choice"] == "3"
+    assert ["3", "3"] in hand.setting("accumulation")["choices"]
 
 
-def test_two_panels_on_one_model_show_one_state(panel: Panel, control: Control) -> None:
+def test_two_panels_on_one_model_show_one_state(hand: Hand, control: Control) -> None:
     other = Panel(control)
     try:
-        row(panel, "accumulation").box.value = True
-        assert row(other, "accumulation").box.value
-        assert "applied at step 1" in state(other, "accumulation")
+        hand.flip("accumulation")
+        assert Hand(other).setting("accumulation")["on"]
+        assert "applied at step 1" in Hand(other).setting("accumulation")["said"]
     finally:
         other.close()
 
 
-def test_a_click_from_another_thread_is_asked_for_as_well(panel: Panel, control: Control) -> None:
-    def click() -> None:
-        row(panel, "accumulation").box.value = True
-
+def test_a_click_from_another_thread_is_asked_for_as_well(hand: Hand, control: Control) -> None:
     stage = control.stage = Later()
-    clicking = threading.Thread(target=click)
+    clicking = threading.Thread(target=hand.flip, args=("accumulation",))
     clicking.start()
     clicking.join()
-    assert "pending" in state(panel, "accumulation")
+    assert hand.setting("accumulation")["said"] == "… pending"
     stage.idle()
     assert session_of(control).plan == Plan.parse("--accumulate 4")
 
 
-def test_an_error_in_a_callback_is_shown(panel: Panel, control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_hears_which_of_its_messages_are_dealt_with(hand: Hand, control: Control) -> None:
+    control.stage = Later()
+    hand.send("flip", field="accumulation", on=True, view="a", number=2)
+    hand.send("hello", view="b", number=1)
+    assert hand.shown["heard"] == {"a": 2, "b": 1}
+    for view in "cdefghij":
+        hand.send("hello", view=view, number=1)
+    assert list(hand.shown["heard"]) == list("cdefghij")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"kind": "flip", "field": "nothing", "on": True},
+        {"kind": "flip", "field": "checkpointing", "on": "yes"},
+        {"kind": "choose", "field": "precision", "text": "fp7"},
+        {"kind": "target", "text": "fortran"},
+        {"kind": "press", "button": "self-destruct"},
+        {"kind": "budget", "position": "low"},
+        {"kind": 7},
+        {},
+    ],
+)
+def test_messages_of_another_page_change_nothing(hand: Hand, panel: Panel, control: Control, message: Any) -> None:
+    before = hand.shown
+    panel.widget._handle_custom_msg(message, [])
+    assert hand.shown == before
+    assert session_of(control).plan == Plan()
+
+
+def test_an_error_in_a_callback_is_shown(hand: Hand, control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_field: str, _text: str) -> None:
         raise ZeroDivisionError("nothing to divide by")
 
     monkeypatch.setattr(control, "ask", broken)
-    row(panel, "accumulation").box.value = True
-    assert "ZeroDivisionError: nothing to divide by" in panel._status.errors
+    hand.flip("accumulation")
+    assert "ZeroDivisionError: nothing to divide by" in hand.shown["errors"]
 
 
-def test_effects_appear_once_they_are_predicted(panel: Panel, control: Control) -> None:
-    assert row(panel, "accumulation").effect.value == ""
+def test_effects_appear_once_they_are_predicted(hand: Hand, control: Control) -> None:
+    assert hand.setting("accumulation")["effect"] == ""
     control.predict()
     control.stage.play_out()  # type: ignore[attr-defined]
-    assert "% speed" in row(panel, "accumulation").effect.value
-    assert "does not apply" in row(panel, "loss").effect.value
+    assert "% speed" in hand.setting("accumulation")["effect"]
+    assert hand.setting("loss")["effect"] == "does not apply"
+    assert "Sequential has no linear layer" in hand.setting("loss")["why"]
 
 
-def test_buttons_follow_what_can_be_asked_for(panel: Panel, control: Control) -> None:
-    buttons = panel._buttons
-    assert (buttons.run.disabled, buttons.pause.disabled, buttons.cancel.disabled) == (False, True, True)
-    buttons.run.click()
+def test_buttons_follow_what_can_be_asked_for(panel: Panel, hand: Hand, control: Control) -> None:
+    def can_press() -> tuple[bool, ...]:
+        return tuple(map(hand.can_press, ("run", "pause", "cancel")))
+
+    assert can_press() == (True, False, False)
+    hand.press("run")
     played = control.stage.played[-1]  # type: ignore[attr-defined]
     assert played.advance()
-    assert (buttons.run.disabled, buttons.pause.disabled, buttons.cancel.disabled) == (True, False, False)
-    buttons.pause.click()
-    assert buttons.pause.description == "Resume"
+    assert can_press() == (False, True, True)
+    hand.press("pause")
+    assert hand.shown["pause"] == "Resume"
     assert not played.advance()
-    buttons.pause.click()
+    hand.press("pause")
     assert played.advance()
-    buttons.cancel.click()
-    assert not buttons.run.disabled
-    assert "as written" in panel._table.value
-    assert "idle, step 2" in panel._status.line
+    hand.press("cancel")
+    assert hand.can_press("run")
+    assert "as written" in panel.widget.table
+    assert "idle, step 2" in hand.shown["line"]
 
 
-def test_the_budget_follows_the_slider(panel: Panel, control: Control) -> None:
-    assert panel._budget.slider.disabled
-    panel._buttons.run.click()
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_a_run_of_its_own_trains_is_kept_where_that_is_asked_for(hand: Hand, control: Control, keep: bool) -> None:
+    model = session_of(control).workload.model
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    hand.send("keep", on=keep)
+    hand.press("run")
+    assert control.stage.played[-1].advance()  # type: ignore[attr-defined]
+    hand.press("cancel")
+    assert all(map(torch.equal, before, model.parameters())) is not keep
+
+
+def test_before_any_batch_nothing_can_be_run_and_the_button_says_why() -> None:
+    model = nn.Linear(4, 1)
+    control = Control(model, Playing())
+    control.begin(Workload(model, torch.optim.AdamW(model.parameters())))
+    panel = Panel(control)
+    off = Hand(panel).shown["off"]
+    panel.close()
+    session_of(control).undo()
+    said = "needs a batch (train a step with %%memfit first), and no cell that runs in the background"
+    assert (off["run"], off["keep"], off["find"]) == (said,) * 3
+
+
+def test_the_budget_follows_the_slider(hand: Hand, control: Control) -> None:
+    assert hand.shown["budget"] == {"known": False, "position": 200, "text": "known after the first step"}
+    hand.press("run")
     control.stage.played[-1].advance()  # type: ignore[attr-defined]
-    panel._buttons.cancel.click()
-    slider = panel._budget.slider
-    assert not slider.disabled
-    slider.value = slider.max / 2
+    hand.press("cancel")
+    assert hand.shown["budget"] == {"known": True, "position": 200, "text": "none"}
+    peak = max(each.peak_allocated_bytes for each in control.moment().measurements)
+    assert not hand.can_press("find")
+    hand.send("budget", position=100)
     budget = control.moment().budget_bytes
-    assert budget is not None
-    assert budget == pytest.approx(slider.max / 2 * panel._budget._unit, rel=0.01)
-    slider.value = slider.max
+    assert budget == pytest.approx(0.55 * peak, rel=0.01)
+    assert hand.shown["budget"] == {"known": True, "position": 100, "text": format_bytes(budget)}
+    assert hand.can_press("find")
+    hand.send("budget", position=200)
     assert control.moment().budget_bytes is None
 
 
-def test_the_plan_is_copied_as_code(panel: Panel, control: Control) -> None:
-    row(panel, "accumulation").box.value = True
-    panel._buttons.copy.click()
-    assert panel._code.value == panel._status.copied == "%%memfit --accumulate 4"
-    panel._buttons.target.value = "trainer"
-    panel._buttons.copy.click()
-    assert "gradient_accumulation_steps=4" in panel._code.value
+def test_the_plan_is_copied_as_code(panel: Panel, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(panel.widget, "send", sent.append)
+    hand.flip("accumulation")
+    hand.press("copy")
+    assert hand.shown["code"] == "%%memfit --accumulate 4"
+    assert sent == [{"kind": "copy", "text": "%%memfit --accumulate 4"}]
+    hand.send("target", text="trainer")
+    hand.press("copy")
+    assert "gradient_accumulation_steps=4" in hand.shown["code"]
+    hand.send("not copied")
+    assert hand.shown["errors"] == "the browser did not let the code be copied: it stands below"
 
 
-def test_undo_all_gives_the_model_back(panel: Panel, control: Control) -> None:
-    row(panel, "accumulation").box.value = True
-    panel._buttons.undo.click()
+def test_undo_all_gives_the_model_back(hand: Hand, control: Control) -> None:
+    hand.flip("accumulation")
+    hand.press("undo")
     assert control.session is None
-    assert not row(panel, "accumulation").box.value
+    assert not hand.setting("accumulation")["on"]
 
 
-def test_the_panel_keeps_no_model_alive_and_closes_its_figure_when_it_is_gone() -> None:
+def test_the_panel_keeps_no_model_alive_and_says_when_it_is_gone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     gone = weakref.ref(model)
     control = Control(model)
     control.begin(Workload(model, torch.optim.AdamW(model.parameters())))
     panel = Panel(control)
-    row(panel, "accumulation").box.value = True
+    hand = Hand(panel)
+    hand.flip("accumulation")
     del model
     gc.collect()
     assert gone() is None
-    assert "deleted: this panel is over" in panel._status.line
-    assert panel._figure.widget.comm is None
+    assert "deleted: this panel is over" in hand.shown["line"]
+    assert hand.shown["over"]
+    assert set(hand.shown["off"]) == {"run", "keep", "pause", "cancel", "find", "undo"}
     panel.close()
 
 
 def test_a_closed_panel_is_let_go(control: Control) -> None:
-    figures, panels = [], []
+    panels, widgets = [], []
     for _ in range(5):
         panel = Panel(control)
         panels.append(weakref.ref(panel))
-        figures.append(weakref.ref(panel._figure))
+        widgets.append(weakref.ref(panel.widget))
         panel.close()
         panel.close()
     del panel
     gc.collect()
-    assert [ref() for ref in panels] == [None] * 5
-    assert [ref() for ref in figures] == [None] * 5
+    assert [ref() for ref in (*panels, *widgets)] == [None] * 10
     assert not control.is_watched
 
 
 def test_as_text_every_setting_comes_with_its_magic(control: Control) -> None:
     control.ask("accumulation", "4")
-    lines = as_text(control).splitlines()
-    assert "Gradient accumulation" in lines[2]
-    assert lines[2].split()[2:4] == ["4", "1"]
-    assert lines[2].endswith("%memfit undo")
-    assert lines[3].endswith("%memfit --accumulate 4 --batchnorm micro")
-    assert lines[4].endswith("%memfit --accumulate 4 --checkpoint")
-    assert "text/plain" in Panel(control)._repr_mimebundle_()
+    lines = as_text(control.moment()).splitlines()
+    first, second, third = lines[3:6]
+    assert first.split()[:4] == ["Gradient", "accumulation", "4", "1"]
+    assert first.endswith("%memfit undo")
+    assert second.endswith("%memfit --accumulate 4 --batchnorm micro")
+    assert third.endswith("%memfit --accumulate 4 --checkpoint")
+
+
+def test_a_page_without_the_kernel_shows_a_table_and_a_picture(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for where, name in ((panel_module, "show"), (display, "show"), (display, "replace_shown")):
+        monkeypatch.setattr(where, name, lambda data, **options: shown.append((data, options)))
+    panel = Panel(control)
+    panel._ipython_display_()
+    (view, _), (still, options) = shown
+    assert view["application/vnd.jupyter.widget-view+json"]["model_id"] == panel.widget.model_id
+    assert "Gradient accumulation" in still["text/html"]
+    assert "image/png" not in still
+    shown.clear()
+    Hand(panel).flip("accumulation")
+    ((still, _),) = shown
+    assert "%memfit undo" in still["text/html"]
+    shown.clear()
+    panel.draw(replace(control.moment(), activity=Activity.TRAINING, measurements=TRIED, frame=7))
+    assert shown == []
+    panel.draw(replace(control.moment(), activity=Activity.IDLE, measurements=TRIED, frame=8))
+    ((still, again),) = shown
+    assert again["display_id"] == options["display_id"]
+    assert "--checkpoint" in still["text/html"]
+    assert "--checkpoint" in still["text/plain"]
+    assert still["image/png"]
+    panel.close()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import gc
+import re
+import sys
 import textwrap
 import weakref
 from typing import Any
 
 import pytest
 
-for package in ("ipywidgets", "plotly", "anywidget"):
+for package in ("ipywidgets", "anywidget"):
     pytest.importorskip(package, reason=f"needs {package}")
 
 import memlab  # noqa: E402
-from memlab.errors import MissingExtraError, SessionError  # noqa: E402
-from memlab.jupyter import panels as opening  # noqa: E402
-from memlab.jupyter.panel import Panel  # noqa: E402
-from memlab.jupyter.panels import Panels  # noqa: E402
+from memlab.errors import SessionError  # noqa: E402
+from memlab.jupyter import display  # noqa: E402
+from memlab.jupyter import panel as opening  # noqa: E402
+from memlab.jupyter.panel import Panel, Panels  # noqa: E402
 from memlab.live.control import Control, control_of  # noqa: E402
 from memlab.plan import Plan  # noqa: E402
 from memlab.runtime.workload import Workload  # noqa: E402
@@ -58,8 +60,7 @@ def test_in_a_terminal_the_panel_is_text_with_the_magic_for_each_setting(made: C
     assert ran.error is None
     lines = ran.out.splitlines()
     assert lines[0] == "memfit · Sequential 1.73k · AdamW · cpu"
-    assert lines[2].startswith("Gradient accumulation 1               4               not predicted")
-    assert lines[2].endswith("%memfit --accumulate 4")
+    assert re.split(r"  +", lines[3]) == ["Gradient accumulation", "1", "4", "not predicted", "%memfit --accumulate 4"]
     assert session_of(shell.user_ns["model"]) is not None
 
 
@@ -76,7 +77,7 @@ def test_a_budget_and_a_batch_can_be_given(made: Cell, shell: Any) -> None:
     [
         ("--accumulate 4", "%memfit panel --accumulate 4: unknown; see %memfit help"),
         ("wide", "%memfit panel wide: unknown; see %memfit help"),
-        ("--budget much", "size 'much': expected a number with B, KiB, MiB, GiB or TiB"),
+        ("--budget much", "size 'much': expected a number above zero and its unit"),
         ("--batch nothing", "--batch nothing: no variable of that name"),
         ("--model nothing", "nothing"),
         (
@@ -127,22 +128,27 @@ def test_run_again_a_cell_closes_its_panel_and_another_cell_does_not(rich: Rich,
     assert not control.is_watched
 
 
-def test_without_widgets_the_panel_is_text_that_says_why(
+def test_without_widgets_the_panel_is_a_table_that_follows_the_run(
     rich: Rich, control: Control, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def missing(_package: str) -> None:
-        raise MissingExtraError(
-            "the widget panel needs ipywidgets, which is not installed: pip install 'memlab[lab]' (or pip install ipywidgets)"
-        )
-
-    monkeypatch.setattr("memlab.jupyter.panel.require", missing)
-    assert Panels().open(rich, control) is None
-    out = capsys.readouterr().out
-    assert "%memfit --checkpoint" in out
-    assert out.splitlines()[-1] == (
-        "memfit: as text, because the widget panel needs ipywidgets, which is not installed: pip install 'memlab[lab]' "
-        "(or pip install ipywidgets)"
+    shown: list[str] = []
+    for name in ("show", "replace_shown"):
+        monkeypatch.setattr(display, name, lambda data, **_options: shown.append(data["text/plain"]))
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    panels = Panels()
+    assert panels.open(rich, control) is None
+    assert not panels.any_open()
+    assert capsys.readouterr().out == (
+        "memfit: a table without controls, because the panel needs anywidget, which is not installed: pip install "
+        "'memlab[lab]' (or pip install anywidget)\n"
     )
+    assert "%memfit --checkpoint" in shown[-1]
+    control.ask("accumulation", "4")
+    assert len(shown) == 2
+    assert "%memfit --accumulate 4 --checkpoint" in shown[-1]
+    panels.close()
+    control.ask("accumulation", "2")
+    assert len(shown) == 2
 
 
 def test_a_cancelled_cell_ends_in_one_line_and_keeps_nothing_alive(made: Cell, shell: Any) -> None:

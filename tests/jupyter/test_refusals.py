@@ -19,7 +19,7 @@ from tests.jupyter.conftest import STEP, TRAIN, Cell
 
 FLAGS = (
     "--accumulate, --batchnorm, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--gradients, --release-grads, --tile, --scale, --model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --inference, --prove, --nproc, --quiet, --help"
+    "--gradients, --release-grads, --tile, --scale, --model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --inference, --nproc, --quiet, --help"
 )
 
 
@@ -70,7 +70,9 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--modell net", f"unknown flag --modell; did you mean --model?; flags are {FLAGS}"),
         ("4", f"unknown flag 4; flags are {FLAGS}"),
         ("off", "%%memfit off: a cell takes flags only; did you mean the line %memfit undo?"),
-        ("--capacity 8 GiB", "8 GiB: write a size as one word, 8GiB"),
+        ("--capacity -1GiB", "size '-1GiB': expected a number above zero and its unit, as in '8GiB', '512MiB' or '24GB'"),
+        ("--capacity 8", "size '8': expected a number above zero and its unit, as in '8GiB', '512MiB' or '24GB'"),
+        ("--capacity {limit}", "{limit}: there is no such variable, or what stands in the braces fails; give a value"),
         ("--accumulate four", "--accumulate four: expected a whole number of micro-batches, 1 or more, as in '--accumulate 4'"),
         ("--accumulate", "--accumulate needs a value: --accumulate N"),
         ("--model", "--model needs a value: --model NAME[,NAME…]"),
@@ -81,9 +83,9 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
             "drop one of the two",
         ),
         ("--budget", "--budget needs a value: --budget SIZE"),
-        ("--budget 4GB", "size '4GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
+        ("--budget 4GX", "size '4GX': expected a number above zero and its unit, as in '8GiB', '512MiB' or '24GB'"),
         ("--lossless", "--lossless says what --budget may choose; give a budget, as in --budget 8GiB --lossless"),
-        ("--capacity 4GB", "size '4GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
+        ("--capacity 4GX", "size '4GX': expected a number above zero and its unit, as in '8GiB', '512MiB' or '24GB'"),
         ("--keep", "--keep needs a value: --keep FIELD[,FIELD…]"),
         (
             "--keep presicion",
@@ -286,7 +288,7 @@ def test_interrupt(shell: Any, made: Cell, where: str, flags: str) -> None:
     assert isinstance(ran.error, KeyboardInterrupt)
     assert (ran.out + ran.err).count("Traceback (most recent call last)") == 1
     assert session.plan == plan
-    assert session.observers == (control_of(session.workload.model),)
+    assert session.observers.all == (control_of(session.workload.model),)
     # no parameter was updated half-way, and training goes on
     assert all(torch.equal(p, before[name]) for name, p in workload.model.named_parameters())
     made("handle.remove()\noptimizer.zero_grad()")

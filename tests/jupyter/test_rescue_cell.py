@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.rescue.rescuer import NothingFitsError
+from memlab.rescue.recovery import NothingFitsError
 from memlab.session import session_of
 from tests.jupyter.conftest import TRAIN, Cell
 

@@ -279,3 +279,57 @@ def test_a_stale_optimizer_is_named_and_the_cell_runs(shell: Any, cell: Cell) ->
         is None
     )
     assert "updates none of" not in cell(f"%%memfit\n{LOOP}").out
+
+
+@pytest.mark.parametrize(
+    ("before", "made", "said"),
+    [
+        (MADE, "model = net()", "the AdamW that steps updates none of Sequential's parameters; make it again"),
+        (
+            f"{MADE}\nmodel[-1] = copy.deepcopy(model[-1])",
+            "",
+            "the AdamW that steps was made before {last}.weight and 1 more of Sequential, which it does not update; make it again",
+        ),
+        (
+            f"{MADE}\nheld = [optimizer, net()]; model = held[1]; del optimizer",
+            "optimizer = held[0]",
+            "the AdamW that steps updates none of Sequential's parameters; make it again",
+        ),
+    ],
+)
+def test_an_optimizer_that_turns_out_to_be_stale_is_named(
+    shell: Any, cell: Cell, before: str, made: str, said: str
+) -> None:
+    assert cell(f"import copy\n{SETUP}{before}").error is None
+    ran = cell(f"%%memfit\n{made}\n{LOOP}")
+    assert ran.error is None, ran.err
+    said = said.format(last=len(shell.user_ns["model"]) - 1)
+    assert ran.out.splitlines()[0] == f"memfit: {said}"
+    assert ran.out.count("make it again") == 1
+
+
+def test_an_optimizer_of_some_layers_and_of_other_variables_is_not_stale(shell: Any, cell: Cell) -> None:
+    before = "model, other = net(), net(); optimizer = torch.optim.AdamW([*model[0].parameters(), *other.parameters()])"
+    assert cell(SETUP + before).error is None
+    ran = cell(f"%%memfit\n{LOOP}")
+    assert ran.error is None, ran.err
+    assert "make it again" not in ran.out
+
+
+@pytest.mark.full
+def test_watching_for_models_breaks_no_graph_of_what_is_compiled(cell: Cell, shell: Any) -> None:
+    assert cell(SETUP).error is None
+    source = """
+%%memfit --offload activations
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+torch._dynamo.reset()
+inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+model = torch.compile(inner, backend=backend)
+optimizer = torch.optim.AdamW(inner.parameters(), 1e-3)
+"""
+    for _ in range(2):  # the second time there are models that the cell replaces
+        assert cell(source + LOOP).error is None
+        assert len(shell.user_ns["graphs"]) <= 2

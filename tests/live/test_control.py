@@ -14,19 +14,20 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from memlab.live.control import Control, control_of
-from memlab.live.effects import effect_of
-from memlab.live.hold import Cancelled
+from memlab.live.live_predictions import effect_of
 from memlab.live.source import Can
+from memlab.live.stage import Cancelled
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import measure
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
+from memlab.records import prediction_of
 from memlab.records.live_state import Activity, Asked, Moment
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import Session, fit, train_together
 from memlab.session.snapshot import Snapshot
-from tests.helpers.stages import Later
+from tests.helpers.stages import Later, Playing
 
 
 class Blocks(nn.Module):
@@ -53,7 +54,7 @@ def workload() -> Workload:
 
 @pytest.fixture
 def control(workload: Workload) -> Iterator[Control]:
-    made = Control(workload.model)
+    made = Control(workload.model, Playing())
     made.begin(workload)
     yield made
     assert made.session is None or made.session.undo() is None
@@ -87,7 +88,7 @@ class Cell:
         self.meter = Meter(workload.model, workload.optimizers, self.device)
 
     def __enter__(self) -> Self:
-        self.session.listen(self.meter)
+        self.session.observers.add(self.meter)
         self.meter.plan_changed(self.session.plan)
         self.control.training_begins(self.session, self.meter)
         return self
@@ -101,7 +102,7 @@ class Cell:
 
     def __exit__(self, *_exc: object) -> None:
         self.control.training_ended()
-        self.session.leave(self.meter)
+        self.session.observers.remove(self.meter)
         self.meter.close()
         self.device.close()
 
@@ -180,9 +181,9 @@ def test_a_click_after_a_plan_that_is_refused_later_comes_into_force_without_it(
         control.ask("accumulation", "16")  # of 8 rows
         asking = AsksForCheckpoints()
         asking.control = control
-        session.listen(asking)
+        session.observers.add(asking)
         step(workload)
-        session.leave(asking)
+        session.observers.remove(asking)
         assert toggle(control.moment(), "accumulation").asked is Asked.REFUSED
         assert control.moment().pending == session.pending == Plan.parse("--checkpoint")
         step(workload)
@@ -293,6 +294,44 @@ def test_a_technique_that_refuses_says_why_in_a_running_cell(control: Control, w
     assert any(event.startswith("refused --chunk-loss") for event in control.moment().events)
 
 
+BOTH = (("loss", "chunked"), ("checkpointing", "full"))
+
+
+@pytest.mark.parametrize("clicks", [BOTH, BOTH[::-1]])
+@pytest.mark.parametrize("while_it_trains", [True, False])
+def test_of_two_clicks_at_once_only_the_impossible_one_is_refused(
+    control: Control, workload: Workload, clicks: tuple[tuple[str, str], ...], while_it_trains: bool
+) -> None:
+    stage = control.stage = Later()
+    if while_it_trains:
+        with Cell(control, workload) as cell:
+            cell.train(1)
+            for click in clicks:
+                control.ask(*click)
+            cell.train(2)
+    else:
+        for click in clicks:
+            control.ask(*click)
+    stage.idle()
+    assert toggle(control.moment(), "loss").text.startswith("refused: loss: Blocks has no linear layer")
+    assert toggle(control.moment(), "checkpointing").asked is Asked.APPLIED
+    assert session_of_control(control).plan == control.moment().plan == Plan.parse("--checkpoint")
+
+
+def test_of_two_clicks_the_one_that_turns_out_impossible_in_the_call_is_refused(
+    control: Control, workload: Workload
+) -> None:
+    control.stage = Later()
+    with Cell(control, workload) as cell:
+        cell.train(1)
+        control.ask("accumulation", "16")  # of 8 rows
+        control.ask("checkpointing", "full")
+        cell.train(2)
+    assert toggle(control.moment(), "accumulation").text.startswith("refused: accumulation: --accumulate 16 needs")
+    assert toggle(control.moment(), "checkpointing").text == "applied at step 3"
+    assert session_of_control(control).plan == control.moment().plan == Plan.parse("--checkpoint")
+
+
 def test_a_refusal_stays_until_the_setting_is_asked_for_again(control: Control) -> None:
     control.ask("loss", "chunked")
     control.ask("accumulation", "2")
@@ -368,7 +407,7 @@ def test_a_run_of_its_own_leaves_nothing_behind_unless_it_is_kept(
     assert session_of_control(control).plan == Plan.parse("--checkpoint")
     assert bool(before.differences(Snapshot(workload))) is keep
     assert [each.plan for each in control.moment().measurements] == ["as written", "--checkpoint"]
-    assert all(not isinstance(observer, Meter) for observer in session_of_control(control).observers)
+    assert all(not isinstance(observer, Meter) for observer in session_of_control(control).observers.all)
     assert session_of_control(control).rescuer is None
 
 
@@ -416,8 +455,8 @@ def test_live_predictions_fills_in_what_settings_give(control: Control) -> None:
     stage.idle()
     stage.play_out()
     moment = control.moment()
-    assert moment.predicted("--accumulate 4") is not None
-    assert moment.predicted("--checkpoint") is not None
+    assert prediction_of("--accumulate 4", moment.predictions) is not None
+    assert prediction_of("--checkpoint", moment.predictions) is not None
     assert not moment.errors
 
 
@@ -429,7 +468,7 @@ def test_the_fastest_plan_that_fits_is_asked_for(control: Control) -> None:
     stage.play_out()
     assert "set a budget first" in control.moment().errors[0]
     sizes = [each.needed_bytes for each in control.moment().predictions if not each.refused]
-    as_written = control.moment().predicted("as written")
+    as_written = prediction_of("as written", control.moment().predictions)
     assert as_written is not None
     control.set_budget((min(sizes) + as_written.needed_bytes) // 2)
     control.find()
@@ -438,7 +477,7 @@ def test_the_fastest_plan_that_fits_is_asked_for(control: Control) -> None:
     stage.idle()
     plan = session_of_control(control).plan
     assert plan != Plan()
-    found = control.moment().predicted(plan.label)
+    found = prediction_of(plan.label, control.moment().predictions)
     assert found is not None
     assert found.needed_bytes <= control.moment().budget_bytes
 

@@ -233,7 +233,7 @@ def test_a_setting_measured_apart_is_shown_with_the_whole_recording() -> None:
 @pytest.mark.parametrize(
     ("field", "text", "reason"),
     [
-        ("optimizer", "adam8bit", "not in this recording; predicted 3.00 GiB and 10 samples/s"),
+        ("optimizer", "adam8bit", "not in this recording; predicted 3.00 GiB and 10.0 samples/s"),
         ("accumulation", "8", "not in this recording; predicted 3.00 GiB"),
         ("offload", "optimizer", "not in this recording; predicted not to apply: offload: no state yet"),
         ("loss", "chunked", "not in this recording, and not predicted in it"),

@@ -13,7 +13,7 @@ from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Category, Phase, TimelinePoint
 from memlab.runtime.workload import Batch
-from memlab.units import GIB
+from memlab.units import GIB, MIB
 
 
 class FakeEvent:
@@ -47,18 +47,19 @@ def gpu(monkeypatch):
     """A GPU of 80 GiB whose counters the test sets."""
     FakeEvent.clock = FakeEvent.reached_until = 0.0
     FakeEvent.waits = 0
-    state = SimpleNamespace(fraction=1.0, resets=0, allocated=3 * GIB, reserved=4 * GIB, counters=True)
+    state = SimpleNamespace(fraction=1.0, resets=0, allocated=3 * GIB, reserved=4 * GIB, counters=True, current=0)
 
     def counters(device):
         if not state.counters:
             return {}
         peaks = {"allocated_bytes": state.allocated, "reserved_bytes": state.reserved}
-        return {name: {"all": {"current": 0, "peak": peak}} for name, peak in peaks.items()}
+        return {name: {"all": {"current": state.current, "peak": peak}} for name, peak in peaks.items()}
 
     replacements = {
         "current_device": lambda: 1,
         "current_stream": lambda device: None,
         "get_device_name": lambda device: "NVIDIA Test",
+        "get_device_capability": lambda device: (8, 0),
         "get_device_properties": lambda device: SimpleNamespace(total_memory=80 * GIB),
         "get_per_process_memory_fraction": lambda device: state.fraction,
         "set_per_process_memory_fraction": lambda fraction, device: setattr(state, "fraction", fraction),
@@ -114,6 +115,25 @@ def test_the_breakdown_adds_what_the_ledger_cannot_see(gpu):
         Category.WORKSPACES: GIB,
         Category.UNUSED: GIB,
     }
+
+
+def test_what_lived_before_and_is_no_part_of_the_loop_is_no_workspace(gpu):
+    device = CudaDevice(torch.device("cuda", 0))
+    workspaces_bytes = 2 * 8_519_680
+    gpu.current = GIB + workspaces_bytes + MIB
+    assert device.elsewhere_bytes(GIB) == 0  # what rounding may add
+    gpu.current += GIB // 2
+    assert device.elsewhere_bytes(GIB) == GIB // 2 + MIB
+    timeline = [TimelinePoint(0.0, Phase.STEP, {Category.PARAMETERS: GIB})]
+    parts = device.breakdown(timeline, 3 * GIB, 3 * GIB, elsewhere_bytes=GIB // 2)
+    assert parts == {Category.PARAMETERS: GIB, Category.WORKSPACES: 3 * GIB // 2}
+    gpu.counters = False
+    assert device.elsewhere_bytes(0) == 0
+    assert CpuDevice().elsewhere_bytes(0) == 0
+
+
+def test_a_gpu_is_named_with_its_size(gpu):
+    assert CudaDevice(torch.device("cuda", 0)).name == "NVIDIA Test (80.00 GiB)"
 
 
 def test_the_ledger_of_a_gpu_leaves_cpu_tensors_out_and_enforces_nothing(gpu):

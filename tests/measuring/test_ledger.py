@@ -164,6 +164,25 @@ def test_forward_and_backward_inside_one_function_keep_their_categories():
     assert highest(fused, Category.GRADIENTS) == sum(4 * p.numel() for p in model.parameters())
 
 
+def test_of_a_gpu_sums_of_gradients_are_booked_as_in_place():
+    observed = []
+    for in_place in (False, True):
+        ledger = Ledger("cpu")
+        ledger._sums_in_place = in_place
+        weight = torch.zeros(1024, requires_grad=True)
+        ledger.begin([(Category.PARAMETERS, weight)])
+        with ledger:
+            ((weight * 2).sum() + (weight * 3).sum() + (weight * 4).sum()).backward()
+        observed.append(ledger.finish())
+        assert sum(event[1] for event in ledger._events) == 4096  # the gradient
+        ledger.close()
+    assert observed[0].sums_bytes == 0
+    assert observed[0].peak_bytes == observed[1].peak_bytes
+    highest = [max(point.total_bytes for point in each.timeline()) for each in observed]
+    assert highest == [each.peak_bytes - each.sums_bytes for each in observed]
+    assert highest[0] - highest[1] == 4096
+
+
 def test_tied_weights_and_views_count_once():
     embedding, head = torch.nn.Embedding(100, 8), torch.nn.Linear(8, 100, bias=False)
     head.weight = embedding.weight
@@ -239,6 +258,18 @@ def test_wrapper_subclasses_count_what_they_hold():
     assert ledger.live_bytes == 160
     del doubled
     assert ledger.live_bytes == 80
+    ledger.close()
+
+
+@pytest.mark.parametrize("as_of_a_gpu", [False, True])
+def test_sums_of_sparse_gradients_are_no_failure(as_of_a_gpu):
+    embedding, rows = torch.nn.Embedding(100, 8, sparse=True), torch.tensor([1, 2, 3])
+    ledger = Ledger()
+    ledger._sums_in_place = as_of_a_gpu
+    ledger.begin(parameters_of(embedding))
+    with ledger:
+        (embedding(rows).sum() + embedding(rows + 1).sum()).backward()
+    assert ledger.finish().sums_bytes == 0
     ledger.close()
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import memlab
-from memlab import Workload, compare, fit, measure
-from memlab.errors import WorkloadError
+from memlab import Plan, Workload, compare, fit, measure
+from memlab.errors import TraceError, WorkloadError
 from memlab.measuring.device import device_for
 from memlab.measuring.runs import training_step
 from memlab.records import Category
@@ -42,6 +42,25 @@ def test_comparing_leaves_no_difference(load: Workload, steps_before: int) -> No
     assert before.differences(Snapshot(load)) == []
 
 
+def test_an_optimizer_that_evaluates_the_loss_itself() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    load = Workload(model, optimizer, (torch.randn(8, 4), torch.randn(8, 1)), loss_fn=nn.functional.mse_loss)
+    before = Snapshot(load)
+    plain, split = compare(load, [Plan(), "--accumulate 2"], 3).measurements
+    assert not before.differences(Snapshot(load))
+    assert split.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert plain.losses[-1] < plain.losses[0]
+    said = (
+        "LBFGS evaluates the loss in its step as often as the values ask for, which a prediction does not know; measure it instead: "
+        "measure(workload, plan)"
+    )
+    with pytest.raises(TraceError) as caught:
+        memlab.predict(load, "")
+    assert str(caught.value) == said
+
+
 def test_keep_keeps_the_training(load: Workload) -> None:
     before = Snapshot(load)
     measure(load, steps=1, keep=True)
@@ -60,7 +79,7 @@ def test_a_session_in_force_stays_in_force(load: Workload) -> None:
     with fit(load, "--checkpoint") as session:
         measure(load, "--accumulate 2", steps=1)
         assert str(session.plan) == "--checkpoint"
-        assert session.observers == ()
+        assert session.observers.all == ()
 
 
 def test_a_plan_that_does_not_fit_gets_a_row_that_says_so(load: Workload) -> None:

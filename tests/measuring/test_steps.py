@@ -9,9 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from memlab.errors import MemlabError, WorkloadError
-from memlab.measuring import steps
+from memlab.measuring import times
 from memlab.measuring.device import CpuDevice, device_for
-from memlab.measuring.steps import Meter, steps_between_observations
+from memlab.measuring.steps import Meter
+from memlab.measuring.times import steps_between_observations
 from memlab.plan import Plan
 from memlab.records import Category, Phase
 from memlab.runtime.workload import Batch
@@ -72,7 +73,7 @@ def test_two_observed_steps_then_none_for_a_while():
 
 
 def test_observations_come_back_as_often_as_they_are_cheap(monkeypatch):
-    monkeypatch.setattr(steps, "steps_between_observations", lambda observed, plain: 100)
+    monkeypatch.setattr(times, "steps_between_observations", lambda observed, plain: 100)
     loop = Loop()
     loop.step(210)
     assert [r.step for r in loop.meter.steps if r.peak_allocated_bytes is not None] == [1, 2, 101, 102, 201, 202]
@@ -340,8 +341,8 @@ def test_a_closed_meter_keeps_its_numbers_and_not_the_model():
 
 
 def test_records_are_bounded(monkeypatch):
+    monkeypatch.setattr("memlab.measuring.times._MOST_RECORDS", 10)
     loop = Loop(width=2)
-    loop.meter._timed = type(loop.meter._timed)(maxlen=10)
     loop.step(30)
     assert [r.step for r in loop.meter.steps] == list(range(21, 31))
     loop.meter.close()

@@ -173,8 +173,8 @@ def test_flags_are_listed() -> None:
             )
             for value in ("every:0", "every", "half", "every:x", "budget", "budget:")
         ),
-        ("--checkpoint budget:2GB", "size '2GB': expected a number with B, KiB, MiB, GiB or TiB, as in '8GiB'"),
-        ("--checkpoint budget:0MiB", "size '0MiB': must be more than zero"),
+        ("--checkpoint budget:2GX", "size '2GX': expected a number above zero and its unit, as in '8GiB', '512MiB' or '24GB'"),
+        ("--checkpoint budget:0MiB", "size '0MiB': must be one byte or more"),
         (
             "--checkpoint budget:1GiB --offload activations",
             "--checkpoint budget and --offload activations exclude each other: offloaded activations use "

@@ -17,6 +17,7 @@ from memlab.plan import Plan
 from memlab.plan.space import plan_space
 from memlab.predicting import predict, predict_all
 from memlab.records import Category, Fit, Measurement, Prediction
+from memlab.trace.tracer import Trace, Tracer
 from tests.helpers.tiers import mostly_full
 from tests.predicting.families import FAMILIES, PLANS, family
 
@@ -151,6 +152,19 @@ def test_moments_that_are_there_are_not_made_again(flags: str) -> None:
     measure(workload, "", steps=1, keep=True)
     measured = measure(workload, flags, steps=1)
     assert predict(workload, flags).peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=WORST)
+
+
+def test_moments_off_a_gpu_visit_it_for_their_update() -> None:
+    model = nn.Linear(1024, 1024, bias=False)
+    workload = Workload(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        loss_fn=nn.functional.mse_loss,
+        batch=(torch.zeros(8, 1024), torch.zeros(8, 1024)),
+    )
+    plain, offloaded = (predict(workload, flags, "T4").peak_allocated_bytes for flags in ("", "--offload optimizer"))
+    # the one weight is all there is: in its update its moments are beside it, and a copy in case the update fails
+    assert plain <= offloaded <= plain + 4 * 1024**2 + 4096
 
 
 # -- one plan, many plans ----------------------------------------------------------------------
@@ -340,3 +354,22 @@ def test_a_mask_that_something_computed_was_written_to_is_not() -> None:
     workload = Workload(model, torch.optim.SGD(model.parameters()), {"inputs": torch.randn(64, 16)})
     with pytest.raises(TraceError, match="depends on values"):
         predict(workload, "")
+
+
+def test_replayed_micro_batches_are_traced_once_for_all_settings_of_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    traced = Tracer.passes_in_parts
+
+    def counted(tracer: Tracer, plan: Plan) -> tuple[Trace, Trace]:
+        asked.append(plan.label)
+        return traced(tracer, plan)
+
+    monkeypatch.setattr(Tracer, "passes_in_parts", counted)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    batch = (torch.randn(4, 8), torch.randn(4, 1))
+    load = Workload(model, torch.optim.AdamW(model.parameters()), batch, loss_fn=nn.functional.mse_loss)
+    plans = ["--accumulate 2", "--accumulate 2 --adam8bit", "--accumulate 2 --offload optimizer", "--accumulate 4"]
+    assert not any(prediction.refused for prediction in predict_all(load, plans=plans))
+    assert sorted(asked) == ["--accumulate 2", "--accumulate 4"]

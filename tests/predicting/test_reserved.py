@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+import torch
+from torch import nn
 
+from memlab import Workload
 from memlab.allocator import Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES
 from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
-from memlab.predicting.plan_predictor import PlanPredictor
+from memlab.predicting.plan_predictor import Applied, PlanPredictor
 from memlab.predicting.reserved import Player, Script, play_steps, reserved_by, script_of
 from memlab.predicting.segments import OUTSIDE
 from tests.predicting.families import family
 
 MIB = 2**20
 PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES = range(5)
-FORWARD, BACKWARD, STEP = 0, 1, 3
+FORWARD, BACKWARD, STEP, OTHER = 0, 1, 3, 4
 
 Event = tuple[int, int, int, int]
 
@@ -198,3 +201,46 @@ def test_the_order_of_peaks_on_a_gpu() -> None:
 
 def test_the_cpu_has_no_reserved_bytes() -> None:
     assert predict(family("mlp")).peak_reserved_bytes is None
+
+
+def test_a_plan_that_replaces_tensors_leaves_holes_and_no_peak() -> None:
+    # of the two large tensors in each segment one becomes small
+    before = dict.fromkeys(range(8), 8 * MIB)
+    events = [(90 * MIB, 8, TEMPORARIES, OTHER), (-90 * MIB, 8, TEMPORARIES, OTHER)]
+    for number in range(0, 8, 2):
+        events += [(-8 * MIB, number, PARAMETERS, OTHER), (2 * MIB, 10 + number, PARAMETERS, OTHER)]
+    applied = Applied(before, events, (10, 1, 12, 3, 14, 5, 16, 7))
+    owned = {20 + number: (8 if number % 2 else 2) * MIB for number in range(8)}
+    found = [
+        reserved_by(Script((), owned, {}, [[]], [], applied=each), Settings()).reserved_bytes
+        for each in (None, applied)
+    ]
+    assert found == [40 * MIB, 80 * MIB]
+
+
+def test_pure_bf16_is_applied_to_weights_in_fp32() -> None:
+    model = nn.Linear(1024, 1024)
+    workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.zeros(2, 1024),), loss_fn=None)
+    predictor = PlanPredictor(workload, "T4")
+    assert predictor.parts(Plan()).applied is None
+    parts = predictor.parts(Plan.parse("--precision pure-bf16"))
+    assert parts.applied is not None
+    assert sorted(parts.applied.before.values()) == [4096, 4 * MIB]
+    assert len(parts.applied.after) == len(parts.owned) == 4  # upper and lower halves
+    live = dict(parts.applied.before)
+    for size_bytes, number, _, _ in parts.applied.events:
+        live[number] = live.get(number, 0) + size_bytes
+    assert [live[number] for number in parts.applied.after] == [*parts.owned.values()]
+    assert sum(live.values()) == 4 * MIB + 4096
+
+
+def test_the_first_update_makes_state_beside_its_temporaries() -> None:
+    first = [(20 * MIB, 3, TEMPORARIES, STEP), (4 * MIB, 2, STATE, STEP), (-20 * MIB, 3, TEMPORARIES, STEP)]
+    last = [(-4 * MIB, 2, STATE, STEP), (4 * MIB, 5, STATE, STEP)]
+    alone, beside = (
+        reserved_by(Script((), {}, {2: 4 * MIB}, [[]], last, first=each), Settings()) for each in (None, first)
+    )
+    assert alone.allocated_bytes == 4 * MIB
+    assert beside.allocated_bytes == 24 * MIB
+    there = reserved_by(Script((), {}, {2: 4 * MIB}, [[]], last, first=first, has_state=True), Settings())
+    assert there.allocated_bytes == alone.allocated_bytes

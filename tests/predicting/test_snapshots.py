@@ -20,6 +20,7 @@ from memlab.predicting import predict, save_snapshot, snapshots
 from memlab.predicting.plan_predictor import PlanPredictor
 from memlab.predicting.reserved import Script, reserved_by
 from memlab.records import Category
+from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload
 from memlab.session import fit, session_of
 from memlab.session.snapshot import Snapshot
@@ -217,7 +218,7 @@ def test_frames_say_what_ran_and_annotations_where_stretches_begin(speaker: Work
         assert within in {"before the first step", *begins(viz)}
         assert file == words
     names = {entry["frames"][0]["name"] for entry in allocs}
-    assert {"activations · forward", "gradients · backward", "optimizer state", "workspaces"} <= names
+    assert {"activations · forward", "gradients · backward", "optimizer state · step", "workspaces"} <= names
     assert {frame["filename"] for entry in allocs for frame in entry["frames"]} == {"memlab"}
 
 
@@ -270,11 +271,12 @@ def test_nothing_live_is_changed(speaker: Workload, save: Any, plan: str, measur
 
 
 def test_a_session_keeps_its_plan_and_its_observers(speaker: Workload, save: Any) -> None:
-    with fit(speaker, "--accumulate 2") as session:
-        watching = session.observers
+    with fit(speaker, "--accumulate 2", [Observer()]) as session:
+        watching = session.observers.all
+        assert watching
         sums = Sums(save(speaker, measured=True))
         assert session.plan == Plan.parse("--accumulate 2")
-        assert session.observers is watching
+        assert session.observers.all == watching
     assert sums.peak_bytes == predict(speaker).peak_allocated_bytes
 
 

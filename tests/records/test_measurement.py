@@ -23,6 +23,7 @@ from memlab.records import (
     TimelinePoint,
     measurement_of_steps,
     out_of_memory,
+    prediction_of,
     thin,
     timeline_of,
 )
@@ -107,6 +108,14 @@ def test_no_percentage_of_speed_below_five_settled_steps(first: dict[str, Any], 
     row = Comparison("t", (measured(**first), measured("--fp16", 250, **second))).rows[1]
     assert math.isnan(row.speed_ratio)
     assert row.memory_ratio == 0.25
+
+
+def test_what_was_predicted_for_another_batch_is_not_missed() -> None:
+    missed = Prediction("as written", "cpu", 900, None, 0, {}, (), 1.0, 4, 0, (890, 910), (1.0, 1.0))
+    larger = measured(samples_per_step=40.0)
+    row = Comparison("t", (larger,), predictions=(missed,)).rows[0]
+    assert row.prediction is None
+    assert row.verdict == ""
 
 
 def test_a_busy_machine_and_a_missed_prediction_are_said() -> None:
@@ -223,4 +232,4 @@ def test_rows_know_what_was_predicted_for_them() -> None:
     comparison = Comparison("t", (measured(), measured("--fp16"), measured("--bf16")), (), (predicted(), refused))
     assert [row.prediction for row in comparison.rows] == [predicted(), None, None]
     again = comparison.add(measured("--fp16", 400))
-    assert again.prediction_of("as written") == predicted()
+    assert prediction_of("as written", again.predictions) == predicted()

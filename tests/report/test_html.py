@@ -93,6 +93,13 @@ def test_bars_are_drawn_to_one_scale_and_spoken() -> None:
     )
 
 
+def test_what_the_last_cell_ran_is_marked_among_others() -> None:
+    compared = samples.comparison()
+    source = html.table(tables.comparison(replace(compared, latest=(compared.measurements[-1].plan,))))
+    assert source.count(">this cell</span>") == 1
+    assert "this cell" not in html.table(tables.comparison(compared))
+
+
 def test_flags_do_not_break_inside() -> None:
     source = html.table(tables.comparison(samples.crowded()))
     for flag in ("--checkpoint every:2", "--optim paged-adam8bit", "--chunk-loss"):

@@ -43,10 +43,7 @@ def test_a_cache_without_a_formula_and_one_in_larger_storages() -> None:
 def test_advice_says_how_it_is_known() -> None:
     assert inference.batch_line(ADVICE, RECORD) == (
         "batch: up to 12 rows of as many tokens fit into 4.0 KiB (1.0 KiB + 256 B a row, from 4 rows, all growth "
-        "attributed to rows); --prove runs it"
+        "attributed to rows)"
     )
     assert "from two sizes" in inference.batch_line(replace(ADVICE, sizes=(2, 4)), RECORD)
     assert inference.batch_line(replace(ADVICE, rows=0), RECORD).startswith("batch: not one row fits into 4.0 KiB")
-    assert inference.batch_line(replace(ADVICE, proven_bytes=4096), RECORD).startswith(
-        "batch: 12 rows fit into 4.0 KiB, verified by a run that peaked at 4.0 KiB"
-    )

@@ -12,8 +12,7 @@ from memlab.plan import Plan
 from memlab.records import Category, out_of_memory
 from memlab.records.live_state import Activity, Change, LivePoint, Moment
 from memlab.report import live_changes, live_map
-from memlab.report.live_figure import Drawing, drawing
-from memlab.report.live_parts import BUDGET, NEUTRAL_INK
+from memlab.report.live_figure import BUDGET, NEUTRAL_INK, Drawing, drawing
 from memlab.report.segments import CATEGORIES, REST, swatch
 from memlab.report.wording import speed
 from memlab.units import GIB, MIB

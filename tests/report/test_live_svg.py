@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab.live.thinning import Track
+from memlab.live.feed import Track
 from memlab.plan import Plan
 from memlab.records import Category, Rescue
 from memlab.records.live_state import Activity, Change, LivePoint, Moment

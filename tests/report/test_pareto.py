@@ -46,7 +46,7 @@ def test_marks_differ_in_shape_as_well_as_in_colour() -> None:
 
 
 @pytest.mark.parametrize("look", [*LOOKS.values(), MEASURED], ids=lambda look: look.name)
-def test_colours_read_on_light_and_dark(look: pareto.Look) -> None:
+def test_colours_read_on_light_and_dark(look: pareto.PointLook) -> None:
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]

@@ -46,6 +46,15 @@ step 7: out of memory (needed 1.20 GiB, 0.31 free) → accumulation 4 → 8, sam
     )
 
 
+def test_what_the_last_cell_ran_is_marked_among_others() -> None:
+    compared = samples.comparison()
+    new = compared.measurements[-1].plan
+    lines = text.table(tables.comparison(replace(compared, latest=(new,)))).splitlines()
+    assert [line for line in lines if "◂ this cell" in line] == [line for line in lines if line.startswith(new)]
+    every = tuple(each.plan for each in compared.measurements)
+    assert text.table(tables.comparison(replace(compared, latest=every))) == text.table(tables.comparison(compared))
+
+
 def test_short_notes_stand_beside_their_rows() -> None:
     first, second = (
         Measurement(plan, "cpu", peak_bytes, None, 0, {}, (), (0.5,) * 5, 4, 0)

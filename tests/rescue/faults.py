@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from memlab import Workload, fit
-from memlab.measuring.ledger import Effect, Ledger, defers, effect_of
+from memlab.allocator.sizes import SMALL_BLOCK_BYTES
+from memlab.measuring.ledger import Ledger, OperatorEffect, defers, effect_of
 from memlab.records import Rescue
 from tests.loops.cases import Tower, bert_classifier, gpt2
 
@@ -105,8 +106,17 @@ def _nothing_left() -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1e-9)
     held = []
     try:
-        holes = [b for segment in torch.cuda.memory_snapshot() for b in segment["blocks"] if b["state"] == "inactive"]
-        held += [_taken(size) for size in sorted((hole["size"] for hole in holes), reverse=True)]
+        holes = [
+            (hole["size"], segment["segment_type"])
+            for segment in torch.cuda.memory_snapshot()
+            for hole in segment["blocks"]
+            if hole["state"] == "inactive"
+        ]
+        for size, pool in sorted(holes, reverse=True):
+            while pool == "small" and size > SMALL_BLOCK_BYTES:  # such a request is served by the other pool
+                held.append(_taken(SMALL_BLOCK_BYTES))
+                size -= SMALL_BLOCK_BYTES
+            held.append(_taken(size))
         yield
     finally:
         held.clear()  # an error's traceback keeps this frame
@@ -121,7 +131,7 @@ def _taken(size_bytes: int) -> torch.Tensor | None:
 
 def _allocates(func: Any, out: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator has made a storage; those that write in place or return a view have not."""
-    if effect_of(func) != Effect.BIRTH:
+    if effect_of(func) != OperatorEffect.BIRTH:
         return False
     made = [tensor for tensor in tree_iter(out) if isinstance(tensor, torch.Tensor) and tensor.numel()]
     given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}

@@ -398,7 +398,7 @@ def questions(draw: st.DrawFn) -> tuple[Plan, Place, dict[str, Any]]:
     }
     if draw(st.booleans()):
         seconds = st.sampled_from([0.5, 1.0, 1.1, 1.3, math.nan])
-        known = draw(st.sets(st.sampled_from(plan_space(wide=True)), max_size=30))
+        known = draw(st.sets(st.sampled_from(plan_space()), max_size=30))
         options["predictions"] = dict(
             predicted(str(plan), draw(st.integers(1, 8)), draw(seconds), doubt=0.1) for plan in sorted(known, key=str)
         )

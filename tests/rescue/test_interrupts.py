@@ -90,7 +90,15 @@ def test_at_calls_anywhere(old: str, new: str) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("file", ["session/in_force.py", "session/session.py", "runtime/interrupts.py"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "session/in_force.py",
+        "session/session.py",
+        "session/switching.py",
+        "runtime/interrupts.py",
+    ],
+)
 def test_at_any_opcode_of_what_holds_it_back(file: str) -> None:
     old, new = "--accumulate 2 --fp16", "--checkpoint"
     switches = Switches(old, new)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memlab import Workload, fit
-from memlab.rescue import rescuer
+from memlab.rescue import recovery
 from memlab.session import Session
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.rescue.faults import Faults
@@ -59,14 +59,14 @@ def live_tensors() -> int:
 @pytest.mark.full
 def test_five_hundred_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in every step, at another allocation each time; the plan goes back to the first one now and then."""
-    collect, calls = rescuer._collect, [0]
+    collect, calls = recovery.collect, [0]
 
     def rarely() -> None:
         calls[0] += 1
         if calls[0] % 10 == 0:
             collect()
 
-    monkeypatch.setattr(rescuer, "_collect", rarely)
+    monkeypatch.setattr(recovery, "collect", rarely)
     undisturbed = _Loop()
     loop = _Loop()
     with fit(Workload(loop.model, loop.optimizer), rescue=True) as session:

@@ -7,7 +7,10 @@ import torch
 
 from memlab import Workload, fit
 from memlab.measuring.ledger import Ledger, parameters_of, state_of
+from memlab.plan import Plan
+from memlab.rescue import recovery
 from memlab.rescue.rescuer import Rescuer
+from tests.rescue.faults import Faults
 from tests.techniques.models import gpt2, ragged_batch
 
 
@@ -58,3 +61,22 @@ def test_a_rescuer_can_be_given_while_a_session_is_attached() -> None:
         session.dismiss()
         model(torch.ones(3, 4)).sum().backward()
     assert torch.equal(model.weight.grad, torch.full((2, 4), 6.0))
+
+
+def test_the_half_precision_of_a_rescue_is_that_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4 emulates bf16, slowly."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
+    of_a_t4 = recovery.half_of(torch.device("cuda"))
+    monkeypatch.undo()
+    monkeypatch.setattr(recovery, "half_of", lambda _device: of_a_t4)
+    model, kept = (
+        torch.nn.Linear(4, 2),
+        {"accumulation", "checkpointing", "optimizer", "offload", "gradients", "loss", "tiling"},
+    )
+    workload, inputs = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(3, 4)
+    with fit(workload, rescue=Rescuer(keep=kept)) as session:
+        with Faults([1]):
+            loss = model(inputs).sum()
+        loss.backward()
+        assert session.plan == Plan.parse("--fp16")

@@ -14,7 +14,7 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab import Workload, fit
-from memlab.measuring.ledger import Effect, Ledger, effect_of
+from memlab.measuring.ledger import Ledger, OperatorEffect, effect_of
 from memlab.records import Category
 from memlab.rescue.update import BrokenUpdateError, Retrying, Update, free_bytes, may_repeat, need_bytes
 from memlab.runtime.optimizer_step import _writes_gradients, is_separable
@@ -60,7 +60,7 @@ class Births(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if effect_of(func) == Effect.BIRTH and any(tensor.numel() for tensor in tensors_in(out)):
+        if effect_of(func) == OperatorEffect.BIRTH and any(tensor.numel() for tensor in tensors_in(out)):
             self.count += 1
             if self._first is not None and self._first <= self.count < self._first + self._times:
                 out = args = kwargs = None

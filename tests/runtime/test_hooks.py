@@ -201,7 +201,7 @@ def test_a_loop_that_goes_past_the_call_is_told() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fit(Workload(model, optimizer), "--accumulate 2") as session:
         trained(model.eval(), optimizer)
-        assert session.passed_by == (
+        assert session.usage.passed_by == (
             "--accumulate 2 had no effect: the loop trains Tower in eval mode only; call model.train() before"
         )
     model.train()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -266,3 +268,30 @@ def test_offload_under_an_interrupted_stepper_keeps_its_files() -> None:
             optimizer.step()
         assert same(snapshot(model, optimizer), before)
         assert techniques[0].host_bytes == stored
+
+
+_RAISES_IN_ITS_STEP = """
+import torch
+from memlab import Workload, fit
+
+class Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("in the step")
+
+def train():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    optimizer = Failing(model.parameters(), lr=0.1)
+    fit(Workload(model, optimizer), "--precision pure-bf16")
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+try:
+    train()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_program_ends_as_ever_after_a_step_that_raised() -> None:
+    ran = subprocess.run([sys.executable, "-c", _RAISES_IN_ITS_STEP], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "in the step\n", "")

@@ -242,6 +242,41 @@ def test_locals_that_somebody_has_read_are_dropped_as_well(held: Held) -> None:
     assert held.alive == 0
 
 
+def test_frames_that_were_cut_from_the_traceback_hold_nothing_either(held: Held) -> None:
+    """As a cell's traceback is shown without memlab's own lines."""
+    error = caught(lambda: fails(held, 4))
+    first = error.__traceback__
+    assert first is not None
+    assert first.tb_next is not None
+    innermost = first.tb_next
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    first.tb_next.tb_next = innermost
+    del first, innermost
+    assert held.alive == 5
+
+    release(error)
+
+    assert held.alive == 0
+
+
+def test_callers_of_whoever_catches_stay(held: Held) -> None:
+    def catches() -> BaseException:
+        return caught(lambda: fails(held, 0))
+
+    def calls() -> tuple[BaseException, FrameType]:
+        mine = held.tensor()
+        error = catches()
+        assert mine.sum() == 4
+        return error, sys._getframe()
+
+    error, frame = calls()
+    release(error)
+
+    assert held.alive == 1
+    assert "mine" in frame.f_locals
+
+
 def test_it_may_be_called_in_the_handler(held: Held) -> None:
     try:
         fails(held)

@@ -17,7 +17,7 @@ from memlab.errors import RefusalError, ScaleError
 from memlab.plan import Plan
 from memlab.runtime.interrupts import uninterrupted
 from memlab.scaleout import async_io
-from memlab.scaleout.in_kernel import live_engine
+from memlab.scaleout.engines import live_engine
 from tests.helpers.needs import needs
 from tests.scaleout.runs import gpt2
 

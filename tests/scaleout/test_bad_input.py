@@ -18,8 +18,8 @@ import pytest
 from memlab import Workload, launch
 from memlab.errors import MissingExtraError, ScaleError
 from memlab.scaleout import async_io, launching, results, serialization, tensors
-from memlab.scaleout.results import Results
-from memlab.session.snapshot import Snapshot, random_states
+from memlab.scaleout.results import Results, random_states
+from memlab.session.snapshot import Snapshot
 from tests.helpers.needs import needs
 from tests.scaleout.runs import gpt2, texts, trained
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memlab.scaleout.messages import SAID, STEP, Listener, Sender
+from memlab.scaleout.messages import SAID, STEP, MessageReader, Sender
 
 
 def test_messages_are_heard_once_and_only_when_complete(tmp_path: Path) -> None:
-    listener = Listener(tmp_path, 2)
+    listener = MessageReader(tmp_path, 2)
     assert [*listener.news()] == []
     first, second = Sender(tmp_path, 0), Sender(tmp_path, 1)
     first.say(STEP, step=1, loss=None)

@@ -6,10 +6,17 @@ import pytest
 
 from memlab.errors import PlanError, ScaleError
 from memlab.scaleout.sharding import model_states
-from memlab.scaleout.sharding.fsdp2 import Fsdp2
-from memlab.scaleout.sharding.sharding import ROOT, Ddp, MemoryAccount, ModelShape, ParameterShape, Part, Sharding
-from memlab.scaleout.sharding.zero import Zero3, Zero12
-from memlab.scaleout.zero_sizes import ZeroSizes
+from memlab.scaleout.sharding.fsdp2 import Fsdp2Sharding
+from memlab.scaleout.sharding.sharding import (
+    ROOT,
+    DdpSharding,
+    MemoryAccount,
+    ModelShape,
+    ParameterShape,
+    Sharding,
+    ShardPart,
+)
+from memlab.scaleout.sharding.zero import Zero3, Zero12, ZeroSizes
 
 
 def parameter(elements: int, *, trained: bool = True) -> ParameterShape:
@@ -31,7 +38,7 @@ def a_step(sharding: Sharding, account: MemoryAccount) -> None:
 
     def born(number: int) -> None:
         size_bytes = MODEL.parameters[number].size_bytes
-        account.add(Part.GRADIENTS, size_bytes)
+        account.add(ShardPart.GRADIENTS, size_bytes)
         account.gradients[number] = (100 + number, size_bytes)
         sharding.settled(account, number)
 
@@ -54,8 +61,8 @@ def a_step(sharding: Sharding, account: MemoryAccount) -> None:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
 def test_a_step_leaves_what_it_found(engine: str, ranks: int) -> None:
     sharding: Sharding = {
-        "ddp": lambda: Ddp(MODEL, ranks),
-        "fsdp2": lambda: Fsdp2(MODEL, ranks),
+        "ddp": lambda: DdpSharding(MODEL, ranks),
+        "fsdp2": lambda: Fsdp2Sharding(MODEL, ranks),
         "zero1": lambda: Zero12(MODEL, ranks, stage=1),
         "zero2": lambda: Zero12(MODEL, ranks, stage=2),
         "zero3": lambda: Zero3(MODEL, ranks, sizes=ZeroSizes(persistence_threshold=500, prefetch=1000)),
@@ -70,20 +77,20 @@ def test_a_step_leaves_what_it_found(engine: str, ranks: int) -> None:
 
 
 def test_fsdp2_gathers_one_block_at_a_time_and_the_next_beforehand() -> None:
-    account, sharding = MemoryAccount(has_host=False), Fsdp2(MODEL, 2)
+    account, sharding = MemoryAccount(has_host=False), Fsdp2Sharding(MODEL, 2)
     sharding.add_base(account)
-    assert account.live[Part.PARAMETERS] == 2200 * 4 / 2
+    assert account.live[ShardPart.PARAMETERS] == 2200 * 4 / 2
     sharding.forward_begins(account, ROOT)
     sharding.forward_begins(account, 2)
-    assert account.live[Part.GATHERED] == (200 + 1000) * 4
+    assert account.live[ShardPart.GATHERED] == (200 + 1000) * 4
     sharding.forward_ends(account, 2)
-    assert account.live[Part.GATHERED] == 200 * 4
+    assert account.live[ShardPart.GATHERED] == 200 * 4
     sharding.forward_begins(account, 3)
     sharding.forward_ends(account, 3)
     sharding.forward_ends(account, ROOT)
-    assert account.live[Part.BUFFERS] == 0
+    assert account.live[ShardPart.BUFFERS] == 0
     sharding.backward_begins(account, ROOT)
-    assert account.live[Part.BUFFERS] == 1000 * 4
+    assert account.live[ShardPart.BUFFERS] == 1000 * 4
 
 
 def test_a_full_bucket_is_reduced_at_once() -> None:
@@ -101,8 +108,8 @@ def test_frozen_parameters_have_no_gradient_and_no_part_in_the_update() -> None:
     model = ModelShape((parameter(100), parameter(100, trained=False)), ((0, 1),), (), (), buffer_bytes=40)
     account = MemoryAccount(has_host=False)
     Zero12(model, 1, stage=1).add_base(account)
-    assert account.live[Part.PARAMETERS] == 840
-    assert account.live[Part.OPTIMIZER_STATE] == 400
+    assert account.live[ShardPart.PARAMETERS] == 840
+    assert account.live[ShardPart.OPTIMIZER_STATE] == 400
 
 
 def test_parameters_in_rows_are_filled_up() -> None:
@@ -113,7 +120,7 @@ def test_parameters_in_rows_are_filled_up() -> None:
 
 def test_a_ring_of_one_rank_sends_nothing() -> None:
     for ranks, sent_bytes in ((1, 0), (4, 2 * 2200 * 4 * 3 // 4)):
-        sharding = Ddp(MODEL, ranks)
+        sharding = DdpSharding(MODEL, ranks)
         a_step(sharding, MemoryAccount(has_host=False))
         assert sharding.sent_bytes == sent_bytes
 

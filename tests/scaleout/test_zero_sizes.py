@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memlab.scaleout.zero_sizes import ZeroSizes
+from memlab.scaleout.sharding.zero import ZeroSizes
 
 
 @given(st.integers(min_value=1, max_value=10**12))

@@ -12,7 +12,7 @@ from memlab.plan.space import plan_space
 from memlab.records import Measurement, Prediction, out_of_memory
 from memlab.records.comparison import FoundPlan
 from memlab.search.deciding import Search
-from memlab.search.trials import best_of_trials
+from memlab.search.finding import best_of_trials
 
 PLANS = plan_space(rows=16)
 SETTINGS = (

@@ -15,7 +15,8 @@ from memlab.hardware.gpus import gpu_for
 from memlab.plan import OptimizerChoice, Plan, Precision
 from memlab.records import Measurement
 from memlab.search.deciding import Search
-from memlab.search.trials import best_of_trials
+from memlab.search.finding import best_of_trials
+from memlab.units import format_bytes
 from tests.search.machines import NAMES, PLANS, Machine
 
 
@@ -213,8 +214,20 @@ def test_text_names_what_was_run_in_vain() -> None:
     with pytest.raises(BudgetError) as caught:
         machine.find(budget_bytes, trials=2)
     labels = ", ".join(plan.label for plan in machine.ran)
-    assert f" too much (run and out of memory: {labels}); " in str(caught.value)
+    assert f" (run and out of memory: {labels}); the smallest of " in str(caught.value)
     assert 1 <= len(machine.ran) <= 3
+
+
+def test_text_when_the_smallest_plan_was_not_run() -> None:
+    machine = Machine(0)
+    budget_bytes = machine.budget(0.5)
+    known = Search("synthetic", budget_bytes, PLANS, machine.predictions())
+    plan = min(PLANS, key=machine.peak_bytes)
+    assert str(known.nothing_left()) == (
+        f"nothing that was run fits into {format_bytes(budget_bytes)} for synthetic; the smallest of {len(PLANS)} plans, "
+        f"{plan.label}, needs about {format_bytes(machine.peak_bytes(plan))} and was not run: allow more trials "
+        "(find_plan(…, trials=N)), or apply it"
+    )
 
 
 def test_text_when_every_plan_is_refused() -> None:

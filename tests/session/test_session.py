@@ -30,7 +30,7 @@ from memlab.runtime.observer import Observer
 from memlab.session import Session, session_of, sessions
 from memlab.session.snapshot import Snapshot
 from memlab.techniques import TECHNIQUES
-from memlab.techniques.accumulation import micro
+from memlab.techniques.accumulation import micro_outputs
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.tiling import tiling
 from tests.helpers.fingerprint import differing, fingerprint
@@ -215,7 +215,7 @@ class TestRefusals:
         model = Tower()
         with fit(Workload(model), "--adam8bit --offload optimizer,activations --release-grads") as session:
             model(pairs(0)[0]).sum().backward()
-            assert session.passed_by == (
+            assert session.usage.passed_by == (
                 "--adam8bit --offload optimizer --release-grads had no effect: no optimizer updates Tower; train it with one of "
                 "torch.optim"
             )
@@ -380,7 +380,7 @@ class TestInTheLoop:
             assert refusal(loss.backward, SessionError) == text
 
     def test_large_logits_before_and_after_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(micro, "LAZY_FROM_BYTES", 0)
+        monkeypatch.setattr(micro_outputs, "LAZY_FROM_BYTES", 0)
         model = TiedLanguageModel()
         optimizer = torch.optim.AdamW(model.parameters())
         batch = prompted_batch(0)
@@ -842,7 +842,7 @@ class TestAnObserverThatFails:
         device = device_for(torch.device("cpu"))
         with Session(Workload(model, optimizer)) as session:
             meter = Meter(model, [optimizer], device)
-            session.listen(meter)
+            session.observers.add(meter)
 
             def fail(*_args: Any) -> None:
                 raise KeyError("inconsistent")
@@ -850,9 +850,12 @@ class TestAnObserverThatFails:
             monkeypatch.setattr(meter, moment, fail)
             session.switch("--checkpoint")
             train(model, optimizer)
-            assert session.observers == ()
-            assert session.failure == "Meter of memlab failed and sees no more of this run (KeyError: 'inconsistent')"
-            assert [entry.text for entry in session.log].count(session.failure) == 1
+            assert session.observers.all == ()
+            assert (
+                session.observers.failure
+                == "Meter of memlab failed and sees no more of this run (KeyError: 'inconsistent')"
+            )
+            assert [entry.text for entry in session.log].count(session.observers.failure) == 1
             meter.close()
         device.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,11 +12,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import memlab
 from memlab import RefusalError, Workload, fit
 from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.runtime.observer import Observer
-from memlab.session import Session, train_together
+from memlab.session import Session, session_of, train_together
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
@@ -65,6 +67,15 @@ def looking(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> No
     assert all(parameter.grad is not None for parameter in model.parameters())
     optimizer.step()
     optimizer.zero_grad()
+
+
+def reading_after(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    backward(model, step)
+    optimizer.step()
+    norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+    assert torch.isfinite(torch.stack(norms)).all()
+    assert len(pickle.dumps([parameter.grad for parameter in model.parameters()])) > 1000
 
 
 def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -131,7 +142,7 @@ def trained(
     with fit(Workload(model, optimizer), first, [heard], rescue=rescue) as session:
         for step in range(steps):
             if step in (asks or {}):
-                session.ask(Plan.parse(asks[step]))  # type: ignore[index]
+                session.switching.ask(Plan.parse(asks[step]))  # type: ignore[index]
             loop(model, optimizer, step)
     values = [parameter.detach().clone() for parameter in model.parameters()]
     values += [torch.rand(1)]  # where the random state has come to
@@ -147,8 +158,9 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     ("loop", "plan", "why"),
     [
         (plain, "--accumulate 16", "--accumulate 16 needs at least 16 rows in a batch of Net, this one has 8"),
-        (clipping, "--release-grads", "the loop clips gradients by the norm of all of them"),
+        (clipping, "--release-grads", "the loop takes the norm of all gradients"),
         (looking, "--release-grads", "the loop uses gradients between backward() and optimizer.step()"),
+        (reading_after, "--release-grads", "the loop uses gradients after optimizer.step() (in "),
         (accumulating, "--release-grads", "the loop calls backward() a second time before optimizer.step()"),
         (never_zeroing, "--release-grads", "the loop does not drop the gradients of the step before"),
         (scheduling_before, "--release-grads", "the loop changes the optimizer's settings"),
@@ -162,10 +174,100 @@ def test_a_loop_goes_on_as_if_nothing_had_been_asked(loop: Loop, plan: str, why:
     assert [label for label, _ in heard.refused] == [plan]
     assert why in heard.refused[0][1]
     assert heard.changed == [plan, "as written"]
-    refused_at = 3 if loop in (never_zeroing, with_closure) else 2
+    refused_at = 3 if loop in (never_zeroing, reading_after) else 2
     (noted,) = [entry for entry in session.log if entry.text.startswith(f"refused {plan}: ")]
     assert noted.step == refused_at
     assert noted.text.endswith("; as written is back")
+
+
+@pytest.mark.parametrize("rescue", [False, True], ids=["", "rescued"])
+@pytest.mark.parametrize("loop", [clipping, with_closure, accumulating])
+def test_the_way_back_leads_through_all_plans_on_trial(loop: Loop, rescue: bool) -> None:
+    """Two clicks before the loop shows what it does; the first already does not apply."""
+
+    def clicked(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 1:
+            session = session_of(model)
+            assert session is not None
+            session.switch("--release-grads", now=True, on_trial=True)
+            session.switching.ask(Plan.parse("--release-grads --checkpoint"))
+        loop(model, optimizer, step)
+
+    untouched, _, _ = trained(loop, rescue=rescue)
+    values, heard, _ = trained(clicked, rescue=rescue)
+    assert same(values, untouched)
+    assert [label for label, _ in heard.refused] == ["--checkpoint --release-grads"]
+    assert heard.changed[-1] == "as written"
+
+
+@pytest.mark.parametrize("rescue", [False, True], ids=["", "rescued"])
+def test_the_way_back_may_have_two_stations(rescue: bool) -> None:
+    """Each of two clicks does not apply, for a reason of its own."""
+
+    def clicked(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 1:
+            session = session_of(model)
+            assert session is not None
+            session.switch("--release-grads", now=True, on_trial=True)
+            session.switching.ask(Plan.parse("--release-grads --accumulate 16"))
+        clipping(model, optimizer, step)
+
+    untouched, _, _ = trained(clipping, rescue=rescue)
+    values, heard, _ = trained(clicked, rescue=rescue)
+    assert same(values, untouched)
+    assert [label for label, _ in heard.refused] == ["--accumulate 16 --release-grads", "--release-grads"]
+    assert heard.changed[-1] == "as written"
+
+
+def test_clicks_to_and_fro_lead_back_to_where_they_began() -> None:
+    def clicked(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 1:
+            session = session_of(model)
+            assert session is not None
+            for plan in ("--checkpoint", "--checkpoint --tile 2", "--checkpoint", "--checkpoint --release-grads"):
+                session.switch(plan, now=True, on_trial=True)
+        clipping(model, optimizer, step)
+
+    values, heard, session = trained(clicked)
+    untouched, _, _ = trained(clipping)
+    assert same(values, untouched)
+    assert [label for label, _ in heard.refused] == ["--checkpoint --release-grads"]
+    assert heard.changed[-2:] == ["--checkpoint", "as written"]  # undone at the end
+    assert session.plan == Plan()
+
+
+def test_a_plan_that_was_measured_is_none_to_go_back_to() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    workload = Workload(model, optimizer, batch(0), cross_entropy)
+    with fit(workload, "--accumulate 2", [Heard()]) as session:
+        plain(model, optimizer, 0)
+        memlab.measure(workload, "--checkpoint", steps=1)
+        plain(model, optimizer, 1)
+        assert session.switching.falls_back(RefusalError("accumulation", "found out late"))
+        assert session.plan == Plan()
+
+
+def test_a_plan_that_is_asked_for_in_a_closure_waits_for_the_next_step() -> None:
+    asked: dict[int, str] = {}
+
+    def asking(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            session = session_of(model)
+            if session is not None and step in asked:
+                session.switching.ask(Plan.parse(asked[step]))
+            return backward(model, step)
+
+        optimizer.step(closure)
+
+    untouched, _, _ = trained(asking, steps=6)
+    asked.update({1: "--adam8bit", 3: "--offload optimizer", 4: ""})
+    values, heard, _ = trained(asking, steps=6)
+    assert (heard.changed, heard.refused) == (["--adam8bit", "--offload optimizer", "as written"], [])
+    for found, expected in zip(values, untouched, strict=True):
+        assert (found - expected).norm() < 1e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("rescue", [False, True], ids=["", "rescued"])
@@ -231,7 +333,7 @@ def test_what_one_of_several_models_gives_up_is_given_up_by_all() -> None:
         train_together(sessions)
         for step in range(4):
             if step == 1:
-                sessions[0].ask(Plan.parse("--accumulate 2"))
+                sessions[0].switching.ask(Plan.parse("--accumulate 2"))
             for model, optimizer in zip(models, optimizers, strict=True):
                 optimizer.zero_grad()
                 model(torch.randn(4, 4)).square().mean().backward()

@@ -72,3 +72,21 @@ def regression_batch(rows: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and class targets."""
     generator = torch.Generator().manual_seed(2)
     return torch.randn(rows, 6, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
+
+
+class Masked(nn.Module):
+    """Writes to its outputs through `.data` once others have used them, as models of speech do that mask padding."""
+
+    def __init__(self, *, in_blocks: bool) -> None:
+        super().__init__()
+        self.enter = nn.Linear(32, 32)
+        parts = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(3 if in_blocks else 1)]
+        self.parts = nn.ModuleList(parts) if in_blocks else parts[0]
+
+    def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = output = self.enter(inputs).tanh()
+        for part in self.parts if isinstance(self.parts, nn.ModuleList) else [self.parts]:
+            output = output + part(output)
+        hidden.data.masked_fill_(mask, 0.0)
+        hidden[:, :4].data.mul_(2)
+        return torch.cat([hidden[:, :4], output], 1)

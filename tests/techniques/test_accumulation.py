@@ -18,7 +18,7 @@ from memlab import RefusalError, Workload, fit
 from memlab.errors import SessionError
 from memlab.runtime import aliases
 from memlab.runtime.lazy import LazyTensor
-from memlab.techniques.accumulation import micro
+from memlab.techniques.accumulation import micro_outputs
 from memlab.techniques.accumulation.split import row_ranges
 from tests.techniques.models import (
     Regressor,
@@ -392,7 +392,7 @@ class TestLargeOutputs:
 
     @pytest.fixture(autouse=True)
     def _every_output_is_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(micro, "LAZY_FROM_BYTES", 1)
+        monkeypatch.setattr(micro_outputs, "LAZY_FROM_BYTES", 1)
 
     def test_they_are_computed_when_looked_at(self) -> None:
         model, batch = gpt2(dropout=0.2), ragged_batch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -11,7 +12,7 @@ from memlab import RefusalError, Workload, fit, measure
 from memlab.records import Category
 from memlab.runtime.modules import repeated_blocks
 from tests.helpers.chatty import changed, chatty
-from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
+from tests.techniques.models import Masked, distance, gpt2, gradients, ragged_batch, workload
 
 PLANS = ["--checkpoint", "--checkpoint every:2", "--checkpoint selective"]
 
@@ -167,3 +168,53 @@ def test_what_a_forward_changes_anywhere_is_changed_once(flags: str) -> None:
         return changed(model, seen)
 
     assert trained(flags) == trained("")
+
+
+class Learner(nn.Module):
+    """Keeps running statistics in parameters without gradients, in lists, as loops for meta-learning do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(16, 16) * 0.2) for _ in range(2))
+        self.statistics = nn.ParameterList(
+            nn.Parameter(value, requires_grad=False) for _ in range(2) for value in (torch.zeros(16), torch.ones(16))
+        )
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        for place, weight in enumerate(self.weights):
+            mean, variance = self.statistics[2 * place], self.statistics[2 * place + 1]
+            rows = F.relu(F.batch_norm(F.linear(rows, weight), mean, variance, training=True))
+        return rows
+
+
+@pytest.mark.parametrize("flags", PLANS)
+def test_statistics_in_parameters_without_gradients_are_updated_once(flags: str) -> None:
+    def trained(flags: str) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Learner(), Learner(), Learner())
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        with fit(Workload(model, optimizer), flags):
+            for _ in range(3):
+                model(torch.randn(8, 16)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.state_dict()
+
+    found, expected = trained(flags), trained("")
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_a_forward_pass_that_writes_through_data_to_what_a_part_has_used_is_refused(in_blocks: bool) -> None:
+    model = Masked(in_blocks=in_blocks)
+    model.register_buffer("seen", torch.zeros(()))
+    model.enter.register_forward_hook(lambda *_: model.seen.add_(1) and None)
+    with fit(workload(model), "--checkpoint"), pytest.raises(RefusalError) as error:
+        model(torch.randn(16, 32), torch.zeros(16, 32, dtype=torch.bool))
+    assert str(error.value) == (
+        "checkpointing: the forward pass of Masked writes through .data to what a part of it has used, whose gradients would be "
+        "others when it is computed again; use --offload activations, or --accumulate N"
+    )
+    assert model.seen.item() == 0

@@ -194,4 +194,4 @@ def test_other_settings_compile_at_most_once_more(flags: str) -> None:
         assert changed <= (2 if "accumulate" in flags and "checkpoint" in flags else 1)
         train(model, optimizer)
         assert compiled_graphs() - before == changed
-        assert session.was_called
+        assert session.usage.was_called

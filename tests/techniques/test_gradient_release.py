@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab import Workload, fit, measure, predict
 from memlab.errors import PlanError, RefusalError, SessionError
-from memlab.live.rehearsing import steps_of
+from memlab.live.live_model import steps_of
 from memlab.measuring.device import CpuDevice
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
@@ -87,7 +88,7 @@ def test_a_hundred_steps_are_the_same_bit_by_bit(name: str) -> None:
         optimizer = case.optimizer(model)
         with fitted(Workload(model, optimizer), flags) as session:
             seen = Seen(model)
-            session.listen(seen)
+            session.observers.add(seen)
             losses = plain_loop(model, optimizer, case, 100)
         assert (seen.completed > 0) == bool(flags)
         runs.append((losses, [p.detach().clone() for p in model.parameters()]))
@@ -139,7 +140,7 @@ def test_other_techniques_do_the_same_with_it(flags: str) -> None:
         losses = []
         with fit(load, flags + more) as session:
             seen = Seen(model)
-            session.listen(seen)
+            session.observers.add(seen)
             for _ in range(6):
                 loss = model(**ragged_batch()).loss
                 loss.backward()
@@ -434,6 +435,20 @@ def looked_at(model: nn.Module, optimizer: Optimizer, _step: int) -> None:
     max(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
 
 
+def _grad_norm(model: nn.Module) -> float:
+    return float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
+
+
+def sharpened(model: nn.Module, optimizer: Optimizer, _step: int) -> None:
+    _grad_norm(model)
+
+
+def clip_gradients(model: nn.Module, optimizer: Optimizer, _step: int) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.div_(1 + parameter.grad.norm())
+
+
 def written_to(model: nn.Module, optimizer: Optimizer, _step: int) -> None:
     next(model.parameters()).grad = None
 
@@ -455,8 +470,8 @@ def differentiated(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 
 
 CLIPS = (
-    "gradients: the loop clips gradients by the norm of all of them, which is not known before the backward pass is "
-    "over{}; leave the clipping out (Trainer: max_grad_norm=0), or leave --release-grads out"
+    "gradients: the loop takes the norm of all gradients (to clip them, or to show it), which is not known before the backward pass is "
+    "over{}; leave that out, or leave --release-grads out"
 )
 USES = (
     "gradients: the loop uses gradients between backward() and optimizer.step(){where}, when they are gone{{}}; "
@@ -464,8 +479,10 @@ USES = (
 )
 REFUSED: dict[Any, str] = {
     clipped: CLIPS,
-    clipped_by_value: CLIPS,
-    looked_at: USES.format(where=" (in <genexpr>)"),
+    clipped_by_value: USES.format(where=" (in clipped_by_value)"),
+    sharpened: USES.format(where=" (in _grad_norm)"),
+    clip_gradients: USES.format(where=" (in clip_gradients)"),
+    looked_at: USES.format(where=" (in looked_at)"),
     written_to: USES.format(where=" (in written_to)"),
     skipped: "gradients: the loop drops gradients after backward() without a step{}; leave --release-grads out",
     differentiated: "gradients: the loop calls autograd.grad() between backward() and optimizer.step(){}; leave --release-grads out",
@@ -512,6 +529,28 @@ def test_a_loop_that_begins_to_need_them_is_told_that_it_is_too_late(between: An
             between(model, optimizer, 3)
             optimizer.step()
     assert str(refusal.value) == REFUSED[between].format("; parameters have been updated with the gradients so far")
+
+
+def test_what_a_thread_of_the_loop_was_refused_the_loop_hears() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before, ended = [p.detach().clone() for p in model.parameters()], []
+
+    def work(step: int) -> None:
+        try:
+            loss_of(model, step).backward()
+        except RefusalError as error:
+            ended.append(str(error))
+
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for step in range(2):
+            worker = threading.Thread(target=work, args=(step,))
+            worker.start()
+            worker.join()
+        with pytest.raises(RefusalError) as refusal:
+            optimizer.step()
+    assert ended == [str(refusal.value)] == [REFUSED[accumulated].format("")]
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 # -- gradients after the step ----------------------------------------------------------------------
@@ -584,7 +623,7 @@ AFTER_STEP: dict[Any, str] = {
     zeroed_partly: ADDED,
     zeroed_at_first: ADDED,
     stepped_again: "the loop steps once more with the gradients of the step before",
-    norm_logged: READ.format("<genexpr>"),
+    norm_logged: READ.format("norm_logged"),
     array_logged: READ.format("array_logged"),
 }
 
@@ -692,7 +731,7 @@ def test_a_loop_that_calls_parts_of_the_model_keeps_its_gradients() -> None:
                 loss_of(nn.Sequential(*parts.children()), step).backward()
                 clipped(parts, optimizer, step)
                 optimizer.step()
-            assert "--release-grads had no effect" in str(session.passed_by) or parts is not model
+            assert "--release-grads had no effect" in str(session.usage.passed_by) or parts is not model
 
     train(model)
     train(expected)
@@ -761,6 +800,27 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         GradientRelease(Plan.parse("--release-grads")).check(Workload(mlp()))
 
 
+def test_gradients_that_are_written_once_they_are_complete_are_refused() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        inner = mlp()
+        model = nn.parallel.DistributedDataParallel(inner)
+        optimizer = torch.optim.AdamW(inner.parameters())
+        before = Snapshot(Workload(inner, optimizer))
+        with fit(Workload(inner, optimizer), "--release-grads"):
+            loss_of(model, 0).backward()
+            with pytest.raises(RefusalError) as caught:
+                optimizer.step()
+        optimizer.zero_grad()
+        assert Snapshot(Workload(inner, optimizer)).differences(before) == []
+    finally:
+        torch.distributed.destroy_process_group()
+    assert str(caught.value) == (
+        "gradients: something writes to gradients once they are complete, as DistributedDataParallel does, when they would be "
+        "gone; leave --release-grads out"
+    )
+
+
 def test_a_weight_shared_by_reentrant_checkpoints_is_refused() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -786,7 +846,7 @@ def test_memlab_s_own_loops_do_not_count_as_the_loop() -> None:
         measure(load, "--release-grads", steps=1)
         assert before.differences(Snapshot(load)) == []
         load.model(**load.batch).loss.backward()
-        with pytest.raises(RefusalError, match="clips gradients"):
+        with pytest.raises(RefusalError, match="takes the norm of all gradients"):
             torch.nn.utils.clip_grad_norm_(load.model.parameters(), 1.0)
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from memlab import RefusalError, Workload, fit
 from memlab.techniques.accumulation import judge as _judge
+from memlab.techniques.accumulation.judgement import TOLERANCE
 from tests.techniques.models import Regressor, distance, gradients, regression_batch, workload
 
 Loop = Callable[[nn.Module, int], torch.Tensor]
@@ -136,6 +137,18 @@ class _Hooked(nn.Linear):
         return output
 
 
+class _Reading(nn.Linear):
+    """Its gradients depend on what its forward pass has left on it."""
+
+    signs = torch.zeros(())
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output = super().forward(rows)
+        self.signs = output.detach().sign()
+        output.register_hook(lambda gradient: gradient * self.signs)
+        return output
+
+
 class _Asking(nn.Linear):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return super().forward(rows if torch.is_grad_enabled() else 0 * rows)
@@ -146,7 +159,21 @@ class _Sampled(nn.Linear):
         return super().forward(rows) * (random.random() + np.random.rand())
 
 
-@pytest.mark.parametrize("kind", [_Deriving, _Hooked, _Asking, _Sampled])
+class _Growing(nn.Linear):
+    """Its buffer has another size after each call."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output = super().forward(rows) * self.seen.numel()
+        with torch.no_grad():
+            self.seen.resize_(self.seen.numel() + 1).fill_(1.0)
+        return output
+
+
+@pytest.mark.parametrize("kind", [_Deriving, _Hooked, _Reading, _Asking, _Sampled, _Growing])
 @pytest.mark.filterwarnings("error")
 def test_what_a_forward_does_beside_computing(kind: Any) -> None:
     def make() -> nn.Module:
@@ -379,6 +406,26 @@ class TestRefusals:
             "accumulation: buffer largest of Counting cannot be put together from micro-batches: a whole batch leaves another value"
         )
 
+    def test_what_hangs_on_a_tensor(self) -> None:
+        class Hanging(nn.Linear):
+            on_input = False
+
+            def forward(self, rows: Any) -> Any:
+                output: Any = super().forward(rows)
+                (rows if self.on_input else output).features = output * 2
+                return output
+
+        model = Hanging(6, 2)
+        assert self.refusal(model, inputs()) == (
+            "accumulation: Hanging returns a tensor that something hangs on (.features); use --checkpoint or --offload "
+            "activations, which keep the batch whole"
+        )
+        model.on_input = True
+        assert self.refusal(model, inputs()) == (
+            "accumulation: Hanging changes what is in its arguments; use --checkpoint or --offload activations, which keep the "
+            "batch whole"
+        )
+
     def test_a_tensor_that_leaves_where_nobody_looks(self) -> None:
         hidden: contextvars.ContextVar[Any] = contextvars.ContextVar("hidden")
         keep = nn.Linear(6, 2)
@@ -481,6 +528,14 @@ def test_rows_that_do_not_fit_together_are_judged_as_far_as_they_fit(monkeypatch
     assert distance(gradients(model), expected) < 1e-6
 
 
+def test_parts_that_steps_will_run_anyway_are_judged_whatever_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_judge.Judge, "_has_room_for", lambda *_: False)
+    model, batch = Regressor(), regression_batch(8)
+    with fit(workload(model), "--accumulate 2") as session:
+        model(*batch).backward()
+        assert session.notes == ("memory for 4 of 8 rows to see whether the batch may be split",)
+
+
 class _Opaque(torch.Tensor):
     """A tensor around another one, which torch cannot make a list of."""
 
@@ -547,7 +602,7 @@ def test_rounding_is_no_dependence_of_rows() -> None:
                 continue
             model(inputs, target).backward()
         apart = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        assert distance(apart, whole) > _judge.TOLERANCE
+        assert distance(apart, whole) > TOLERANCE
 
 
 @pytest.mark.parametrize("drawn", [lambda rows: torch.randperm(rows), lambda rows: torch.randint(rows, (rows,))])

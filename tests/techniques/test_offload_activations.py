@@ -13,7 +13,7 @@ from memlab import RefusalError, Workload, fit, measure
 from memlab.records import Category, Phase
 from memlab.techniques.offload.spill import _spilled_storages
 from tests.loops.cases import CASES
-from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
+from tests.techniques.models import Masked, distance, gpt2, gradients, ragged_batch, workload
 
 
 @pytest.mark.parametrize(
@@ -276,3 +276,20 @@ def test_host_memory_is_refused_where_it_saves_nothing() -> None:
         "offload: activations to host: the model is on the CPU, whose memory is the host's; "
         "use --offload activations:disk (the default there)"
     )
+
+
+def test_what_a_forward_pass_writes_through_data_is_what_backward_reads() -> None:
+    found = []
+    for flags in ("", "--offload activations"):
+        torch.manual_seed(0)
+        model = Masked(in_blocks=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with fit(Workload(model, optimizer), flags):
+            for step in range(3):
+                torch.manual_seed(step)
+                inputs, mask = torch.randn(16, 32), torch.rand(16, 32) < 0.2 * step  # nothing in the first step
+                optimizer.zero_grad()
+                model(inputs, mask).square().mean().backward()
+                optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))

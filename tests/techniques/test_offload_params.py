@@ -112,6 +112,22 @@ def test_gradients_can_be_zeroed_in_place() -> None:
     assert distance(found, gradients(model)) == 0
 
 
+@pytest.mark.parametrize("flags", ["--offload params", "--checkpoint --precision pure-bf16 --offload params,optimizer"])
+def test_gradients_can_be_detached_in_place_and_zeroed(flags: str) -> None:
+    """Loops that zero by hand do so, and torch refuses it for views."""
+    model = deep()
+    load = workload(model)
+    with fit(load, flags):
+        for _ in range(2):
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.detach_()
+                    parameter.grad.zero_()
+            model(**batch()).loss.backward()
+            load.optimizers[0].step()
+    assert all(not p.grad._is_view() for p in model.parameters() if p.grad is not None)
+
+
 def test_a_gradient_somebody_has_kept_stays_what_it_was() -> None:
     model = deep()
     load = workload(model)
@@ -228,6 +244,26 @@ def test_without_gradients_and_generating() -> None:
         assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), told)
         assert all(at_rest(p) for block in model.transformer.h for p in (block.mlp.c_fc.weight,))
     training_step(Workload(model.train(), torch.optim.AdamW(model.parameters()), batch=batch()))
+
+
+def test_gradients_of_each_row_by_transforms_of_torch_func() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
+    rows = torch.randn(4, 32)
+
+    def per_row() -> dict[str, torch.Tensor]:
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+        def loss(weights: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, weights, (row,)).square().mean()
+
+        found: dict[str, torch.Tensor] = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, rows)
+        return found
+
+    expected = per_row()
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--offload params"):
+        assert streamed(model)
+        found = per_row()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_gradient_of_gradients() -> None:

@@ -18,6 +18,8 @@ from memlab import Workload, extras, fit
 from memlab.errors import MissingExtraError, RefusalError
 from memlab.plan import Plan
 from memlab.runtime.optimizer_step import run_step
+from memlab.session.rollback import Rollback
+from memlab.session.snapshot import Snapshot
 from memlab.techniques.optimizer.optimizer import OptimizerConversion
 from tests.driving import (
     applied,
@@ -351,6 +353,146 @@ def test_state_loaded_past_the_hooks_is_converted_at_the_next_step() -> None:
         train(model, optimizer, range(8, 10))
         assert all("exp_avg" in state for state in optimizer.state.values())
         assert {int(state["step"]) for state in optimizer.state.values()} == {7}
+
+
+# --- the loop's own look at state -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags", [EIGHT_BIT, EIGHT_BIT_ON_DISK, "--optim adafactor", f"{EIGHT_BIT} --precision pure-bf16"]
+)
+def test_moments_are_found_under_their_own_names(flags: str) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    with fit(Workload(model, optimizer), flags):
+        train(model, optimizer, range(4))
+        expected = copy.deepcopy(optimizer.state_dict()["state"])
+        for parameter, kept in zip(model.parameters(), expected.values(), strict=True):
+            state = optimizer.state[parameter]
+            assert "exp_avg" in state
+            assert "exp_avg_sq" in state
+            assert state["step"].item() == 4.0
+            assert same(state.get("exp_avg"), kept["exp_avg"])
+            assert same(state["exp_avg_sq"], kept["exp_avg_sq"])
+        train(model, optimizer, range(4, 6))
+
+
+@pytest.mark.parametrize("flags", [EIGHT_BIT, EIGHT_BIT_ON_DISK, "--optim adafactor"])
+def test_who_goes_through_all_of_a_state_finds_the_users_own(flags: str) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    with fit(Workload(model, optimizer), flags):
+        train(model, optimizer, range(4))
+        expected = copy.deepcopy(optimizer.state_dict()["state"])
+        ways = (lambda state: dict(state.items()), lambda state: dict(zip(state.keys(), state.values(), strict=True)))
+        for way in ways:
+            for parameter, kept in zip(model.parameters(), expected.values(), strict=True):
+                found = way(optimizer.state[parameter])
+                assert found.keys() == kept.keys()
+                assert all(same(found[name], kept[name]) for name in kept)
+        # as loops do that move state to another device
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.to("cpu")
+        train(model, optimizer, range(4, 6))
+        assert not any("exp_avg" in list(state) for state in optimizer.state.values())
+
+
+def test_reading_moments_changes_nothing() -> None:
+    runs = []
+    for reads in (False, True):
+        model = mlp()
+        optimizer = adamw(model)
+        with fit(Workload(model, optimizer), EIGHT_BIT):
+            train(model, optimizer, range(3))
+            if reads:
+                assert all(torch.isfinite(state["exp_avg_sq"]).all() for state in optimizer.state.values())
+            runs.append(train(model, optimizer, range(3, 6)))
+            assert all("state1" in state for state in optimizer.state.values())
+        runs[-1].append(snapshot(model, optimizer))
+    assert runs[0][:-1] == runs[1][:-1]
+    assert same(runs[0][-1], runs[1][-1])
+
+
+def test_state_that_was_looked_at_goes_back_to_what_it_was() -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    with fit(Workload(model, optimizer), EIGHT_BIT):
+        train(model, optimizer, range(3))
+        way_back, before = Rollback(model, [optimizer]), Snapshot(Workload(model, optimizer))
+        for restore in (way_back.restore, before.restore):
+            for state in optimizer.state.values():
+                state["exp_avg"].zero_()
+            restore()
+            assert before.differences(Snapshot(Workload(model, optimizer))) == []
+        assert all(state["exp_avg"].any() for state in optimizer.state.values())
+        train(model, optimizer, range(3, 5))
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_the_loop_writes_into_moments_counts(is_replaced: bool) -> None:
+    weights = []
+    for flags in ("", EIGHT_BIT, EIGHT_BIT_ON_DISK):
+        model = mlp()
+        optimizer = adamw(model, lr=1e-2)
+        train(model, optimizer, range(3))
+        with fit(Workload(model, optimizer), flags):
+            train(model, optimizer, range(3, 5))
+            for state in optimizer.state.values():
+                if is_replaced:
+                    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+                else:
+                    state["exp_avg"].zero_()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            # without a gradient and a first moment only the weight decay is left
+            weights.append(
+                [(p.detach() - b * (1 - 1e-4)).abs().max() for p, b in zip(model.parameters(), before, strict=True)]
+            )
+    assert all(float(left) < 1e-7 for run in weights for left in run)
+
+
+def test_state_that_the_loop_copies_is_its_own() -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    with fit(Workload(model, optimizer), EIGHT_BIT):
+        train(model, optimizer, range(3))
+        copied = copy.deepcopy(dict(optimizer.state))
+        assert all(
+            type(state) is dict and state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in copied.values()
+        )
+        assert all("state1" in list(state) for state in optimizer.state.values())
+
+
+def test_a_moment_that_nobody_keeps_is_said_to_be_gone() -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    with fit(Workload(model, optimizer), "--optim sgd"):
+        train(model, optimizer, range(2))
+        with pytest.raises(KeyError) as error:
+            next(iter(optimizer.state.values()))["exp_avg"]
+    assert error.value.args == (
+        "exp_avg: not kept under --optim sgd; `%memfit undo` brings the optimizer's own state back",
+    )
+
+
+def test_a_look_at_state_keeps_nothing_alive() -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    session = fit(Workload(model, optimizer), EIGHT_BIT)
+    train(model, optimizer, range(2))
+    held = list(optimizer.state.values())
+    session.undo()
+    assert all(type(state) is dict for state in optimizer.state.values())
+    gone = weakref.ref(optimizer)
+    del session, optimizer
+    gc.collect()
+    assert gone() is None
+    assert "exp_avg" in held[0]
+    assert "state1" in list(held[0])
 
 
 # --- interruptions --------------------------------------------------------------------------------

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.ao.quantization.observer import PerChannelMinMaxObserver
 
 from memlab import RefusalError, Workload, fit
 from memlab.measuring.runs import training_step
+from memlab.plan import Plan
 from memlab.session import Session, check
 from memlab.session.snapshot import Snapshot
+from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.precision.loss_scale import FIRST_SCALE
 from memlab.techniques.precision.precision import PrecisionChoice
 from tests.techniques.models import Regressor, distance, gpt2, gradients, ragged_batch, regression_batch, workload
@@ -83,6 +89,17 @@ def test_hooks_of_the_loop_see_true_gradients_or_are_refused() -> None:
         RefusalError, match=r"Sequential has a backward hook \(1\), which would be given gradients multiplied"
     ):
         fit(workload(model), "--fp16")
+
+
+def test_backward_hooks_that_come_after_the_plan_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with fit(workload(model), "--fp16"):
+        model[1].register_full_backward_hook(lambda _m, _i, _o: None)
+        with pytest.raises(RefusalError) as caught:
+            model(torch.ones(2, 4))
+    assert str(caught.value) == (
+        "precision: Sequential has a backward hook (1), which would be given gradients multiplied by the loss scale; use --bf16"
+    )
 
 
 def test_a_step_with_infinite_gradients_is_skipped_and_the_scale_halved() -> None:
@@ -317,6 +334,24 @@ def test_models_that_half_precision_is_not_for_are_refused(kind: type[nn.Linear]
     assert not hasattr(model, "penalty")
 
 
+def test_a_refused_model_whose_buffers_grow_in_the_first_call_is_as_it_was() -> None:
+    class Observed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.observer = PerChannelMinMaxObserver()  # its buffers are empty at first
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.observer(self.weight)
+            return torch.linalg.qr(super().forward(rows))[1]
+
+    model = Observed()
+    before = copy.deepcopy(model.state_dict())
+    with fit(workload(model), "--precision pure-bf16"), pytest.raises(RefusalError, match="does not run in pure-bf16"):
+        model(torch.ones(8, 4))
+    after = model.state_dict()
+    assert [(name, value.tolist()) for name, value in after.items()] == [(n, v.tolist()) for n, v in before.items()]
+
+
 def test_a_part_that_the_loop_calls_and_that_half_precision_is_not_for_is_refused() -> None:
     model = nn.ModuleList([_Timed(4, 4), nn.Linear(4, 4)])
     with fit(workload(model), "--precision pure-bf16"):
@@ -343,6 +378,141 @@ def test_outputs_of_any_kind_are_scaled_and_in_fp32() -> None:
         output.logits.square().mean().backward()
     assert output.logits.dtype is torch.float32
     assert distance(gradients(model), expected) < 5e-3
+
+
+class _Leaving(nn.Module):
+    """Leaves its features in an argument, on an argument or on its output."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.body, self.head = way, nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, rows: torch.Tensor, out: Any) -> torch.Tensor:
+        if self.way == "in place":
+            rows.add_(1)
+        features = self.body(rows)
+        logits: torch.Tensor = self.head(features)
+        match self.way:
+            case "list":
+                out["kept"].append(features)
+            case "dict":
+                out["features"], out["kept"] = features, out.pop("kept")
+            case "argument":
+                rows.features = features
+            case "output":
+                logits.features = features
+        return logits
+
+
+def _left_by(model: nn.Module, way: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    rows: Any = torch.randn(8, 4, generator=generator)
+    out: dict[str, Any] = {"scale": torch.ones(1), "kept": []}
+    kept = out["kept"]
+    logits = model(rows, out)
+    assert out["kept"] is kept
+    left = {
+        "list": lambda: kept[0],
+        "dict": lambda: out["features"],
+        "argument": lambda: rows.features,
+        "output": lambda: logits.features,
+        "in place": lambda: rows * model.body.weight.float().sum(),
+    }
+    features: torch.Tensor = left[way]()
+    assert features.dtype is torch.float32
+    return F.cross_entropy(logits, torch.arange(8) % 2) + features.square().mean()
+
+
+@pytest.mark.parametrize("flags", ["--fp16", "--bf16", "--precision pure-bf16"])
+@pytest.mark.parametrize("way", ["list", "dict", "argument", "output", "in place"])
+def test_what_a_call_leaves_with_its_arguments_or_on_its_output_is_found(way: str, flags: str) -> None:
+    model = _Leaving(way)
+    _left_by(model, way).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with fit(workload(model), flags):
+        _left_by(model, way).backward()
+    assert distance(gradients(model), expected) < 4e-2
+
+
+class _Cache:
+    """What calls hand on from one to the next, as when a text is generated."""
+
+    def __init__(self) -> None:
+        self.layers = [SimpleNamespace(seen=torch.zeros(0, 4), mean=torch.zeros(4))]
+
+
+class _Attending(nn.Module):
+    """Attends to the rows of all calls before, which a cache holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, rows: torch.Tensor, cache: _Cache) -> tuple[torch.Tensor, _Cache]:
+        layer = cache.layers[0]
+        layer.seen = torch.cat([layer.seen, self.body(rows)])
+        layer.mean.copy_(layer.seen.detach().mean(0))
+        kept = layer.seen[None]
+        return self.head(F.scaled_dot_product_attention(self.body(rows)[None], kept, kept)[0] + layer.mean), cache
+
+
+@pytest.mark.parametrize("flags", ["--fp16", "--bf16", "--precision pure-bf16"])
+def test_a_cache_goes_from_call_to_call(flags: str) -> None:
+    def generated(model: nn.Module) -> tuple[_Cache, torch.Tensor]:
+        cache = given = _Cache()
+        model.eval()
+        with torch.no_grad():
+            for seed in range(3):
+                rows, cache = model(torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)), cache)
+                assert cache is given
+        return cache, rows
+
+    model = _Attending()
+    expected, rows = generated(model)
+    with fit(workload(model), flags):
+        found, output = generated(model)
+        assert distance([output], [rows]) < 2e-2
+    for name in ("seen", "mean"):
+        tensor = getattr(found.layers[0], name)
+        assert tensor.dtype is torch.float32
+        assert distance([tensor], [getattr(expected.layers[0], name)]) < 2e-2
+
+
+@pytest.mark.parametrize("flags", ["--fp16", "--bf16", "--precision pure-bf16"])
+def test_what_a_call_does_not_change_in_an_object_stays(flags: str) -> None:
+    class Given(nn.Linear):
+        def forward(self, given: Any) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(given.rows * given.scale) * given.own[0]
+
+    model = Given(4, 2)
+    given: Any = SimpleNamespace(rows=torch.randn(2, 4), scale=torch.ones(4).requires_grad_())
+    given.own = [torch.ones(2, dtype=torch.bfloat16), (torch.zeros(1),)]
+    before = [given.rows, given.scale, given.own, *given.own]
+    with fit(workload(model), flags), torch.no_grad():
+        model(given)
+    assert [*map(id, [given.rows, given.scale, given.own, *given.own])] == [*map(id, before)]
+
+
+def test_a_call_that_fails_leaves_an_object_it_was_given_as_it_was() -> None:
+    class Failing(nn.Linear):
+        def forward(self, given: Any) -> torch.Tensor:  # type: ignore[override]
+            if given.fails:
+                raise ValueError("no")
+            return super().forward(given.rows)
+
+    model = Failing(4, 2)
+    given: Any = SimpleNamespace(rows=torch.randn(2, 4), fails=False)
+    rows = given.rows
+    with fit(workload(model), "--precision pure-bf16"), torch.no_grad():
+        model(given)
+        assert given.rows is rows
+        given.fails = True
+        with pytest.raises(ValueError, match="no"):
+            model(given)
+    assert given.rows is rows
 
 
 def test_lbfgs_under_fp16_is_refused() -> None:
@@ -409,6 +579,47 @@ def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
     for name, value in expected.items():
         assert found[name].dtype is value.dtype, name
         assert torch.equal(found[name], value), name
+
+
+class Bf16Momentum(torch.optim.Optimizer):
+    """Keeps its momentum in bf16, whatever its parameters are in, and finds it so again; and a count among its state."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter, dtype=torch.bfloat16))
+            momentum.lerp_(parameter.grad.bfloat16(), 0.1)
+            parameter.sub_(momentum.float(), alpha=0.1)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_moments_that_an_optimizer_keeps_in_bf16_itself_stay_so(first: int) -> None:
+    model, batch = Regressor().layers, regression_batch(8)
+    optimizer = Bf16Momentum(model.parameters())
+    plain = copy.deepcopy(model)
+    steps_of(plain, Bf16Momentum(plain.parameters()), batch, 5)
+    steps_of(model, optimizer, batch, first)
+    with fit(Workload(model, optimizer), "--precision pure-bf16"):
+        steps_of(model, optimizer, batch, 3)
+        saved = optimizer.state_dict()["state"]
+        assert {entry["momentum"].dtype for key, entry in saved.items() if key != "calls"} == {torch.bfloat16}
+    steps_of(model, optimizer, batch, 2 - first)
+    assert optimizer.state["calls"] == 5
+    assert {optimizer.state[each]["momentum"].dtype for each in model.parameters()} == {torch.bfloat16}
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own, other, atol=2e-3)
+
+
+def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, steps: int) -> None:
+    inputs, targets = batch
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
 
 
 def test_state_dicts_have_full_precision(trained: Any) -> None:
@@ -493,3 +704,612 @@ def test_a_cast_that_is_refused_leaves_every_part_as_it_was() -> None:
             model.double()
         assert model[0].weight.dtype is torch.float32
         assert model[1].weight.dtype is torch.bfloat16
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights around another optimizer, written in its own step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.steps = inner, 0
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.steps += 1
+        for p in self.param_groups[0]["params"]:
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            if self.steps % 2 == 0:
+                slow.add_(p.data - slow, alpha=0.5)
+                p.data.copy_(slow)
+
+
+AVERAGES = {
+    "lerp": lambda mean, new: [a.lerp_(b, 0.25) for a, b in zip(mean, new, strict=True)],
+    "foreach": lambda mean, new: torch._foreach_lerp_(list(mean), list(new), 0.25),
+    "mul, add": lambda mean, new: [a.mul_(0.75).add_(b, alpha=0.25) for a, b in zip(mean, new, strict=True)],
+    "data": lambda mean, new: [
+        setattr(a, "data", a.data * 0.75 + b.data * 0.25) for a, b in zip(mean, new, strict=True)
+    ],
+}
+
+
+@pytest.mark.parametrize("flags", ["", "--accumulate 2 --adam8bit", "--offload params"])
+@pytest.mark.parametrize("way", AVERAGES)
+def test_an_average_that_the_loop_keeps_is_one_of_the_masters(way: str, flags: str) -> None:
+    model, batch = gpt2(), ragged_batch()
+    load = Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch=batch)
+    with fit(load, f"--precision pure-bf16 {flags}"):
+        mean = [value.clone() for value in copy.deepcopy(model).parameters()]
+        expected = [value.clone() for value in mean]
+        for _ in range(3):
+            training_step(load)
+            masters = list(copy.deepcopy(model).parameters())  # a copy is no touch
+            assert {type(p) for p in masters} == {nn.Parameter}
+            with torch.no_grad():
+                AVERAGES[way](mean, model.parameters())
+                AVERAGES[way](expected, masters)
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(torch.equal(one, other) for one, other in zip(mean, expected, strict=True))
+
+
+_COMPUTED = {
+    "clone": lambda model, _: (sum(p.clone().detach().sum() for p in model.parameters()), 0.0),
+    "norm": lambda model, _: (sum(p.norm() for p in model.parameters()), 0.0),
+    "foreach": lambda model, _: (0.0, 0.01 * sum(torch._foreach_norm(list(model.parameters())))),
+    "penalty": lambda model, _: (0.0, 0.01 * sum(p.square().sum() for p in model.parameters())),
+    "a part": lambda model, x: (0.0, 0.1 * model[0](x).square().mean()),
+    "a part that is run again": lambda model, x: (
+        0.0,
+        0.1 * torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=False).square().mean(),
+    ),
+    "with its own transpose": lambda model, _: (0.0, 0.01 * (model[0].weight @ model[0].weight.t()).norm()),
+    "with its own T": lambda model, _: (0.0, 0.01 * (model[0].weight.T @ model[0].weight).norm()),
+    "into a sum": lambda model, _: (torch.zeros_like(model[0].bias).add_(model[0].bias).sum(), 0.0),
+    "differentiated": lambda model, _: (
+        torch.autograd.grad(model[0].weight.square().sum(), [model[0].weight])[0].norm(),
+        0.0,
+    ),
+    "another module": lambda model, x: (0.0, 0.1 * nn.functional.linear(x, model[0].weight).square().mean()),
+}
+
+
+@pytest.mark.parametrize("way", _COMPUTED)
+def test_what_a_loop_computes_of_weights_between_steps_is_in_fp32(way: str) -> None:
+    """With gradients enabled: the graph leads to the weights as they are kept."""
+
+    def run(flags: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        model, (inputs, targets) = Regressor().layers, regression_batch(8)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        read = []
+        with ExitStack() as undo:
+            if flags is not None:
+                undo.enter_context(fit(Workload(model, optimizer), flags))
+            for _ in range(4):
+                value, term = _COMPUTED[way](model, inputs)
+                read.append(float(value) + float(term))
+                (nn.functional.cross_entropy(model(inputs), targets) + term).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            values = torch.cat([p.detach().flatten() for p in model.parameters()])
+        return torch.tensor(read), values
+
+    (expected, weights), (found, ours) = run(None), run("--precision pure-bf16")
+    assert ours.dtype is torch.float32
+    # before any step: no value was rounded but by parts of the model, which are to run in bf16, and of gradients
+    is_rounded = "part" in way or way == "differentiated"
+    assert found[0] == pytest.approx(float(expected[0]), rel=1e-2 if is_rounded else 1e-6)
+    assert (found - expected).norm() < 1e-2 * expected.norm()
+    assert (ours - weights).norm() < 1e-2 * weights.norm()
+
+
+WINDOWS = ("before the call", "after the call", "in the backward pass", "after the backward pass", "after the step")
+
+
+def train(
+    load: Workload,
+    do: Callable[[], object],
+    window: str,
+    *,
+    steps: int = 3,
+    between: Callable[[], object] = lambda: None,
+) -> None:
+    """Train, and do something in one window of each step.
+
+    Args:
+        load: what to train.
+        do: done in the window.
+        window: which.
+        steps: how many.
+        between: done after each step.
+    """
+    model, optimizer, (inputs, targets) = load.model, load.optimizers[0], regression_batch(8)
+
+    def in_backward(_: torch.Tensor) -> None:
+        if window == "in the backward pass":
+            do()
+
+    hook = next(model.parameters()).register_post_accumulate_grad_hook(in_backward)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for moment in WINDOWS:
+            match moment:
+                case "after the call":
+                    loss = F.cross_entropy(model(inputs), targets)
+                case "after the backward pass":
+                    loss.backward()
+                case "after the step":
+                    optimizer.step()
+                    between()
+            if moment == window != "in the backward pass":
+                do()
+    hook.remove()
+
+
+def small(*, lr: float = 0.5) -> Workload:
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(6, 32), nn.Sequential(*blocks), nn.Linear(32, 3))
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=lr))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("way", AVERAGES)
+def test_an_average_is_one_of_the_masters_wherever_the_loop_takes_it(way: str, window: str) -> None:
+    load = small()
+    model = load.model
+    with fit(load, "--precision pure-bf16"):
+        mean = [value.clone() for value in copy.deepcopy(model).parameters()]
+        expected = [value.clone() for value in mean]
+
+        @torch.no_grad()
+        def take() -> None:
+            AVERAGES[way](mean, model.parameters())
+            AVERAGES[way](expected, list(copy.deepcopy(model).parameters()))
+
+        train(load, take, window)
+    assert all(torch.equal(one, other) for one, other in zip(mean, expected, strict=True))
+    assert not torch.equal(mean[0], mean[0].bfloat16().float())
+
+
+WRITES = {
+    "decay": lambda model: [p.mul_(1 - 2**-12) for p in model.parameters()],
+    "decay of data": lambda model: [p.data.mul_(1 - 2**-12) for p in model.parameters()],
+    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 1 - 2**-12),
+    "other data": lambda model: [setattr(p, "data", p.data * (1 - 2**-12)) for p in model.parameters()],
+    "of a state dict": lambda model: [value.mul_(1 - 2**-12) for value in model.state_dict().values()],
+    "copied": lambda model: [p.copy_(p * (1 - 2**-12)) for p in model.parameters()],
+    "by index": lambda model: [p.__setitem__(slice(None), p * (1 - 2**-12)) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("way", WRITES)
+def test_what_the_loop_writes_is_written_to_the_masters_wherever_it_does(way: str, window: str) -> None:
+    """A change that is smaller than a step of bf16, with a learning rate of zero."""
+    load = small(lr=0.0)
+    expected = [p.detach().clone() for p in load.model.parameters()]
+    with fit(load, "--precision pure-bf16"):
+        train(load, torch.no_grad()(lambda: WRITES[way](load.model)), window)
+    for _ in range(3):
+        expected = [value * (1 - 2**-12) for value in expected]
+    assert all(map(torch.equal, load.model.parameters(), expected))
+
+
+HELD = {
+    "data": lambda model: [p.data for p in model.parameters()],
+    "detached": lambda model: [p.detach() for p in model.parameters()],
+    "views": lambda model: [p.detach().view(-1)[:2] for p in model.parameters()],
+    "views with a graph": lambda model: [p.view(-1) for p in model.parameters()],
+    "arrays": lambda model: [p.detach().numpy() for p in model.parameters()],
+    "state dict": lambda model: list(model.state_dict().values()),
+}
+
+
+@pytest.mark.parametrize("flags", ["", "--offload params"])
+@pytest.mark.parametrize("window", [window for window in WINDOWS if window != "in the backward pass"])
+@pytest.mark.parametrize("way", HELD)
+def test_what_the_loop_holds_of_weights_follows_them(way: str, window: str, flags: str) -> None:
+    load = small()
+    model = load.model
+
+    def values() -> list[list[float]]:
+        return [torch.as_tensor(each).flatten().tolist() for each in held]
+
+    with fit(load, f"--precision pure-bf16 {flags}") as session:
+        held: list[Any] = []
+        followed = []
+
+        def note() -> None:
+            if held:
+                masters = [p.flatten() for p in copy.deepcopy(model).parameters()]
+                followed.append([m[: len(v)].tolist() for m, v in zip(masters, values(), strict=True)] == values())
+
+        train(load, lambda: held or held.extend(HELD[way](model)), window, steps=4, between=note)
+        assert followed[-1]
+        assert len(followed) >= 3
+        assert all(followed)
+        beside = sum(tensor.nbytes for tensor in session.in_force.held_tensors)
+        assert beside == 4 * sum(p.numel() for p in model.parameters())
+        held.clear()
+        train(load, lambda: None, window, steps=1)
+        assert sum(tensor.nbytes for tensor in session.in_force.held_tensors) == beside / 2
+
+
+def test_what_the_loop_holds_and_writes_to_over_steps_are_the_weights() -> None:
+    """As with a flat buffer, whose parts are the weights."""
+    load = small(lr=0.0)
+    model = load.model
+    with fit(load, "--precision pure-bf16"):
+        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+        start = 0
+        for p in model.parameters():
+            p.data = flat[start : start + p.numel()].view(p.shape)
+            start += p.numel()
+        for step in range(3):
+            flat.add_(2**-12)
+            expected = flat.clone()
+            train(load, lambda: None, "after the step", steps=1)
+            assert torch.equal(flat, expected), step
+    assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), expected)
+
+
+def test_a_gradient_made_like_what_is_read_of_a_weight_is_taken() -> None:
+    load = small()
+    with fit(load, "--precision pure-bf16"):
+        before = list(copy.deepcopy(load.model).parameters())
+
+        def give() -> None:
+            for p in load.model.parameters():
+                p.grad = torch.ones_like(p)
+
+        train(load, give, "after the backward pass", steps=1)
+    assert all(torch.equal(p, b - 0.5) for p, b in zip(load.model.parameters(), before, strict=True))
+
+
+def test_an_average_is_one_of_the_masters_while_the_graph_of_an_evaluation_is_there() -> None:
+    model, batch = Regressor().layers, regression_batch(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with fit(Workload(model, optimizer), "--precision pure-bf16"):
+        mean = [value.clone() for value in copy.deepcopy(model).parameters()]
+        expected = [value.clone() for value in mean]
+        for _ in range(3):
+            steps_of(model, optimizer, batch, 1)
+            output = model.eval()(batch[0])
+            model.train()
+            masters = list(copy.deepcopy(model).parameters())
+            with torch.no_grad():
+                for ours, theirs, new, master in zip(mean, expected, model.parameters(), masters, strict=True):
+                    ours.lerp_(new, 0.25)
+                    theirs.lerp_(master, 0.25)
+            output.sum().backward()  # the graph has weights as it needs them
+            optimizer.zero_grad()
+    assert all(torch.equal(one, other) for one, other in zip(mean, expected, strict=True))
+
+
+@pytest.mark.parametrize("also", ["--accumulate 2", "--checkpoint", "--offload optimizer"])
+def test_a_plan_that_comes_with_a_call_leaves_weights_as_its_graph_needs_them(also: str) -> None:
+    model, batch = gpt2(), ragged_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fit(Workload(model, optimizer), "--precision pure-bf16") as session:
+        for step in range(3):
+            if step == 1:
+                session.switching.ask(Plan.parse(f"--precision pure-bf16 {also}"))
+            logits = model(batch["input_ids"]).logits
+            with torch.no_grad():
+                norms = [parameter.norm() for parameter in model.parameters()]
+            assert {norm.dtype for norm in norms} == {torch.float32}  # while the graph needs weights in bf16
+            logits.float().logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session.plan == Plan.parse(f"--precision pure-bf16 {also}")
+
+
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_change_that_fails_leaves_the_loop_the_weights_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Regressor().layers, regression_batch(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with fit(Workload(model, optimizer), "--precision pure-bf16") as session:
+        steps_of(model, optimizer, batch, 1)
+        monkeypatch.setattr(OffloadOptimizer, "attach_optimizer", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.switch("--precision pure-bf16 --offload optimizer", now=True)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1 / 3)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(bool((p == torch.tensor(1 / 3)).all()) for p in model.parameters())
+
+
+def test_weights_that_the_loop_writes_between_steps_are_the_next_ones() -> None:
+    model, batch = Regressor().layers, regression_batch(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with fit(Workload(model, optimizer), "--precision pure-bf16"):
+        steps_of(model, optimizer, batch, 1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(1 / 3)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        model(batch[0])
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert all(bool((value == torch.tensor(1 / 3)).all()) for value in model.state_dict().values())
+    assert all(bool((p == torch.tensor(1 / 3)).all()) for p in model.parameters())
+
+
+def test_weights_that_the_loop_swaps_around_an_evaluation_come_back() -> None:
+    """As ASGD's averages are: other data for the time of an evaluation, which makes a graph."""
+    model, batch = Regressor().layers, regression_batch(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), "--precision pure-bf16"):
+        steps_of(model, optimizer, batch, 1)
+        kept = {p: p.data.clone() for p in model.parameters()}
+        for p in model.parameters():
+            p.data = torch.zeros_like(p.data).bfloat16()
+        assert not model.eval()(batch[0]).any()
+        for p in model.parameters():
+            p.data = kept[p].clone()
+        assert model.train()(batch[0]).any()
+    assert all(torch.equal(p, kept[p]) for p in model.parameters())
+
+
+def test_weights_that_optimizers_keep_and_write_are_in_fp32() -> None:
+    model, batch = Regressor().layers, regression_batch(8)
+    plain = copy.deepcopy(model)
+    steps_of(plain, Lookahead(torch.optim.SGD(plain.parameters(), lr=0.1)), batch, 4)
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    with fit(Workload(model, optimizer), "--precision pure-bf16"):
+        steps_of(model, optimizer, batch, 4)
+        assert {entry["slow"].dtype for entry in optimizer.state.values()} == {torch.float32}
+    assert distance(list(model.parameters()), list(plain.parameters())) < 1e-2
+
+
+class WithAverage(torch.optim.Optimizer):
+    """Keeps an average of the weights among its state, and swaps it in between steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=-0.1)
+            self.state[p].setdefault("mean", p.clone()).lerp_(p, 0.5)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            mean = self.state[p]["mean"]
+            p.add_(mean), mean.sub_(p).neg_(), p.sub_(mean)
+
+
+def test_what_an_optimizer_of_the_loops_keeps_is_left_as_it_is() -> None:
+    model, batch = Regressor().layers, regression_batch(8)
+    optimizer = WithAverage(model.parameters(), {})
+    with fit(Workload(model, optimizer), "--precision pure-bf16") as session:
+        for _ in range(2):
+            steps_of(model, optimizer, batch, 2)
+            optimizer.swap()
+        assert {entry["mean"].dtype for entry in optimizer.state.values()} == {torch.float32}
+        assert session.notes == (
+            "WithAverage is not of torch: what it keeps is left as it is, since it may not be moments",
+        )
+
+
+def test_a_layer_that_is_new_in_the_middle_of_training_trains_in_fp32() -> None:
+    model, batch = Regressor().layers, regression_batch(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), "--precision pure-bf16"):
+        steps_of(model, optimizer, batch, 1)
+        width = model[-1].in_features
+        model[-1] = nn.Linear(width, model[-1].out_features)
+        optimizer.add_param_group({"params": list(model[-1].parameters())})
+        before = model[-1].weight.detach().clone()
+        steps_of(model, optimizer, batch, 1)
+        assert type(model[-1].weight) is nn.Parameter
+        assert model[-1].weight.dtype is model[-1].weight.grad.dtype is torch.float32
+        assert not torch.equal(model[-1].weight, before)
+
+
+def test_a_plan_on_trial_that_goes_leaves_no_method_behind() -> None:
+    """What is put back of a module for the call to be done again is not what stood in for its methods."""
+    model, batch = Regressor().layers, regression_batch(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), "") as session:
+        steps_of(model, optimizer, batch, 1)
+        session.switch("--precision pure-bf16", on_trial=True)
+        steps_of(model, optimizer, batch, 1)
+        nn.utils.parametrizations.orthogonal(model[0])
+        with pytest.warns(RuntimeWarning) as warned:
+            model(batch[0])
+        assert str(warned[0].message) == (
+            "memlab: refused --precision pure-bf16: precision: Sequential does not run in pure-bf16: NotImplementedError: "
+            "\"orgqr_cpu\" not implemented for 'BFloat16'; leave its precision as it is; as written is back"
+        )
+        assert session.plan.label == "as written"
+    assert not any("_apply" in vars(part) or "_save_to_state_dict" in vars(part) for part in model.modules())
+
+
+@pytest.mark.parametrize("trace", [torch.export.export, torch.jit.trace])
+def test_tracing_is_refused(trace: Any) -> None:
+    model, (inputs, _) = Regressor().layers, regression_batch(8)
+    with fit(workload(model), "--precision pure-bf16"):
+        with pytest.raises(RefusalError) as error:
+            trace(model, (inputs,))
+        assert str(error.value) == (
+            "precision: the loop traces Sequential (torch.export, torch.jit.trace), and --precision pure-bf16 keeps its weights "
+            "in two parts; trace copy.deepcopy(model), or undo it before (%memfit undo)"
+        )
+        trace(copy.deepcopy(model), (inputs,))
+    trace(model, (inputs,))
+
+
+def test_functional_calls_with_weights_of_the_loop_run_in_bf16() -> None:
+    model, (inputs, _) = Regressor().layers, regression_batch(8)
+    expected = model(inputs)
+    with fit(workload(model), "--precision pure-bf16"):
+        given = {name: value.detach().requires_grad_() for name, value in model.named_parameters()}
+        output = torch.func.functional_call(model, given, (inputs,))
+        output.sum().backward()
+    assert distance([output], [expected]) < 2e-2
+    assert all(value.grad is not None and value.grad.dtype is torch.float32 for value in given.values())
+
+
+class Averaging(nn.Module):
+    """Keeps an average of the weights it trains, or of what it sees, in its forward pass."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.slow = copy.deepcopy(self.layer).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(inputs)
+        with torch.no_grad():
+            if self.kind == "weight":
+                self.slow.weight.data = self.slow.weight.data * 0.999 + self.layer.weight.data * 0.001
+            elif self.kind == "mean":
+                self.mean.mul_(0.999).add_(hidden.mean(0).float(), alpha=0.001)
+                hidden = hidden - self.mean
+            else:
+                self.count.add_(2**-12)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "weight",
+            "precision: the forward pass of Averaging changes the weight slow.weight, and bf16 would lose small changes; use --bf16",
+        ),
+        (
+            "mean",
+            "precision: Averaging does not run in pure-bf16: with mean, which its forward pass changes, in fp32: RuntimeError: "
+            "mat1 and mat2 must have the same dtype, but got Float and BFloat16; leave its precision as it is",
+        ),
+    ],
+)
+def test_what_a_forward_pass_changes_little_by_little_is_not_rounded(kind: str, text: str) -> None:
+    model = Averaging(kind)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with fit(workload(model), "--precision pure-bf16"), pytest.raises(RefusalError) as error:
+        model(torch.ones(2, 8))
+    assert str(error.value) == text
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_buffer_that_a_forward_pass_changes_stays_in_fp32() -> None:
+    model = Averaging("count")
+    with fit(workload(model), "--precision pure-bf16"):
+        for _ in range(3):
+            model(torch.ones(2, 8))
+        assert model.layer.weight.dtype is torch.bfloat16
+        assert model.count.dtype is torch.float32
+    assert model.count.item() == 1 + 3 * 2**-12
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_weight_that_each_call_makes_anew_is_served_in_fp16_unless_the_loop_uses_it() -> None:
+    model, inputs = nn.Sequential(nn.utils.weight_norm(nn.Linear(16, 8)), nn.Linear(8, 4)), torch.randn(8, 16)
+    model(inputs).square().mean().backward()
+    expected = gradients(model)
+    with fit(workload(model), "--fp16"):
+        model(inputs).square().mean().backward()
+        assert distance(gradients(model), expected) < 5e-3
+        with pytest.raises(RefusalError) as error:
+            (model(inputs).square().mean() + model[0].weight.square().mean()).backward()
+    assert str(error.value) == (
+        "precision: the loss goes through a call of Sequential by its output and past it as well (by a gradient of a gradient, or "
+        "by a tensor that the call leaves elsewhere): --fp16 scales the one and not the other; use --bf16"
+    )
+
+
+def read(model: nn.Module, mean: list[torch.Tensor], inputs: torch.Tensor, what: str) -> None:
+    """Something that a loop does between two steps, which changes no weight."""
+    with torch.no_grad():
+        match what:
+            case "lerp":
+                for one, other in zip(mean, model.parameters(), strict=True):
+                    one.lerp_(other, 0.5)
+            case "norm":
+                nn.utils.parameters_to_vector(model.parameters()).norm()
+            case "evaluate":
+                model.eval()(inputs)
+                model.train()
+            case "a part":
+                next(iter(model.children()))(inputs)
+            case "save":
+                model.state_dict()
+            case "copy":
+                copy.deepcopy(model)(inputs)
+            case "write what is there":
+                for p in model.parameters():
+                    p.copy_(p.clone())
+            case "load":
+                model.load_state_dict(copy.deepcopy(model.state_dict()))
+            case "swap":
+                for p in model.parameters():
+                    p.data = p.data.clone()
+    if what == "data":
+        sum(float(p.data.abs().sum()) for p in model.parameters())
+    elif what == "evaluate with a graph":
+        model.eval()(inputs).sum()
+        model.train()
+    elif what == "functional":
+        given = {name: value.detach() for name, value in model.named_parameters()}
+        torch.func.functional_call(model, given, (inputs,))
+
+
+READS = (
+    "lerp", "norm", "evaluate", "a part", "save", "copy", "write what is there", "load", "swap", "data", "evaluate with a graph",
+    "functional",
+)  # fmt: skip
+
+
+@pytest.mark.few(10)
+@pytest.mark.parametrize("seed", range(40))
+def test_generated_loops_that_read_weights_train_as_those_that_do_not(seed: int) -> None:
+    drawn = random.Random(seed)
+    flags = " ".join(each for each in ("--accumulate 2", "--offload params", "--adam8bit") if drawn.random() < 0.4)
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(2)]
+    first = nn.Sequential(nn.Linear(16, 32), nn.Sequential(*blocks), nn.Linear(32, 4))
+    plan = [drawn.sample(READS, drawn.randrange(3)) for _ in range(4)]
+    zeroed_first = drawn.random() < 0.5
+    batch = torch.randn(8, 16), torch.randint(0, 4, (8,))
+    ends = []
+    for reads in (False, True):
+        model = copy.deepcopy(first)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        mean = [torch.zeros_like(p) for p in model.parameters()]
+        with fit(Workload(model, optimizer), f"--precision pure-bf16 {flags}"):
+            for between in plan:
+                if zeroed_first:
+                    optimizer.zero_grad()
+                F.cross_entropy(model(batch[0]), batch[1]).backward()
+                optimizer.step()
+                if not zeroed_first:
+                    optimizer.zero_grad()
+                for what in between if reads else ():
+                    read(model, mean, batch[0], what)
+        ends.append(model.state_dict())
+        assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])] == [], (flags, plan)
+
+
+def test_an_average_in_compiled_code_is_one_of_the_masters() -> None:
+    @torch.compile(backend="eager")
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def average(mean: list[torch.Tensor], new: list[torch.Tensor]) -> None:
+        torch._foreach_lerp_(mean, new, 0.25)
+
+    model, batch = Regressor().layers, regression_batch(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), "--precision pure-bf16"):
+        mean = [p.detach().clone() for p in copy.deepcopy(model).parameters()]
+        for _ in range(2):
+            steps_of(model, optimizer, batch, 1)
+            expected = [a.lerp(p.detach(), 0.25) for a, p in zip(mean, copy.deepcopy(model).parameters(), strict=True)]
+            average(mean, list(model.parameters()))
+            assert all(map(torch.equal, mean, expected))

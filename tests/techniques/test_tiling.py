@@ -327,6 +327,11 @@ def test_models_without_large_layers_are_refused() -> None:
         "use --accumulate N or --checkpoint, which lower what layers keep"
     )
     assert "it has none at all" in _refusal(nn.Sequential(nn.Conv2d(3, 4, 3)), "--tile 4")
+    # a head is spoken of where there is one
+    for classes, beside in ((16, ""), (4096, " beside the head, whose loss is chunked,")):
+        assert f"of Sequential{beside} has a weight" in _refusal(
+            nn.Sequential(nn.Linear(8, classes)), "--tile 2 --chunk-loss"
+        )
 
 
 def test_scripted_models_are_refused() -> None:

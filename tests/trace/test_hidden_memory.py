@@ -11,10 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.hardware.gpus import Gpu, gpu
-from memlab.trace import hidden_memory
 from memlab.trace.cuda_choices import cuda_choices
-from memlab.trace.hidden_memory import hidden_bytes, workspaces
-from memlab.units import MIB
+from memlab.trace.hidden_memory import hidden_bytes
 from tests.trace.cuda_twins import fake, twin_of
 
 A100, L4, H100, T4, P100 = (gpu(name) for name in ("A100 80GB", "L4", "H100 SXM", "T4", "P100"))
@@ -130,6 +128,12 @@ def test_sums_over_rows_take_what_blocks_of_threads_add_up_apart() -> None:
     assert hidden_bytes(torch.ops.aten.sum.dim_IntList, (rows, [1]), {}, None, A100) == ()
 
 
+def test_logsumexp_takes_its_exponentials() -> None:
+    rows = torch.empty(128, 4096, device="meta")
+
+    assert hidden_bytes(torch.ops.aten.logsumexp.default, (rows, [1]), {}, None, A100) == (rows.nbytes,)
+
+
 def test_efficient_backward_before_volta_splits_no_keys() -> None:
     sizes = attend(P100, FP32, (2, 4, 200, 64))["_scaled_dot_product_efficient_attention_backward"]
 
@@ -195,38 +199,3 @@ def test_everything_else_is_one_look_up() -> None:
     rows = fake(4, 4)
 
     assert hidden_bytes(torch.ops.aten.add.Tensor, (rows, rows), {}, rows, A100) == ()
-
-
-# --- kept and outside -----------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "CUBLASLT_WORKSPACE_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.parametrize(("on", "expected"), [(A100, 8_519_680), (T4, 8_519_680), (L4, 8_519_680), (H100, 32 * MIB)])
-def test_forward_and_backward_have_a_workspace_each(on: Gpu, expected: int) -> None:
-    assert workspaces(on) == (expected, expected)
-
-
-def test_blackwell_has_the_large_workspace_since_2_12(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, expected in (((2, 11), 8_519_680), ((2, 12), 32 * MIB)):
-        monkeypatch.setattr(hidden_memory, "_VERSION", version)
-        assert workspaces(gpu("B200")) == (expected, expected)
-
-
-def test_settings_of_the_workspaces_are_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert workspaces(A100) == (32 * MIB,) * 2
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert workspaces(H100) == (16 * 1024 * 8,) * 2
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    assert workspaces(A100) == ()
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "nonsense")
-    assert workspaces(A100) == (8_519_680,) * 2
-    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0")
-    assert workspaces(A100) == (8_519_680, MIB) * 2
-    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "2048")
-    assert workspaces(A100) == (8_519_680, 2 * MIB) * 2

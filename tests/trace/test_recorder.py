@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend
 
 from memlab.errors import TraceError
 from memlab.measuring.ledger import Ledger
 from memlab.records import Category, Phase
+from memlab.trace.cuda_attention import _RUN, Attention
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.recorder import Recorder, makes_from_nothing
 from memlab.trace.work import work_of
@@ -257,3 +259,67 @@ def test_on_a_gpu_autograd_adds_to_a_gradient_that_nobody_else_holds(mode: FakeT
         recorder.close()
     # three gradients of one tensor are added
     assert births[0] - births[1] == 2
+
+
+def test_a_sum_of_gradients_that_is_added_to_another_one_dies(mode: FakeTensorMode) -> None:
+    recorder = Recorder(FastFakes(mode), work_of, hidden_bytes=lambda *_: ())
+    recorder.begin([])
+    inputs = fake(mode, 8, 8).requires_grad_()
+    with recorder:
+        for _ in range(3):  # the first makes the leaf's gradient, the others add to it
+            (inputs.sin() + inputs.cos()).sum().backward()
+    assert recorder.live_bytes == 256
+    assert sum(sizes(recorder)) == 256
+
+
+def on_a_gpu(mode: FakeTensorMode) -> Recorder:
+    recorder = Recorder(FastFakes(mode), work_of, hidden_bytes=lambda *_: ())
+    recorder.begin([])
+    return recorder
+
+
+def test_a_gradient_that_is_a_view_is_not_added_to(mode: FakeTensorMode) -> None:
+    births = []
+    for is_view in (False, True):
+        recorder, inputs = on_a_gpu(mode), fake(mode, 8, 8).requires_grad_()
+        with recorder:
+            hidden = inputs.sin()
+            first = hidden.cos().sum()
+            # the gradient of what was computed last comes first
+            last = (hidden.view(64) if is_view else hidden).exp().sum()
+            (first + last).backward()
+        births.append(sizes(recorder).count(256))
+    assert births[1] - births[0] == 1
+
+
+def test_cuda_makes_the_mask_of_a_dropout_before_its_result(mode: FakeTensorMode) -> None:
+    recorder = on_a_gpu(mode)
+    given = fake(mode, 8, 8)
+    with recorder:
+        kept = _aten.native_dropout(given, 0.5, True)
+    assert sizes(recorder) == [64, 256]
+    del kept
+
+
+def test_writing_fakes_to_a_real_tensor_of_integers_makes_none(mode: FakeTensorMode) -> None:
+    recorder = on_a_gpu(mode)
+    with mode:
+        given = torch.empty(64, dtype=torch.int32)
+    with recorder:
+        real = torch.zeros(64, dtype=torch.int16)
+        real[:] = given
+        real[:32].copy_(given[:32])
+    assert sizes(recorder) == [128]
+
+
+def test_attention_by_its_formula_keeps_what_torchs_function_does(mode: FakeTensorMode) -> None:
+    recorder = on_a_gpu(mode)
+    query, key, value = (fake(mode, 1, 1, length, 4, dtype=torch.bfloat16) for length in (8, 16, 16))
+    with recorder:
+        out = _RUN[SDPBackend.MATH](Attention(query, key, value))
+    changes = sizes(recorder)
+    # in fp32: all three and what two of them are scaled to, scores, their softmax; the scores in bf16 come before the result
+    births = [128, 256, 256, 128, 256, 512, 512, 256, 128, 64]
+    assert [change for change in changes if change > 0] == births
+    assert -128 not in changes[: changes.index(512)]  # the query
+    del out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
 import pytest
 
@@ -54,14 +54,37 @@ def test_nothing_is_divided_by_zero() -> None:
     assert str(guesses.reveal("gain", 0, "MiB")) == "gain: 0 MiB · you said 5 MiB · 0 of 3 points"
 
 
-def test_bad_guesses_say_what_is_allowed() -> None:
+@pytest.mark.parametrize("value", ["3 apples", "", None, True, "nan MiB"])
+def test_what_cannot_be_read_is_said_in_a_line_and_an_earlier_guess_stays(value: Any) -> None:
     guesses = Guesses()
-    with pytest.raises(PlanError, match=re.escape("size '3 apples': expected a number with B, KiB, MiB, GiB or TiB")):
-        guesses.guess("peak", "3 apples")
-    with pytest.raises(PlanError, match="guess of peak: None is neither a size such as '300 MiB' nor a number"):
-        guesses.guess("peak", None)  # type: ignore[arg-type]
+    said = f"peak: {value!r} is neither a size such as '300 MiB' nor a number; guess again"
+    assert str(guesses.guess("peak", value)) == said
+    assert "no guess was made" in str(guesses.reveal("peak", MIB))
+    guesses.guess("peak", "1 MiB")
+    assert str(guesses.guess("peak", value)) == said
+    assert guesses.reveal("peak", MIB).points == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "read"), [("60 MB", "57.2 MiB"), ("60", "60.0 MiB"), (60, "60.0 MiB"), ("1.5e2", "150.0 MiB")]
+)
+def test_sizes_may_be_written_as_people_write_them(value: Any, read: str) -> None:
+    guesses = Guesses()
+    assert guesses.guess("peak", value) is None
+    assert f"you said {read}" in str(guesses.reveal("peak", 100 * MIB))
+
+
+def test_numbers_may_come_as_text() -> None:
+    guesses = Guesses()
+    guesses.guess("share", "40 %")
+    assert "you said 40 %" in str(guesses.reveal("share", 50, "%"))
+    guesses.guess("numbers", "60,000")
+    assert "you said 60,000 numbers" in str(guesses.reveal("numbers", 65_536, "numbers"))
+
+
+def test_what_was_not_asked_cannot_be_revealed() -> None:
     with pytest.raises(PlanError, match="'peak' was not guessed: asked was nothing yet; run the cell with the guess"):
-        guesses.reveal("peak", 1)
+        Guesses().reveal("peak", 1)
 
 
 def test_large_numbers_are_written_out() -> None:

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from memlab.plan.scale import Scale
 from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
-from memlab.scaleout.engines.micro import EngineRun, SetAside, Share
+from memlab.scaleout.engines.micro import EngineRun, SetAside
 from memlab.scaleout.replica import is_hooks
 from memlab.techniques.accumulation.micro import Learnt, MicroRun
+from memlab.techniques.accumulation.split import Division
 from memlab.techniques.base import ModelCall
 
 Optimizer = torch.optim.Optimizer
@@ -115,15 +116,13 @@ class Engine(ABC):
         """Run the model on some rows to see its outputs: no backward pass follows."""
         return self.call(*args, **kwargs)
 
-    def accumulate(self, share: Share, around: Callable[[ModelCall], ModelCall]) -> Any:
+    def accumulate(self, share: Division, around: Callable[[ModelCall], ModelCall]) -> Any:
         """Run the model on some rows, a few at a time."""
         aside = SetAside(self.workload.model.parameters(), self.device)
         return self._run_of(EngineRun, share, around(self.call), gatherer=aside).outputs()
 
-    def _run_of(self, kind: type[MicroRun], share: Share, call: ModelCall, **options: Any) -> MicroRun:
-        return kind(
-            self.inner, call, share.micro_batches, share.layout, share.weights, share.joins, self.learnt, **options
-        )
+    def _run_of(self, kind: type[MicroRun], share: Division, call: ModelCall, **options: Any) -> MicroRun:
+        return kind(self.inner, call, share, self.learnt, **options)
 
     def step(self, optimizer: Optimizer) -> None:  # noqa: B027 - most leave steps to the optimizer
         """Do an optimizer's step, where the engine `owns_steps`."""

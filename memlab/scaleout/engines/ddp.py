@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.base import Engine
-from memlab.scaleout.engines.micro import Share
 from memlab.techniques.accumulation.micro import MicroRun
+from memlab.techniques.accumulation.split import Division
 from memlab.techniques.base import ModelCall
 
 
@@ -36,7 +36,7 @@ class Ddp(Engine):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapped(*args, **kwargs)
 
-    def accumulate(self, share: Share, around: Callable[[ModelCall], ModelCall]) -> Any:
+    def accumulate(self, share: Division, around: Callable[[ModelCall], ModelCall]) -> Any:
         self._split = self._run_of(MicroRun, share, around(self._forward)).outputs
         return self._wrapped()
 

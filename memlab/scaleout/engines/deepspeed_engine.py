@@ -3,7 +3,7 @@
 `deepspeed.initialize` replaces the parameters of an optimizer's groups by flat tensors, of which each rank has a part, and drops
 the optimizer's state. Rules of handing live state over:
 
-1. A `Place` says which elements of a parameter are where in this rank's part of a flat tensor.
+1. A `FlatPlace` says which elements of a parameter are where in this rank's part of a flat tensor.
 2. Each entry of state is joined to a tensor of the same layout, and put where the optimizer will look for it. On the way back it
    is cut again; where there are several ranks, parts are put together.
 3. A flat tensor has one state, so parameters of one group that were stepped unequally often are refused.
@@ -30,7 +30,7 @@ from memlab.extras import require
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io
-from memlab.scaleout.zero_sizes import ZeroSizes
+from memlab.scaleout.sharding.zero import ZeroSizes
 
 Optimizer = torch.optim.Optimizer
 State = dict[str, Any]
@@ -45,7 +45,7 @@ _SERVED = (
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class FlatPlace:
     """Part of a parameter that is in a flat tensor of this rank."""
 
     parameter: nn.Parameter  # the engine's
@@ -113,7 +113,7 @@ class DeepSpeedEngine:
         )
         return flats
 
-    def _places_of_stages_1_and_2(self) -> Iterator[Place]:
+    def _places_of_stages_1_and_2(self) -> Iterator[FlatPlace]:
         zero = self.zero
         groups = zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, zero.partition_size, strict=True)
         for number, (parameters, offsets, size) in enumerate(groups):
@@ -121,7 +121,7 @@ class DeepSpeedEngine:
             for parameter, offset in zip(parameters, offsets, strict=True):
                 low, high = max(offset, begin), min(offset + parameter.numel(), begin + size)
                 length = max(0, high - low)
-                yield Place(
+                yield FlatPlace(
                     parameter,
                     parameter.shape,
                     number,
@@ -130,16 +130,16 @@ class DeepSpeedEngine:
                     length,
                 )
 
-    def _places_of_stage_3(self) -> Iterator[Place]:
+    def _places_of_stage_3(self) -> Iterator[FlatPlace]:
         for number, parameters in enumerate(self.zero.fp16_groups):
             offset = 0
             for parameter in parameters:
                 part, shape = parameter.partition_numel(), parameter.ds_shape
                 start = min(dist.get_rank() * part, shape.numel())
-                yield Place(parameter, shape, number, offset, start, min(part, shape.numel() - start))
+                yield FlatPlace(parameter, shape, number, offset, start, min(part, shape.numel() - start))
                 offset += part  # the last rank's is filled up
 
-    def places_in(self, flat: int) -> list[Place]:
+    def places_in(self, flat: int) -> list[FlatPlace]:
         return [place for place in self.places if place.flat == flat]
 
     def is_in_file(self, flat: int) -> bool:
@@ -173,7 +173,7 @@ class DeepSpeedEngine:
                     name: _joined(value, flat, places, name, read) for name, value in first.items()
                 }
 
-    def whole(self, place: Place, flat: torch.Tensor) -> torch.Tensor:
+    def whole(self, place: FlatPlace, flat: torch.Tensor) -> torch.Tensor:
         """A parameter's elements in a tensor laid out as a flat one, from all ranks; every rank calls it."""
         whole = torch.zeros(place.shape, dtype=flat.dtype, device=self._device)
         place.in_whole(whole).copy_(place.in_flat(flat.detach()))
@@ -182,7 +182,7 @@ class DeepSpeedEngine:
             dist.all_reduce(whole.reshape(-1).view(torch.uint8))
         return whole
 
-    def whole_state(self, place: Place, state: State) -> State:
+    def whole_state(self, place: FlatPlace, state: State) -> State:
         """State of a parameter, from all ranks; every rank calls it."""
         return {name: self.whole(place, value) if is_flat(value) else _copied(value) for name, value in state.items()}
 
@@ -279,7 +279,11 @@ def _offloads(plan: Plan, device: torch.device, folder: Path) -> dict[str, Any]:
 
 
 def _joined(
-    first: Any, flat: torch.Tensor, places: list[Place], name: str, read: Callable[[nn.Parameter, str], torch.Tensor]
+    first: Any,
+    flat: torch.Tensor,
+    places: list[FlatPlace],
+    name: str,
+    read: Callable[[nn.Parameter, str], torch.Tensor],
 ) -> Any:
     """An entry of the state of all parameters in a flat tensor, as one."""
     if not is_flat(first):

@@ -144,7 +144,7 @@ def shardable(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:
 def _deliver_to(parameter: nn.Parameter) -> Any:
     def deliver(sharded: torch.Tensor) -> None:
         assert isinstance(sharded.grad, DTensor)
-        gradient, sharded.grad = sharded.grad._local_tensor, None
+        gradient, sharded.grad = sharded.grad._local_tensor.detach(), None
         with torch.no_grad():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 

@@ -21,7 +21,7 @@ from memlab.errors import ScaleError
 
 @dataclass(frozen=True)
 class _View:
-    """Of a parameter: its shape, and where it begins in the parameter's elements."""
+    """View of a parameter: its shape, and where it begins in the parameter's elements."""
 
     parameter: nn.Parameter
     size: torch.Size

@@ -33,7 +33,7 @@ from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, one_rank
 from memlab.scaleout.engines.deepspeed_engine import (
     DeepSpeedEngine,
-    Place,
+    FlatPlace,
     check_optimizer,
     check_optimizers,
     is_flat,
@@ -41,7 +41,7 @@ from memlab.scaleout.engines.deepspeed_engine import (
 )
 from memlab.scaleout.engines.gathered import Gathered
 from memlab.scaleout.in_kernel import InKernel, on_gradient
-from memlab.scaleout.resizes import Resized
+from memlab.scaleout.one_rank import Resized
 
 Optimizer = torch.optim.Optimizer
 _SETTINGS = ("mpu", "mesh_device")
@@ -53,7 +53,7 @@ class _Pair:
 
     name: str  # of the parameter
     users: nn.Parameter  # the user's parameter
-    place: Place  # that of the replica's
+    place: FlatPlace  # that of the replica's
 
     def in_flat(self, flat: torch.Tensor) -> torch.Tensor:
         return self.place.in_flat(flat).view(self.users.shape)
@@ -211,7 +211,7 @@ class LiveZero(InKernel):
     def _wire(self, undo: ExitStack) -> None:
         optimizer = self._optimizer
         assert optimizer is not None
-        self._gradients = ShownGradients(self._deepspeed, self._pairs, self.workload.name, self._stage, undo)
+        self._gradients = ShownGradients(self._deepspeed, self._pairs, self._stage, undo)
         if self._stage == 3:
             assert self._replica is not None
             self._gathered = Gathered(self._replica.model, undo)
@@ -233,15 +233,15 @@ class LiveZero(InKernel):
         Raises:
             ScaleError: a trained parameter has no gradient.
         """
-        missing = [pair.name for pair in self._pairs if pair.users.grad is None]
-        if len(missing) == len(self._pairs):
+        assert self._gradients is not None
+        if all(pair.users.grad is None for pair in self._pairs):
             return True  # as torch does: no gradient, no update
+        missing = self._gradients.missing
         if missing:
             raise ScaleError(
                 f"{missing[0]} has no gradient ({len(missing)} of {len(self._pairs)} have none), and ZeRO would step it all "
                 "the same: freeze what the loss does not depend on, or use --scale fsdp2"
             )
-        assert self._gradients is not None
         self._gradients.take()
         self._take_written()
         for users, own in self._groups:
@@ -322,13 +322,13 @@ class LiveZero(InKernel):
 class ShownGradients:
     """DeepSpeed's gradients, shown as those of the user's parameters."""
 
-    def __init__(self, engine: DeepSpeedEngine, pairs: list[_Pair], name: str, stage: int, undo: ExitStack) -> None:
+    def __init__(self, engine: DeepSpeedEngine, pairs: list[_Pair], stage: int, undo: ExitStack) -> None:
         self._zero = engine.zero
         self._pairs = pairs
-        self._name = name
         self._stage = stage
         self._touched: set[str] = set()
         self._shown: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}  # gradients that the next ones are added to
         prologue = self._zero.backward_prologue
         self._zero.backward_prologue = partial(_one_after_the_other, self._begin, prologue)
         # DeepSpeed's own comes first
@@ -343,13 +343,14 @@ class ShownGradients:
         shown = [pair for pair in self._pairs if pair.users.grad is not None]
         if self._shown and not shown:
             self._drop()
-        elif not self._shown:
-            if any(bool(pair.users.grad.any()) for pair in shown if pair.users.grad is not None):
-                raise ScaleError(
-                    f"gradients of the last step of {self._name} are still there: call optimizer.zero_grad() before "
-                    "backward(), or use --scale fsdp2, which adds to them"
-                )
+        elif self._shown:
+            self.take()
+        else:
+            # Of the last step, or of a part of the loss that uses parameters outside of the model's call: backward() adds
+            # to them. They may lie where DeepSpeed is about to write.
             for pair in shown:
+                if pair.users.grad is not None and bool(pair.users.grad.any()):
+                    self._before[pair.name] = pair.users.grad.clone()
                 pair.users.grad = None
 
     def _drop(self) -> None:
@@ -368,11 +369,18 @@ class ShownGradients:
     @torch.no_grad()
     def _show(self) -> None:
         for pair in self._pairs:
-            if pair.name in self._touched:
-                gradient = self._gradient_of(pair.place).detach().view(pair.users.shape)
-                self._shown[pair.name] = pair.users.grad = gradient
+            name, there = pair.name, pair.users.grad
+            if name in self._touched:
+                gradient = self._gradient_of(pair.place).view(pair.users.shape).detach()
+                # what the loss's own use of a parameter gave, before the model's part or after it
+                for other in (self._before.pop(name, None), None if there is self._shown.get(name) else there):
+                    if other is not None:
+                        gradient.add_(other.to(gradient))
+                self._shown[name] = pair.users.grad = gradient
+            elif name in self._before:
+                pair.users.grad = self._before.pop(name) + (0 if there is None else there)
 
-    def _gradient_of(self, place: Place) -> torch.Tensor:
+    def _gradient_of(self, place: FlatPlace) -> torch.Tensor:
         zero, own = self._zero, place.parameter
         if self._stage == 1:
             assert own.grad is not None
@@ -387,17 +395,23 @@ class ShownGradients:
         tensor: torch.Tensor = zero.all_grad_tensors[place.flat][of_group.index(place)]
         return tensor
 
+    @property
+    def missing(self) -> list[str]:
+        """Names of the parameters that no backward pass through the model has given a gradient."""
+        return [pair.name for pair in self._pairs if pair.users.grad is None or pair.name not in self._shown]
+
     @torch.no_grad()
     def take(self) -> None:
         """Give DeepSpeed the gradients that the loop has put in place of those it was shown."""
         for pair in self._pairs:
-            shown, now = self._shown[pair.name], pair.users.grad
-            assert now is not None
-            if now.data_ptr() != shown.data_ptr():
+            shown, now = self._shown.get(pair.name), pair.users.grad
+            if shown is not None and now is not None and now.data_ptr() != shown.data_ptr():
                 shown.copy_(now)
+                pair.users.grad = shown
 
     def forget(self) -> None:
         self._shown.clear()
+        self._before.clear()
         self._touched.clear()
 
 

@@ -14,7 +14,7 @@ The mechanism is that of `memlab.techniques.accumulation.accumulation`; what dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -22,20 +22,8 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.techniques.accumulation.merge import Join
 from memlab.techniques.accumulation.micro import Learnt, MicroRun
-from memlab.techniques.accumulation.split import Call, Layout, Outputs
-
-
-@dataclass(frozen=True)
-class Share:
-    """A rank's part of a call."""
-
-    micro_batches: list[Call]  # its rows, a few at a time
-    layout: Layout  # along which dimension they were cut
-    # for each scalar output that has a rule, the weight of each micro-batch in the whole batch
-    weights: Mapping[int, list[float]]
-    joins: tuple[Join | None, ...]  # for each output where it is joined, or None
+from memlab.techniques.accumulation.split import Call, Outputs
 
 
 @dataclass
@@ -102,7 +90,7 @@ class EngineRun(MicroRun):
 
     def _again(self) -> MicroRun:
         return type(self)(
-            self._model, self._call, self._micro_batches, self._layout, self._weights, self._joins, self._learnt,
+            self._model, self._call, self._division, self._learnt,
             random_states=self._random_states, gatherer=self._aliases.another(),
         )  # fmt: skip
 
@@ -146,10 +134,9 @@ class ShardedRun(EngineRun):
 
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         self._learnt.answered = True
-        assert self._template is not None
-        loss = self._template.loss
-        if not self._fused and loss in self._eager:
-            gradient = outer[self._eager.index(loss)]
+        loss, eager = self._gathered.loss, self._gathered.eager
+        if not self._fused and loss in eager:
+            gradient = outer[eager.index(loss)]
             self._learnt.factor = gradient.detach() if gradient is not None else self._learnt.factor
         return super().gradients(outer)
 
@@ -162,11 +149,10 @@ class ShardedRun(EngineRun):
 
     def _scale_gathered(self, loss_gradient: torch.Tensor | None) -> None:
         self._learnt.unclaimed = [run for run in self._learnt.unclaimed if run is not self]
-        assert self._template is not None
         assert isinstance(self._inner_scale, torch.Tensor)
         asked = torch.zeros_like(self._inner_scale) if loss_gradient is None else loss_gradient.detach()
         if loss_gradient is not None:
             self._learnt.factor = asked
         missing = asked - self._inner_scale
         if float(missing):
-            self._replay({self._template.loss: missing})
+            self._replay({self._gathered.loss: missing})

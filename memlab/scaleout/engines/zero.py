@@ -22,7 +22,8 @@ from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.engines.deepspeed_engine import DeepSpeedEngine
-from memlab.scaleout.engines.micro import SetAside, ShardedLearnt, ShardedRun, Share
+from memlab.scaleout.engines.micro import SetAside, ShardedLearnt, ShardedRun
+from memlab.techniques.accumulation.split import Division
 from memlab.techniques.base import ModelCall
 
 Optimizer = torch.optim.Optimizer
@@ -32,9 +33,6 @@ DISK = "offloaded"
 
 class Zero(Engine):
     """A DeepSpeed engine over the inner model.
-
-    Attributes:
-        owns_steps: always.
 
     Known limitations: one optimizer; under stages 2 and 3 gradients cannot be dropped between backward pass and step.
     """
@@ -69,7 +67,7 @@ class Zero(Engine):
         def read(parameter: nn.Parameter, entry: str) -> torch.Tensor:
             key = tensors.state_key(0, self._names[id(parameter)], entry)
             size, dtype = kept[key]
-            whole = torch.empty(size, dtype=dtype)
+            whole = torch.empty(size, dtype=dtype, device="cpu")
             tensors.fill({key: whole}, self.folder)
             return whole
 
@@ -84,7 +82,7 @@ class Zero(Engine):
         # DeepSpeed records what the engine's calls use, to fetch it ahead in the next step: this one is part of no step
         return self.workload.model.forward(*args, **kwargs)
 
-    def accumulate(self, share: Share, around: Callable[[ModelCall], ModelCall]) -> Any:
+    def accumulate(self, share: Division, around: Callable[[ModelCall], ModelCall]) -> Any:
         if self._stage == 1:
             return super().accumulate(share, around)
         nowhere = SetAside([], self.device)
@@ -172,7 +170,7 @@ class Zero(Engine):
             norm = combine_grad_norm_groups(self._zero._get_norm_groups())
         return torch.as_tensor(norm)
 
-    # -- home ----------------------------------------------------------------------------------
+    # -- back ----------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
         model, there = self.workload.model, self._deepspeed
@@ -205,4 +203,4 @@ class Zero(Engine):
 
 
 def _nothing() -> None:
-    """What is done already."""
+    """Do nothing: it is done already."""

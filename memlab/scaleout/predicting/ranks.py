@@ -39,42 +39,42 @@ from memlab.records import Category
 from memlab.records.ranks import PredictedRanks, RankPrediction
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.workload import Workload
-from memlab.scaleout.sharding.fsdp2 import Fsdp2
+from memlab.scaleout.sharding.fsdp2 import Fsdp2Sharding
 from memlab.scaleout.sharding.sharding import (
     ROOT,
-    Ddp,
+    DdpSharding,
     Flats,
     MemoryAccount,
     ModelShape,
     ParameterShape,
-    Part,
     Sharding,
+    ShardPart,
 )
 from memlab.scaleout.sharding.zero import Zero3, Zero12
 from memlab.techniques.accumulation.split import row_ranges
-from memlab.trace.marks import Mark, Moment
+from memlab.trace.marks import Mark, MarkedEvents
 from memlab.trace.tracer import Trace, Tracer
 from memlab.units import format_bytes
 
 _PART_OF = {
-    Category.PARAMETERS: Part.PARAMETERS,
-    Category.GRADIENTS: Part.GRADIENTS,
-    Category.OPTIMIZER_STATE: Part.OPTIMIZER_STATE,
-    Category.ACTIVATIONS: Part.ACTIVATIONS,
-    Category.CACHE: Part.ACTIVATIONS,
-    Category.TEMPORARIES: Part.TEMPORARIES,
-    Category.WORKSPACES: Part.WORKSPACES,
-    Category.UNUSED: Part.WORKSPACES,
+    Category.PARAMETERS: ShardPart.PARAMETERS,
+    Category.GRADIENTS: ShardPart.GRADIENTS,
+    Category.OPTIMIZER_STATE: ShardPart.OPTIMIZER_STATE,
+    Category.ACTIVATIONS: ShardPart.ACTIVATIONS,
+    Category.CACHE: ShardPart.ACTIVATIONS,
+    Category.TEMPORARIES: ShardPart.TEMPORARIES,
+    Category.WORKSPACES: ShardPart.WORKSPACES,
+    Category.UNUSED: ShardPart.WORKSPACES,
 }
-_KEPT = (Part.PARAMETERS, Part.GRADIENTS, Part.OPTIMIZER_STATE)
+_KEPT = (ShardPart.PARAMETERS, ShardPart.GRADIENTS, ShardPart.OPTIMIZER_STATE)
 # of the peak: outputs larger than this are worth a word
 _MOST_OUTPUTS_SHARE = 0.1
 
 
 # by engine; what memlab does within a rank's model call is in the trace
 _SHARDINGS: dict[str, Callable[..., Sharding]] = {
-    "ddp": Ddp,
-    "fsdp2": Fsdp2,
+    "ddp": DdpSharding,
+    "fsdp2": Fsdp2Sharding,
     "zero1": partial(Zero12, stage=1),
     "zero2": partial(Zero12, stage=2),
     "zero3": Zero3,
@@ -241,10 +241,10 @@ class RankPredictor:
     def _add_base(self, account: MemoryAccount, sharding: Sharding, update: _Update, settings: Plan) -> None:
         """Add what exists throughout: the engine's, the optimizer's, the batch (of which a rank has all), workspaces."""
         sharding.add_base(account)
-        account.add(Part.OPTIMIZER_STATE, update.state_bytes, host=sharding.offloads)
+        account.add(ShardPart.OPTIMIZER_STATE, update.state_bytes, host=sharding.offloads)
         inputs_bytes = self._passes.whole(settings).observation.baseline_bytes.get(Category.ACTIVATIONS, 0)
-        account.add(Part.ACTIVATIONS, inputs_bytes)
-        account.add(Part.WORKSPACES, sum(self.target.workspaces))
+        account.add(ShardPart.ACTIVATIONS, inputs_bytes)
+        account.add(ShardPart.WORKSPACES, sum(self.target.workspaces))
 
     def _rows_of_a_rank(self, ranks: int, *, may_grow: bool) -> int:
         if not isinstance(ranks, int) or ranks < 1:
@@ -303,9 +303,9 @@ class _Update:
         left = 0
         for _, size_bytes, _, _ in self.trace.observation.raw:
             change = round(self.share * size_bytes)
-            account.add(Part.TEMPORARIES, change)
+            account.add(ShardPart.TEMPORARIES, change)
             left += change
-        account.add(Part.TEMPORARIES, -left)
+        account.add(ShardPart.TEMPORARIES, -left)
 
 
 def _about(traced: TracedPass, account: MemoryAccount, sharding: Sharding, outputs_bytes: int) -> Iterator[str]:
@@ -338,7 +338,7 @@ def _run(account: MemoryAccount, sharding: Sharding, traced: TracedPass, rows: i
             _tell(account, sharding, mark, sizes)
             outputs.see(mark)
         for size_bytes in hidden.get(at, ()):
-            account.touch(Part.TEMPORARIES, size_bytes)
+            account.touch(ShardPart.TEMPORARIES, size_bytes)
         if at < len(events):
             size_bytes, number, place, _ = events[at]
             if number not in account.dropped:
@@ -347,15 +347,15 @@ def _run(account: MemoryAccount, sharding: Sharding, traced: TracedPass, rows: i
 
 
 def _tell(account: MemoryAccount, sharding: Sharding, mark: Mark, sizes: Mapping[int, int]) -> None:
-    if mark.moment is Moment.SETTLED:
+    if mark.moment is MarkedEvents.SETTLED:
         account.gradients[mark.what] = mark.storage, sizes.get(mark.storage, 0)
         sharding.settled(account, mark.what)
         return
     told = {
-        Moment.FORWARD_BEGINS: sharding.forward_begins,
-        Moment.FORWARD_ENDS: sharding.forward_ends,
-        Moment.BACKWARD_BEGINS: sharding.backward_begins,
-        Moment.BACKWARD_ENDS: sharding.backward_ends,
+        MarkedEvents.FORWARD_BEGINS: sharding.forward_begins,
+        MarkedEvents.FORWARD_ENDS: sharding.forward_ends,
+        MarkedEvents.BACKWARD_BEGINS: sharding.backward_begins,
+        MarkedEvents.BACKWARD_ENDS: sharding.backward_ends,
     }
     told[mark.moment](account, mark.what)
 
@@ -372,19 +372,19 @@ class _Outputs:
         self._held_bytes = 0
 
     def see(self, mark: Mark) -> None:
-        if mark.moment is Moment.FORWARD_ENDS and mark.what == ROOT:
+        if mark.moment is MarkedEvents.FORWARD_ENDS and mark.what == ROOT:
             if self._at_the_end:
-                self._account.touch(Part.TEMPORARIES, self._part_bytes)
-            self._account.add(Part.ACTIVATIONS, self._whole_bytes)
-            self._account.touch(Part.TEMPORARIES, self._whole_bytes)
+                self._account.touch(ShardPart.TEMPORARIES, self._part_bytes)
+            self._account.add(ShardPart.ACTIVATIONS, self._whole_bytes)
+            self._account.touch(ShardPart.TEMPORARIES, self._whole_bytes)
             self._held_bytes = self._whole_bytes
             self._sharding.ring_bytes += self._whole_bytes
-        elif mark.moment is Moment.BACKWARD_BEGINS:
-            self._account.add(Part.ACTIVATIONS, -self._held_bytes)
+        elif mark.moment is MarkedEvents.BACKWARD_BEGINS:
+            self._account.add(ShardPart.ACTIVATIONS, -self._held_bytes)
             self._held_bytes = 0
             if mark.what != ROOT and self._in_backward:
                 self._in_backward = False
-                self._account.touch(Part.TEMPORARIES, self._part_bytes)
+                self._account.touch(ShardPart.TEMPORARIES, self._part_bytes)
 
 
 # -- looking at a model ----------------------------------------------------------------------------

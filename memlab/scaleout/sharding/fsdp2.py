@@ -11,10 +11,10 @@
 
 from __future__ import annotations
 
-from memlab.scaleout.sharding.sharding import ROOT, MemoryAccount, ModelShape, Part, Sharding
+from memlab.scaleout.sharding.sharding import ROOT, MemoryAccount, ModelShape, Sharding, ShardPart
 
 
-class Fsdp2(Sharding):
+class Fsdp2Sharding(Sharding):
     """`fully_shard` on every block and on the whole."""
 
     def __init__(self, model: ModelShape, ranks: int, *, offloads: bool = False) -> None:
@@ -32,8 +32,8 @@ class Fsdp2(Sharding):
         return self._shard_bytes(self.model.trained) / max(1, self.model.size_bytes(self.model.trained))
 
     def add_base(self, account: MemoryAccount) -> None:
-        account.add(Part.PARAMETERS, self._shard_bytes(range(len(self.model.parameters))), host=self.offloads)
-        account.add(Part.PARAMETERS, self.model.buffer_bytes)
+        account.add(ShardPart.PARAMETERS, self._shard_bytes(range(len(self.model.parameters))), host=self.offloads)
+        account.add(ShardPart.PARAMETERS, self.model.buffer_bytes)
 
     def forward_begins(self, account: MemoryAccount, module: int) -> None:
         if module not in self._units or module in self._gathered:
@@ -77,7 +77,7 @@ class Fsdp2(Sharding):
         self._reduce(account, ROOT)
         for each in [*self._buffers]:
             self._free_buffer(account, each)
-        account.add(Part.BUFFERS, -self._reducing_bytes)
+        account.add(ShardPart.BUFFERS, -self._reducing_bytes)
         self._reducing_bytes, self._in_backward = 0, False
         self._order.clear()
         self._reduced.clear()
@@ -85,7 +85,7 @@ class Fsdp2(Sharding):
     def update_over(self, account: MemoryAccount) -> None:
         trained = [number for number in self.model.trained if number not in account.gradients]
         super().update_over(account)
-        account.add(Part.GRADIENTS, -self._shard_bytes(trained), host=self.offloads)
+        account.add(ShardPart.GRADIENTS, -self._shard_bytes(trained), host=self.offloads)
 
     # -- steps of it ---------------------------------------------------------------------------
 
@@ -100,32 +100,32 @@ class Fsdp2(Sharding):
             return
         size_bytes = self._unit_bytes(unit) if self.ranks > 1 else 0
         if self.offloads and account.has_host:
-            account.touch(Part.GATHERED, self._shard_bytes(self._units[unit]))
+            account.touch(ShardPart.GATHERED, self._shard_bytes(self._units[unit]))
         self._buffers[unit] = size_bytes
-        account.add(Part.BUFFERS, size_bytes)
+        account.add(ShardPart.BUFFERS, size_bytes)
         self.ring_bytes += size_bytes
 
     def _copy_out(self, account: MemoryAccount, unit: int) -> None:
-        account.add(Part.GATHERED, self._unit_bytes(unit))
+        account.add(ShardPart.GATHERED, self._unit_bytes(unit))
         self._gathered.add(unit)
 
     def _free_buffer(self, account: MemoryAccount, unit: int) -> None:
-        account.add(Part.BUFFERS, -self._buffers.pop(unit, 0))
+        account.add(ShardPart.BUFFERS, -self._buffers.pop(unit, 0))
 
     def _reshard(self, account: MemoryAccount, unit: int) -> None:
         if unit in self._gathered:
             self._gathered.discard(unit)
-            account.add(Part.GATHERED, -self._unit_bytes(unit))
+            account.add(ShardPart.GATHERED, -self._unit_bytes(unit))
 
     def _reduce(self, account: MemoryAccount, unit: int) -> None:
         self._reshard(account, unit)
         self._reduced.add(unit)
-        account.add(Part.BUFFERS, -self._reducing_bytes)
+        account.add(ShardPart.BUFFERS, -self._reducing_bytes)
         numbers = [number for number in self._units[unit] if number in account.gradients]
         shard_bytes = self._shard_bytes(numbers)
         self._reducing_bytes = self.ranks * shard_bytes
-        account.add(Part.BUFFERS, self._reducing_bytes)
+        account.add(ShardPart.BUFFERS, self._reducing_bytes)
         for number in numbers:
             account.drop_gradient(number)
-        account.add(Part.GRADIENTS, shard_bytes, host=self.offloads)
+        account.add(ShardPart.GRADIENTS, shard_bytes, host=self.offloads)
         self.ring_bytes += self._reducing_bytes

@@ -1,4 +1,4 @@
-"""`Sharding`: what an engine adds to the step of a rank, and takes from it; the model and the account it works on; `Ddp`."""
+"""`Sharding`: what an engine adds to the step of a rank, and takes from it; the model and the account it works on; `DdpSharding`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ModelShape:
         return sum(self.parameters[number].elements for number in chosen)
 
 
-class Part(StrEnum):
+class ShardPart(StrEnum):
     """Categories of a rank's bytes."""
 
     PARAMETERS = "parameters"
@@ -102,15 +102,15 @@ class MemoryAccount:
 
     def __init__(self, *, has_host: bool) -> None:
         self.has_host = has_host
-        self.live: dict[Part, int] = dict.fromkeys(Part, 0)
+        self.live: dict[ShardPart, int] = dict.fromkeys(ShardPart, 0)
         self.host_bytes = self.peak_host_bytes = 0
         self.peak_bytes = 0
-        self.at_peak: dict[Part, int] = {}
+        self.at_peak: dict[ShardPart, int] = {}
         self.gradients: dict[int, tuple[int, int]] = {}
         self.dropped: set[int] = set()
         self._total = 0
 
-    def add(self, part: Part, size_bytes: int, *, host: bool = False) -> None:
+    def add(self, part: ShardPart, size_bytes: int, *, host: bool = False) -> None:
         """Bytes come, or go where they are negative."""
         if host and self.has_host:
             self.host_bytes += size_bytes
@@ -122,11 +122,11 @@ class MemoryAccount:
             self.peak_bytes = self._total
             self.at_peak = dict(self.live)
 
-    def touch(self, part: Part, size_bytes: int, *, host: bool = False) -> None:
-        self.add(part, size_bytes, host=host)
-        self.add(part, -size_bytes, host=host)
+    def touch(self, part: ShardPart, size_bytes: int) -> None:
+        self.add(part, size_bytes)
+        self.add(part, -size_bytes)
 
-    def clear(self, part: Part) -> None:
+    def clear(self, part: ShardPart) -> None:
         self.add(part, -self.live[part])
 
     def drop_gradient(self, parameter: int) -> None:
@@ -134,7 +134,7 @@ class MemoryAccount:
         if parameter in self.gradients:
             storage, size_bytes = self.gradients.pop(parameter)
             self.dropped.add(storage)
-            self.add(Part.GRADIENTS, -size_bytes)
+            self.add(ShardPart.GRADIENTS, -size_bytes)
 
 
 # elements of the flat tensor that the optimizer steps in place of each group's parameters
@@ -143,11 +143,6 @@ Flats = tuple[int, ...]
 
 class Sharding(ABC):
     """The rules of an engine on one rank; moments are told in the order in which a step has them.
-
-    Args:
-        model: what is divided.
-        ranks: among how many.
-        offloads: whether optimizer state is in host memory.
 
     Attributes:
         ring_bytes: whole sizes of what was gathered or reduced to shards; what was reduced for all counts twice, as it is
@@ -203,12 +198,12 @@ class Sharding(ABC):
         """The optimizers are about to step."""
 
     def update_over(self, account: MemoryAccount) -> None:
-        """They have stepped, and the loop drops the gradients."""
+        """The optimizers have stepped, and the loop drops the gradients."""
         for parameter in [*account.gradients]:
             account.drop_gradient(parameter)
 
 
-class Ddp(Sharding):
+class DdpSharding(Sharding):
     """Every rank has everything, and a copy of the gradients in the buckets they are reduced in.
 
     Buckets are made beforehand (`gradient_as_bucket_view` is off) and kept, and since unused parameters are looked for,
@@ -222,8 +217,8 @@ class Ddp(Sharding):
         return 1.0
 
     def add_base(self, account: MemoryAccount) -> None:
-        account.add(Part.PARAMETERS, self.model.size_bytes() + self.model.buffer_bytes)
-        account.add(Part.BUFFERS, self.model.size_bytes(self.model.trained))
+        account.add(ShardPart.PARAMETERS, self.model.size_bytes() + self.model.buffer_bytes)
+        account.add(ShardPart.BUFFERS, self.model.size_bytes(self.model.trained))
 
     def backward_over(self, account: MemoryAccount) -> None:
         self.ring_bytes += 2 * self.model.size_bytes(self.model.trained)

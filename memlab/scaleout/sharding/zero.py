@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from memlab.scaleout.sharding.sharding import Flats, MemoryAccount, ModelShape, Part, Sharding
-from memlab.scaleout.zero_sizes import ZeroSizes
+from memlab.scaleout.sharding.sharding import Flats, MemoryAccount, ModelShape, Sharding, ShardPart
 
 # what a rank's part of a flat tensor is a multiple of, in elements
 _ALIGNMENT = 2
@@ -76,15 +76,15 @@ class Zero12(_Zero):
     def add_base(self, account: MemoryAccount) -> None:
         stepped = {number for group in self.model.groups for number in group}
         others = [number for number in range(len(self.model.parameters)) if number not in stepped]
-        account.add(Part.PARAMETERS, self.model.size_bytes(others) + self.model.buffer_bytes + self._flat_bytes)
-        account.add(Part.OPTIMIZER_STATE, self._part_elements * _FP32_BYTES, host=self.offloads)
+        account.add(ShardPart.PARAMETERS, self.model.size_bytes(others) + self.model.buffer_bytes + self._flat_bytes)
+        account.add(ShardPart.OPTIMIZER_STATE, self._part_elements * _FP32_BYTES, host=self.offloads)
         if self.offloads:
             largest_bytes = self._largest_bytes
-            account.add(Part.PARAMETERS, self._part_bytes, host=True)
-            account.add(Part.GRADIENTS, self._part_elements * _FP32_BYTES, host=True)
-            account.add(Part.GRADIENTS, self._owned_bytes if self._stage == 2 else 0, host=True)
-            account.add(Part.BUFFERS, largest_bytes, host=True)
-            account.add(Part.BUFFERS, largest_bytes)
+            account.add(ShardPart.PARAMETERS, self._part_bytes, host=True)
+            account.add(ShardPart.GRADIENTS, self._part_elements * _FP32_BYTES, host=True)
+            account.add(ShardPart.GRADIENTS, self._owned_bytes if self._stage == 2 else 0, host=True)
+            account.add(ShardPart.BUFFERS, largest_bytes, host=True)
+            account.add(ShardPart.BUFFERS, largest_bytes)
 
     def settled(self, account: MemoryAccount, parameter: int) -> None:
         self._need_bucket(account)
@@ -96,21 +96,21 @@ class Zero12(_Zero):
             if parameter in account.gradients:
                 self._into_bucket(account, parameter)
         self._reduce(account)
-        account.add(Part.BUFFERS, -self._bucket_bytes)
+        account.add(ShardPart.BUFFERS, -self._bucket_bytes)
         self._bucket_bytes = 0
 
     def update_begins(self, account: MemoryAccount) -> None:
         if self.offloads:
             if self._stage == 2:
-                account.touch(Part.BUFFERS, (1 + _NORM_FACTOR) * self._largest_bytes)
+                account.touch(ShardPart.BUFFERS, (1 + _NORM_FACTOR) * self._largest_bytes)
             return
-        account.add(Part.GRADIENTS, self._part_elements * _FP32_BYTES)
-        account.add(Part.GRADIENTS, -self._own_bytes)
+        account.add(ShardPart.GRADIENTS, self._part_elements * _FP32_BYTES)
+        account.add(ShardPart.GRADIENTS, -self._own_bytes)
 
     def update_over(self, account: MemoryAccount) -> None:
         super().update_over(account)
         if not self.offloads:
-            account.add(Part.GRADIENTS, -self._part_elements * _FP32_BYTES)
+            account.add(ShardPart.GRADIENTS, -self._part_elements * _FP32_BYTES)
         self._own_bytes = 0
         self.ring_bytes += self._flat_bytes
 
@@ -149,7 +149,7 @@ class Zero12(_Zero):
     def _need_bucket(self, account: MemoryAccount) -> None:
         if not self._bucket_bytes:
             self._bucket_bytes = self._full_bucket_bytes
-            account.add(Part.BUFFERS, self._bucket_bytes)
+            account.add(ShardPart.BUFFERS, self._bucket_bytes)
 
     def _into_bucket(self, account: MemoryAccount, parameter: int) -> None:
         shape = self.model.parameters[parameter]
@@ -167,14 +167,14 @@ class Zero12(_Zero):
         if not self._in_bucket:
             return
         if alone is None:
-            account.touch(Part.BUFFERS, self._in_bucket_bytes)
+            account.touch(ShardPart.BUFFERS, self._in_bucket_bytes)
         if self.offloads and self._stage == 1:
-            account.touch(Part.BUFFERS, _NORM_FACTOR * self._largest_bytes)
+            account.touch(ShardPart.BUFFERS, _NORM_FACTOR * self._largest_bytes)
         self.ring_bytes += 2 * self._in_bucket_bytes
         self._in_bucket = self._in_bucket_bytes = 0
         if self._bucket_has_owned and not self._own_bytes and not self.offloads:
             self._own_bytes = self._owned_bytes
-            account.add(Part.GRADIENTS, self._own_bytes)
+            account.add(ShardPart.GRADIENTS, self._own_bytes)
         self._bucket_has_owned = False
         if alone is not None:
             account.drop_gradient(alone)
@@ -205,16 +205,16 @@ class Zero3(_Zero):
 
     def add_base(self, account: MemoryAccount) -> None:
         everything = tuple(range(len(self.model.parameters)))
-        account.add(Part.PARAMETERS, sum(self.model.parameters[n].part_bytes(self.ranks) for n in everything))
-        account.add(Part.PARAMETERS, self.model.buffer_bytes)
-        account.add(Part.GATHERED, self.model.size_bytes(self._kept))
+        account.add(ShardPart.PARAMETERS, sum(self.model.parameters[n].part_bytes(self.ranks) for n in everything))
+        account.add(ShardPart.PARAMETERS, self.model.buffer_bytes)
+        account.add(ShardPart.GATHERED, self.model.size_bytes(self._kept))
         stepped = sum(self._parts(group) for group in self.model.groups)
-        account.add(Part.OPTIMIZER_STATE, stepped * _FP32_BYTES, host=self.offloads)
-        account.add(Part.GRADIENTS, stepped * _FP32_BYTES, host=self.offloads)
+        account.add(ShardPart.OPTIMIZER_STATE, stepped * _FP32_BYTES, host=self.offloads)
+        account.add(ShardPart.GRADIENTS, stepped * _FP32_BYTES, host=self.offloads)
         if self.offloads:
             # gradients the optimizer is handed, beside the buffer they are gathered in
-            account.add(Part.GRADIENTS, stepped * _FP32_BYTES, host=True)
-        account.add(Part.BUFFERS, self._full_bucket_bytes)
+            account.add(ShardPart.GRADIENTS, stepped * _FP32_BYTES, host=True)
+        account.add(ShardPart.BUFFERS, self._full_bucket_bytes)
 
     def forward_begins(self, account: MemoryAccount, module: int) -> None:
         self._fetch(account, module)
@@ -241,10 +241,10 @@ class Zero3(_Zero):
     def backward_over(self, account: MemoryAccount) -> None:
         self._reduce(account)
         for flat in {id(flat): flat for flat in self._flat.values()}.values():
-            account.add(Part.BUFFERS, -flat.size_bytes)
+            account.add(ShardPart.BUFFERS, -flat.size_bytes)
         self._flat.clear()
         for number in self._available - self._kept:
-            account.add(Part.GATHERED, -self.model.parameters[number].size_bytes)
+            account.add(ShardPart.GATHERED, -self.model.parameters[number].size_bytes)
         self._available = set(self._kept)
         self._order, self._recorded = self._recorded, []
         self._queue = deque(
@@ -255,16 +255,16 @@ class Zero3(_Zero):
         self._step = 0
 
     def update_begins(self, account: MemoryAccount) -> None:
-        account.add(Part.GATHERED, -self.model.size_bytes(self._kept))
+        account.add(ShardPart.GATHERED, -self.model.size_bytes(self._kept))
         if not self.offloads:
-            account.add(Part.GRADIENTS, self._largest_group_bytes)
+            account.add(ShardPart.GRADIENTS, self._largest_group_bytes)
 
     def update_over(self, account: MemoryAccount) -> None:
         super().update_over(account)
         if not self.offloads:
-            account.add(Part.GRADIENTS, -self._largest_group_bytes)
+            account.add(ShardPart.GRADIENTS, -self._largest_group_bytes)
         kept_bytes = self.model.size_bytes(self._kept)
-        account.add(Part.GATHERED, kept_bytes)
+        account.add(ShardPart.GATHERED, kept_bytes)
         self.ring_bytes += kept_bytes
 
     # -- steps of it ---------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class Zero3(_Zero):
         return _NORM_FACTOR * max(parts, default=0) if self.offloads and self.ranks > 1 else 0
 
     def _reduce(self, account: MemoryAccount) -> None:
-        account.touch(Part.BUFFERS, self._in_bucket_bytes + self._norm_bytes)
+        account.touch(ShardPart.BUFFERS, self._in_bucket_bytes + self._norm_bytes)
         self.ring_bytes += self._in_bucket_bytes
         self._in_bucket = self._in_bucket_bytes = 0
 
@@ -327,7 +327,7 @@ class Zero3(_Zero):
         size_bytes = sum(self.ranks * self.model.parameters[number].part_bytes(self.ranks) for number in numbers)
         self.ring_bytes += size_bytes
         flat = _Flat(size_bytes, set(numbers), is_taken_over=len(numbers) == 1)
-        account.add(Part.BUFFERS, size_bytes)
+        account.add(ShardPart.BUFFERS, size_bytes)
         for number in numbers:
             self._flat[number] = flat
 
@@ -340,12 +340,12 @@ class Zero3(_Zero):
             flat.has_arrived = True
             arrived_bytes = self.model.size_bytes(flat.numbers)
             if flat.is_taken_over:
-                account.add(Part.BUFFERS, -flat.size_bytes)
-            account.add(Part.GATHERED, arrived_bytes)
+                account.add(ShardPart.BUFFERS, -flat.size_bytes)
+            account.add(ShardPart.GATHERED, arrived_bytes)
             self._available |= flat.numbers
         flat.waiting.discard(number)
         if not flat.waiting and not flat.is_taken_over:
-            account.add(Part.BUFFERS, -flat.size_bytes)
+            account.add(ShardPart.BUFFERS, -flat.size_bytes)
 
     def _release(self, account: MemoryAccount, module: int) -> None:
         for number in self.model.modules[module]:
@@ -354,7 +354,7 @@ class Zero3(_Zero):
             if number in self._kept or using or number not in self._available or self._is_used_soon(number):
                 continue
             self._available.discard(number)
-            account.add(Part.GATHERED, -self.model.parameters[number].size_bytes)
+            account.add(ShardPart.GATHERED, -self.model.parameters[number].size_bytes)
 
     def _is_used_soon(self, number: int) -> bool:
         if not self._order:
@@ -380,3 +380,51 @@ class _Flat:
         self.waiting = set(numbers)
         self.is_taken_over = is_taken_over
         self.has_arrived = False
+
+
+_BUCKET_MOST, _PERSISTENT_MOST, _LIVE_MOST = 50_000_000, 100_000, 1_000_000_000
+# DeepSpeed divides by it
+_BUCKET_LEAST = 2
+# of the model's elements
+_BUCKET_SHARE, _PERSISTENT_SHARE = 8, 100
+
+
+@dataclass(frozen=True)
+class ZeroSizes:
+    """Sizes that DeepSpeed is configured with, in elements.
+
+    Its own defaults are made for models of billions: their buckets, of half a billion elements, would be most of a small
+    model's memory, and parameters that are used again within a billion would never be let go of.
+
+    Example:
+        >>> ZeroSizes.of(7_000_000_000).bucket, ZeroSizes.of(80_000).bucket
+        (50000000, 10000)
+
+    Source: https://www.deepspeed.ai/docs/config-json/
+    """
+
+    bucket: int = _BUCKET_MOST  # most that are reduced at once, and gathered at once after an update
+    persistence_threshold: int = _PERSISTENT_MOST  # smaller parameters stay gathered
+    prefetch: int = _BUCKET_MOST  # how many are gathered beforehand
+    max_live: int = _LIVE_MOST  # how many may be gathered before prefetching pauses
+    max_reuse: int = _BUCKET_MOST  # parameters that are used again within so many stay
+
+    @classmethod
+    def of(cls, elements: int) -> ZeroSizes:
+        """Sizes for a model."""
+        bucket = min(max(elements // _BUCKET_SHARE, _BUCKET_LEAST), _BUCKET_MOST)
+        bucket += bucket % 2  # the halves of a bucket are aligned
+        return cls(bucket, min(elements // _PERSISTENT_SHARE, _PERSISTENT_MOST), bucket, _LIVE_MOST, bucket)
+
+    def configuration(self, stage: int) -> dict[str, int]:
+        """The same, as entries of DeepSpeed's ``zero_optimization``."""
+        buckets = {"reduce_bucket_size": self.bucket, "allgather_bucket_size": self.bucket}
+        if stage < 3:
+            return buckets
+        return {
+            **buckets,
+            "stage3_param_persistence_threshold": self.persistence_threshold,
+            "stage3_prefetch_bucket_size": self.prefetch,
+            "stage3_max_live_parameters": self.max_live,
+            "stage3_max_reuse_distance": self.max_reuse,
+        }

@@ -50,18 +50,19 @@ from memlab.runtime.hooks import is_compiled
 from memlab.runtime.modules import refuse_kept_weights, without_cache
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
-from memlab.runtime.surroundings import KEEP_WHOLE, Snapshot
+from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.batchnorm import BATCH_NORM
-from memlab.techniques.accumulation.judge import Judge, Verdict
+from memlab.techniques.accumulation.judge import Judge
 from memlab.techniques.accumulation.merge import UnsettledError
 from memlab.techniques.accumulation.micro import Learnt, MicroRun
 from memlab.techniques.accumulation.probe import Probe
-from memlab.techniques.accumulation.split import Call, Layout, row_ranges
+from memlab.techniques.accumulation.split import Call, Division, Layout, row_ranges
+from memlab.techniques.accumulation.verdict import SplitVerdict
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.checkpointing.compiled import uncompiled
 from memlab.techniques.description import Description
-from memlab.techniques.precision.precision import as_bf16
+from memlab.techniques.precision.pure_bf16 import as_bf16
 
 _FULL = (Precision.KEEP, Precision.FP32)
 
@@ -93,7 +94,7 @@ class Accumulation(Technique):
         self._is_fake = self._is_compiled = False
         # by shape; rows that belong together in groups may be split between groups and nowhere else, so each verdict holds for
         # parts of a multiple of so many rows
-        self._verdicts: dict[tuple[Any, ...], dict[int, Verdict | RefusalError | None]] = {}
+        self._verdicts: dict[tuple[Any, ...], dict[int, SplitVerdict | RefusalError | None]] = {}
         # what was in the places that forwards write to, when they were judged
         self._starts: dict[tuple[Any, ...], set[Any]] = {}
         self._has_split = False
@@ -143,7 +144,7 @@ class Accumulation(Technique):
         self._starts.clear()
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        self._learnt.foresee_reads()
+        self._learnt.compute_waiting()
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         self._learnt.updates += 1
@@ -197,10 +198,9 @@ class Accumulation(Technique):
         for last_try in (False, True):
             run: MicroRun | None = None
             try:
-                run = MicroRun(
-                    self._model, call, micro_batches, layout, weights, self._probe.joins(whole), self._learnt,
-                    verdict=self._verdict(call, whole, layout, parts), per_part=self._per_part,
-                )  # fmt: skip
+                verdict = self._verdict(call, whole, layout, parts)
+                division = Division(micro_batches, layout, weights, self._probe.joins(whole))
+                run = MicroRun(self._model, call, division, self._learnt, verdict=verdict, per_part=self._per_part)
                 output = run.outputs()
                 self._has_split = True
                 return output
@@ -224,7 +224,7 @@ class Accumulation(Technique):
     def _raise_as_the_whole_would(self, call: ModelCall, whole: Call, error: Exception) -> NoReturn:
         """Raise what the model raises for the whole batch; where it raises nothing, micro-batches are to blame."""
         assert self._model is not None
-        snapshot = Snapshot(self._model, complete=True)
+        snapshot = Surroundings(self._model, complete=True)
         randomness = Randomness(next(self._model.parameters()).device, snapshot.generators)
         whole.run(call)
         snapshot.restore()
@@ -235,7 +235,7 @@ class Accumulation(Technique):
             KEEP_WHOLE,
         ) from None
 
-    def _verdict(self, call: ModelCall, whole: Call, layout: Layout, parts: int) -> Verdict | None:
+    def _verdict(self, call: ModelCall, whole: Call, layout: Layout, parts: int) -> SplitVerdict | None:
         """Return what the judge says of calls of this shape; asked once for each.
 
         Raises:
@@ -266,7 +266,9 @@ class Accumulation(Technique):
         """Run the model's own code where it is compiled: a look at some rows is made once, and would be compiled for them."""
         return uncompiled() if self._is_compiled else nullcontext()
 
-    def _judged(self, call: ModelCall, whole: Call, layout: Layout, parts: int, starts: set[Any]) -> Verdict | None:
+    def _judged(
+        self, call: ModelCall, whole: Call, layout: Layout, parts: int, starts: set[Any]
+    ) -> SplitVerdict | None:
         assert self._model is not None
         assert self._judge is not None
         self._check_batch_norm(self._model, self._name)

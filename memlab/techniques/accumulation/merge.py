@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.runtime.containers import Effect
 from memlab.runtime.lazy import real
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.runtime.surroundings import KEEP_WHOLE, Effect
+from memlab.runtime.surroundings import KEEP_WHOLE
 from memlab.runtime.tree import holds_tensors, runs_later
 
 # numbers that are compared at a time
@@ -62,7 +63,7 @@ class Join:
     def share(
         self, whole: torch.Tensor, index: int, sizes: Sequence[int], rows: Sequence[int], shape: Sequence[int]
     ) -> torch.Tensor:
-        """What of a joined value belongs to one part.
+        """Return the part of a joined value that belongs to one part of the batch.
 
         Args:
             whole: the value.
@@ -193,17 +194,7 @@ def why_apart(
     join: Join,
     tolerance: float,
 ) -> tuple[str, str]:
-    """Return why parts of an output do not make the whole, and what to do instead.
-
-    Args:
-        name: of the output.
-        of: of the model.
-        whole: of all rows.
-        parts: of some of them each.
-        rows: how many each has.
-        join: where they should be joined.
-        tolerance: up to which values count as the same.
-    """
+    """Return why parts of an output do not make the whole, and what to do instead."""
     whole, parts = real(whole).detach(), [real(part).detach() for part in parts]
     if len({part.dim() for part in (whole, *parts)}) == 1:
         for dim in range(whole.dim()):

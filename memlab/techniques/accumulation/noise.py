@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from memlab.runtime.dispatch import WatchingMode
+from memlab.runtime.rng import drawn_on
 
 LOW_DTYPES = frozenset(
     {
@@ -91,7 +92,7 @@ class Noise(WatchingMode):
         return bool(self._drawn)
 
     def give(self, start: int, stop: int, *, of: int, in_turn: bool = False) -> None:
-        """From now on give the numbers that belong to some rows.
+        """Give the numbers that belong to some rows from now on.
 
         Args:
             start: the first of the rows.
@@ -107,7 +108,7 @@ class Noise(WatchingMode):
             self._next = 0
 
     def repeat(self) -> None:
-        """From now on, until numbers of other rows are given, give what the last run drew once more, and keep nothing."""
+        """Give what the last run drew once more, and keep nothing, until numbers of other rows are given."""
         self._repeating = True
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,8 +182,9 @@ def _state_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> by
     """Return what an operator is asked for beside tensors, and the state of the generators that it may draw from."""
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
     states = [generator.get_state() for generator in given] or [torch.get_rng_state()]
-    if not given and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
-        states.append(torch.cuda.get_rng_state())
+    device = drawn_on(args, kwargs)
+    if not given and device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
     return b"".join([f"{func}{_numbers_in(args, kwargs)}".encode(), *(state.numpy().tobytes() for state in states)])
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
-from memlab.runtime.surroundings import KEEP_WHOLE, Snapshot
+from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
 from memlab.techniques.accumulation.merge import Join, found_join, found_merge, why_apart
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
+from memlab.techniques.accumulation.rows import FEW_ROWS, separating_rows, telling_rows
 from memlab.techniques.accumulation.split import Call, Layout, LossRule, Outputs, is_sparse, layouts_of, loss_rules
 
 _FIELD = "accumulation"
@@ -30,11 +30,8 @@ _LOW_TOLERANCE = 3e-2
 _MOST_COLUMNS = 256
 # losses of the probe's parts that are closer than this, relatively, tell little about how they add up
 _ALIKE = 0.1
-# rows among which the probe then looks for unlike ones
-_FEW_ROWS = 8
-# further looks at rows that tell rules apart, and how much their weights must differ for it
+# further looks at rows that tell rules apart
 _MOST_LOOKS = 3
-_LEAST_SPREAD = 0.02
 # vectors among which the weights of classes are looked for
 _MOST_VECTORS = 8
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -215,7 +212,7 @@ class Probe:
     ) -> dict[int, list[LossRule]]:
         call = layout.view(call)
         every = loss_rules(call, layout, class_weights_of(self._model, call, layout))
-        rows = self._telling_rows(call, layout, every)
+        rows = telling_rows(call, layout, every)
         found, outputs = self._holding(call, layout, rows, lambda position: (known or {}).get(position, every))
         if found.get(outputs[0].loss) and _alike(outputs):
             # nearly the same loss in both parts: almost any function of it would do, so look at rows that differ
@@ -225,7 +222,7 @@ class Probe:
             open_rules = [
                 rules for rules in found.values() if not _agree([rule.weights(parts, layout) for rule in rules])
             ]
-            pair = self._separating_rows(call, layout, open_rules[0]) if open_rules else None
+            pair = separating_rows(call, layout, open_rules[0]) if open_rules else None
             if pair is None:
                 break
             found, outputs = self._holding(call, layout, pair, lambda position, found=found: found.get(position, []))  # type: ignore[misc]
@@ -270,44 +267,11 @@ class Probe:
             buffers_alone=self._buffers_alone,
             needs_graph=self.needs_graph,
         ) as quiet:
-            for row in range(min(layout.rows, _FEW_ROWS)):
+            for row in range(min(layout.rows, FEW_ROWS)):
                 outputs = Outputs.of(quiet.run(self._widened(layout.pick(call, [row])), None)).without_graph()
                 losses.append((float(outputs.leaves[outputs.loss]), row))
         ordered = sorted((loss, row) for loss, row in losses if math.isfinite(loss))
         return [ordered[0][1], ordered[-1][1]]
-
-    def _telling_rows(self, call: Call, layout: Layout, rules: list[LossRule]) -> list[int]:
-        """Up to three rows that differ most in their targets, so that the probe can tell rules apart."""
-        rows = [layout.take(call, row, row + 1) for row in range(min(layout.rows, 64))]
-        # what may be weights of classes is any vector of the model, such as a table of frequencies
-        for rule in sorted(rules, key=lambda rule: rule.name == "classes"):
-            if rule.leaf < 0 or rule.counts_ones:
-                continue
-            counts = rule.counts(rows, layout)
-            order = sorted((row for row in range(len(rows)) if counts[row]), key=lambda row: counts[row])
-            if len(order) == 1:  # the only row with a target, and any other
-                return [order[0], 1 if order[0] == 0 else 0][: len(rows)]
-            if len(order) >= 2 and counts[order[0]] != counts[order[-1]]:
-                return [order[0], *order[-2:]] if len(order) >= 3 else order
-            if 2 <= len(order) < len(rows):  # alike where they have targets, and some have none
-                return [order[0], next(row for row in range(len(rows)) if not counts[row]), order[-1]]
-        return list(range(min(layout.rows, 3)))
-
-    def _separating_rows(self, call: Call, layout: Layout, rules: Sequence[LossRule]) -> list[int] | None:
-        """Two rows for which rules that are still open weigh most differently; None where they do nowhere."""
-        rows = [layout.take(call, row, row + 1) for row in range(min(layout.rows, 2 * _FEW_ROWS))]
-        counts = [None if rule.name == "sum" else rule.counts(rows, layout) for rule in rules]
-
-        def spread(pair: tuple[int, int]) -> float:
-            totals = [1.0 if each is None else each[pair[0]] + each[pair[1]] for each in counts]
-            shares = [
-                1.0 if each is None else each[pair[0]] / total if total else 0.0
-                for each, total in zip(counts, totals, strict=True)
-            ]
-            return max(shares) - min(shares)
-
-        best = max(combinations(range(len(rows)), 2), key=spread)
-        return [*best] if spread(best) > _LEAST_SPREAD else None
 
     def _look(self, call: Call, layout: Layout, rows: Sequence[int]) -> tuple[Outputs, list[Outputs]]:
         call = self._widened(call)
@@ -442,7 +406,7 @@ class Quiet:
         self.draws_on_host = False
         parameters = [*model.parameters()]
         self.is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
-        self._snapshot = None if self.is_fake else Snapshot(model, complete=True, buffers_alone=buffers_alone)
+        self._snapshot = None if self.is_fake else Surroundings(model, complete=True, buffers_alone=buffers_alone)
         own = [*(self._snapshot.generators if self._snapshot is not None else ()), *generators]
         self._random = Randomness(parameters[0].device if parameters else torch.device("cpu"), own)
         self._others = [
@@ -469,7 +433,7 @@ class Quiet:
         return output
 
     def put_back(self, *, host: bool = True) -> None:
-        """Everything but the output as it was; without `host` all but Python's and NumPy's generators."""
+        """Put back all that the run has changed; without `host` all but Python's and NumPy's generators."""
         if self._snapshot is not None:
             self._snapshot.restore()
         self._random.restore(host=host)

@@ -34,9 +34,6 @@ _PRODUCTS = frozenset(
 class Rounding(WatchingMode):
     """Adds to each matrix product what rounding may have: a random share of the precision of its largest values.
 
-    Args:
-        device: of the model.
-
     Example:
         >>> one = torch.ones(4, 4)
         >>> with Rounding(torch.device("cpu")):

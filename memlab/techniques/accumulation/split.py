@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.runtime.tree import Structure, flatten
+from memlab.techniques.accumulation.merge import Join
 
 _IGNORED_TARGET = -100
 
@@ -195,7 +197,7 @@ def _with_lengths(call: Call, layout: Layout) -> list[Layout]:
 
 
 def _numbers(leaf: Any) -> list[int]:
-    """What may be lengths: a list of whole numbers, or a tensor of them, [rows]; else nothing."""
+    """Return what may be lengths: a list of whole numbers, or a tensor of them, [rows]; else nothing."""
     if isinstance(leaf, torch.Tensor):
         is_number = leaf.dim() == 1 and not leaf.is_floating_point() and not leaf.is_complex()
         leaf = leaf.tolist() if is_number and not isinstance(leaf, FakeTensor) else []
@@ -274,13 +276,7 @@ class LossRule:
 
 
 def loss_rules(call: Call, layout: Layout, class_weights: Sequence[torch.Tensor] = ()) -> list[LossRule]:
-    """Every rule that could hold for this call.
-
-    Args:
-        call: the model call.
-        layout: how it splits.
-        class_weights: tensors that the loss may weigh classes with.
-    """
+    """Every rule that could hold for this call."""
     rules = [LossRule("rows"), LossRule("sum")]
     for position in layout.split:
         leaf = call.leaves[position]
@@ -295,6 +291,28 @@ def loss_rules(call: Call, layout: Layout, class_weights: Sequence[torch.Tensor]
             rules.append(LossRule("mask", position, shifted, counts_ones=True))
             rules += [LossRule("classes", position, shifted, class_weights=each) for each in class_weights]
     return rules
+
+
+@dataclass(frozen=True)
+class Division:
+    """A call cut into micro-batches.
+
+    Args:
+        micro_batches: the parts.
+        layout: along which dimensions they were cut.
+        weights: for each scalar output that has a rule, the weight of each micro-batch in the whole batch.
+        joins: for each output where it is joined, or None.
+    """
+
+    micro_batches: list[Call]
+    layout: Layout
+    weights: Mapping[int, list[float]]
+    joins: tuple[Join | None, ...]
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Rows of each micro-batch."""
+        return [self.layout.rows_in(part) for part in self.micro_batches]
 
 
 @dataclass(frozen=True)

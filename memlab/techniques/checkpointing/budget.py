@@ -69,15 +69,7 @@ class _Choice:
 
 
 class Budget:
-    """Chooses the blocks of one model, for each shape of its batches.
-
-    Args:
-        budget_bytes: what the blocks may keep.
-        name: how errors call the model.
-
-    Attributes:
-        notes: the choice that is in force, in words.
-    """
+    """Chooses the blocks of one model, for each shape of its batches."""
 
     def __init__(self, budget_bytes: int, name: str) -> None:
         self._budget_bytes = budget_bytes

@@ -24,25 +24,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime.hooks import is_compiled, stand_in
 from memlab.runtime.modules import cache_off, refuse_kept_weights, repeated_blocks, without_cache
+from memlab.runtime.rng import Randomness
+from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.checkpointing import segments
 from memlab.techniques.checkpointing.budget import Budget
 from memlab.techniques.checkpointing.compiled import CompiledParts
 from memlab.techniques.checkpointing.kept import Kept, kept_by
 from memlab.techniques.checkpointing.look import Look
 from memlab.techniques.checkpointing.rerun import Part, Run, WriteWatch, is_within_another, recomputed
-from memlab.techniques.checkpointing.segments import (
-    Segmentation,
-    best_segments,
-    first_parts,
-    is_plain_sequential,
-    part_of,
-)
 from memlab.techniques.description import Description
 from memlab.units import format_bytes
 
@@ -112,7 +109,7 @@ class Checkpointing(Technique):
 
     def check(self, workload: Workload) -> None:
         blocks = main_blocks(workload.model)
-        if not blocks and not first_parts(workload.model):
+        if not blocks and not segments.first_parts(workload.model):
             raise RefusalError(
                 self.field,
                 f"no part of {workload.name} can be recomputed: none holds more than one layer, and a layer keeps its input "
@@ -157,7 +154,7 @@ class Checkpointing(Technique):
         self._is_settled = False
         self.learns_from_calls = self.learns_from_calls or not blocks
         names = {id(module): name for name, module in model.named_modules()}
-        parts = [part_of(block, None, names) for block in blocks] or first_parts(model)
+        parts = [segments.part_of(block, None, names) for block in blocks] or segments.first_parts(model)
         undo.callback(self._take_off)
         self._put_on(parts)
 
@@ -200,18 +197,34 @@ class Checkpointing(Technique):
             undo()
 
     def _first(self, model: nn.Module, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The first training call of the model, in which it is seen what parts write to, and what they keep."""
-        if self._of_blocks:
-            return self._first_of_blocks(call, args, kwargs)
+        """The first training call of the model, in which it is seen what parts write to, and what they keep.
+
+        Raises:
+            RefusalError: it writes to what parts were given without autograd's knowledge; nothing of the call is left behind.
+        """
+        first = self._first_of_blocks if self._of_blocks else functools.partial(self._first_of_any, model)
+        if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
+            return first(call, args, kwargs)  # nothing is to be put back, and copies would be taken for the model's
+        before = Surroundings(model)
+        randomness = Randomness(next(model.parameters()).device, before.generators)
+        try:
+            return first(call, args, kwargs)
+        except RefusalError:
+            before.restore(strict=False)
+            randomness.restore()
+            raise
+
+    def _first_of_any(self, model: nn.Module, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._look = look = Look(model)
         try:
             with look.watching(model, args, kwargs):
                 output = call(*args, **kwargs)
+            self._refuse_later_writes(look)
         finally:
             self._look = None
         self._is_settled = True
         if look.root is not None:
-            self._settle(model, best_segments(look.root), args, kwargs)
+            self._settle(model, segments.best_segments(look.root), args, kwargs)
         return output
 
     def _first_of_blocks(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -221,13 +234,25 @@ class Checkpointing(Technique):
                 if self._budget is not None:
                     applied.enter_context(self._budget.applied(args, kwargs))
                 output = call(*args, **kwargs)
+            self._refuse_later_writes(watch)
         finally:
             self._look = None
         self._is_settled = True
         self.notes = [*(self._budget.notes if self._budget is not None else []), *self._said_of_parts()]
         return output
 
-    def _settle(self, model: nn.Module, chosen: Segmentation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _refuse_later_writes(self, watch: WriteWatch) -> None:
+        if watch.wrote_past_autograd():
+            raise RefusalError(
+                self.field,
+                f"the forward pass of {self._name} writes through .data to what a part of it has used, whose gradients would be others "
+                "when it is computed again",
+                "use --offload activations, or --accumulate N",
+            )
+
+    def _settle(
+        self, model: nn.Module, chosen: segments.Segmentation, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Recompute the parts that were chosen, from the next call on."""
         names = {id(module): name for name, module in model.named_modules()}
         known = {(id(part.owner), part.span): part for part in self._parts}
@@ -236,7 +261,7 @@ class Checkpointing(Technique):
         kept: list[tuple[Part, Kept]] = []
         for segment in chosen.segments:
             key = (id(segment.owner), segment.span)
-            part = parts.setdefault(key, known.get(key) or part_of(segment.owner, segment.span, names))
+            part = parts.setdefault(key, known.get(key) or segments.part_of(segment.owner, segment.span, names))
             kept.append((part, Kept(segment.freed_bytes, segment.cost, segment.inputs)))
         self._take_off()
         self._patches.clear()
@@ -271,7 +296,7 @@ class Checkpointing(Technique):
 
         @functools.wraps(original)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            is_changed = not is_plain_sequential(owner) or [*owner._modules.values()] != children
+            is_changed = not segments.is_plain_sequential(owner) or [*owner._modules.values()] != children
             if len(args) != 1 or kwargs or is_changed or not self._applies():
                 return original(*args, **kwargs)
             (value,), place = args, 0
@@ -340,7 +365,7 @@ def _one_after_another(children: Sequence[Any]) -> Callable[[Any], Any]:
     return run
 
 
-def _words(chosen: Segmentation, parts: Sequence[Part], name: str) -> str:
+def _words(chosen: segments.Segmentation, parts: Sequence[Part], name: str) -> str:
     if not chosen.segments:
         return f"nothing is recomputed: no part of {name} keeps what could be freed without holding as much again"
     kept, everything = format_bytes(chosen.kept_bytes), format_bytes(chosen.all_bytes)

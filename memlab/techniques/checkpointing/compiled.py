@@ -43,11 +43,7 @@ _is_uncompiled: ContextVar[bool] = ContextVar("uncompiled", default=False)
 
 
 class _WithBudget:
-    """A compiler that keeps to the budget, and notes whether it ever asked for it.
-
-    Args:
-        own: the user's.
-    """
+    """A compiler that keeps to the budget, and notes whether it ever asked for it."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
@@ -75,10 +71,6 @@ class _WithBudget:
 
 class CompiledParts:
     """The compiled parts of a model, to be called under the budget.
-
-    Args:
-        model: with at least one compiled part.
-        name: of the model.
 
     Raises:
         RefusalError: this torch does not tell how a part was compiled, or has no such budget.

@@ -11,8 +11,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from memlab.runtime.aliases import RandomState
 from memlab.runtime.dispatch import WatchingMode
+from memlab.runtime.rng import RandomState
 
 # Arithmetic that a device does in the time in which it moves a byte: tens on CPUs and on GPUs in fp32, a few hundred
 # on GPUs in 16 bits. One number for all, so that a choice predicted on one machine is the one made on another.
@@ -39,12 +39,6 @@ def kept_by(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[Any, Kept]:
     """Run a block's forward with gradients for the sake of what its graph keeps; random state comes back.
-
-    Args:
-        call: its forward.
-        args: of the call.
-        kwargs: of the call.
-        device: whose random state comes back, beside that of the CPU.
 
     Returns:
         The output, to be dropped, and what is kept for as long as it lives.

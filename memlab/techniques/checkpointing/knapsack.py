@@ -14,11 +14,6 @@ def cheapest(freed: Sequence[int], costs: Sequence[float], needed: int) -> tuple
     Exact. Things that are equal in both are counted, not told apart, and of what is both dearer and frees less nothing
     is followed any further; so dozens of blocks of a few kinds take no time worth a word.
 
-    Args:
-        freed: bytes that each thing frees.
-        costs: what each costs, 0 or more.
-        needed: bytes to be freed.
-
     Returns:
         Positions of the chosen, in order; of equal things the first. None when all together free less than needed.
 

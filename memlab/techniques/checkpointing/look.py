@@ -31,9 +31,6 @@ from memlab.techniques.checkpointing.segments import Node
 class Look(WriteWatch):
     """Watches one call of a model.
 
-    Args:
-        model: the model.
-
     Attributes:
         root: the model's call, when it is over.
     """
@@ -226,11 +223,7 @@ class Look(WriteWatch):
 
 
 class Given:
-    """Contents of the lists and dictionaries among the arguments of a call, before it.
-
-    Args:
-        values: the arguments.
-    """
+    """Contents of the lists and dictionaries among the arguments of a call, before it."""
 
     def __init__(self, values: Any) -> None:
         self._contents: list[tuple[Any, Any]] = []

@@ -24,11 +24,7 @@ _OF_ENGINES = ("deepspeed", "torch.distributed")
 
 
 class Observers:
-    """The hooks of modules in one run of a part.
-
-    Args:
-        modules: those whose hooks run within it.
-    """
+    """The hooks of modules in one run of a part."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         tables: list[tuple[Any, str]] = [(module, kind) for module in modules for kind in (_BEFORE, _AFTER)]

@@ -82,13 +82,7 @@ class Part:
 
 
 class Run:
-    """One run of a part.
-
-    Args:
-        part: the part.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-    """
+    """One run of a part."""
 
     def __init__(self, part: Part, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         leaves, self._spec = tree_flatten((args, dict(kwargs)))
@@ -294,6 +288,9 @@ class WriteWatch(WatchingMode):
         super().__init__()
         self._protected: dict[int, list[Callable[[], None]]] = defaultdict(list)
         self._held: list[torch.Tensor] = []  # a storage's number is its own as long as it lives
+        self._later: list[
+            tuple[torch.Tensor, int]
+        ] = []  # of these, what was written to outside of parts, and its version then
 
     def protect(self, tensor: torch.Tensor, about_to: Callable[[], None]) -> None:
         """Call something before each write to a tensor's storage."""
@@ -307,6 +304,14 @@ class WriteWatch(WatchingMode):
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in written_by(func, args, kwargs):
-            for about_to in self._protected.get(tensor.untyped_storage()._cdata, ()):
+            key = tensor.untyped_storage()._cdata
+            protected = self._protected.get(key, ())
+            for about_to in protected:
                 about_to()
+            if protected and not getattr(_running, "depth", 0):
+                self._later += [(held, held._version) for held in self._held if held.untyped_storage()._cdata == key]
         return func(*args, **kwargs)
+
+    def wrote_past_autograd(self) -> bool:
+        """Return whether what a part had been given was written to afterwards, and its version does not count that."""
+        return any(held._version == version for held, version in self._later)

@@ -205,11 +205,7 @@ class Segmentation:
 
 
 def best_segments(root: Node) -> Segmentation:
-    """Choose segments so that what is kept between them plus the largest is least.
-
-    Args:
-        root: the call of the whole model.
-    """
+    """Choose segments so that what is kept between them plus the largest is least."""
     total = root.all_bytes
     sizes = sorted({size for size in _sizes(root) if size >= _LEAST_SHARE * total})
     if len(sizes) > _MOST_LIMITS:

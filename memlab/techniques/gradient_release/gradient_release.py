@@ -60,6 +60,7 @@ from memlab.runtime.workload import Workload
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
 from memlab.techniques.gradient_release.watch import Gone, Watch, is_memlab, where
+from memlab.techniques.offload.spill import is_spilled
 
 Optimizer = torch.optim.Optimizer
 Settings = list[dict[str, Any]]
@@ -150,6 +151,7 @@ class GradientRelease(Technique):
         self._is_broken = False
         self._is_withdrawn = False
         self._was_called = False  # the model, since a step: the call is where watching begins
+        self._as_completed: dict[int, tuple[int, int]] = {}  # place and version of gradients that a watched step keeps
         self._used: set[int] = set()  # parameters whose gradient was in a step and which the loop has not dropped since
         self._gone: set[int] = set()  # parameters whose gradient was freed and which the loop has not written since
         self._lock = threading.RLock()  # hooks run on one thread for each device
@@ -159,6 +161,7 @@ class GradientRelease(Technique):
         self._put_off: Callable[[], None] | None = None  # delivers a Ctrl-C that came into the middle of one
         self._watch = Watch(self._touched, self._differentiated)
         self._listener: Listener | None = None
+        self._refused: tuple[int, RefusalError] | None = None  # and the thread whose work that has ended
 
     @property
     def updates_in_backward(self) -> bool:  # type: ignore[override]
@@ -242,6 +245,7 @@ class GradientRelease(Technique):
         self._complete.clear()
         self._steps.clear()
         self._passes.clear()
+        self._as_completed.clear()
         self._used.clear()
         self._gone.clear()
         self._put_off = None
@@ -332,6 +336,9 @@ class GradientRelease(Technique):
                 step.add(parameter)
                 if step.waiting_bytes >= step.share_bytes:
                     self._release(optimizer, step)
+            else:
+                with self._watch.paused():
+                    self._as_completed[id(parameter)] = _state_of_gradient(parameter)
 
     def _hear_of_its_end(self) -> None:
         """Have `_pass_ended` called when the backward pass that is under way is over."""
@@ -378,6 +385,9 @@ class GradientRelease(Technique):
             self._gone.add(id(parameter))
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        refused, self._refused = self._refused, None
+        if refused is not None and refused[0] != threading.get_ident():
+            raise refused[1]  # a thread of the loop has ended with it, and its gradients are not there
         self._notice_broken_pass()
         self._watch_no_more()
         if has_closure:
@@ -391,6 +401,9 @@ class GradientRelease(Technique):
                 "change them before backward() or after step()",
             )
         for parameter in _parameters_of(optimizer):
+            completed = self._as_completed.pop(id(parameter), None)
+            if completed not in (None, _state_of_gradient(parameter)) and not _was_moved(parameter.grad):
+                raise self._refusal(*_WRITTEN_LATER)
             if id(parameter) in self._gone and id(parameter) not in self._complete:
                 if id(parameter) in self._used:
                     raise self._refusal("the loop steps once more with the gradients of the step before", _LEAVE_OUT)
@@ -428,15 +441,18 @@ class GradientRelease(Technique):
             written: what it becomes; empty where it is deleted, None where it is read.
 
         Returns:
-            What the loop gets, or puts back, in place of a gradient that is gone.
+            What the loop gets, or puts back, in place of a gradient that is gone, or would be from the next step on.
         """
         if self._is_withdrawn:
             return None
         self._notice_broken_pass()
         if id(tensor) in self._complete:
             self._refuse(*_what_is_done())
-        if id(tensor) in self._gone and (written is None or any(isinstance(value, Gone) for value in written)):
-            return Gone(tensor, id(tensor), weakref.ref(self))
+        if written is None or any(isinstance(value, Gone) for value in written):
+            if id(tensor) in self._gone:
+                return Gone(tensor, id(tensor), weakref.ref(self))
+            if id(tensor) in self._used and tensor.grad is not None:
+                return Gone(tensor, id(tensor), weakref.ref(self), kept=tensor.grad)
         self._used.discard(id(tensor))
         self._gone.discard(id(tensor))
         return None
@@ -446,8 +462,11 @@ class GradientRelease(Technique):
         self._used.discard(parameter)
 
     def gone_read(self) -> None:
-        """The loop uses the values of a gradient that is gone."""
-        raise self._refusal(f"the loop uses gradients after optimizer.step(){where()}, when they are gone", _LEAVE_OUT)
+        """The loop uses the values of a gradient that is gone, or that would be from the next step on."""
+        reason = f"the loop uses gradients after optimizer.step(){where()}, when they are gone"
+        if self._gone:
+            raise self._refusal(reason, _LEAVE_OUT)
+        self._refuse(reason, _LEAVE_OUT)
 
     def _differentiated(self, outputs: torch.Tensor | Sequence[torch.Tensor]) -> None:
         """The loop asks for gradients of its own, perhaps through weights that would be updated by then."""
@@ -467,6 +486,10 @@ class GradientRelease(Technique):
         """Stand back, where the plan before can come back; else raise the refusal."""
         refusal = self._refusal(reason, nearest)
         if not self.host.withdraw(refusal):
+            # another error: the one that is raised keeps the loop's variables alive
+            again = RefusalError(refusal.technique, refusal.reason, refusal.instead, is_late=refusal.is_late)
+            again.in_loop = True
+            self._refused = (threading.get_ident(), again)
             raise refusal
         self._is_withdrawn = True
 
@@ -482,14 +505,33 @@ class GradientRelease(Technique):
 
 
 _CLIPPED = (
-    "the loop clips gradients by the norm of all of them, which is not known before the backward pass is over",
-    f"leave the clipping out (Trainer: max_grad_norm=0), or {_LEAVE_OUT}",
+    "the loop takes the norm of all gradients (to clip them, or to show it), which is not known before the backward pass is over",
+    f"leave that out, or {_LEAVE_OUT}",
 )
+_BY_THE_NORM_OF_ALL = ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "_get_total_norm")
 _CLOSURE = ("the loop hands optimizer.step() a closure, which may run several times", _LEAVE_OUT)
 _SCALED = (
     "the loop uses a GradScaler, which must see all gradients before any parameter is updated",
     "use bf16 without a scaler",
 )
+
+
+_WRITTEN_LATER = (
+    "something writes to gradients once they are complete, as DistributedDataParallel does, when they would be gone",
+    _LEAVE_OUT,
+)
+
+
+def _state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
+    gradient = parameter.grad
+    return (-1, -1) if gradient is None or gradient.is_sparse else (gradient.data_ptr(), gradient._version)
+
+
+def _was_moved(gradient: torch.Tensor | None) -> bool:
+    """Return whether offload has taken a gradient off the device, once it was complete."""
+    if gradient is None or gradient.layout is not torch.strided:
+        return False
+    return is_spilled(gradient.untyped_storage())
 
 
 def _broken() -> SessionError:
@@ -503,15 +545,17 @@ def _broken() -> SessionError:
 
 def _what_is_done() -> tuple[str, str]:
     """Reason and nearest for whoever touches a gradient now, from the names of the functions on the stack."""
-    names = []
+    names, clips = [], False
     frame = sys._getframe(1)
     while frame is not None:
+        home = str(frame.f_globals.get("__name__", ""))
+        clips |= home.startswith("torch.nn.utils.") and frame.f_code.co_name in _BY_THE_NORM_OF_ALL
         if not is_memlab(frame):
             names.append(frame.f_code.co_name)
-        if names[-1:] == ["step"] and str(frame.f_globals.get("__name__", "")).startswith("torch.optim."):
+        if names[-1:] == ["step"] and home.startswith("torch.optim."):
             return _CLOSURE  # the update itself looks, within a step that began before this plan
         frame = frame.f_back  # type: ignore[assignment] # None at the end
-    if any("clip_grad" in name or "grad_norm" in name or "total_norm" in name for name in names):
+    if clips:
         return _CLIPPED
     if any("unscale" in name for name in names):
         return _SCALED

@@ -57,6 +57,10 @@ class Watch(LoopMode):
         return func(*args, **kwargs or {})
 
 
+# frames of their own, which are parts of a function
+_INSIDE_FUNCTIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>"})
+
+
 class Owner(Protocol):
     """Freed gradients, and hears what becomes of what stands for them."""
 
@@ -74,22 +78,26 @@ class Gone(torch.Tensor):
         gradient: of which it has shape, layout, dtype and device.
         parameter: id of the parameter whose gradient it was.
         owner: freed it.
+        kept: the gradient, where it was only about to be freed: whoever reads it gets it, once the owner has been told.
     """
 
     _parameter: int
     _owner: weakref.ref[Owner]
+    _kept: torch.Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, gradient: torch.Tensor, parameter: int, owner: weakref.ref[Owner]) -> Self:
+    def __new__(
+        cls, gradient: torch.Tensor, parameter: int, owner: weakref.ref[Owner], kept: torch.Tensor | None = None
+    ) -> Self:
         self = torch.Tensor._make_wrapper_subclass(
             cls, gradient.shape, strides=gradient.stride(), dtype=gradient.dtype, device=gradient.device
         )
-        self._parameter, self._owner = parameter, owner
+        self._parameter, self._owner, self._kept = parameter, owner, kept
         return self
 
-    def __init__(self, *_args: Any) -> None:
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         super().__init__()
 
     @classmethod
@@ -98,36 +106,54 @@ class Gone(torch.Tensor):
         operator = func.overloadpacket
         if operator is _ATEN.detach:
             (gone,) = tensors
-            return Gone(gone, gone._parameter, gone._owner)
+            return Gone(gone, gone._parameter, gone._owner, gone._kept)
         if operator not in (_ATEN.zero_, _ATEN._foreach_zero_) and not (operator is _ATEN.fill_ and args[1] == 0):
-            pytree.tree_map_only(Gone, Gone._read, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Gone, Gone._read, (args, kwargs))
+            return func(*args, **kwargs or {})
         for tensor in tensors:
             if not isinstance(tensor, Gone):
                 tensor.zero_()
-            elif (owner := tensor._owner()) is not None:
+                continue
+            if tensor._kept is not None:
+                tensor._kept.zero_()
+            if (owner := tensor._owner()) is not None:
                 owner.gone_zeroed(tensor._parameter)
         return None if tensors is args[0] else args[0]
 
-    def _read(self) -> None:
+    def _read(self) -> torch.Tensor:
         owner = self._owner()
         if owner is not None:
             owner.gone_read()
-        raise RuntimeError("this gradient was freed by --release-grads")
+        if self._kept is None:
+            raise RuntimeError("this gradient was freed by --release-grads")
+        return self._kept
 
-    def numpy(self, **_kwargs: Any) -> Any:
-        self._read()
+    def numpy(self, **kwargs: Any) -> Any:
+        return self._read().numpy(**kwargs)
 
     def tolist(self) -> Any:
-        self._read()
+        return self._read().tolist()
+
+    def data_ptr(self) -> int:
+        return self._read().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._read().untyped_storage()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def where() -> str:
     """Name the function that the loop is in, in words; empty for the cell itself."""
     frame = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(("memlab.", "torch.")):
+    while frame is not None and (
+        frame.f_code.co_name in _INSIDE_FUNCTIONS
+        or str(frame.f_globals.get("__name__", "")).startswith(("memlab.", "torch."))
+    ):
         frame = frame.f_back  # type: ignore[assignment] # None at the end
     name = frame.f_code.co_name if frame is not None else "<module>"
-    return f" (in {name})" if name != "<module>" else ""
+    return f" (in {name})" if name.isidentifier() else ""  # a cell itself has names in angle brackets
 
 
 def is_memlab(frame: Any) -> bool:

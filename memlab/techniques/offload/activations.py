@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.dispatch import WatchingMode, written_by
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import ModelCall, Technique
 from memlab.techniques.description import Description
@@ -34,7 +35,9 @@ from memlab.techniques.offload.spill import Spill, resolve_tier
 from memlab.techniques.offload.transfers import CopyStreams, Leaving, Ticket, copy_streams_of, settle
 
 _SMALLEST_BYTES = 1024
+_CALLS_WATCHED = 2  # for writes to what is saved; all of them where there are any
 _TENSORS_AHEAD = 2  # of the size of the largest, in each direction
+_View = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 # wrapper subclasses keep their data elsewhere
 _MOVABLE = (torch.Tensor, FakeTensor)
 
@@ -114,6 +117,13 @@ class _Passage:
         self._leaving.add(ticket, streams)
         stored.sent = ticket.without_source()
         return stored
+
+    def store_again(self, stored: _Stored, source: torch.Tensor) -> None:
+        """Send bytes that have been written to since once more."""
+        if not self._reads_in_place:
+            self._leaving.retire(0)
+            settle()
+        stored.kept.copy_(source)
 
     def fetch(self, stored: _Stored) -> torch.Tensor:
         """The bytes again, where the computation can read them."""
@@ -199,12 +209,17 @@ class _Packing:
     Args:
         passage: of that forward.
         staying: storages that are not moved.
+
+    Attributes:
+        writes_later: whether something that it saved was written to afterwards.
     """
 
     def __init__(self, passage: _Passage, staying: set[int]) -> None:
         self._passage, self._staying = passage, staying
         # one table per forward: an address may be used anew by another tensor later
         self._seen: dict[tuple[int, int], _Seen] = {}
+        self.writes_later = False
+        self._alone: list[tuple[weakref.ref[torch.UntypedStorage], _View, weakref.ref[_Stored]]] = []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | _Parked:
         if type(tensor) not in _MOVABLE or tensor.layout is not torch.strided:
@@ -217,9 +232,32 @@ class _Packing:
         if storage_bytes > 2 * tensor.numel() * tensor.element_size():
             alone = self._passage.store(_bytes_of(tensor.clone(memory_format=torch.contiguous_format)))
             stride = torch.empty(tensor.shape, device="meta").stride()
+            view = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+            self._alone.append((weakref.ref(storage), view, weakref.ref(alone)))
             return _Parked(alone, tensor.dtype, tensor.shape, stride, 0)
         stored = self._stored_whole(tensor, storage)
         return _Parked(stored, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def is_written(self, storage: torch.UntypedStorage) -> None:
+        """Send what is written to after it was saved once more.
+
+        Writes through `.data` count no version, and backward reads what they have written. Where the version counts them, torch
+        lets nothing read what was saved before.
+        """
+        again = [
+            (seen.stored(), _bytes_in(storage))
+            for (key, _), seen in self._seen.items()
+            if key == storage._cdata and seen.storage()
+        ]
+        for there, (dtype, *view), alone in self._alone:
+            whole = there()
+            if whole is not None and whole._cdata == storage._cdata:
+                tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *view)
+                again.append((alone(), _bytes_of(tensor.contiguous())))
+        for stored, source in again:
+            if stored is not None:
+                self.writes_later = True
+                self._passage.store_again(stored, source)
 
     def _stored_whole(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Stored:
         """The whole storage of a tensor, off the device."""
@@ -282,6 +320,20 @@ def _unpack(saved: torch.Tensor | _Parked) -> torch.Tensor:
     return saved.bring_back() if isinstance(saved, _Parked) else saved
 
 
+class _Writes(WatchingMode):
+    """Tells of operators that write to what a forward pass has saved."""
+
+    def __init__(self, packing: _Packing) -> None:
+        super().__init__()
+        self._packing = packing
+
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        for tensor in written_by(func, args, kwargs):
+            self._packing.is_written(tensor.untyped_storage())
+        return result
+
+
 # --- the technique --------------------------------------------------------------------------------
 
 
@@ -308,7 +360,8 @@ class OffloadActivations(Technique):
         super().__init__(plan)
         self._model: nn.Module | None = None
         self._spill: Spill | None = None
-        self._reads_in_place = False
+        self._reads_in_place = self._is_twin = False
+        self._calls, self._writes_later = 0, False  # whether activations are written to once they were saved
 
     @classmethod
     def wanted(cls, plan: Plan) -> bool:
@@ -325,6 +378,7 @@ class OffloadActivations(Technique):
         self._model = workload.model
         self._spill = Spill(self._tier(workload.device), pooled=True)
         self._reads_in_place = workload.device.type == "cpu"
+        self._is_twin = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
         undo.callback(self._forget_pool)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -337,8 +391,13 @@ class OffloadActivations(Technique):
         }
         in_place = self._reads_in_place
         passage = _Passage(self._spill, reads_in_place=True) if in_place else _CopiedPassage(self._spill)
-        with torch.autograd.graph.saved_tensors_hooks(_Packing(passage, staying), _unpack):
-            return call(*args, **kwargs)
+        packing = _Packing(passage, staying)
+        watched = not self._is_twin and (self._writes_later or self._calls < _CALLS_WATCHED)
+        with torch.autograd.graph.saved_tensors_hooks(packing, _unpack), _Writes(packing) if watched else nullcontext():
+            output = call(*args, **kwargs)
+        self._calls += 1
+        self._writes_later |= packing.writes_later
+        return output
 
     def trial_over(self) -> None:
         if self._spill is not None and self._model is not None:

@@ -70,9 +70,6 @@ class Arrival:
 class Link:
     """Copies between a device and where parameters rest; on CUDA beside the computations.
 
-    Args:
-        device: where parameters are used.
-
     Example:
         >>> stored = torch.arange(3.0)
         >>> Link(stored.device).fetch(stored).there()
@@ -134,7 +131,7 @@ def room_for(spill: Spill, tensor: torch.Tensor) -> torch.Tensor:
     stored = spill.empty_like(tensor)
     if stored.stride() == tensor.stride() or not is_dense(tensor):
         return stored
-    return stored.view(-1).as_strided(tensor.shape, tensor.stride())
+    return stored.view(-1).as_strided(tensor.shape, tensor.stride()).detach()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -148,11 +145,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Resting:
-    """Values of a parameter off the device.
-
-    Args:
-        stored: the values, with the parameter's layout.
-    """
+    """Values of a parameter off the device."""
 
     stored: torch.Tensor
 
@@ -178,12 +171,7 @@ class _Guest:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Whose values a storage on the device holds.
-
-    Args:
-        resting: the parameter's.
-        dtype: they are cast to.
-    """
+    """Whose values a storage on the device holds."""
 
     resting: Resting
     dtype: torch.dtype
@@ -275,7 +263,9 @@ class BlockStreaming:
 
     def resting(self, parameter: torch.Tensor) -> Resting | None:
         """Return what holds the values of a parameter that is at rest."""
-        return self._at_rest.get(storage_of(parameter))
+        # a transform of torch.func has put something in its place that has no storage
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(parameter)
+        return None if is_wrapped else self._at_rest.get(storage_of(parameter))
 
     # -- using a block -------------------------------------------------------------------------
 
@@ -319,7 +309,8 @@ class BlockStreaming:
         """A block is about to run its forward."""
         with ExitStack() as use:
             use.enter_context(self.in_use(block))
-            if torch.is_grad_enabled():
+            # transforms of torch.func have no hooks on saved tensors
+            if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
                 use.enter_context(_noting(self._noted, self._restored))
                 if _autocast_dtype(self.link.device) is not None:
                     use.enter_context(_without_cached_casts())
@@ -429,7 +420,7 @@ class _Begins(_BlockHook):
             self._block_streaming.begin(self._block)
 
     def in_use(self) -> AbstractContextManager[None]:
-        """See `memlab.runtime.modules.Use`."""
+        """See `memlab.runtime.modules.in_use`."""
         return self._block_streaming.in_use_again(self._block)
 
 

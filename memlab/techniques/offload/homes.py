@@ -13,9 +13,6 @@ _homes: WhileAlive[torch.device] = WhileAlive()
 def home_of(parameter: torch.Tensor) -> torch.device:
     """The device a parameter is used on.
 
-    Args:
-        parameter: of a model, at rest or not.
-
     Example:
         >>> home_of(torch.nn.Parameter(torch.ones(2)))
         device(type='cpu')
@@ -24,11 +21,7 @@ def home_of(parameter: torch.Tensor) -> torch.device:
 
 
 def is_at_rest(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter's values rest somewhere until they are used.
-
-    Args:
-        parameter: of a model.
-    """
+    """Return whether a parameter's values rest somewhere until they are used."""
     return _homes.of(parameter.untyped_storage()) is not None
 
 

@@ -28,7 +28,7 @@ from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.optimizer_step import plain_stepper, restored_on_failure
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.offload.spill import Spill
-from memlab.techniques.offload.transfers import CopyStreams, Ticket, copy_streams_of
+from memlab.techniques.offload.transfers import Ticket, copy_streams_of
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -106,19 +106,19 @@ class HostUpdate:
 
     def _prepared(self, group: dict[str, Any], parameters: Sequence[Parameter]) -> Callable[[], None]:
         """Take all memory that an update needs; what makes the update."""
-        streams = copy_streams_of(parameters[0])
         tickets = [self._gradients.pop(p) if p in self._gradients else self._sent(group, p) for p in parameters]
         fresh = {p: self._fresh(group, p) for p in parameters if not self._optimizer.state.get(p)}
         states = [fresh.get(p) or self._optimizer.state[p] for p in parameters]
         changes = [self._made_for(p).zero_() for p in parameters]
         above = [torch.empty_like(p) for p in parameters]
         counters = [self._counter(p, state["step"]) for p, state in zip(parameters, states, strict=True)]
-        steps = [torch.tensor(counter.steps + 1.0) for counter in counters]
+        steps = [torch.tensor(counter.steps + 1.0, device="cpu") for counter in counters]
 
         def update() -> None:
-            gradients = [_arrived(streams, ticket) for ticket in tickets]
+            gradients = [_arrived(p, ticket) for p, ticket in zip(parameters, tickets, strict=True)]
             _fused_update(group, changes, gradients, states, steps)
-            for change, target in zip(changes, above, strict=True):
+            for p, change, target in zip(parameters, changes, above, strict=True):
+                streams = copy_streams_of(p)
                 streams.wait(streams.fetch(target, change))
             if _is_decoupled(group, self._optimizer) and group["weight_decay"]:
                 torch._foreach_mul_(list(parameters), 1 - float(group["lr"]) * group["weight_decay"])
@@ -179,8 +179,8 @@ def _large(group: dict[str, Any], parameters: Sequence[Parameter]) -> list[Param
     return [parameter for parameter in group["params"] if id(parameter) in wanted]
 
 
-def _arrived(streams: CopyStreams, ticket: Ticket) -> torch.Tensor:
-    streams.arrived(ticket)
+def _arrived(parameter: Parameter, ticket: Ticket) -> torch.Tensor:
+    copy_streams_of(parameter).arrived(ticket)
     return ticket.target
 
 

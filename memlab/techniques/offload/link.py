@@ -31,12 +31,6 @@ _known: dict[torch.device, Link] = {}
 class Link:
     """Rates between a GPU and its host.
 
-    Args:
-        down: bytes per second to the host, from and to pinned memory.
-        up: bytes per second to the GPU.
-        both: bytes per second of each direction when both are in use.
-        updated: parameters per second that the host's fused AdamW updates.
-
     Example:
         >>> pcie4 = Link(down=25e9, up=25e9, both=20e9, updated=3e9)
         >>> pcie4.favours_host
@@ -81,9 +75,6 @@ class Link:
 def measured(device: torch.device) -> Link:
     """The link of a GPU; the first call measures it.
 
-    Args:
-        device: a CUDA device.
-
     Raises:
         torch.OutOfMemoryError: the GPU has no room for what is copied.
     """
@@ -95,8 +86,8 @@ def measured(device: torch.device) -> Link:
 
 def _measured(device: torch.device) -> Link:
     there = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
-    here = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-    other_here = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    here = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+    other_here = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     other_there = torch.zeros_like(there)
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -106,7 +106,8 @@ class OffloadOptimizer(Technique):
                 self._tier(home_of(parameter))
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
-        self._is_for_gpu = home_of(next(workload.model.parameters())).type == "cuda"
+        # a prediction says so of parameters without values on the CPU
+        self._is_for_gpu = "cuda" in (workload.device.type, home_of(next(workload.model.parameters())).type)
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         undo.callback(self._forget, optimizer)
@@ -187,7 +188,7 @@ class OffloadOptimizer(Technique):
         del self._leaving[:-2]
         for parameter in parameters:
             if not self._is_in_file(parameter):
-                self._fetch(optimizer.state.get(parameter, {}), parameter)
+                self._fetch(dict(optimizer.state.get(parameter, ())), parameter)
 
     def _fetch(self, state: State, parameter: Parameter) -> None:
         for name, kept in self._kept.get(parameter, {}).items():

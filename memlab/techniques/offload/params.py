@@ -322,12 +322,7 @@ def _leave_all(visits: list[_Visit]) -> None:
 
 
 class _Gradients:
-    """Sends gradients where their parameters rest, as they are made.
-
-    Args:
-        spill: where to.
-        link: the way there.
-    """
+    """Sends gradients where their parameters rest, as they are made."""
 
     def __init__(self, spill: Spill, link: Link) -> None:
         self._spill = spill

@@ -79,7 +79,7 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
 
 def pinned_slab(size_bytes: int) -> memoryview:
     """A slab of pinned host memory."""
-    return memoryview(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy().data)
+    return memoryview(torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data)
 
 
 class _Slab:
@@ -164,9 +164,6 @@ class Pool:
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """A region, with whatever was in it before: [size_bytes], uint8.
-
-        Args:
-            size_bytes: at least 1.
 
         Raises:
             OSError: the disk is full.

@@ -102,7 +102,7 @@ class Spill:
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A spilled tensor with the shape and dtype of another one, not filled yet."""
         if tensor.numel() == 0:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         size_bytes = tensor.numel() * tensor.element_size()
         if isinstance(tensor, FakeTensor):
             with _births_are_spilled():
@@ -112,7 +112,7 @@ class Spill:
         elif self._pinned is not None and tensor.is_cuda:
             spilled = _shaped(self._pinned.take(size_bytes), tensor)
         else:
-            spilled = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            spilled = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
         self._keep_count(spilled.untyped_storage(), size_bytes)
         return spilled
 
@@ -130,4 +130,5 @@ class Spill:
 
 
 def _shaped(region: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return region.view(tensor.dtype).view(tensor.shape)
+    # no view: loops detach gradients in place before they zero them
+    return region.view(tensor.dtype).view(tensor.shape).detach()

@@ -89,11 +89,7 @@ class CopyStreams:
 
 
 class CudaCopyStreams(CopyStreams):
-    """Two streams of a GPU.
-
-    Args:
-        device: the GPU.
-    """
+    """Two streams of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -150,8 +146,8 @@ class Leaving:
 
     @property
     def held_bytes(self) -> int:
-        """Of the tensors that are held."""
-        # counted anew: two books could differ after an error
+        """Bytes of the tensors that are held."""
+        # counted anew: two counts could differ after an error
         return sum(_size_bytes(ticket.source) for ticket, _ in self._tickets)
 
     def add(self, ticket: Ticket, streams: CopyStreams) -> None:

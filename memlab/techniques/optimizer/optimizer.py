@@ -8,6 +8,8 @@ Rules:
 2. Only `optimizer.state` changes: its entries are in the delegate's format while the technique is on.
 3. What the delegate's format cannot hold is parked off the device. As long as no step has been taken
    it is given back bit for bit; a step makes it stale, and it is dropped.
+4. A loop that asks for the state of a parameter by a name of its own optimizer (``state["exp_avg"]``) finds it in the form
+   it knows (`PackedState`), and what it writes there counts: the next update packs it again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan, Tier
 from memlab.runtime.optimizer_step import unhooked_step
-from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState, canonical
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import State, Stepper, Technique
 from memlab.techniques.offload.spill import Spill, resolve_tier
@@ -100,7 +102,9 @@ class OptimizerConversion(Technique):
             self._note(f"already {type(optimizer).__name__}: --optim {self.choice} changes nothing")
             return
         undo.callback(self._conversions.pop, optimizer, None)
-        self._conversions[optimizer] = _Conversion(optimizer, self.choice, self._updates)
+        self._conversions[optimizer] = _Conversion(
+            optimizer, self.choice, self._updates, lambda: self.host.techniques()
+        )
         for note in self._row.notes:
             self._note(note)
 
@@ -136,7 +140,7 @@ class _Delegate:
     def __init__(self, row: Replacement) -> None:
         self.form = row.form()
         self._settings = row.settings
-        self._optimizer = row.make([torch.nn.Parameter(torch.empty(0, 0))])
+        self._optimizer = row.make([torch.nn.Parameter(torch.empty(0, 0, device="cpu"))])
         self._optimizer.param_groups = []
 
     def update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
@@ -167,8 +171,16 @@ class _Delegate:
 class _Conversion:
     """One optimizer's delegates and the formats its state goes between."""
 
-    def __init__(self, optimizer: Optimizer, choice: OptimizerChoice, updates: Mapping[torch.Tensor, bool]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        choice: OptimizerChoice,
+        updates: Mapping[torch.Tensor, bool],
+        techniques: Callable[[], Sequence[Technique]],
+    ) -> None:
         row = REPLACEMENTS[choice]
+        self._techniques = techniques
+        self._is_updating = False
         self._choice = choice
         self._source = TorchAdamFormat() if is_torch_adam(optimizer) else bnb_format_of(optimizer)
         self._main = _Delegate(row)
@@ -184,21 +196,21 @@ class _Conversion:
         return sum(spill.stored_bytes for spill in self._spills.values())
 
     def pack(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
-        form = self._delegate_of(parameter).form
-        if form.holds(parameter, state):
+        form, kept = self._delegate_of(parameter).form, dict(state)
+        if form.holds(parameter, kept):
             return state
         group = _group_of(optimizer, parameter)
-        moments = self._source.decode(parameter, group, state)
+        moments = self._source.decode(parameter, group, kept)
         self._dtypes[parameter] = moments.first.dtype
         if form.follows_dtype:
             moments = moments.to(parameter.dtype)
         resident = form.encode(parameter, group, moments)
         if not (form.keeps_first and form.keeps_second):
-            self._parked[parameter] = {name: self._park(parameter, value) for name, value in state.items()}
-        return resident
+            self._parked[parameter] = {name: self._park(parameter, value) for name, value in kept.items()}
+        return self._shown(optimizer, parameter, resident)
 
     def unpack(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
-        form = self._delegate_of(parameter).form
+        form, state = self._delegate_of(parameter).form, dict(state)
         if not form.holds(parameter, state) or self._source.holds(parameter, state):
             return state
         parked = self._parked.get(parameter)
@@ -212,12 +224,36 @@ class _Conversion:
 
     def update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         """Let the delegates update these parameters with the current settings of their groups."""
+        self._is_updating = True
+        try:
+            for parameter in parameters:
+                self._make_ready(optimizer, parameter)
+            for delegate in dict.fromkeys((self._main, self._rest)):
+                own = [parameter for parameter in parameters if self._delegate_of(parameter) is delegate]
+                if own:
+                    delegate.update(optimizer, own)
+        finally:
+            self._is_updating = False
         for parameter in parameters:
-            self._make_ready(optimizer, parameter)
-        for delegate in dict.fromkeys((self._main, self._rest)):
-            own = [parameter for parameter in parameters if self._delegate_of(parameter) is delegate]
-            if own:
-                delegate.update(optimizer, own)
+            state = optimizer.state.get(parameter)
+            if state and not isinstance(state, PackedState):
+                optimizer.state[parameter] = self._shown(optimizer, parameter, state)
+
+    def _shown(self, optimizer: Optimizer, parameter: Parameter, resident: State) -> State:
+        """Resident state, as the loop may find it."""
+        form = self._delegate_of(parameter).form
+        if self._source.holds(parameter, resident):
+            return resident
+        names = self._source.names if form.keeps_second else frozenset[str]()
+        conversion, of, owner = weakref.ref(self), weakref.ref(parameter), weakref.ref(optimizer)
+
+        def own_form(state: State) -> State | None:
+            me, parameter, optimizer = conversion(), of(), owner()
+            if me is None or parameter is None or optimizer is None or me._is_updating:
+                return None
+            return canonical(optimizer, parameter, state, me._techniques())
+
+        return PackedState(resident, names, own_form, f"under --optim {self._choice}")
 
     def _delegate_of(self, parameter: Parameter) -> _Delegate:
         return self._main if self._main is self._rest or self._updates.get(parameter) else self._rest
@@ -225,7 +261,7 @@ class _Conversion:
     def drop_stale(self, optimizer: Optimizer) -> None:
         """Free what was parked for parameters that have been updated since."""
         for parameter, parked in list(self._parked.items()):
-            if optimizer.state.get(parameter, {}).get("step") != int(parked["step"]):
+            if dict(optimizer.state.get(parameter, ())).get("step") != int(parked["step"]):
                 del self._parked[parameter]
 
     def _make_ready(self, optimizer: Optimizer, parameter: Parameter) -> None:
@@ -238,7 +274,7 @@ class _Conversion:
             fresh = form.fresh(parameter)
             if fresh is not None:
                 optimizer.state[parameter] = fresh
-        elif not form.holds(parameter, state):
+        elif not form.holds(parameter, dict(state)):
             # loaded by an optimizer that runs no load_state_dict hooks, as those of bitsandbytes
             optimizer.state[parameter] = self.pack(optimizer, parameter, state)
 

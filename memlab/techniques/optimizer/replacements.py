@@ -13,14 +13,7 @@ from memlab.extras import require
 from memlab.plan import OptimizerChoice
 from memlab.runtime.modules import repeated_blocks
 from memlab.techniques.description import Description
-from memlab.techniques.optimizer.state_formats import (
-    AdafactorFormat,
-    BnbAdamFormat,
-    MuonFormat,
-    NoMomentsFormat,
-    StateFormat,
-    TorchAdamFormat,
-)
+from memlab.techniques.optimizer import state_formats
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -47,7 +40,7 @@ class Replacement:
     """
 
     make: Callable[[list[Parameter]], Optimizer]
-    form: Callable[[], StateFormat]
+    form: Callable[[], state_formats.StateFormat]
     is_already: Callable[[Optimizer], bool]
     notes: tuple[str, ...]
     description: Description | None = None
@@ -78,10 +71,10 @@ def couples_decay(optimizer: Optimizer) -> bool:
     return is_torch_adam(optimizer) and any(g["weight_decay"] and not g.get("decoupled_weight_decay") for g in groups)
 
 
-def bnb_format_of(optimizer: Optimizer) -> BnbAdamFormat:
+def bnb_format_of(optimizer: Optimizer) -> state_formats.BnbAdamFormat:
     """The format of an Adam of bitsandbytes."""
     bits, smallest = (int(getattr(optimizer.args, name)) for name in ("optim_bits", "min_8bit_size"))  # type: ignore[attr-defined]
-    return BnbAdamFormat(bits, smallest, bool(getattr(optimizer, "is_paged", False)))
+    return state_formats.BnbAdamFormat(bits, smallest, bool(getattr(optimizer, "is_paged", False)))
 
 
 def matrices_of_blocks(model: torch.nn.Module) -> list[Parameter]:
@@ -133,12 +126,12 @@ _CLOSE = "moments are kept in 8 bits; turning them into fp32 again is close, not
 _NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
 REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
     OptimizerChoice.ADAMW: Replacement(
-        torch.optim.AdamW, TorchAdamFormat, lambda optimizer: is_torch_adam(optimizer) and not couples_decay(optimizer),
+        torch.optim.AdamW, state_formats.TorchAdamFormat, lambda optimizer: is_torch_adam(optimizer) and not couples_decay(optimizer),
         ("moments are converted to fp32; going back to 8 bits is not bit-exact",),
         code=("", "torch.optim.AdamW(model.parameters(), lr=lr)"), trainer="adamw_torch",
     ),
     OptimizerChoice.ADAM8BIT: Replacement(
-        lambda parameters: require("bitsandbytes").optim.AdamW8bit(parameters), BnbAdamFormat, partial(_is_8bit, paged=False),
+        lambda parameters: require("bitsandbytes").optim.AdamW8bit(parameters), state_formats.BnbAdamFormat, partial(_is_8bit, paged=False),
         (_CLOSE,),
         Description(
             flags="--adam8bit",
@@ -151,7 +144,7 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
         code=("import bitsandbytes", "bitsandbytes.optim.AdamW8bit(model.parameters(), lr=lr)"), trainer="adamw_bnb_8bit",
     ),
     OptimizerChoice.PAGED_ADAM8BIT: Replacement(
-        lambda parameters: require("bitsandbytes").optim.PagedAdamW8bit(parameters), partial(BnbAdamFormat, paged=True),
+        lambda parameters: require("bitsandbytes").optim.PagedAdamW8bit(parameters), partial(state_formats.BnbAdamFormat, paged=True),
         partial(_is_8bit, paged=True), (_CLOSE, "bitsandbytes returns paged memory only when the kernel ends"),
         Description(
             flags="--optim paged-adam8bit",
@@ -165,7 +158,7 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
         trainer="paged_adamw_8bit",
     ),
     OptimizerChoice.ADAFACTOR: Replacement(
-        _adafactor, AdafactorFormat, lambda optimizer: type(optimizer).__name__ == "Adafactor",
+        _adafactor, state_formats.AdafactorFormat, lambda optimizer: type(optimizer).__name__ == "Adafactor",
         ("Adafactor keeps row and column means of the second moment and no first moment; both come back as they "
          "were until the first step, after that the first moment starts again from zero",),
         Description(
@@ -180,7 +173,7 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
               "Adafactor(model.parameters(), lr=lr, scale_parameter=False, relative_step=False, warmup_init=False)"),
     ),
     OptimizerChoice.SGD: Replacement(
-        torch.optim.SGD, NoMomentsFormat, lambda optimizer: isinstance(optimizer, torch.optim.SGD),
+        torch.optim.SGD, state_formats.NoMomentsFormat, lambda optimizer: isinstance(optimizer, torch.optim.SGD),
         ("SGD keeps no moments and may need another learning rate; the moments come back as they were until the "
          "first step, after that they start again from zero",),
         Description(
@@ -195,7 +188,7 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
     ),
     OptimizerChoice.MUON: Replacement(
         # scaled to AdamW's size of a step, so that a learning rate and a weight decay chosen for AdamW stay right
-        lambda parameters: torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw"), MuonFormat,
+        lambda parameters: torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw"), state_formats.MuonFormat,
         lambda optimizer: type(optimizer).__name__ == "Muon",
         ("Muon updates the matrices of blocks, with Adam's first moment as its momentum, and AdamW all else; the moments "
          "of those matrices come back as they were until the first step, after that they start again from zero",),

@@ -49,12 +49,14 @@ class StateFormat(ABC):
         keeps_second: whether the second moment survives, at least approximately.
         follows_dtype: whether moments must have the dtype of their parameter.
         counts_updates: whether the optimizer counts the updates of a parameter in its "step".
+        names: those of its entries, where it can be the format of the user's own optimizer.
     """
 
     keeps_first: ClassVar[bool] = True
     keeps_second: ClassVar[bool] = True
     follows_dtype: ClassVar[bool] = False
     counts_updates: ClassVar[bool] = True
+    names: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
@@ -77,9 +79,10 @@ class TorchAdamFormat(StateFormat):
     """torch.optim.Adam and AdamW: two tensors like the parameter, and a step tensor."""
 
     follows_dtype = True
+    names = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
     def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
-        return {"step", "exp_avg", "exp_avg_sq"} <= state.keys()
+        return self.names <= state.keys()
 
     def encode(self, parameter: torch.nn.Parameter, group: Group, moments: Moments) -> State:
         return {
@@ -113,6 +116,8 @@ class BnbAdamFormat(StateFormat):
         smallest_8bit: parameters with fewer elements keep fp32 moments.
         paged: keep the moments in CUDA's unified memory.
     """
+
+    names = frozenset({"step"} | {f"{name}{which}" for name in ("state", "qmap", "absmax") for which in (1, 2)})
 
     def __init__(self, bits: int = 8, smallest_8bit: int = 4096, paged: bool = False) -> None:
         self.bits = bits

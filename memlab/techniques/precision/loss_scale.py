@@ -17,14 +17,13 @@ Numbered rules:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from memlab.errors import RefusalError
 from memlab.runtime.backward import around_backward_passes
@@ -60,13 +59,7 @@ class LossScale:
         self._outside: list[_Nodes] = []
 
     def watch(self, workload: Workload, note: Callable[[str], None], undo: ExitStack) -> None:
-        """Unscale every parameter's gradient before it is accumulated.
-
-        Args:
-            workload: model and optimizers.
-            note: called with what the receipt is to say.
-            undo: ends it.
-        """
+        """Unscale every parameter's gradient before it is accumulated."""
         self._name, self._optimizers, self._note = workload.name, workload.optimizers, note
         undo.callback(self._sums.clear)
         self._all = [weakref.ref(parameter) for parameter in workload.model.parameters()]
@@ -109,20 +102,14 @@ class LossScale:
                 "leave autocast out of the loop, or use --bf16",
             )
 
-    def entered(self, arguments: Any) -> Any:
-        """Return the arguments of a call, by which gradients leave it unscaled."""
-        return tree_map(self._entered, arguments)
-
-    def _entered(self, leaf: Any) -> Any:
+    def entered(self, leaf: Any) -> Any:
+        """Return an argument of a call, by which gradients leave it unscaled."""
         self._has_graph_before |= isinstance(leaf, torch.Tensor) and leaf.requires_grad
         return scaled_gradient(leaf, 1 / self.scale)
 
     @contextmanager
     def _scaled_past_calls(self, roots: Sequence[Any]) -> Iterator[None]:
         """Scale, during a backward pass, what reaches parameters past the model's calls.
-
-        Args:
-            roots: what is derived.
 
         Raises:
             RefusalError: a node gets gradients both with the scale and without it.
@@ -173,8 +160,8 @@ class LossScale:
         if both_ways:
             raise RefusalError(
                 "precision",
-                f"the loss and a gradient of a gradient go through the same call of {self._name}: --fp16 scales the one and "
-                "not the other",
+                f"the loss goes through a call of {self._name} by its output and past it as well (by a gradient of a gradient, or by a "
+                "tensor that the call leaves elsewhere): --fp16 scales the one and not the other",
                 "use --bf16",
             )
 
@@ -259,6 +246,12 @@ def _multiplied(places: frozenset[int], scale: float, gradients: Sequence[Any], 
 
 def _node_of(root: Any) -> Any:
     return root.grad_fn if isinstance(root, torch.Tensor) else root.node
+
+
+def nodes_of(outputs: Iterable[torch.Tensor]) -> Mapping[int, Any]:
+    """Return all nodes that outputs are made by, by identity."""
+    outside, calls, inside = _walk([output.grad_fn for output in outputs], enters=True)
+    return outside | calls | inside
 
 
 def _walk(roots: Sequence[Any], *, enters: bool) -> tuple[_Nodes, _Nodes, _Nodes]:

@@ -4,13 +4,12 @@ Rules:
 
 1. Pickling and copying look for ``__reduce_ex__`` and ``__deepcopy__`` on a tensor before they look on its class. The ones put
    there make an ordinary tensor with the user's values, so that files and copies know nothing of memlab.
-2. Modules answer `state_dict()`, their own or that of a module they are part of, with such tensors: one for all names of
-   a tied parameter. With ``keep_vars`` torch gives the live parameters, which stay what they are.
+2. Modules answer `state_dict()`, their own or that of a module they are part of, with the user's values, which share memory with
+   those of the parameter, as torch's do. With ``keep_vars`` torch gives the live parameters, which stay what they are.
 3. Loading, moves and casts (``model.float()``), and `save_pretrained`, which reads more of a model than its state, run while
    tensors have their own form. A cast to another one is refused.
 
-Known limitations: parameters that ``load_state_dict(assign=True)`` puts in place of the old ones are not converted; what reads
-``parameter.data`` itself, an average of weights say, sees the form it is kept in.
+Known limitations: parameters that ``load_state_dict(assign=True)`` puts in place of the old ones are not converted.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from torch import nn
 from memlab.errors import RefusalError
 from memlab.runtime.hooks import stand_in
 from memlab.runtime.interrupts import interruptible, uninterrupted
+from memlab.runtime.touch import own_class
+from memlab.techniques.precision.masters import Masters
 
 _NAMES = ("__reduce_ex__", "__deepcopy__")
 
@@ -36,20 +37,17 @@ class OwnForm:
     """Gives a model's tensors out in their own form.
 
     Args:
-        whole: makes a tensor's values in their own form, on the device they rest on; None when it has it now. A method;
-            its object is held weakly.
-        restored: context in which some tensors have their own form, and are converted again at its end; likewise.
+        masters: gives the values in their own form.
+        restored: context in which some tensors have their own form, and are converted again at its end.
     """
 
     def __init__(
         self,
-        whole: Callable[[torch.Tensor], torch.Tensor | None],
+        masters: Masters,
         restored: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]],
     ) -> None:
-        self._whole = weakref.WeakMethod(whole)
-        self._restored = weakref.WeakMethod(restored)
-        self._saved_to: Callable[[], Any] = lambda: None
-        self._saved: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._masters = masters
+        self._restored = restored
 
     def serve(self, model: nn.Module, tensors: Sequence[torch.Tensor], undo: ExitStack) -> None:
         """Answer for some tensors of a model, until undone."""
@@ -68,10 +66,6 @@ class OwnForm:
         if hasattr(type(model), "save_pretrained"):
             stand_in(model, "save_pretrained", partial(self._save_pretrained, weakref.ref(model)), undo)
 
-    def _values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        whole = self._whole()
-        return None if whole is None else whole(tensor)
-
     # -- pickles and copies --------------------------------------------------------------------
 
     def _reduced(self, tensor: weakref.ref[Any], protocol: Any) -> Any:
@@ -89,45 +83,37 @@ class OwnForm:
         return made
 
     def _ordinary(self, live: torch.Tensor) -> torch.Tensor:
-        values = self._values_of(live)
-        if values is None:
-            values = live.detach().clone()
+        values = self._masters.copied(live)
         if isinstance(live, nn.Parameter):
-            return type(live)(values, requires_grad=live.requires_grad)
+            kind: type[nn.Parameter] = own_class(live)
+            return kind(values, requires_grad=live.requires_grad)
         return values.requires_grad_(live.requires_grad)
 
     # -- state dicts ---------------------------------------------------------------------------
 
     def _save(self, there: weakref.ref[nn.Module], destination: Any, prefix: str, keep_vars: bool) -> None:
         module: Any = there()
-        type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
+        with torch._C.DisableTorchFunctionSubclass():  # reading for a file is no touch
+            type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
         if keep_vars:
             return
         for name, tensor in _tensors_of(module):
             key = prefix + name
-            if key in destination and (values := self._once_for(destination, tensor)) is not None:
-                destination[key] = values
-
-    def _once_for(self, destination: Any, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values of a tensor; the same object for each of its names in one state dict."""
-        if self._saved_to() is not destination:
-            self._saved_to = weakref.ref(destination) if hasattr(destination, "__weakref__") else lambda: destination
-            self._saved.clear()
-        values = self._saved.get(id(tensor))
-        if values is None and (values := self._values_of(tensor)) is not None:
-            self._saved[id(tensor)] = values
-        return values
+            if key in destination and (values := self._masters.show(tensor)) is not None:
+                destination[key] = values.detach()
 
     def _load(self, there: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> None:
         module: Any = there()
-        with self._all_restored([tensor for _, tensor in _tensors_of(module)]):
+        with self._restored([tensor for _, tensor in _tensors_of(module)]):
             type(module)._load_from_state_dict(module, *args, **kwargs)
 
     def _convert(
         self, there: weakref.ref[nn.Module], change: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
     ) -> Any:
         module: Any = there()
-        dtype = change(torch.empty(0, dtype=torch.float32)).dtype  # asked before any tensor of the model is changed
+        dtype = change(
+            torch.empty(0, dtype=torch.float32, device="cpu")
+        ).dtype  # asked before any tensor of the model is changed
         if dtype is not torch.float32:
             refusal = RefusalError(
                 "precision",
@@ -137,18 +123,13 @@ class OwnForm:
             )
             refusal.in_loop = True
             raise refusal
-        with self._all_restored([tensor for _, tensor in _tensors_of(module)]):
+        with self._restored([tensor for _, tensor in _tensors_of(module)]):
             return type(module)._apply(module, change, *args, **kwargs)
 
     def _save_pretrained(self, there: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
         model: Any = there()
-        with uninterrupted(), self._all_restored([*model.parameters(), *model.buffers()]), interruptible():
+        with uninterrupted(), self._restored([*model.parameters(), *model.buffers()]), interruptible():
             return type(model).save_pretrained(model, *args, **kwargs)
-
-    def _all_restored(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        restored = self._restored()
-        assert restored is not None
-        return restored(tensors)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
-from memlab.runtime.surroundings import Snapshot
+from memlab.runtime.surroundings import Surroundings
 
 # methods that hold the feed-forward part of a block that has no module for it: BERT and its kin, and torch's own
 _METHODS = ("feed_forward_chunk", "_ff_block")
@@ -26,13 +26,7 @@ _TOLERANCE, _LOW_TOLERANCE = 1e-4, 3e-2
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer with a plain weight: `nn.Linear` itself or Transformers' `Conv1D`; subclasses compute otherwise.
-
-    Args:
-        module: the layer.
-        inputs: features that go in.
-        outputs: features that come out.
-    """
+    """A linear layer with a plain weight: `nn.Linear` itself or Transformers' `Conv1D`; subclasses compute otherwise."""
 
     module: nn.Module
     inputs: int
@@ -68,7 +62,7 @@ class FeedForward:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the largest weight."""
+        """Bytes of the largest weight."""
         return max(linear.weight_bytes for linear in self.linears)
 
 
@@ -155,9 +149,9 @@ def treats_rows_alike(part: FeedForward) -> bool:
     weight = part.linears[0].weight
     if isinstance(weight, FakeTensor):
         return True
-    noise = torch.randn(1, 3, part.linears[0].inputs, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(1, 3, part.linears[0].inputs, generator=torch.Generator().manual_seed(0), device="cpu")
     call = getattr(part.owner, part.method)
-    before = Snapshot(part.owner)
+    before = Surroundings(part.owner)
     random = Randomness(weight.device, before.generators)
     try:
         with torch.no_grad(), without_autocast():

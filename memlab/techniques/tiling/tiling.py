@@ -97,7 +97,8 @@ class Tiling(Technique):
                 "use it with --bf16 or --fp16, or --accumulate N instead",
             )
         largest = f"the largest takes {format_bytes(linears[-1].weight_bytes)}" if linears else "it has none at all"
-        beside = " beside the head, whose loss is chunked," if self.plan.loss is Loss.CHUNKED else ""
+        has_head = self.plan.loss is Loss.CHUNKED and bool(large_heads(model))
+        beside = " beside the head, whose loss is chunked," if has_head else ""
         raise RefusalError(
             self.field,
             f"no linear layer of {workload.name}{beside} has a weight of {format_bytes(LARGE_BYTES)} or more: {largest}",

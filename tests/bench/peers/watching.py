@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from memlab.measuring.device import Mark, device_for
+from memlab.measuring.device import TimeMark, device_for
 from memlab.records import Category
 
 _WARMUP = {"tiny": 1, "small": 1, "full": 5}
@@ -60,7 +60,7 @@ class Watch:
         self._ledger = self._device.ledger()
         self._on_gpu = job.on_gpu
         self._warmup, self._timed = _WARMUP[job.scale], _TIMED[job.scale]
-        self._marks: list[Mark] = []
+        self._marks: list[TimeMark] = []
         self._ended = 0
         self._at_start_bytes = 0 if job.on_gpu else resident_bytes("VmRSS")
         self._numbers: dict[str, float] = {}

@@ -13,6 +13,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
@@ -388,8 +389,8 @@ class Valued : public c10::OperatorKernel {
     is_by_value_ = is_by_value(schema, name);
     is_cudnn_attention_ = name == "_cudnn_attention_forward";
     is_cudnn_attention_backward_ = name == "_cudnn_attention_backward";
-    // kernels over lists write what they are asked to and nothing else
-    may_write_more_ = name.rfind("_foreach_", 0) && name.rfind("_fused_", 0) && name.rfind("_amp_", 0);
+    // these write what they are asked to and nothing else; those over lists may call operators for each tensor
+    may_write_more_ = name.rfind("_fused_", 0) && name.rfind("_amp_", 0);
     is_random_ = op.hasTag(at::Tag::nondeterministic_seeded) || name.find("dot_product") != std::string::npos;
     generator_ = schema.argumentIndexWithName("generator");
     for (const char *each : {with_overload.c_str(), name.c_str()})
@@ -447,6 +448,13 @@ Tensor to_gpu(const Tensor &tensor) {
   return made;
 }
 
+// kernels run on the device of their tensors, whichever is current
+std::optional<at::Device> device_of(const std::vector<Tensor> &tensors) {
+  for (const Tensor &each : tensors)
+    if (each.defined() && each.is_cuda()) return each.device();
+  return std::nullopt;
+}
+
 void Valued::operator()(const OperatorHandle &op, DispatchKeySet keys, Stack *stack) {
   if (is_stale.load()) stand_in();
   if (is_copy_) return copy(op, keys, stack);
@@ -460,6 +468,7 @@ void Valued::operator()(const OperatorHandle &op, DispatchKeySet keys, Stack *st
     is_mixed |= each.defined() && !each.is_cuda();
   }
   if (is_list_copy_ && is_mixed) return leave(op, keys, stack);  // its copies are real ones
+  c10::cuda::OptionalCUDAGuard guard(device_of(tensors));
   emulated_catch_up(c10::cuda::getCurrentCUDAStream(emulated_current()).stream());
   uint64_t seed = is_random_ ? seed_of(generator_ ? &arguments[*generator_] : nullptr, tensors) : 0;
   Call call{op, {}, seed};
@@ -583,6 +592,7 @@ void Valued::copy(const OperatorHandle &op, DispatchKeySet keys, Stack *stack) {
   if (!on_gpu(to) || !on_gpu(from) || !to.numel()) return leave(op, keys, stack);
   bool is_plain = to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes() && to.strides() == from.strides() &&
                   to.is_non_overlapping_and_dense() && to.is_conj() == from.is_conj() && to.is_neg() == from.is_neg();
+  c10::cuda::OptionalCUDAGuard guard(to.device());
   emulated_catch_up(c10::cuda::getCurrentCUDAStream(emulated_current()).stream());
   leave(op, keys, stack);
   if (is_plain) return;

@@ -10,18 +10,18 @@ from torch import nn
 
 from memlab import Workload
 from memlab.scaleout.engines.micro import SetAside
-from memlab.techniques.accumulation import micro
+from memlab.techniques.accumulation import micro_outputs
 from tests.scaleout.handing import engines, handed_over
 from tests.scaleout.runs import texts, trained_in_odd_ways
 
 
 def looked_at_late(workload: Workload, batches: Sequence[torch.Tensor]) -> list[float]:
     """Train in odd ways, with every output of a split call left out until it is looked at."""
-    before, micro.LAZY_FROM_BYTES = micro.LAZY_FROM_BYTES, 0
+    before, micro_outputs.LAZY_FROM_BYTES = micro_outputs.LAZY_FROM_BYTES, 0
     try:
         return trained_in_odd_ways(workload, batches)
     finally:
-        micro.LAZY_FROM_BYTES = before
+        micro_outputs.LAZY_FROM_BYTES = before
 
 
 @pytest.mark.full

@@ -1,0 +1,113 @@
+"""`SavedView`: the panel as a table and a picture, for pages without its kernel; and as text where there are no widgets."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Callable
+from operator import itemgetter
+from uuid import uuid4
+
+from memlab.errors import PlanError
+from memlab.extras import available
+from memlab.jupyter import display
+from memlab.live.live_predictions import effect_of
+from memlab.live.source import Source
+from memlab.plan import FIELDS, Plan
+from memlab.records import Measurement
+from memlab.records.comparison import Comparison
+from memlab.records.live_state import Activity, Moment
+from memlab.report import html, image, tables, text
+from memlab.report.table import Column, ColumnKind, Table, row
+
+_MOST_EVENTS = 6
+
+
+class SavedView:
+    """A display below a panel, which a page hides as long as the panel is alive there; by itself where there are no widgets.
+
+    It is brought up to date where no cell trains: a notebook that is saved then has what was measured last.
+
+    Args:
+        source: a run to follow by itself, from now on and until it is closed.
+    """
+
+    def __init__(self, source: Source | None = None) -> None:
+        self._display = ""
+        self._shown: tuple[Plan, tuple[Measurement, ...]] | None = None
+        self._picture: tuple[tuple[Measurement, ...], str] = ((), "")  # and what of
+        self._end: Callable[[], None] | None = None
+        if source is not None:
+            self.show(source.moment())
+            self._end = source.watch(self.update)
+
+    def show(self, moment: Moment) -> None:
+        """Show it below what is displayed so far in this cell."""
+        self._display, self._shown = uuid4().hex, (moment.plan, moment.measurements)
+        display.show(self._formats(moment), display_id=self._display, raw=True)
+
+    def update(self, moment: Moment) -> None:
+        """Bring it up to date; nothing while a cell trains, and before it is shown."""
+        now = (moment.plan, moment.measurements)
+        if self._display and moment.activity is Activity.IDLE and now != self._shown:
+            self._shown = now
+            display.replace_shown(self._formats(moment), display_id=self._display, raw=True)
+
+    def close(self) -> None:
+        """Follow the run no longer; what is shown stays."""
+        if self._end is not None:
+            self._end()
+
+    def _formats(self, moment: Moment) -> dict[str, str]:
+        tried = _tried(moment)
+        shown = [_settings(moment), *([tables.comparison(tried)] if tried else [])]
+        formats = {
+            "text/html": f'<div class="memlab-still">{"".join(map(html.table, shown))}</div>',
+            "text/plain": "\n\n".join(map(text.table, shown)),
+        }
+        if tried is not None and len(tried.measurements) > 1 and available("matplotlib"):
+            if moment.measurements != self._picture[0]:  # a click is not to wait for it: it takes a fifth of a second
+                self._picture = (moment.measurements, b64encode(image.png(tried)).decode())
+            formats["image/png"] = self._picture[1]
+        return formats
+
+
+def as_text(moment: Moment) -> str:
+    """Return what a panel shows, as text, where there are no widgets."""
+    return text.table(_settings(moment))
+
+
+def tried_as_html(moment: Moment) -> str:
+    """Return the numbers of what was tried as a table; empty when nothing was."""
+    tried = _tried(moment)
+    return html.table(tables.comparison(tried)) if tried is not None else ""
+
+
+def _tried(moment: Moment) -> Comparison | None:
+    """What has been measured, and what happened."""
+    if not moment.measurements:
+        return None
+    return Comparison("settings tried", moment.measurements, tuple(moment.events[-_MOST_EVENTS:]), moment.predictions)
+
+
+def _settings(moment: Moment) -> Table:
+    """Every setting: what it is, what it could be instead, what that gives, and the magic for it."""
+    rows = []
+    for spec, toggle in zip(FIELDS, moment.toggles, strict=True):
+        is_off = toggle.value == spec.choices[0]
+        instead = spec.offer if is_off else spec.choices[0]
+        effect = effect_of(moment, spec.name, instead if is_off else toggle.value)
+        gives = "not predicted" if effect is None else effect.text if is_off else f"no more {effect.text}"
+        rows.append((spec.title, toggle.value, instead, gives, _magic_for(moment.plan, spec.name, instead)))
+    columns = tuple(
+        Column(title, itemgetter(place), ColumnKind.WORDS)
+        for place, title in enumerate(("setting", "now", "instead", "gives", "by"))
+    )
+    return Table(moment.title, columns, tuple(row(columns, each) for each in rows), (moment.status,))
+
+
+def _magic_for(plan: Plan, field: str, text: str) -> str:
+    try:
+        flags = str(plan.with_setting(field, text))
+    except PlanError:
+        return "excludes another setting"
+    return f"%memfit {flags or 'undo'}"

@@ -1,0 +1,106 @@
+"""`Models`: models and optimizers whose memory a ledger tells apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from memlab.measuring.ledger import Holding, Ledger, gradients_of, inputs_of, parameters_of, state_of
+from memlab.records import Category
+from memlab.runtime.tree import tensors_in
+from memlab.runtime.workload import Batch
+
+
+class Models:
+    """Models that train in one loop, with their optimizers.
+
+    Args:
+        model: the first.
+        optimizers: those known so far.
+        held: parts of parameters that techniques keep on the device at present, beside the model.
+        ledger: records storages, and which of several models they are of.
+
+    Attributes:
+        names: of the models, where there are several.
+        optimizers: those known.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        held: Callable[[], Iterable[torch.Tensor]],
+        ledger: Ledger,
+    ) -> None:
+        self._models = [model]
+        self.names: list[str] = []
+        self.optimizers = list(optimizers)
+        self._held = held
+        self._ledger = ledger
+        self._calling: list[int] = []  # numbers of the models whose calls are under way, from 1
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def add(self, model: torch.nn.Module, names: Sequence[str]) -> int:
+        """Add a model; return its number."""
+        self._models.append(model)
+        self.names = list(names)
+        return len(self._models)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add an optimizer, unless it is known."""
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+
+    def forget(self) -> None:
+        """Let go of models and optimizers."""
+        self._models, self.optimizers = [], []
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def call_begins(self, number: int, batch: Batch, *, is_observed: bool) -> None:
+        """Note that a model of this number is called: what is born from now on is its own."""
+        self._calling.append(number)
+        self._ledger.owner = number
+        if is_observed:
+            self._ledger.know(inputs_of(batch))
+            self._ledger.belong(number, (tensor for _, tensor in inputs_of(batch)))
+
+    def call_ended(self) -> None:
+        """Note that the innermost call is over; harmless when none is under way."""
+        del self._calling[-1:]
+        self._ledger.owner = self._calling[-1] if self._calling else 0
+
+    def interrupted(self) -> None:
+        """Note that no call is under way any more."""
+        self._calling, self._ledger.owner = [], 0
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def claim(self) -> None:
+        """Say which of several models parameters, gradients and optimizer state are of."""
+        if len(self._models) < 2:
+            return
+        states = {id(p): state for o in self.optimizers for p, state in o.state.items()}
+        for number, model in enumerate(self._models, 1):
+            held = (t for of in (parameters_of(model), gradients_of(model)) for _, t in of)
+            self._ledger.belong(number, held)
+            self._ledger.belong(number, (t for p in model.parameters() for t in tensors_in(states.get(id(p), ()))))
+
+    def parameters(self) -> Iterator[Holding]:
+        """Yield parameters and buffers, and what techniques keep of them."""
+        for model in self._models:
+            yield from parameters_of(model)
+        if self._models:
+            yield from ((Category.PARAMETERS, tensor) for tensor in self._held())
+
+    def gradients(self) -> Iterator[Holding]:
+        """Yield gradients that lie at their parameters."""
+        for model in self._models:
+            yield from gradients_of(model)
+
+    def state(self) -> Iterator[Holding]:
+        """Yield what the optimizers keep."""
+        return state_of(self.optimizers)

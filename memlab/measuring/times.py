@@ -1,0 +1,307 @@
+"""`Times`: times and losses of the steps of a loop, by the plans they were made under."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice, takewhile
+
+import torch
+
+from memlab.errors import MemlabError
+from memlab.measuring.device import Device, TimeMark
+from memlab.measuring.observation import Observation
+from memlab.measuring.waiting import Waiting
+from memlab.plan import Plan
+from memlab.records import Measurement, StepRecord, TimelinePoint, measurement_of_steps
+
+_WARMUP_STEPS = 1
+# steps are watched two in a row: the second knows what the first left alive
+OBSERVED_IN_A_ROW = 2
+LEAST_STEPS_BETWEEN = 50
+# share of the loop's time that observed steps may cost
+_OBSERVING_SHARE = 0.005
+_MOST_RECORDS = 10_000
+_MOST_PENDING = 50
+# steps that the state of a running cell is reduced from
+_MOST_SO_FAR = 200
+
+
+# allocated and reserved bytes; None where the device does not count them
+Peaks = tuple[int | None, int | None]
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """The step the loop is in."""
+
+    begin: TimeMark
+    observed: bool
+    samples: int = 0
+    tokens: int = 0
+    forwards: int = 0
+    elsewhere_bytes: int = 0
+    loss: torch.Tensor | None = None
+    skipped: bool = False
+    stepped: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _PastStep:
+    """A step that is over, whose time and loss have not been read yet."""
+
+    number: int
+    step: OpenStep
+    period: Period
+    end: TimeMark
+    loss: torch.Tensor | float | None
+    peaks: Peaks
+
+    def read(self) -> _TimedStep:
+        record = StepRecord(
+            step=self.number,
+            plan=self.period.label,
+            samples=self.step.samples,
+            tokens=self.step.tokens,
+            peak_allocated_bytes=self.peaks[0],
+            peak_reserved_bytes=self.peaks[1],
+            skipped=self.step.skipped,
+            seconds=self.end.seconds_since(self.step.begin),
+            loss=None if self.loss is None else float(self.loss),
+        )
+        self.period.note(record.seconds, observed=self.step.observed)
+        return _TimedStep(record, self.period.number, self.step.observed)
+
+
+@dataclass(frozen=True)
+class _TimedStep:
+    record: StepRecord
+    period: int
+    observed: bool
+
+
+@dataclass
+class Period:
+    """The steps from one change of the plan to the next; `earlier` ones of the same plan count in its times."""
+
+    number: int
+    plan: Plan
+    earlier: tuple[int, ...] = ()
+    steps: int = 0
+    observed_from: int = 0
+    waiting: Waiting = field(default_factory=Waiting)
+    host_bytes: int = 0
+    driver_bytes: int | None = None
+    peaks: Peaks = (None, None)
+    elsewhere_bytes: int = 0
+    timeline: tuple[TimelinePoint, ...] = ()
+    parts: dict[int, dict[str, int]] = field(default_factory=dict)
+    observation: Observation | None = None
+    observed_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=OBSERVED_IN_A_ROW))
+    plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=LEAST_STEPS_BETWEEN))
+
+    @cached_property
+    def label(self) -> str:
+        return self.plan.label
+
+    def note(self, seconds: float, *, observed: bool) -> None:
+        """Keep the times of the newest steps, which say how often one can be observed."""
+        (self.observed_seconds if observed else self.plain_seconds).append(seconds)
+
+    def keep(self, observation: Observation, peaks: Peaks, elsewhere_bytes: int) -> None:
+        """Keep the observation with the highest peak."""
+        kept_bytes = self.observation.peak_bytes if self.observation is not None else -1
+        if observation.peak_bytes >= kept_bytes:
+            self.observation, self.peaks, self.timeline = observation, peaks, ()
+            self.elsewhere_bytes = elsewhere_bytes
+
+    def reduce(self) -> tuple[TimelinePoint, ...]:
+        """The timeline at a few hundred points, made when it is first asked for."""
+        if not self.timeline and self.observation is not None:
+            self.timeline = self.observation.timeline()
+            self.parts = self.observation.parts() if self.observation.owners else {}
+        return self.timeline
+
+    def release(self) -> None:
+        """Keep the timeline but not the thousands of events it was made of."""
+        self.reduce()
+        self.observation = None
+
+
+class Times:
+    """Steps that have ended, and the periods between changes of the plan.
+
+    Args:
+        device: says when a step was over, and whether every step is observed.
+
+    Attributes:
+        period: the one under way.
+        steps_ended: steps so far, also those without a record.
+        last_end: when the newest step ended; None where the loop has stood still since.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.period = Period(number=0, plan=Plan())
+        self.steps_ended = 0
+        self.last_end: TimeMark | None = None
+        self._periods: dict[Plan, Period] = {}
+        self._pending: deque[_PastStep] = deque()
+        self._timed: deque[_TimedStep] = deque(maxlen=_MOST_RECORDS)
+        self._lock = threading.Lock()
+
+    # -- as the loop runs ----------------------------------------------------------------------
+
+    def plan_changed(self, plan: Plan) -> None:
+        """Begin a new period."""
+        self.period.release()
+        before = self._periods.get(plan)
+        earlier = (*before.earlier, before.number) if before is not None else ()
+        self.period = Period(self.period.number + 1, plan, earlier)
+        self.last_end = None
+
+    def end_step(self, step: OpenStep, peaks: Peaks) -> None:
+        """Add a step that is over; what the device has not finished is read later."""
+        period, loss = self.period, self._device.keep(step.loss) if step.loss is not None else None
+        self.last_end = self._device.mark()
+        self.steps_ended += 1
+        step.loss = None
+        with self._lock:
+            self._pending.append(_PastStep(self.steps_ended, step, period, self.last_end, loss, peaks))
+        if not period.steps:
+            self._periods[period.plan] = period
+        period.steps += 1
+        period.waiting.look()
+        if len(self._pending) >= _MOST_PENDING:
+            self.settle(wait=False)
+
+    def pass_over(self, steps: int) -> None:
+        """Count steps that were not told of."""
+        self.steps_ended += steps
+        self.period.steps += steps
+        self.last_end = self._device.mark()
+        self.period.waiting.look()
+
+    def settle(self, *, wait: bool) -> None:
+        """Read times and losses of the steps that the device has done."""
+        with self._lock:
+            while self._pending and (wait or self._pending[0].end.passed()):
+                self._timed.append(self._pending.popleft().read())
+
+    def steps_between_observations(self) -> int:
+        """Return how many steps apart observations may begin under the plan of now."""
+        self.settle(wait=False)
+        with self._lock:
+            return steps_between_observations([*self.period.observed_seconds], [*self.period.plain_seconds])
+
+    # -- asked for -----------------------------------------------------------------------------
+
+    def steps_after(self, number: int) -> list[StepRecord]:
+        """Return steps after the one of this number whose time is known by now, oldest first; never waits for the device."""
+        self.settle(wait=False)
+        with self._lock:
+            newer = list(takewhile(lambda timed: timed.record.step > number, reversed(self._timed)))
+        return [timed.record for timed in reversed(newer)]
+
+    def measurement(self, plan: Plan, read_counters: Callable[[Period], None]) -> Measurement:
+        """Return memory and speed of the latest period of a plan; wait until its last step is done.
+
+        Args:
+            plan: the plan.
+            read_counters: reads those that tell of the period under way.
+
+        Raises:
+            MemlabError: no step has ended under this plan.
+        """
+        period = self._periods.get(plan)
+        self.settle(wait=True)
+        with self._lock:
+            timed = [step for step in self._timed if period is not None and step.period == period.number]
+        if period is None or not timed:
+            raise MemlabError(f"no step has ended under the plan {plan.label!r}; run some steps first")
+        if period is self.period:
+            read_counters(period)
+        return self._reduced(period, timed)
+
+    def so_far(self, plan: str) -> Measurement | None:
+        """Return what is known of a plan by now, from its newest steps; never wait for the device.
+
+        Returns:
+            The measurement; None before a step of it has been timed.
+        """
+        period = next((each for each in reversed(self._periods.values()) if each.plan.label == plan), None)
+        if period is None:
+            return None
+        self.settle(wait=False)
+        with self._lock:
+            newest = list(
+                islice((step for step in reversed(self._timed) if step.period == period.number), _MOST_SO_FAR)
+            )
+        if not newest:
+            return None
+        measured = self._reduced(period, newest[::-1])
+        # the newest steps may be ones that nobody looked at
+        return replace(measured, peak_allocated_bytes=max(measured.peak_allocated_bytes, period.peaks[0] or 0))
+
+    def parts_of(self, plan: Plan) -> dict[int, dict[str, int]]:
+        """Return what each of several models had at the peak of a plan's latest period, by its number."""
+        return self._periods[plan].parts
+
+    def _reduced(self, period: Period, timed: Sequence[_TimedStep]) -> Measurement:
+        """Reduce a period: memory of these steps, times of those that are settled and of earlier periods of the plan."""
+        timeline = period.reduce()
+        measured = measurement_of_steps(
+            period.plan,
+            self._device.name,
+            [step.record for step in timed],
+            warmup=_WARMUP_STEPS,
+            breakdown=self._device.breakdown(timeline, *period.peaks, period.elsewhere_bytes) if timeline else {},
+            timeline=timeline,
+            host_bytes=period.host_bytes,
+            driver_bytes=period.driver_bytes,
+        )
+        settled = [step.record.seconds for step in self._settled(timed)]
+        seconds = (*self._seconds_before(period), *settled)
+        return replace(
+            measured,
+            step_seconds=seconds or measured.step_seconds,
+            is_warm=bool(seconds),
+            waited_share=period.waiting.share,
+        )
+
+    def _seconds_before(self, period: Period) -> list[float]:
+        """Times of the settled steps of earlier periods of a plan: going back to it is no reason to time it anew."""
+        if not period.earlier:
+            return []
+        with self._lock:
+            steps = [step for step in self._timed if step.period in period.earlier]
+        each = ([step for step in steps if step.period == number] for number in period.earlier)
+        return [step.record.seconds for steps in each for step in self._settled(steps)][-_MOST_SO_FAR:]
+
+    def _settled(self, timed: Sequence[_TimedStep]) -> list[_TimedStep]:
+        """Steps after the warm-up that no ledger slowed down."""
+        every = self._device.observes_every_step
+        return [step for step in timed[_WARMUP_STEPS:] if every or not step.observed]
+
+
+def steps_between_observations(observed_seconds: Sequence[float], plain_seconds: Sequence[float]) -> int:
+    """Return how many steps apart observations may begin, so that they cost at most half a percent of the time.
+
+    Args:
+        observed_seconds: times of observed steps; empty when none is known yet.
+        plain_seconds: times of steps that were not observed; empty when none is known yet.
+
+    Example:
+        >>> steps_between_observations([1.05], [1.0]), steps_between_observations([3.0], [1.0])
+        (50, 800)
+    """
+    if not observed_seconds or not plain_seconds:
+        return LEAST_STEPS_BETWEEN
+    ratio = statistics.median(observed_seconds) / max(statistics.median(plain_seconds), 1e-9)
+    cost = OBSERVED_IN_A_ROW * (ratio - 1) / _OBSERVING_SHARE
+    return max(LEAST_STEPS_BETWEEN, math.ceil(round(cost, 6)))

@@ -1,0 +1,145 @@
+"""Memory in the live figure: of every step, and inside one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from memlab.records import Phase, TimelinePoint
+from memlab.records.live_state import Moment
+from memlab.report.live_sheet import INSIDE, TIMES, Sheet, inside_points, inside_scale
+from memlab.report.segments import CATEGORIES, NEUTRAL_INK, stretches, swatch
+
+# the picture of one step, by its axes
+_STEP = {"xref": "x2", "yref": "y2 domain"}
+_PHASE_SHADES = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.10, Phase.STEP: 0.22, Phase.OTHER: 0.0}
+# a phase shorter than this share of the step has no room for its name
+_LEAST_SHARE = 0.2
+
+
+def memory_traces(moment: Moment, sheet: Sheet) -> list[dict[str, Any]]:
+    """Return layers by category over steps and inside one step, with the measured peaks and the outline of the step before."""
+    return [*_times(sheet), _peaks(moment, sheet), *_inside(sheet), _outline(sheet)]
+
+
+def _times(sheet: Sheet) -> list[dict[str, Any]]:
+    steps = _widened([step for step, _ in sheet.stacks])
+    stacks = _widened([parts for _, parts in sheet.stacks], by=None)
+    return [
+        _layer(category, steps, stacks, sheet, said="step %{x:.0f}", axes=TIMES, shape="hvh", group="steps")
+        for category in CATEGORIES
+    ]
+
+
+def _widened(values: Sequence[Any], by: float | None = 0.49) -> list[Any]:
+    """Half a step more at both ends, so that the first and the last step are as wide as the others."""
+    if not values:
+        return []
+    first, last = (values[0], values[-1]) if by is None else (values[0] - by, values[-1] + by)
+    return [first, *values, last]
+
+
+def _layer(
+    category: str, places: list[float], stacks: Sequence[Mapping[str, int]], sheet: Sheet, *,
+    said: str, axes: tuple[str, ...], shape: str, group: str,
+) -> dict[str, Any]:  # fmt: skip
+    colour = swatch(category).colour
+    sizes = [parts.get(category, 0) for parts in stacks]
+    return {
+        "type": "scatter", "name": category, "xaxis": axes[0], "yaxis": axes[1], "stackgroup": group,
+        "x": places, "y": [round(size / sheet.unit, 4) for size in sizes] if any(sizes) else [0] * len(places),
+        "line": {"width": 0, "shape": shape, "color": colour}, "fillcolor": colour, "fillpattern": _pattern(category),
+        "legendgroup": category, "showlegend": _is_named(category, sheet, axes),
+        "hovertemplate": f"{category} %{{y{_digits(sheet.unit)}}} {sheet.name}<br>{said}<extra></extra>",
+    }  # fmt: skip
+
+
+def _is_named(category: str, sheet: Sheet, axes: tuple[str, ...]) -> bool:
+    """Once in the legend: in the first picture if it has any of it, or else in the second."""
+    over_time = any(parts.get(category) for _, parts in sheet.stacks)
+    if axes is TIMES:
+        return over_time
+    return not over_time and any(point.live_bytes.get(category) for point in inside_points(sheet))
+
+
+def _digits(unit: int) -> str:
+    return ":.2f" if unit >= 2**30 else ":.1f"
+
+
+def _held_peaks(moment: Moment) -> Iterator[tuple[int, int]]:
+    """Step and peak; between two measured steps of one plan the earlier one's, as long as the plan stays."""
+    plan, peak_bytes = "", None
+    for point in moment.points:
+        if point.plan != plan:
+            plan, peak_bytes = point.plan, None
+        peak_bytes = point.peak_bytes if point.peak_bytes is not None else peak_bytes
+        if peak_bytes is not None:
+            yield point.step, peak_bytes
+
+
+def _peaks(moment: Moment, sheet: Sheet) -> dict[str, Any]:
+    measured = list(_held_peaks(moment))
+    sizes = [round(size / sheet.unit, 4) for _, size in measured]
+    return {
+        "type": "scatter", "name": "measured peak", "mode": "lines", "xaxis": "x", "yaxis": "y",
+        "x": _widened([step for step, _ in measured]), "y": _widened(sizes, by=0),
+        "line": {"color": NEUTRAL_INK, "width": 2, "shape": "hvh"}, "showlegend": bool(measured),
+        "hovertemplate": f"step %{{x:.0f}}: peak %{{y{_digits(sheet.unit)}}} {sheet.name}<extra></extra>",
+    }  # fmt: skip
+
+
+# --- inside one step ------------------------------------------------------------------------------------------------
+
+
+def _inside(sheet: Sheet) -> list[dict[str, Any]]:
+    points, (factor, unit) = inside_points(sheet), inside_scale(sheet)
+    times = [round(point.seconds * factor, 4) for point in points]
+    said = f"%{{x:.4~r}} {unit} into the step"
+    live = [point.live_bytes for point in points]
+    return [
+        _layer(category, times, live, sheet, said=said, axes=INSIDE, shape="hv", group="step")
+        for category in CATEGORIES
+    ]
+
+
+def _outline(sheet: Sheet) -> dict[str, Any]:
+    points = sheet.before.timeline if sheet.before else ()
+    factor, _ = inside_scale(sheet)
+    return {
+        "type": "scatter", "name": "the setting before", "mode": "lines", "xaxis": "x2", "yaxis": "y2",
+        "x": [round(point.seconds * factor, 4) for point in points],
+        "y": [round(point.total_bytes / sheet.unit, 4) for point in points],
+        "line": {"color": NEUTRAL_INK, "dash": "dash", "width": 1.6, "shape": "hv"},
+        "hovertemplate": f"before: %{{y{_digits(sheet.unit)}}} {sheet.name}<extra></extra>", "showlegend": bool(points),
+    }  # fmt: skip
+
+
+# --- phases of the step -----------------------------------------------------------------------------------------------
+
+
+def _pattern(category: str) -> dict[str, Any]:
+    """The hatch of a category, so that it is known without its colour."""
+    look = swatch(category)
+    return {"shape": look.pattern, "fgcolor": "rgba(255,255,255,.7)", "bgcolor": look.colour, "size": 7}
+
+
+def phase_shapes(points: Sequence[TimelinePoint], factor: float) -> list[dict[str, Any]]:
+    """The phases of a step as pale stretches behind it; its seconds are multiplied with `factor`."""
+    return [
+        {
+            "type": "rect", **_STEP, "y0": 0, "y1": 1, "layer": "below", "line": {"width": 0},
+            "x0": stretch.start_seconds * factor, "x1": stretch.stop_seconds * factor,
+            "fillcolor": f"rgba(128,128,128,{_PHASE_SHADES[stretch.phase]})",
+        }
+        for stretch in stretches(points)
+    ]  # fmt: skip
+
+
+def phase_names(points: Sequence[TimelinePoint], factor: float) -> list[dict[str, Any]]:
+    """The names of the phases at the top, where there is room for them."""
+    wide = points[-1].seconds * _LEAST_SHARE if points else 0
+    return [
+        {"text": str(each.phase), **_STEP, "y": 1, "yanchor": "top", "showarrow": False, "font": {"size": 11},
+         "x": (each.start_seconds + each.stop_seconds) / 2 * factor}
+        for each in stretches(points) if each.phase is not Phase.OTHER and each.stop_seconds - each.start_seconds > wide
+    ]  # fmt: skip

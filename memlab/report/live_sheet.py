@@ -1,0 +1,124 @@
+"""The sheet of the live figure: what its pictures have in common, and where each lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from memlab.records import Measurement, TimelinePoint
+from memlab.records.live_state import LivePoint, Moment
+from memlab.report.segments import CATEGORIES, REST, completed, finite, scale, time_scale
+from memlab.report.wording import flag_lines
+
+# bars for more settings than this leave no room for their names
+_MOST_SETTINGS = 10
+# a budget farther up than this would press the memory flat: it is written, not drawn
+_FARTHEST_BUDGET = 2.5
+
+LEFT, RIGHT, UPPER, LOWER = [0.0, 0.455], [0.55, 1.0], [0.57, 1.0], [0.0, 0.385]
+# titles of the pictures, and what stands in them before there is anything to draw
+TIMES = ("x", "y", "Memory, step by step", "memory of every step,<br>from the first one on")
+INSIDE = ("x2", "y2", "Inside one step", "memory within a step,<br>once a step was observed")
+SPEEDS = ("x3", "y3", "Throughput by setting", "samples per second of every setting,<br>once it was timed")
+MAP = ("x4", "y4", "Memory against throughput", "every setting predicted or tried")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting that was tried, with its number in that order."""
+
+    number: int
+    measurement: Measurement
+    in_force: bool
+
+    @property
+    def per_second(self) -> float:
+        return finite(self.measurement.samples_per_second)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Parts that the pictures have in common.
+
+    Args:
+        settings: those that are drawn as bars, in the order in which they were first tried.
+        shown: the setting whose step is drawn, and `before`, the one that was in force before it.
+        stacks: bytes by category of every step that was observed.
+        unit: of memory over time, with its `name`.
+        most_bytes: upper end of what is drawn there; 0 when there is nothing yet.
+    """
+
+    settings: tuple[Setting, ...]
+    shown: Measurement | None
+    before: Measurement | None
+    stacks: tuple[tuple[int, Mapping[str, int]], ...]
+    unit: int
+    name: str
+    most_bytes: int
+    budget_bytes: int | None
+
+
+def sheet_of(moment: Moment) -> Sheet:
+    """Reduce a moment to what its pictures have in common."""
+    shown, before = _shown(moment)
+    stacks = tuple((point.step, _parts(point)) for point in moment.points if point.live_bytes or point.peak_bytes)
+    sizes = [sum(parts.values()) for _, parts in stacks]
+    sizes += [point.total_bytes for each in (shown, before) if each for point in each.timeline]
+    most_bytes = max(sizes, default=0)
+    budget_bytes = moment.budget_bytes
+    if budget_bytes and (not most_bytes or budget_bytes <= most_bytes * _FARTHEST_BUDGET):
+        most_bytes = max(most_bytes, budget_bytes)
+    unit, name = scale(most_bytes)
+    return Sheet(_settings(moment), shown, before, stacks, unit, name, most_bytes, budget_bytes)
+
+
+def _parts(point: LivePoint) -> Mapping[str, int]:
+    """Bytes by category, completed up to the peak; what has no layer here is with the rest."""
+    parts = completed(point.live_bytes, point.peak_bytes or 0)
+    unknown = [name for name in parts if name not in CATEGORIES]
+    if unknown:
+        parts[REST] = parts.get(REST, 0) + sum(parts.pop(name) for name in unknown)
+    return parts
+
+
+def _settings(moment: Moment) -> tuple[Setting, ...]:
+    """The first setting, the one in force, and the newest of the others."""
+    every = [
+        Setting(number, each, each.plan == moment.plan.label) for number, each in enumerate(moment.measurements, 1)
+    ]
+    if len(every) <= _MOST_SETTINGS:
+        return tuple(every)
+    kept = [each for each in every if each.in_force or each.number == 1]
+    others = [each for each in every if each not in kept]
+    return tuple(sorted([*kept, *others[len(kept) - _MOST_SETTINGS :]], key=lambda each: each.number))
+
+
+def _shown(moment: Moment) -> tuple[Measurement | None, Measurement | None]:
+    """The measurement whose step is drawn, in force if it can be, and the one that was in force before it."""
+    observed = {each.plan: each for each in moment.measurements if each.timeline}
+    # in the order in which they came into force; what was never changed to was there from the start
+    changed = [each.plan for each in moment.changes]
+    order = [plan for plan in observed if plan not in changed] + [plan for plan in changed if plan in observed]
+    if not order:
+        return None, None
+    shown = moment.plan.label if moment.plan.label in observed else order[-1]
+    latest = len(order) - 1 - order[::-1].index(shown)
+    before = next((plan for plan in reversed(order[:latest]) if plan != shown), None)
+    return observed[shown], observed[before] if before else None
+
+
+def inside_points(sheet: Sheet) -> Sequence[TimelinePoint]:
+    """Return the timeline of the step that is drawn; empty before one was observed."""
+    return sheet.shown.timeline if sheet.shown else ()
+
+
+def inside_scale(sheet: Sheet) -> tuple[float, str]:
+    """Return the factor for seconds within a step, and the unit that it gives."""
+    both = [each.timeline[-1].seconds for each in (sheet.shown, sheet.before) if each]
+    return time_scale(max(both, default=0))
+
+
+def shortened(plan: str, most_characters: int) -> str:
+    """Return as many flags as there is room for."""
+    first, *more = flag_lines(plan, most_characters)
+    return f"{first} …" if more else first

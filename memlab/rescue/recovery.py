@@ -1,0 +1,290 @@
+"""`Recovery`: the same work again under plans that need less memory, until it fits or nothing is left to try."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from time import perf_counter
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import torch
+
+from memlab.errors import MemlabError, RefusalError
+from memlab.plan import Plan, Precision
+from memlab.plan.space import half_format
+from memlab.records import Prediction, Rescue
+from memlab.rescue.fallback import Fallback, Place, next_plans
+from memlab.rescue.nothing_fits import Attempt, nothing_fits
+from memlab.rescue.update import BrokenUpdateError
+from memlab.runtime.out_of_memory import is_out_of_memory, release, requested_bytes
+
+if TYPE_CHECKING:
+    from memlab.session import Session
+
+_T = TypeVar("_T")
+
+
+class NothingFitsError(MemlabError, torch.OutOfMemoryError):
+    """Memory ran out, and no plan to fall back on needs little enough.
+
+    It is a `torch.OutOfMemoryError`, so that code which handles one handles this.
+    """
+
+
+class _Trouble:
+    """Memory has run out, and the same work is being tried again."""
+
+    def __init__(self, step: int, plan: Plan, began: float) -> None:
+        self.step = step
+        self.plan = plan
+        self.attempts: list[Attempt] = []
+        self.base = plan  # the last plan that applied, and ran out of memory
+        self.refused: set[Plan] = set()  # plans that do not apply, or that there was no room to change to
+        self.fallback: Fallback | None = None
+        self.is_last_try = False
+        self.began = began
+        self.room_made = began
+
+    @property
+    def is_trying(self) -> bool:
+        """Return whether a fallback is in force."""
+        return self.fallback is not None
+
+
+class Recovery:
+    """Work of one session's loop that memory ran out for.
+
+    Args:
+        session: the session.
+        follow: called when a plan has changed, and parameters may have left the device.
+        keep: names of plan fields that must not change.
+        predictions: of plans for this workload and device; order the fallbacks where they are known.
+        capacity_bytes: size of the device, to tell which predictions fit; None when unknown.
+        say: told in words about each rescue, when it has succeeded.
+
+    Attributes:
+        rescues: what was rescued, in order.
+        rows: of the batch that is worked on.
+        is_in_step: whether an optimizer is running a step of its own, closure and all.
+    """
+
+    def __init__(
+        self,
+        session: Callable[[], Session],
+        follow: Callable[[], None],
+        keep: Collection[str],
+        predictions: Mapping[Plan, Prediction] | None,
+        capacity_bytes: int | None,
+        say: Callable[[str], None] | None,
+    ) -> None:
+        self._session = session
+        self._follow = follow
+        self._keep = frozenset(keep)
+        self._predictions = dict(predictions or {})
+        self._capacity_bytes = capacity_bytes
+        self._say = say
+        self.rescues: list[Rescue] = []
+        self.rows = 1
+        self.is_in_step = False
+        self._trouble: _Trouble | None = None
+        self._work_began = perf_counter()
+
+    def work_begins(self) -> None:
+        """Count the time that a rescue takes from here, if one comes."""
+        self._work_began = perf_counter()
+
+    def until_it_fits(self, work: Callable[[], _T], make_room: Callable[[BaseException], None]) -> _T:
+        """Do something again, under other plans, until memory suffices.
+
+        Args:
+            work: what to do; as if never tried when it is done again.
+            make_room: called with the error once it is handled no more, so that nothing is held by its frames.
+        """
+        while True:
+            shortage: BaseException | None = None
+            try:
+                done = work()
+            except BrokenUpdateError:
+                self._trouble = None
+                raise
+            except BaseException as error:
+                if not self.can_rescue(error):
+                    raise
+                shortage = error
+            if shortage is None:
+                self.settle()
+                return done
+            make_room(shortage)
+
+    def can_rescue(self, error: BaseException) -> bool:
+        """Return whether memory ran out, or a plan that was tried against that does not apply.
+
+        If neither, the error is the loop's, and the attempts before it are forgotten.
+        """
+        is_refused = isinstance(error, RefusalError) and self._trouble is not None and self._trouble.is_trying
+        if is_refused or (is_out_of_memory(error) and not isinstance(error, NothingFitsError)):
+            return True
+        self._trouble = None
+        return False
+
+    def falls_back(self, error: BaseException) -> bool:
+        """Return whether the plan on trial does not apply, and the one before is in force again for the same work."""
+        is_back = self._session().switching.falls_back(error)
+        if is_back:
+            self._follow()
+        return is_back
+
+    def make_room(
+        self,
+        error: BaseException,
+        place: Place,
+        start_over: Callable[[], None] = lambda: None,
+        *,
+        keeps_rows: bool = False,
+        is_as_before: bool = True,
+    ) -> None:
+        """Bring the next plan into force.
+
+        Raises:
+            NothingFitsError: there is none.
+        """
+        trouble = self._trouble
+        if trouble is not None and isinstance(error, RefusalError):
+            trouble.refused.add(self._session().plan)
+        else:
+            trouble = self._begin_trouble(place, error)
+        release(error)
+        start_over()
+        collect()
+        if not self._fall_back(trouble, place, keeps_rows=keeps_rows) and not self._companions_come():
+            if trouble.is_last_try:
+                is_as_before = is_as_before and not self.is_in_step
+                self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
+            # nothing is left but what has just been freed: the same plan once more
+            trouble.is_last_try = True
+        trouble.room_made = perf_counter()
+
+    def free(self, place: Place, error: BaseException) -> None:
+        """Drop what an error holds; the plan stays."""
+        trouble = self._begin_trouble(place, error)
+        release(error)
+        collect()
+        trouble.room_made = perf_counter()
+
+    def _begin_trouble(self, place: Place, error: BaseException) -> _Trouble:
+        session = self._session()
+        if self._trouble is None:
+            self._trouble = _Trouble(session.steps + 1, session.plan, self._work_began)
+        trouble = self._trouble
+        trouble.base = session.plan
+        trouble.attempts.append(Attempt(trouble.step, place, session.plan, str(error), requested_bytes(error)))
+        return trouble
+
+    def _fall_back(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> bool:
+        """Change to the first fallback that applies; whether there is one."""
+        while (fallback := next(self._fallbacks(trouble, place, keeps_rows=keeps_rows), None)) is not None:
+            trouble.fallback = fallback
+            if self._changes_to(fallback.plan):
+                return True
+            trouble.refused.add(fallback.plan)
+        return False
+
+    def _changes_to(self, plan: Plan) -> bool:
+        """Put a plan in force; False where it does not apply, or there is no room to change to it."""
+        try:
+            self._session().switching.change(plan, noted=False)
+        except (RefusalError, MemoryError, RuntimeError) as error:
+            if not (isinstance(error, RefusalError) or is_out_of_memory(error)):
+                raise
+            release(error)
+            return False
+        self._follow()
+        return True
+
+    def _companions_come(self) -> bool:
+        """Have the other models of the loop take this one's plan there and then; whether one has."""
+        session, came = self._session(), False
+        for each in session.companions:
+            before = each.plan
+            with suppress(RefusalError, torch.OutOfMemoryError):
+                each.switching.change(session.plan)
+            came |= each.plan != before
+        return came
+
+    def _fallbacks(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> Iterator[Fallback]:
+        return next_plans(
+            trouble.base,
+            place,
+            rows=self.rows,
+            keep=self._keep,
+            keeps_rows=keeps_rows,
+            has_optimizer=bool(self._session().workload.optimizers),
+            refused=trouble.refused,
+            predictions=self._predictions,
+            budget_bytes=self._capacity_bytes,
+            half=half_of(self._session().workload.device),
+        )
+
+    def _give_up(self, trouble: _Trouble, *, keeps_rows: bool, is_as_before: bool) -> NoReturn:
+        self._trouble = None
+        session = self._session()
+        self._go_back(trouble)
+        text = nothing_fits(
+            trouble.attempts,
+            capacity_bytes=self._capacity_bytes,
+            predictions=self._predictions,
+            keep=self._keep,
+            rows=self.rows,
+            keeps_rows=keeps_rows,
+            has_optimizer=bool(session.workload.optimizers),
+            is_as_before=is_as_before,
+        )
+        if session.plan != trouble.plan:
+            text += f" There is no room to go back to {trouble.plan.label}: {session.plan.label} stays in force until %memfit undo."
+        raise NothingFitsError(text) from None
+
+    def _go_back(self, trouble: _Trouble) -> None:
+        """Put the plan before in force; where there is no room for it, the last one tried with its number formats."""
+        tried = dict.fromkeys(attempt.plan for attempt in reversed(trouble.attempts))
+        alike = [plan for plan in tried if plan.has_numbers_of(trouble.plan)]
+        for plan in (trouble.plan, *alike):
+            if self._changes_to(plan):
+                return
+            collect()
+
+    def settle(self) -> None:
+        """The work that was in trouble is done: note how."""
+        trouble, self._trouble = self._trouble, None
+        if trouble is None:
+            return
+        session = self._session()
+        first = trouble.attempts[0]
+        rescue = Rescue(
+            step=trouble.step,
+            place=first.place.words,
+            before=trouble.plan.label,
+            after=session.plan.label,
+            error=first.error,
+            attempts=len(trouble.attempts),
+            seconds=trouble.room_made - trouble.began,
+        )
+        self.rescues.append(rescue)
+        session.log.note(rescue.text, step=rescue.step)
+        for each in session.companions if session.plan != trouble.plan else ():
+            each.switching.ask(session.plan)
+        if self._say is not None:
+            self._say(str(rescue))
+
+
+def collect() -> None:
+    """Free what only cycles keep, and give the allocator's cache back."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def half_of(device: torch.device) -> Precision:
+    """Return the 16-bit format that a device computes in."""
+    is_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return half_format(torch.cuda.get_device_capability(device) if is_gpu else None)

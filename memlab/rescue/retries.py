@@ -1,0 +1,186 @@
+"""Retries of the caching allocator: noticed from its counters, said once, with the advice that fits.
+
+A request for which there is no room makes torch's allocator wait for the device, give its whole cache back to the
+driver and ask once more (`num_alloc_retries`). When that works nobody notices, but a step which does it again and
+again takes a multiple of its time. Two causes look the same from outside:
+
+- *Fragmentation*: what is free is cached in pieces of the wrong sizes, as with batches of mixed lengths. At the peak the
+  allocator holds much more than the tensors need. Expandable segments, which grow and shrink in place, cure it.
+- *Shortage*: nearly all it holds are tensors. Smaller micro-batches cure it.
+
+Fragmentation can be told from the two peaks of a step: at the moment of a retry, tensors and the request together are
+at most the allocated peak, and the allocator has reached all it can get, the reserved peak.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from memlab.allocator import Settings
+from memlab.errors import PlanError
+from memlab.plan import Plan
+from memlab.plan.savings import more_micro_batches
+from memlab.runtime.observer import Observer
+from memlab.units import format_bytes
+
+# share of what the allocator holds at the peak; below it, rounding and caching explain what is idle
+_IDLE_SHARE = 0.1
+# a single step with retries may be a warm-up, an evaluation in between, or one long batch
+_STEPS_IN_A_ROW = 2
+_COUNTER, *_PEAKS = "num_alloc_retries", "allocated_bytes", "reserved_bytes"
+
+
+@dataclass(frozen=True)
+class AllocatorSample:
+    """The allocator's counters so far.
+
+    Args:
+        retries: how often it gave its cache back because there was no room.
+        allocated_bytes: highest bytes of blocks in use, since peaks were last reset.
+        reserved_bytes: highest bytes held from the driver, since then.
+
+    Example:
+        >>> AllocatorSample.of({"num_alloc_retries": 2, "allocated_bytes.all.peak": 512, "reserved_bytes.all.peak": 2048})
+        AllocatorSample(retries=2, allocated_bytes=512, reserved_bytes=2048)
+    """
+
+    retries: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+    @classmethod
+    def of(cls, stats: Mapping[str, int]) -> AllocatorSample:
+        """Read what `torch.cuda.memory_stats` returns; before the device is first used that is empty, and all are 0."""
+        return cls(stats.get(_COUNTER, 0), *(stats.get(f"{name}.all.peak", 0) for name in _PEAKS))
+
+
+def advice(before: AllocatorSample, after: AllocatorSample, settings: Settings, plan: Plan = Plan()) -> str | None:  # noqa: B008 - frozen
+    """Return what to do about retries between two samples.
+
+    Args:
+        before: at the beginning of a step.
+        after: at its end; its peaks should be of this step.
+        settings: of the allocator.
+        plan: in force in the step.
+
+    Returns:
+        One sentence; None when there were no retries.
+
+    Example:
+        >>> before, after = AllocatorSample(0, 40 * 2**20, 40 * 2**20), AllocatorSample(1, 42 * 2**20, 98 * 2**20)
+        >>> print(advice(before, after, Settings()))
+        the allocator found no room once in a step and gave its cache back to the driver, which takes time: at the \
+peak it held 98.0 MiB for 42.0 MiB of tensors; free memory is in pieces: start Python with \
+PYTORCH_ALLOC_CONF=expandable_segments:True (older versions of torch read PYTORCH_CUDA_ALLOC_CONF)
+    """
+    retries = after.retries - before.retries
+    if retries <= 0:
+        return None
+    times = "once" if retries == 1 else f"{retries} times"
+    return (
+        f"the allocator found no room {times} in a step and gave its cache back to the driver, which takes time: at the "
+        f"peak it held {format_bytes(after.reserved_bytes)} for {format_bytes(after.allocated_bytes)} of tensors; "
+        f"{_cure(after, settings, plan)}"
+    )
+
+
+class RetryWatch(Observer):
+    """Watches a session for steps in which the allocator retries, and says so once per plan.
+
+    Args:
+        say: called with the advice, on the training thread.
+        device: the GPU that is watched; by default the current one.
+        read: the allocator's counters, as `torch.cuda.memory_stats` names them; by default torch's own, and none before
+            CUDA is used.
+        settings: of the allocator; by default those in the environment.
+
+    Known limitations: one read per step, so retries of code between two steps count for the second one. Peaks are of
+    the step where a `Meter` resets them, else of the whole run, which can hide fragmentation.
+
+    Example:
+        >>> counters = {"num_alloc_retries": 0, "allocated_bytes.all.peak": 99, "reserved_bytes.all.peak": 100}
+        >>> said = []
+        >>> watch = RetryWatch(said.append, read=lambda: dict(counters), settings=Settings())
+        >>> for retries in (0, 3, 6):
+        ...     counters["num_alloc_retries"] = retries
+        ...     watch.step_ended(None, skipped=False)
+        >>> said[0].split("; ")[1]
+        'tensors fill it: use smaller micro-batches, with --accumulate 2'
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        device: torch.device | None = None,
+        read: Callable[[], Mapping[str, int]] | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self._say = say
+        self._read = read or partial(_cuda_counters, device)
+        self._settings = settings
+        self._plan = Plan()
+        self._said: set[Plan] = set()
+        self._before: AllocatorSample | None = None
+        self._in_a_row = 0
+
+    def plan_changed(self, plan: Plan) -> None:
+        self._plan = plan
+        self._begin_anew()
+
+    def interrupted(self) -> None:
+        # running out of memory counts as a retry, too: that step is no evidence
+        self._begin_anew()
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        counters = self._read()
+        if not counters:
+            return
+        before, self._before = self._before, AllocatorSample.of(counters)
+        if before is None or self._before.retries <= before.retries:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        if self._in_a_row >= _STEPS_IN_A_ROW and self._plan not in self._said:
+            self._said.add(self._plan)
+            text = advice(before, self._before, self._settings or _settings_in_force(), self._plan)
+            if text is not None:
+                self._say(text)
+
+    def _begin_anew(self) -> None:
+        self._before, self._in_a_row = None, 0
+
+
+def _cure(after: AllocatorSample, settings: Settings, plan: Plan) -> str:
+    idle_bytes = after.reserved_bytes - after.allocated_bytes
+    if idle_bytes > _IDLE_SHARE * after.reserved_bytes and not settings.expandable_segments:
+        wanted = replace(settings, expandable_segments=True)
+        return (
+            f"free memory is in pieces: start Python with PYTORCH_ALLOC_CONF={wanted} "
+            "(older versions of torch read PYTORCH_CUDA_ALLOC_CONF)"
+        )
+    cause = "tensors fill it" if idle_bytes <= _IDLE_SHARE * after.reserved_bytes else "segments are expandable already"
+    instead = f" instead of {plan.accumulation}" if plan.accumulation > 1 else ""
+    return f"{cause}: use smaller micro-batches, with {more_micro_batches(plan)}{instead}"
+
+
+def _settings_in_force() -> Settings:
+    try:
+        return Settings.from_environment(os.environ)
+    except PlanError:
+        # settings memlab does not know: smaller micro-batches help under any, so nothing is said about segments
+        return Settings(expandable_segments=True)
+
+
+def _cuda_counters(device: torch.device | None) -> Mapping[str, int]:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
+        return {}
+    # not `memory_stats`: it flattens hundreds of counters on every call
+    counters = torch.cuda.memory_stats_as_nested_dict(device)
+    peaks = {f"{name}.all.peak": counters[name]["all"]["peak"] for name in _PEAKS if name in counters}
+    return {_COUNTER: counters.get(_COUNTER, 0), **peaks}

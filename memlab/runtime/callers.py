@@ -1,0 +1,39 @@
+"""Whose code it is that asks something of an object of the user's."""
+
+from __future__ import annotations
+
+from types import FrameType
+
+_PASSED_OVER = ("memlab.runtime.touch", "torch")
+_DECORATES = "torch.utils._contextlib"  # with `torch.no_grad`, say
+
+
+def is_own_code(frame: FrameType | None) -> bool:
+    """Return whether the code that asks, past torch's own between, is memlab's.
+
+    Example:
+        >>> script = {"__name__": "train"}
+        >>> exec("import sys; frame = sys._getframe()", script)
+        >>> is_own_code(script["frame"])
+        False
+    """
+    name = "torch"
+    while frame is not None and (name in _PASSED_OVER or name.startswith("torch.")):
+        name = str(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    return name.partition(".")[0] == "memlab" and name not in _PASSED_OVER
+
+
+def is_in_hook(frame: FrameType | None) -> bool:
+    """Return whether the code that asks during a backward pass is a hook of the loop's, and not what the pass runs again."""
+    is_past = False  # torch's own code, which the hook calls
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        is_torchs = name.startswith("torch.") and name != _DECORATES
+        if name == "torch.autograd.graph":  # which calls the engine
+            return True
+        if name.partition(".")[0] == "memlab" or (is_past and is_torchs):
+            return False
+        is_past = not is_torchs
+        frame = frame.f_back
+    return True  # on a thread of the engine's own

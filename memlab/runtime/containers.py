@@ -1,0 +1,280 @@
+"""Containers that hold state: each kind is read, compared and filled in one way, for whoever puts back what it held."""
+
+from __future__ import annotations
+
+import functools
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memlab.runtime.hooks import is_stand_in
+
+# stands for what is not there
+ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "nothing"})()
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
+
+Items = dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One thing a forward has changed.
+
+    Args:
+        name: how one writes the place.
+        kind: "set" for a place that holds another value, "appended" for new items of a list, "written" for a tensor or array
+            that was changed in place.
+        before: what was there; None for new items.
+        value: what is there now: the new value, the list of new items, or a copy of the tensor.
+        write: puts a value there.
+    """
+
+    name: str
+    kind: str
+    before: Any
+    value: Any
+    write: Callable[[Any], None]
+
+
+class Container(ABC):
+    """Something that holds values under keys.
+
+    Args:
+        held: the container itself.
+        name: how one writes the place of a key.
+    """
+
+    def __init__(self, held: Any, name: Callable[[Any], str] = str) -> None:
+        self.held = held
+        self.name = name
+
+    @abstractmethod
+    def read(self) -> Items:
+        """Return what it holds now, by key."""
+
+    @abstractmethod
+    def write(self, key: Any, value: Any) -> None:
+        """Put a value under a key; ABSENT takes away what is there."""
+
+    def fill(self, items: Items) -> None:
+        """Have it hold these and nothing else; nothing is written that is so already."""
+        now = self.read()
+        for key in [key for key in now if key not in items]:
+            self.write(key, ABSENT)
+        for key, value in items.items():
+            if now.get(key, ABSENT) is not value:
+                self.write(key, value)
+
+    def effects(self, before: Items) -> Iterator[Effect]:
+        """Yield what is another than before; equal numbers and texts are the same."""
+        now = self.read()
+        for key, value in now.items():
+            was = before.get(key, ABSENT)
+            if not _same(was, value):
+                yield Effect(self.name(key), "set", was, value, functools.partial(self.write, key))
+        for key in before.keys() - now.keys():
+            yield Effect(self.name(key), "set", before[key], ABSENT, functools.partial(self.write, key))
+
+
+class Mapping(Container):
+    """A dictionary, or attributes of a module or an object; keys that are `skipped` are left alone."""
+
+    def __init__(
+        self, held: MutableMapping[Any, Any], name: Callable[[Any], str] = str, skipped: Collection[str] = ()
+    ) -> None:
+        super().__init__(held, name)
+        self._skipped = skipped
+
+    def read(self) -> Items:
+        # past the `__getitem__` of a class of the user's, or of an engine's
+        return {key: value for key, value in self.held.items() if key not in self._skipped and not is_stand_in(value)}
+
+    def write(self, key: Any, value: Any) -> None:
+        if value is ABSENT:
+            self.held.pop(key, None)
+        else:
+            self.held[key] = value
+
+    def fill(self, items: Items) -> None:
+        if self._skipped:
+            # a plan that has come or gone meanwhile sees to what stands in for methods
+            super().fill({key: value for key, value in items.items() if not is_stand_in(self.held.get(key))})
+            return
+        now = list(self.held.items())
+        if len(now) != len(items) or any(
+            key is not other or value is not wanted
+            for (key, value), (other, wanted) in zip(now, items.items(), strict=True)
+        ):
+            # in the order in which they were
+            self.held.clear()
+            self.held.update(items)
+
+
+class Names(Mapping):
+    """Some of the globals of a file."""
+
+    def __init__(self, held: dict[str, Any], names: Collection[str]) -> None:
+        super().__init__(held)
+        self._names = names
+
+    def read(self) -> Items:
+        return {name: self.held.get(name, ABSENT) for name in self._names}
+
+    def fill(self, items: Items) -> None:
+        Container.fill(self, items)
+
+
+class ClassAttributes(Container):
+    """Attributes of a class that code may set: all but Python's own."""
+
+    def __init__(self, held: type) -> None:
+        super().__init__(held, lambda name: f"{held.__name__}.{name}")
+
+    def read(self) -> Items:
+        return {name: value for name, value in vars(self.held).items() if not name.startswith("__")}
+
+    def write(self, key: Any, value: Any) -> None:
+        if value is ABSENT:
+            delattr(self.held, key)
+        else:
+            setattr(self.held, key, value)
+
+
+class Cell(Container):
+    """A variable of a closure."""
+
+    def read(self) -> Items:
+        return {0: content_of(self.held)}
+
+    def write(self, key: Any, value: Any) -> None:
+        if value is ABSENT:
+            del self.held.cell_contents
+        else:
+            self.held.cell_contents = value
+
+
+class Sequence(Container):
+    """A list, by place."""
+
+    def read(self) -> Items:
+        return dict(enumerate(self.held))
+
+    def write(self, key: Any, value: Any) -> None:
+        """Put all of a list there."""
+        self.held.clear()
+        self.held.extend(value)
+
+    def fill(self, items: Items) -> None:
+        if len(items) != len(self.held) or any(a is not b for a, b in zip(items.values(), self.held, strict=True)):
+            self.write(None, items.values())
+
+    def effects(self, before: Items) -> Iterator[Effect]:
+        count = len(before)
+        if len(self.held) < count or not all(map(_same, before.values(), self.held)):
+            write = functools.partial(self.write, None)
+            yield Effect(self.name(None), "set", [*before.values()], [*self.held], write)
+        elif len(self.held) > count:
+            yield Effect(self.name(None), "appended", None, [*self.held][count:], self.held.extend)
+
+
+class _Whole(Container):
+    """A container whose content is one value."""
+
+    def fill(self, items: Items) -> None:
+        if self._differs(items[0]):
+            self.write(0, items[0])
+
+    def effects(self, before: Items) -> Iterator[Effect]:
+        if self._differs(before[0]):
+            write = functools.partial(self.write, 0)
+            yield Effect(self.name(0), self.kind, before[0], self.read()[0], write)
+
+    kind: str
+
+    @abstractmethod
+    def _differs(self, content: Any) -> bool:
+        """Return whether it holds something else."""
+
+
+class Members(_Whole):
+    """Members of a set."""
+
+    kind = "set"
+
+    def read(self) -> Items:
+        return {0: frozenset(self.held)}
+
+    def write(self, key: Any, value: Any) -> None:
+        self.held.clear()
+        self.held.update(value)
+
+    def _differs(self, content: Any) -> bool:
+        return bool(self.held != content)
+
+
+class Array(_Whole):
+    """Values of an array of NumPy's; it has no version, so they are compared, by their bits: NaN is equal to itself."""
+
+    kind = "written"
+
+    def read(self) -> Items:
+        return {0: self.held.copy()}
+
+    def write(self, key: Any, value: Any) -> None:
+        if self.held.flags.writeable:
+            self.held[...] = value
+
+    def _differs(self, content: Any) -> bool:
+        return bool(self.held.tobytes() != content.tobytes())
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and one == other)
+
+
+def content_of(cell: types.CellType) -> Any:
+    """Return what a cell holds; ABSENT before it holds anything."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+class Slots(MutableMapping[str, Any]):
+    """Attributes of an object that its classes list in `__slots__`, as a mapping that writes through."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        # by descriptors, past a `__setattr__` that forbids to write
+        self._places = {
+            name: member
+            for kind in reversed(type(owner).__mro__)
+            if "__slots__" in vars(kind)
+            for name, member in vars(kind).items()
+            if isinstance(member, types.MemberDescriptorType)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._places[name].__get__(self._owner)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._places[name].__set__(self._owner, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._places[name].__delete__(self._owner)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._places if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return bool(self._places)

@@ -1,0 +1,40 @@
+"""`Log`: the actions of a session, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """An action of a session, and the step in or before which it happened.
+
+    Args:
+        step: the step that was under way, or that came next, counted from 1.
+        text: what was done, in words.
+    """
+
+    step: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.text}"
+
+
+class Log(list[LogEntry]):
+    """Entries in order.
+
+    Attributes:
+        steps: optimizer steps that are over; an entry belongs to the step after them.
+    """
+
+    steps = 0
+
+    def note(self, text: str, step: int | None = None) -> None:
+        """Add an entry, for a step or for now."""
+        self.append(LogEntry(self.steps + 1 if step is None else step, text))
+
+    def note_once(self, text: str) -> None:
+        """Add an entry, unless it is there already."""
+        if all(entry.text != text for entry in self):
+            self.note(text)

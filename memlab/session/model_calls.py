@@ -1,0 +1,113 @@
+"""`ModelCalls`: the model's call, taken over by a session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memlab.errors import MemlabError, RefusalError
+from memlab.rescue.guard import Start
+from memlab.runtime.hooks import ForwardHandler, chained, loss_of
+from memlab.runtime.interrupts import interruptible, uninterrupted
+from memlab.runtime.workload import Batch
+from memlab.session.parts import SessionParts
+
+
+class ModelCalls:
+    """Calls of the model, run through the techniques in force.
+
+    Args:
+        parts: what it needs of the session.
+    """
+
+    def __init__(self, parts: SessionParts) -> None:
+        self._session = parts
+
+    def refuse_traced(self) -> None:
+        """Ask the techniques in force whether a call of the model may be traced.
+
+        Raises:
+            RefusalError: it may not.
+        """
+        try:
+            for technique in self._session.techniques:
+                technique.check_traced()
+        except RefusalError as refusal:
+            refusal.in_loop = True
+            raise
+
+    def run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one call; a training call may first bring another plan into force."""
+        in_force = self._session.switching.in_force
+        is_within = in_force.is_in_call
+        try:
+            in_force.call_begins()
+            return self._run(original, args, kwargs)
+        finally:
+            if not is_within:
+                in_force.call_ended()
+
+    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        session = self._session
+        is_transformed, trains = torch._C._are_functorch_transforms_active(), session.workload.model.training
+        if is_transformed and session.techniques:
+            session.log.note_once(
+                "calls inside of torch.func transforms are left as they are: the plan does not apply there"
+            )
+        if is_transformed or not (trains and torch.is_grad_enabled()):
+            session.usage.was_evaluated |= torch.is_grad_enabled() and not (is_transformed or trains)
+            return _through([t.evaluate for t in session.techniques], original, args, kwargs)
+        session.switching.take_withdrawn_out()
+        session.usage.was_called = True
+        own_step = session.position.own_step
+        if own_step is None or session.position.own_step_around(sys._getframe()) is None:
+            session.switching.enter_step()
+        else:
+            session.position.is_within_step = True
+        session.observers.tell("forward_begins", Batch(args, kwargs))
+        try:
+            output = self._trained(original, args, kwargs)
+        except BaseException:
+            session.observers.tell("interrupted")
+            raise
+        if session.observers.all:
+            loss = loss_of(output)
+            session.observers.tell("forward_ended", loss)
+        return output
+
+    def _trained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        session = self._session
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return _through([t.forward for t in session.techniques], original, args, kwargs)
+
+        if not (session.switching.is_on_trial or session.techniques) and session.rescuing() is None:
+            return original(*args, **kwargs)
+        while True:
+            is_on_trial = session.switching.is_on_trial
+            start = Start(session.workload.model, session.workload.device) if is_on_trial else None
+            rescuer = session.rescuing()
+            try:
+                return run(*args, **kwargs) if rescuer is None else rescuer.call(run, args, kwargs)
+            except MemlabError as error:
+                if start is None or not session.switching.falls_back(error):
+                    raise
+            start.restore()
+
+
+def _through(
+    wrappers: Sequence[ForwardHandler], original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a model call through techniques: a Ctrl-C arises in the model's own code, or when they are done."""
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        with interruptible():
+            return original(*args, **kwargs)
+
+    if not wrappers:
+        return own(*args, **kwargs)
+    with uninterrupted():
+        return chained(wrappers, own)(*args, **kwargs)

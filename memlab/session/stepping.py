@@ -1,0 +1,172 @@
+"""`Stepping`: the optimizer's step, taken over by a session."""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+import torch
+
+from memlab.errors import RefusalError
+from memlab.runtime import optimizer_step
+from memlab.runtime.interrupts import HeldBack, hold_back
+from memlab.session.parts import SessionParts
+from memlab.techniques import Technique
+
+Optimizer = torch.optim.Optimizer
+
+
+class Stepping:
+    """Steps of the optimizers, made as the techniques in force and the rescuer need.
+
+    Args:
+        parts: what it needs of the session.
+    """
+
+    def __init__(self, parts: SessionParts) -> None:
+        self._session = parts
+        self._skipped = False  # of the step that is under way
+        self._held_back: HeldBack | None = None  # while it is
+
+    # -- before --------------------------------------------------------------------------------
+
+    def begins(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], call: FrameType
+    ) -> tuple[Any, Any] | None:
+        """Take over a step that begins.
+
+        Args:
+            optimizer: who steps.
+            args: positional arguments of its step, itself the first.
+            kwargs: keyword arguments of its step.
+            call: frame of the call that runs the hooks and the step.
+
+        Returns:
+            Arguments for the original step, or None to let it run as it was called.
+        """
+        has_closure = callable(kwargs.get("closure")) or any(map(callable, args[1:]))  # Accelerate passes None
+        caller = call.f_back
+        if self._session.position.own_step is not None and caller is not None:
+            own = self._session.position.own_step_around(caller)
+            if own is not None and own.optimizer is optimizer:
+                own.inner_begins()
+                return None
+        if not has_closure and self._session.techniques:
+            self._held_back = hold_back(call)
+        try:
+            return self._taken_over(optimizer, args, kwargs, call, has_closure=has_closure)
+        except BaseException:
+            self._hold_back_no_longer()
+            raise
+
+    def _taken_over(
+        self,
+        optimizer: Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: FrameType,
+        *,
+        has_closure: bool,
+    ) -> tuple[Any, Any] | None:
+        self._session.switching.take_withdrawn_out()
+        if has_closure:
+            # no plan can change in the closure's model call, when the step is under way
+            self._session.switching.enter_step()
+        if self._session.techniques:
+            self._session.switching.retry(lambda: self._tell_techniques(optimizer, has_closure=has_closure))
+        self._session.observers.tell("step_begins", optimizer)
+        # a closure runs the backward pass, so what it leaves behind is looked at after it
+        rescuer = self._session.rescuing()
+        is_rescued = rescuer is not None and rescuer.step_begins(optimizer)
+        self._skipped = False
+        techniques = self._session.techniques
+        if not (is_rescued or techniques):
+            return None
+        self._skipped = not has_closure and self._must_skip(optimizer)
+        takes_over = any(t.takes_step or t.owns_steps or _changes_the_step(t, optimizer) for t in techniques)
+        may_skip = has_closure and any(technique.may_skip for technique in techniques)
+        if not (self._skipped or takes_over or may_skip or is_rescued):
+            return None
+        if self._makes_own_step(optimizer) and not self._skipped:
+            self._session.position.own_step = optimizer_step.OwnStep(optimizer, techniques, call)
+            return None
+        try:
+            return optimizer_step.take_over(self._update)(optimizer, args, kwargs)
+        except BaseException:
+            self._session.observers.tell("interrupted")
+            raise
+
+    def _tell_techniques(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        for technique in self._session.techniques:
+            around = technique.changes_state and type(technique).around_update is not Technique.around_update
+            needs_whole = technique.may_skip or technique.parameters_visit or around
+            if has_closure and needs_whole and self._makes_own_step(optimizer):
+                raise RefusalError(
+                    technique.field,
+                    f"{type(optimizer).__name__} evaluates the model inside its step",
+                    f"leave {self._session.switching.in_force.plan.label} out, or call step() without a closure",
+                )
+            technique.step_begins(optimizer, has_closure=has_closure)
+
+    def _makes_own_step(self, optimizer: Optimizer) -> bool:
+        is_served = optimizer_step.is_separable(optimizer)
+        return not (is_served or any(t.owns_steps or t.stepper(optimizer) for t in self._session.techniques))
+
+    def _must_skip(self, optimizer: Optimizer) -> bool:
+        return any(technique.skips_step(optimizer) for technique in self._session.techniques)
+
+    # -- the update ----------------------------------------------------------------------------
+
+    def _update(self, optimizer: Optimizer) -> None:
+        if self._skipped or self._must_skip(optimizer):
+            self._skipped = True
+            self._session.log.note("gradients were not finite: update skipped, loss scale halved")
+        elif not self._updated(optimizer):
+            self._skipped = True
+            is_engine = any(t.owns_steps for t in self._session.techniques)
+            who = "by the engine" if is_engine else "as the loop's own scaler asks"
+            self._session.log.note(f"gradients were not finite: update skipped, {who}")
+
+    def _updated(self, optimizer: Optimizer) -> bool:
+        techniques = self._session.techniques
+        owner = next((technique for technique in techniques if technique.owns_steps), None)
+        if owner is not None:
+            return owner.step(optimizer)
+        rescuer = self._session.rescuing()
+        if rescuer is not None and rescuer.is_armed:
+            return rescuer.update(optimizer)
+        if any(_changes_the_step(technique, optimizer) for technique in techniques):
+            return optimizer_step.run_step(optimizer, techniques)
+        # an update that is the loop's own in all but its order has no copies, as in the loop
+        return optimizer_step.run_step(optimizer, techniques, optimizer_step.share_of(optimizer), backup=False)
+
+    # -- after ---------------------------------------------------------------------------------
+
+    def ended(self, optimizer: Optimizer) -> None:
+        """Note that a step is over, or a part of one that the optimizer makes itself."""
+        own = self._session.position.own_step
+        if own is not None and own.optimizer is optimizer:
+            if not own.ended():
+                return
+            self._session.position.own_step = None
+        rescuer = self._session.rescuing()
+        if rescuer is not None:
+            rescuer.step_ended()
+        self._session.usage.stepped(optimizer)
+        skipped, self._skipped = self._skipped, False
+        for technique in self._session.techniques:
+            technique.step_ended(optimizer, skipped=skipped)
+        self._session.observers.tell("step_ended", optimizer, skipped)
+        self._session.log.steps += 1
+        self._session.switching.step_ended()
+        self._hold_back_no_longer()
+
+    def _hold_back_no_longer(self) -> None:
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            held_back.end()
+
+
+def _changes_the_step(technique: Technique, optimizer: Optimizer) -> bool:
+    changes = technique.changes_state or technique.parameters_visit
+    return changes or technique.stepper(optimizer) is not None

@@ -1,0 +1,256 @@
+"""`Switching`: when the plan of a session changes, and going back from one that turns out not to apply.
+
+A *step boundary* is the moment before the first training forward after an `optimizer.step()`. A plan asked for
+between a forward and its step waits for it; everything happens on the thread that trains.
+
+A plan is *on trial* when it was asked for from elsewhere than the code that trains (a panel, another thread), and
+once a step has ended under it. Whatever says then that it does not apply, in the model call, its backward pass or the
+step, does not end the loop: the plan before comes back, and the same work is done again. A plan that code has just
+asked for is answered by the error, and so are memlab's own loops (measurements, predictions).
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import nn
+
+from memlab.errors import MemlabError, RefusalError, SessionError
+from memlab.plan import Plan
+from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.workload import Workload
+from memlab.session.in_force import InForce, check_all
+from memlab.session.log import Log
+from memlab.session.observers import Observers
+from memlab.session.position import Position
+from memlab.session.registry import session_of
+from memlab.session.together import require_compatible
+from memlab.techniques import TECHNIQUES, is_wanted
+from memlab.techniques.base import Host
+from memlab.techniques.gradient_release.gradient_release import is_loop_known
+
+if TYPE_CHECKING:
+    from memlab.session.session import Session
+
+
+class Switching:
+    """The plan in force, the one that is asked for, and the one to go back to.
+
+    Args:
+        workload: what plans are applied to.
+        log: where changes and refusals are noted.
+        observers: who is told of them.
+        position: where the loop is.
+        companions: sessions of other models that train in the same loop.
+        is_led: whether a session that was there before sees to the optimizers.
+
+    Attributes:
+        in_force: the plan in force, and its techniques.
+        pending: the plan that waits for the next step boundary, or None.
+        is_on_trial: whether a plan that turns out not to apply is taken back.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        log: Log,
+        observers: Observers,
+        position: Position,
+        *,
+        companions: Callable[[], Sequence[Session]],
+        is_led: Callable[[], bool],
+    ) -> None:
+        self._workload = workload
+        self._log = log
+        self._observers = observers
+        self._position = position
+        self._companions = companions
+        self.pending: Plan | None = None
+        self.is_on_trial = False
+        # plans to go back to, the newest last, and whether each was on trial itself
+        self._before: list[tuple[Plan, bool]] = []
+        self._withdrawn: MemlabError | None = None  # why, from the middle of the loop's own code
+        self._model: nn.Module | None = None  # kept while techniques are on it, whose undo needs it
+        host = Host(
+            gradients_complete=lambda: observers.tell("gradients_complete"),
+            only_tried=lambda: observers.tell("only_tried"),
+            storage_resized=lambda storage: observers.tell("storage_resized", storage),
+            on_trial=lambda: self.is_on_trial,
+            withdraw=self._withdraw,
+            is_led=is_led,
+        )
+        self.in_force = InForce(workload, host)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether there is no plan, and none that is asked for or to be taken back."""
+        is_busy = self.in_force.techniques or self.is_on_trial or self._withdrawn is not None
+        return not is_busy and self.pending is None
+
+    # -- asking --------------------------------------------------------------------------------
+
+    def switch(self, plan: Plan, *, now: bool, on_trial: bool) -> None:
+        """Change to another plan, at once or at the next step boundary; see `Session.switch`."""
+        if self._position.is_on_this_thread and (now or not self._position.is_within_step):
+            self.pending = None
+            self.change(plan, on_trial=on_trial)
+        elif now:
+            raise SessionError(
+                "switch(now=True) from another thread than the one that trains: leave out now, and the training thread applies it"
+            )
+        else:
+            self.pending = plan
+
+    def ask(self, plan: Plan | None) -> None:
+        """Note a plan for the next step boundary, from whatever thread; None withdraws what was asked for.
+
+        Unlike `switch` it never applies anything there and then. What is refused, observers are told.
+        """
+        self.pending = plan if plan != self.in_force.plan else None
+        self._observers.tell("plan_asked", self.pending or self.in_force.plan)
+
+    # -- changing ------------------------------------------------------------------------------
+
+    def change(self, plan: Plan, *, noted: bool = True, to_the_end: bool = False, on_trial: bool = False) -> None:
+        """Change to another plan at once, from whatever thread training has come to.
+
+        Args:
+            plan: the plan.
+            noted: write it into the log. A change that is not noted serves the plan that was asked for last.
+            to_the_end: a Ctrl-C that comes meanwhile does not take the change back.
+            on_trial: go back to the plan before, should this one turn out not to apply while the loop runs.
+
+        Raises:
+            RefusalError: a technique does not apply here; the old plan stays in force.
+        """
+        self._position.end_own_step()
+        require_compatible(self._workload, plan, self._companions())
+        with uninterrupted():
+            before = self.in_force.plan
+            self.in_force.change(plan, to_the_end=to_the_end)
+            self._model = self._workload.model if self.in_force.techniques else None
+            if plan == before:
+                return
+            self._withdrawn = None
+            if noted:
+                self._remember(before, self.is_on_trial, chained=on_trial)
+                self.is_on_trial = on_trial and bool(self.in_force.techniques)
+                self._log.note(f"{before.label} → {plan.label}")
+            self._observers.tell("plan_changed", plan)
+
+    def _remember(self, before: Plan, was_on_trial: bool, *, chained: bool) -> None:
+        """Note a plan to go back to; of a chain of plans on trial none may apply, and the way leads back through all."""
+        known = [plan for plan, _ in self._before] if chained else []
+        kept = known.index(before) if before in known else len(known)
+        self._before = [*self._before[:kept], (before, was_on_trial)]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context whose plans are none to go back to: those of measurements."""
+        known = self._before, self.is_on_trial
+        try:
+            yield
+        finally:
+            self._before, self.is_on_trial = known
+
+    def enter_step(self) -> None:
+        """Apply the plan that is asked for, if this is a step boundary; from here on the loop is within a step."""
+        if not self._position.is_within_step:
+            self._position.thread = threading.get_ident()
+            self._observers.tell("step_boundary")
+            self._apply_pending()
+        self._position.is_within_step = True
+
+    def step_ended(self) -> None:
+        """Note that a step is over: whatever plan it ended under is on trial, if there is one to go back to."""
+        self._position.is_within_step = False
+        self.is_on_trial |= bool(self.in_force.techniques) and bool(self._before) and not is_loop_known()
+
+    def _apply_pending(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        try:
+            for each in self._companions():
+                check(each.workload, pending)
+            self.change(pending, on_trial=True)
+            for each in self._companions():
+                each.switching.ask(pending)
+        except RefusalError as refusal:
+            # the loop goes on under the old plan; whoever asked reads it in the log
+            self._log.note(f"refused {pending.label}: {refusal}")
+            self._observers.tell("plan_refused", pending, refusal)
+
+    # -- going back ----------------------------------------------------------------------------
+
+    def falls_back(self, error: BaseException) -> bool:
+        """Go back to the plan before, where an error says that a plan on trial does not apply.
+
+        Returns:
+            Whether it is back, and the work that raised the error is to be done again.
+        """
+        if not self._before or not self._is_trial_over(error):
+            return False
+        refused = self.in_force.plan
+        before, was_on_trial = self._before.pop()
+        # a plan with the same setting would be refused as well, or do nothing
+        while self._before and isinstance(error, RefusalError) and _has_same(error.technique, refused, before):
+            before, was_on_trial = self._before.pop()
+        self.change(before, noted=False)
+        self.is_on_trial = was_on_trial
+        text = f"refused {refused.label}: {error}; {before.label} is back"
+        self._log.note(text)
+        self._observers.tell("plan_refused", refused, error)
+        for each in self._companions():
+            if each.plan == refused:
+                each.switching.ask(before)
+        if not self._observers.all:
+            warnings.warn(f"memlab: {text}", RuntimeWarning, stacklevel=2)
+        return True
+
+    def retry(self, work: Callable[[], None]) -> None:
+        """Do something, and once more under the plan before as often as a plan on trial refuses."""
+        while True:
+            try:
+                work()
+            except MemlabError as error:
+                if not self.falls_back(error):
+                    raise
+            else:
+                return
+
+    def take_withdrawn_out(self) -> None:
+        """Go back to the plan before, if a technique has withdrawn; do nothing otherwise."""
+        refusal, self._withdrawn = self._withdrawn, None
+        if refusal is not None:
+            self.falls_back(refusal)
+
+    def _withdraw(self, refusal: MemlabError) -> bool:
+        if not self._is_trial_over(refusal):
+            return False
+        self._withdrawn = refusal
+        return True
+
+    def _is_trial_over(self, error: BaseException) -> TypeGuard[MemlabError]:
+        if not isinstance(error, RefusalError | SessionError):
+            return False
+        return self.is_on_trial and not error.is_late and not is_loop_known()
+
+
+def _has_same(field: str, one: Plan, other: Plan) -> bool:
+    return hasattr(one, field) and getattr(one, field) == getattr(other, field)
+
+
+def check(workload: Workload, plan: Plan) -> None:
+    """Ask every technique of a plan whether it applies, without applying any.
+
+    Raises:
+        RefusalError: the first one that does not.
+    """
+    session = session_of(workload.model)
+    coming = [kind(plan) for kind in TECHNIQUES if is_wanted(kind, plan)]
+    check_all(coming, workload, workload.optimizers, session.techniques if session is not None else ())

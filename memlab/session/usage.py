@@ -1,0 +1,78 @@
+"""`Usage`: how a loop uses the model, and which settings have no effect because of that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from memlab.plan import Plan
+from memlab.runtime.workload import Workload
+from memlab.session.in_force import InForce
+from memlab.session.log import Log
+from memlab.techniques import Technique
+
+_WITHOUT_CALL = "(it calls parts of it, its forward directly, or it within compiled code or a transform of torch.func)"
+
+
+class Usage:
+    """Use of the model by the loop.
+
+    Args:
+        workload: the model and its optimizers.
+        in_force: the plan whose settings may have no effect.
+        log: where `note` writes.
+
+    Attributes:
+        was_called: whether the loop has called the model to train it.
+        was_evaluated: whether it has called it in eval mode, with gradients.
+    """
+
+    def __init__(self, workload: Workload, in_force: InForce, log: Log) -> None:
+        self._workload = workload
+        self._in_force = in_force
+        self._log = log
+        self.was_called = False
+        self.was_evaluated = False
+        self._stepped: set[int] = set()  # optimizers that have, before the model was called
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has stepped; say what had no effect where it has stepped before."""
+        if id(optimizer) in self._stepped:
+            self.note()
+        if not self.was_called:
+            self._stepped.add(id(optimizer))
+
+    def note(self) -> None:
+        """Write into the log which settings had no effect, once it is known that they had none."""
+        if (passed_by := self.passed_by) is not None:
+            self._log.note_once(passed_by)
+
+    @property
+    def how_passed_by(self) -> str:
+        """Return in words how the loop trains the model without calls that settings work around."""
+        how = "in eval mode only" if self.was_evaluated else f"without calling it {_WITHOUT_CALL}"
+        return f"the loop trains {self._workload.name} {how}"
+
+    @property
+    def passed_by(self) -> str | None:
+        """Text for settings that work around calls or updates which the loop never makes; else None."""
+        techniques = self._in_force.techniques
+        if not self.was_called:
+            around = [t for t in techniques if type(t).forward is not Technique.forward and self._stepped]
+            idle = [t for t in around if not (t.changes_modules and t.was_reached)]
+            why = self.how_passed_by
+            advice = f"call {'model.train() before' if self.was_evaluated else 'the model itself'}"
+        else:
+            idle = [] if self._workload.optimizers else [t for t in techniques if t.works_on_updates]
+            why, advice = f"no optimizer updates {self._workload.name}", "train it with one of torch.optim"
+        return f"{self._settings_of(idle)} had no effect: {why}; {advice}" if idle else None
+
+    def _settings_of(self, techniques: list[Technique]) -> Plan:
+        plan = self._in_force.plan
+        settings = {t.field: getattr(plan, t.field) for t in techniques}
+        if "offload" in settings:  # one field for several techniques
+            settings["offload"] = tuple(
+                pair for pair in plan.offload if any(t.wanted(Plan(offload=(pair,))) for t in techniques)
+            )
+        return replace(Plan(), **settings)

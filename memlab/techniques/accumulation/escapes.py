@@ -1,0 +1,54 @@
+"""Tensors with a graph that a model keeps where nobody looks."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+
+def escaped(alive: Callable[[], set[int]]) -> tuple[torch.Tensor, str] | None:
+    """Return a tensor with a graph that something keeps, and in words what; None where there is none.
+
+    Args:
+        alive: tells which storages live on that nobody is known to keep.
+    """
+    if not _with_graph(alive()):
+        return None
+    gc.collect()
+    found = _with_graph(alive())
+    return (found[0], _keeper(found[0], found)) if found else None
+
+
+def _with_graph(storages: set[int]) -> list[torch.Tensor]:
+    return [
+        tensor
+        for tensor in (gc.get_objects() if storages else ())
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and _has_graph(tensor)
+        and tensor.untyped_storage()._cdata in storages
+    ]  # fmt: skip
+
+
+def _has_graph(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # a view of something that was changed since; it cannot be derived
+        return False
+
+
+def _keeper(tensor: torch.Tensor, candidates: list[torch.Tensor]) -> str:
+    for holder in gc.get_referrers(tensor):
+        if holder is candidates:
+            continue
+        if isinstance(holder, dict):
+            return (
+                f"as {next((str(key) for key, value in holder.items() if value is tensor), '?')!r} of a dict or object"
+            )
+        if isinstance(holder, (list, tuple, set, deque)):
+            return f"in a {type(holder).__name__}"
+        if not inspect.isframe(holder):
+            return f"kept by a {type(holder).__name__}"
+    return "kept by something else"

@@ -1,0 +1,212 @@
+"""`FirstCalls`: the first call of a model, whose errors may be those of half precision."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.errors import MemlabError, RefusalError, first_line
+from memlab.plan import Precision
+from memlab.runtime.containers import Effect
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.rng import Randomness
+from memlab.runtime.surroundings import Surroundings
+from memlab.runtime.tree import flatten, runs_later, tensors_in
+from memlab.techniques.base import ModelCall
+from memlab.techniques.precision.loss_scale import nodes_of
+from memlab.techniques.precision.masters import Masters
+
+_FIELD = "precision"
+AUTOCAST_DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+
+
+class FirstCalls:
+    """Refuses models that half precision is not for, when they are first called; nothing of that call is left behind.
+
+    Args:
+        precision: the precision.
+        lowered: runs a call in it.
+        masters: of the weights under pure bf16.
+        in_fp32: context in which a model, or a part of one, is as it was written.
+    """
+
+    def __init__(
+        self,
+        precision: Precision,
+        lowered: Callable[[ModelCall, tuple[Any, ...], Mapping[str, Any]], Any],
+        masters: Masters,
+        in_fp32: Callable[[nn.Module], AbstractContextManager[Any]],
+    ) -> None:
+        self._precision = precision
+        self._lowered = lowered
+        self._masters = masters
+        self._in_fp32 = in_fp32
+
+    def run(
+        self,
+        name: str,
+        model: nn.Module,
+        call: ModelCall,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        but: str = "",
+    ) -> Any:
+        """Run the first call of a model, or by the loop of a part.
+
+        Args:
+            name: of the model, in words.
+            model: the model.
+            call: runs it.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            but: what of it is not in half precision, in words.
+
+        Raises:
+            RefusalError: the model does not run in it; nothing of the call is left behind.
+        """
+        if self._precision is Precision.FP16:
+            refuse_backward_hooks(name, model)
+        before = Surroundings(model)
+        randomness = Randomness(next(model.parameters()).device, before.generators)
+        frozen = self._copies_of_frozen(model)
+        try:
+            output = self._lowered(call, args, kwargs)
+        except Exception as error:
+            for each in frozen:
+                each.put_back()
+            if is_out_of_memory(error) or isinstance(error, MemlabError):
+                raise
+            said = but + first_line(error)
+        else:
+            written = [(each.name, each.tensor) for each in frozen if each.put_back()]
+            if written:
+                before.restore(strict=False)
+                randomness.restore()
+                self._keep_whole(name, written)
+                whole = ", ".join(which for which, _ in written)
+                said = f"with {whole}, which its forward pass changes, in fp32: "
+                return self.run(name, model, call, args, kwargs, but=said)
+            left = self._left_unscaled(before.effects(), output)
+            later = None if self._precision is Precision.PURE_BF16 else _computing_later(output, self._precision)
+            if left is None and later is None:
+                return output
+            said = f"its gradients are scaled at the output, and {left} is past it" if later is None else later
+        before.restore(strict=False)
+        randomness.restore()
+        with self._in_fp32(model):
+            masters = [(tensor, tensor.detach().clone()) for tensor in (each.tensor for each in frozen)]
+            try:
+                call(*args, **kwargs)  # where that fails as well, the error is the model's own
+            finally:
+                for tensor, master in masters:
+                    if not torch.equal(tensor, master):
+                        tensor.data = master
+        before.restore(strict=False)
+        randomness.restore()
+        raise RefusalError(_FIELD, f"{name} does not run in {self._precision}: {said}", "leave its precision as it is")
+
+    def _copies_of_frozen(self, model: nn.Module) -> list[_Frozen]:
+        """Tensors in bf16 that no optimizer updates, by name, with copies: a forward pass may write to them.
+
+        None where they are most of the model: base weights beside adapters, which nothing writes to. Nor buffers of torch's
+        own modules: those of batch norm are in fp32, and spectral norm makes its own anew.
+        """
+        frozen = [
+            (f"{path}.{name}" if path else name, each)
+            for path, part in model.named_modules()
+            for name, each in (*part._parameters.items(), *_buffers_of_users(part))
+            if each is not None and each in self._masters and not each.requires_grad
+        ]
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        is_twin = any(isinstance(tensor, FakeTensor) for _, tensor in frozen)  # has no values to lose
+        if is_twin or sum(tensor.numel() for _, tensor in frozen) > 2 * trained:
+            return []
+        return [_Frozen(name, tensor) for name, tensor in frozen]
+
+    def _keep_whole(self, name: str, written: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Keep in fp32 what a forward pass writes to: in bf16 small changes would be lost.
+
+        Raises:
+            RefusalError: they are weights, which layers want in the form of their inputs.
+        """
+        for which, tensor in written:
+            if isinstance(tensor, nn.Parameter):
+                raise RefusalError(
+                    _FIELD,
+                    f"the forward pass of {name} changes the weight {which}, and bf16 would lose small changes",
+                    "use --bf16",
+                )
+        for _, tensor in written:
+            self._masters.join(tensor)
+
+    def _left_unscaled(self, effects: Mapping[str, Effect], output: Any) -> str | None:
+        """Return where a tensor is left that gradients come in by past the output.
+
+        What the output is made of (a weight that is normed anew in each call) is not meant: who uses it past the output is
+        refused by the backward pass.
+        """
+        left = {
+            name: leaf
+            for name, effect in (effects.items() if self._precision is Precision.FP16 else ())
+            for leaf in flatten(effect.value)[0]
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        }
+        within = nodes_of(tensors_in(output)) if left else {}
+        return next((name for name, leaf in left.items() if id(leaf.grad_fn) not in within), None)
+
+
+def _buffers_of_users(part: nn.Module) -> Sequence[tuple[str, torch.Tensor | None]]:
+    return () if type(part).__module__.startswith("torch.") else [*part._buffers.items()]
+
+
+class _Frozen:
+    """A tensor in bf16 that a forward pass may write to."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.tensor = name, tensor
+        self._data, self._version = tensor.detach(), tensor._version
+        self._copy = self._data.to("cpu", copy=True)
+
+    def put_back(self) -> bool:
+        """Give it its values again where it has been written to; an equal value may be what is left of a small change."""
+        is_same = self.tensor._version == self._version and self.tensor.data_ptr() == self._data.data_ptr()
+        if is_same and torch.equal(self._data.cpu().view(torch.int16), self._copy.view(torch.int16)):
+            return False
+        self.tensor.data = self._data.copy_(self._copy)
+        return True
+
+
+def _computing_later(output: Any, precision: Precision) -> str | None:
+    """Say which part of an output computes with low values when the loop calls it, past autocast; None for none."""
+    for leaf in flatten(output)[0]:
+        held = [*(getattr(leaf, "__closure__", None) or ()), *getattr(leaf, "args", ())] if runs_later(leaf) else []
+        held = [each.cell_contents if isinstance(each, types.CellType) else each for each in held]
+        if any(isinstance(each, torch.Tensor) and each.dtype is AUTOCAST_DTYPES.get(precision) for each in held):
+            return (
+                f"its output is a {type(leaf).__name__}, which computes with {precision} values when the loop calls it"
+            )
+    return None
+
+
+def refuse_backward_hooks(name: str, model: nn.Module) -> None:
+    """Refuse a model whose parts have backward hooks, for fp16.
+
+    Raises:
+        RefusalError: it has some.
+    """
+    inner = islice(model.named_modules(), 1, None)  # hooks of the model itself are outside of the scale
+    hooked = next((name for name, part in inner if part._backward_hooks or part._backward_pre_hooks), None)
+    if hooked is not None:
+        raise RefusalError(
+            _FIELD,
+            f"{name} has a backward hook ({hooked}), which would be given gradients multiplied by the loss scale",
+            "use --bf16",
+        )

@@ -1,0 +1,196 @@
+"""`Masters`: the fp32 values of tensors that are kept in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from memlab.runtime.aliases import is_shared
+from memlab.techniques.precision.moments import join_master, split_master
+
+
+class Masters:
+    """Tensors in bf16, each with what it lacks of its fp32 master.
+
+    That is the lower half of the bits, or, while somebody holds values that were shown or has written to them, the master
+    itself: what a loop holds of a weight is the weight, over as many steps as it holds it.
+
+    Attributes:
+        tensors: all that were split.
+
+    Example:
+        >>> weight, masters = torch.nn.Parameter(torch.tensor([0.1])), Masters()
+        >>> masters.split(weight)
+        >>> weight.data, masters.values(weight)
+        (tensor([0.1001], dtype=torch.bfloat16), tensor([0.1000]))
+        >>> masters.show(weight).fill_(0.3), masters.settle()
+        (tensor([0.3000]), None)
+        >>> weight.data, masters.values(weight)
+        (tensor([0.3008], dtype=torch.bfloat16), tensor([0.3000]))
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._rest: dict[int, torch.Tensor] = {}  # by id: the lower half in int16, or the master
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self._rest
+
+    def __bool__(self) -> bool:
+        return bool(self._rest)
+
+    @property
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """What is kept beside the tensors."""
+        return tuple(self._rest.values())
+
+    def split(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor in bf16 from now on, its gradient along with it."""
+        self.tensors.append(tensor)
+        high, self._rest[id(tensor)] = split_master(tensor.data)
+        _set_data(tensor, high)
+
+    def join(self, tensor: torch.Tensor) -> None:
+        """Give a tensor its master back for good; harmless when done."""
+        if tensor in self:
+            _set_data(tensor, self._joined(tensor))
+            del self._rest[id(tensor)]
+
+    # -- looked at -----------------------------------------------------------------------------
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The master of a tensor, where it rests; None when it is in its place. Who writes to it shows it first."""
+        rest = self._rest.get(id(tensor))
+        # what becomes of it may outlive an inference
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(mode=False), torch.no_grad():
+            if rest is None or tensor.dtype is torch.float32:
+                return None
+            if rest.dtype is torch.float32:
+                return rest
+            # past its base, a view of other bits, by which it would seem to be held
+            return join_master(tensor.data.to(rest.device), rest).to(tensor.device).data
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor's values, wherever they are."""
+        values = self.values(tensor)
+        if values is None:
+            return tensor.detach().clone()
+        return values.clone() if self._is_whole(tensor) else values
+
+    def keep(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Take `values` for the master from now on: somebody holds them, or has written to them."""
+        self._rest[id(tensor)] = values
+
+    def show(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """As `values`, for somebody who will hold them."""
+        values = self.values(tensor)
+        if values is not None:
+            self.keep(tensor, values)
+        return values
+
+    def replace(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+        """Take other values for the master, as for ``tensor.data = values``; False where they are not for that."""
+        is_like = values.shape == tensor.shape and values.device == tensor.device and values.is_floating_point()
+        if is_like and tensor in self and tensor.dtype is torch.bfloat16:
+            self.keep(tensor, values.data.float())
+            self._settle(tensor)
+            return True
+        return False
+
+    def settle(self) -> None:
+        """Bring bf16 values in line with masters that were shown, and let those go that nobody holds any more."""
+        for tensor in self.tensors:
+            if tensor in self and (tensor.dtype is not torch.bfloat16 or self._is_whole(tensor)):
+                self._settle(tensor)
+
+    def _settle(self, tensor: torch.Tensor) -> None:
+        if tensor.dtype is torch.bfloat16:
+            self._lower(tensor, self._rest[id(tensor)], tensor.data)
+        else:  # the loop has given it data of its own
+            self._lower(tensor, tensor.data.float())
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        return self._rest[id(tensor)].dtype is torch.float32
+
+    # -- in their places -----------------------------------------------------------------------
+
+    @contextmanager
+    def in_place(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context in which tensors are their masters, with gradients in fp32; what is written there stays."""
+        split = [tensor for tensor in tensors if tensor in self]
+        gradients = [tensor.grad for tensor in split]
+        # written to again: new ones at every step would end up in ever other places, and break up the allocator's segments
+        before = {id(tensor): (tensor.data, self._rest[id(tensor)]) for tensor in split if self._belongs(tensor)}
+        storages = {}
+        try:
+            for tensor, gradient in zip(split, gradients, strict=True):
+                tensor.grad = None
+                tensor.data = self._joined(tensor)
+                storages[id(tensor)] = tensor.untyped_storage()._cdata
+                tensor.grad = None if gradient is None else gradient.float()
+            yield
+        finally:
+            joined = [tensor for tensor in split if tensor.dtype is torch.float32]
+            # all gradients first: what they give free is what splitting needs
+            for tensor in joined:
+                tensor.grad = None
+            for tensor in joined:
+                high, rest = before.pop(id(tensor), (None, None))
+                is_same = tensor.untyped_storage()._cdata == storages.get(id(tensor))
+                if rest is None or rest.dtype is torch.int16:
+                    self._lower(tensor, tensor.data, high, rest)
+                elif is_same and rest.device == tensor.device:
+                    self._lower(tensor, rest, high)
+                else:  # on a visit to the device; or it was given other data
+                    self._lower(tensor, rest.copy_(tensor.data) if is_same else tensor.data, high)
+            for tensor, gradient in zip(split, gradients, strict=True):
+                tensor.grad = None if gradient is None else gradient.to(tensor.dtype)
+
+    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        rest = self._rest[id(tensor)]
+        if not self._belongs(tensor):
+            return tensor.data.float()
+        return rest.detach().to(tensor.device) if self._is_whole(tensor) else join_master(tensor.data, rest)
+
+    def _belongs(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is still what was split, and the loop has not given it other data."""
+        return tensor.dtype is torch.bfloat16 and tensor.shape == self._rest[id(tensor)].shape
+
+    def _lower(
+        self,
+        tensor: torch.Tensor,
+        master: torch.Tensor,
+        high: torch.Tensor | None = None,
+        low: torch.Tensor | None = None,
+    ) -> None:
+        """Split a master again, in two given tensors or new ones; one that somebody else holds stays beside its upper half."""
+        try:
+            halves = _halves(master, high, low)
+        except torch.OutOfMemoryError:
+            # an update is done, and must not be repeated because its last step failed; half of this has been freed
+            halves = _halves(master, high, low)
+        tensor.data = halves[0]
+        self._rest[id(tensor)] = master if is_shared(master) else halves[1]
+
+
+def _halves(
+    master: torch.Tensor, high: torch.Tensor | None, low: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # a buffer may have been given another size
+    if high is None or high.shape != master.shape:
+        high = torch.empty_like(master, dtype=torch.bfloat16, requires_grad=False)
+    if low is None or low.shape != master.shape:
+        low = torch.empty_like(master, dtype=torch.int16, requires_grad=False)
+    return split_master(master, (high, low))
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Swap a tensor's data for another dtype's, its gradient along with it."""
+    gradient = tensor.grad if tensor.is_leaf else None
+    if gradient is not None:
+        tensor.grad = None
+    tensor.data = data
+    if gradient is not None:
+        tensor.grad = gradient.to(data.dtype)

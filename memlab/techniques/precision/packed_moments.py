@@ -1,0 +1,92 @@
+"""`PackedMoments`: moments of an optimizer in bf16, rounded stochastically."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memlab.runtime.optimizer_step import is_separable
+from memlab.runtime.state_layers import held_states
+from memlab.techniques.base import State
+from memlab.techniques.precision.moments import round_stochastically
+
+Optimizer = torch.optim.Optimizer
+
+
+class PackedMoments:
+    """Packs the state of one parameter at a time.
+
+    Args:
+        note: told what is left as it is.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._generators: dict[torch.device, torch.Generator] = {}
+        # within a step: what a bucket's moments were packed in before, which they are again, so that they stay where they are
+        self._is_stepping = False
+        self._packed: dict[int, State] = {}
+        self._own: set[tuple[int, str]] = set()  # what optimizers keep in bf16 by themselves
+
+    def expect(self, optimizer: Optimizer) -> None:
+        """Note what an optimizer keeps in bf16 by itself, before anything of it is packed."""
+        for parameter, state in held_states(optimizer):
+            self._note_own(parameter, state, but={})
+
+    def pack(self, optimizer: Optimizer, parameter: torch.Tensor, state: State) -> State:
+        if not is_separable(optimizer):
+            self._note(
+                f"{type(optimizer).__name__} is not of torch: what it keeps is left as it is, since it may not be moments"
+            )
+            return state
+        before = self._packed.get(id(parameter), {})
+        if self._is_stepping:
+            self._note_own(parameter, state, but=before)
+        return {key: self._packed_moment(parameter, value, before.get(key)) for key, value in state.items()}
+
+    def unpack(self, optimizer: Optimizer, parameter: torch.Tensor, state: State) -> State:
+        if not is_separable(optimizer):
+            return state
+        if self._is_stepping:
+            resident = dict(optimizer.state.get(parameter, ()))
+            self._packed[id(parameter)] = {key: value for key, value in state.items() if value is resident.get(key)}
+        return {
+            key: value.float()
+            if _is_moment(parameter, value, torch.bfloat16) and (id(parameter), key) not in self._own
+            else value
+            for key, value in state.items()
+        }
+
+    def step_begins(self) -> None:
+        self._is_stepping = True
+
+    def bucket_updated(self) -> None:
+        self._packed.clear()
+
+    def step_ended(self) -> None:
+        self._is_stepping = False
+        self._packed.clear()
+
+    def _note_own(self, parameter: torch.Tensor, state: State, but: State) -> None:
+        own = (key for key, value in state.items() if _is_moment(parameter, value, torch.bfloat16))
+        self._own |= {(id(parameter), key) for key in own if key not in but}
+
+    def _packed_moment(self, parameter: torch.Tensor, value: Any, before: torch.Tensor | None) -> Any:
+        if not _is_moment(parameter, value, torch.float32):
+            return value
+        into = before if _is_moment(parameter, before, torch.bfloat16) else None
+        return round_stochastically(value, self._generator(value.device), into)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        # a generator of its own: the user's random numbers stay what they were
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(0)
+        return self._generators[device]
+
+
+def _is_moment(parameter: torch.Tensor, value: Any, dtype: torch.dtype) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and value.dtype is dtype and value.shape == parameter.shape and value.dim() > 0
+    )

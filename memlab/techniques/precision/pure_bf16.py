@@ -1,0 +1,237 @@
+"""`PureBf16`: a model whose weights are kept in bf16, with what is needed to update them in fp32.
+
+Rules:
+
+1. Within a call of the model, or of a part of it, and within a backward pass, weights are in bf16; outside they are the loop's.
+   What it gives to a call and gets from it is in fp32.
+2. Whatever the loop does with weights, before a call, after it, in hooks of the backward pass or after the step, is done with
+   the fp32 masters (`Touch`). Graphs lead to the weights as they are kept, which are written to only as the loop does.
+3. What the loop holds of weights (``p.data``, views, a state dict) follows them, as without memlab: such a master stays
+   whole for as long (`Masters`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import Variable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from memlab.runtime.autocast import without_autocast
+from memlab.runtime.callers import is_in_hook
+from memlab.runtime.hooks import CallHook, is_compiled
+from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.touch import Touch
+from memlab.runtime.tree import Lent, in_leaves, tensors_in
+from memlab.techniques.base import ModelCall
+from memlab.techniques.precision.masters import Masters
+from memlab.techniques.precision.own_form import OwnForm
+
+
+class PureBf16:
+    """Weights in bf16 for the model, and in fp32 for the loop.
+
+    Args:
+        model: the model.
+        masters: of its weights, which are split here.
+        first: runs the first call of each part that the loop calls by itself: its name, itself, the call and its arguments.
+        at_home: context in which weights are on the device they are used on.
+        undo: takes all of it back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        masters: Masters,
+        first: Callable[..., Any],
+        at_home: Callable[[Sequence[Any]], AbstractContextManager[Any]],
+        undo: ExitStack,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._masters = masters
+        self._first = first
+        self._at_home = at_home
+        self._is_loops_turn = False  # whether it is the loop that goes on, and not memlab within a call
+        self._inside: set[int] = set()  # threads in a call of the model, or of a part
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # parts that the loop has called by themselves
+        # weights of batch norm stay beside its statistics: torch's kernels want both in one precision
+        whole = {id(p) for part in model.modules() if isinstance(part, _BatchNorm) for p in part.parameters()}
+        for tensor in (*model.parameters(), *convertible_buffers(model)):
+            if tensor.dtype is torch.float32 and id(tensor) not in whole:
+                undo.callback(masters.join, tensor)
+                masters.split(tensor)
+        self._touch = Touch(lambda: masters.tensors, self._read_by_loop, masters.keep, self._replaced_by_loop)
+        undo.callback(self._leave_alone)
+        self._own_form = OwnForm(masters, self.restored)
+        self._own_form.serve(model, masters.tensors, undo)
+        for part in () if is_compiled(model) else model.modules():
+            is_split = any(p in masters for p in part.parameters())
+            if is_split and part is not model and not isinstance(part, torch.jit.ScriptModule):
+                CallHook(part, partial(self._part, weakref.ref(part))).install(undo)
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def run(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call of the model, or of a part, in bf16."""
+        with Lent(as_bf16, as_fp32) as lent:
+            args, kwargs = lent.lend((args, dict(kwargs)))
+            with self._others_lowered(), self.within(), without_autocast():
+                output = call(*args, **kwargs)
+        return in_leaves(as_fp32, output)
+
+    @contextmanager
+    def _others_lowered(self) -> Iterator[None]:
+        """Weights that came to the model later, by the loop or for one call (`functional_call`), in bf16 for a call."""
+        model = None if self._inside else self._model()
+        own = [
+            (part._parameters, name, tensor)
+            for part in (() if model is None else model.modules())
+            if not isinstance(part, _BatchNorm)
+            for name, tensor in part._parameters.items()
+            if tensor is not None and tensor.dtype is torch.float32 and tensor not in self._masters
+        ]
+        lowered: list[Any] = [tensor.bfloat16() for _, _, tensor in own]
+        try:
+            for (table, name, _), low in zip(own, lowered, strict=True):
+                table[name] = low
+            yield
+        finally:
+            for (table, name, tensor), low in zip(own, lowered, strict=True):
+                if table.get(name) is low:
+                    table[name] = tensor
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """This thread is in a call of the model, or of a part of it."""
+        thread = threading.get_ident()
+        is_outermost = thread not in self._inside
+        self._inside.add(thread)
+        try:
+            yield
+        finally:
+            if is_outermost:
+                self._inside.discard(thread)
+
+    def _part(
+        self, there: weakref.ref[nn.Module], call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """A call of a part: by the model, by a backward pass that runs it again, or by the loop."""
+        is_within = threading.get_ident() in self._inside
+        if not is_within and _is_in_backward():
+            self._lend_to_backward()
+            # what it is given tells who had called it
+            given = {leaf.dtype for leaf in tensors_in((args, kwargs)) if leaf.is_floating_point()}
+            is_within = torch.bfloat16 in given or torch.float32 not in given
+        part = there()
+        if is_within or part is None:
+            return call(*args, **kwargs)
+        is_loops_turn = self._is_loops_turn
+        self.taken_over()
+        try:
+            if part in self._seen:
+                return self.run(call, args, kwargs)
+            output = self._first(type(part).__name__, part, call, args, kwargs)
+            self._seen.add(part)
+            return output
+        finally:
+            if is_loops_turn:
+                self.handed_back()
+
+    # -- whose turn it is ----------------------------------------------------------------------
+
+    def taken_over(self) -> None:
+        """The model goes on, or the plan is about to change."""
+        self._leave_alone()
+        if not self._is_models():
+            with uninterrupted(), torch.no_grad(), temporarily_clear_interpreter_stack():
+                self._masters.settle()
+
+    def handed_back(self) -> None:
+        """The loop goes on."""
+        self._is_loops_turn = True
+        self._touch.watch()
+
+    def _leave_alone(self) -> None:
+        self._is_loops_turn = False
+        self._touch.leave()
+
+    def _lend_to_backward(self) -> None:
+        """Run what a backward pass runs again as a call is run, until the pass is over."""
+        if self._is_loops_turn:
+            self._leave_alone()
+            Variable._execution_engine.queue_callback(self.handed_back)
+
+    def _is_models(self, frame: FrameType | None = None) -> bool:
+        """Return whether this thread is within the model or a backward pass, which compute with weights as they are kept."""
+        if threading.get_ident() in self._inside:
+            return True
+        return _is_in_backward() and not (frame is not None and is_in_hook(frame))
+
+    # -- what the loop sees --------------------------------------------------------------------
+
+    def _read_by_loop(self, tensor: torch.Tensor, frame: FrameType) -> torch.Tensor | None:
+        if self._is_models(frame) or torch._C._are_functorch_transforms_active():
+            return None
+        return self._masters.values(tensor)
+
+    def _replaced_by_loop(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+        with torch.no_grad():
+            return self._masters.replace(tensor, values)
+
+    @contextmanager
+    def restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context in which tensors are their masters, for the loop's own code: moves, casts, loading."""
+        split = [tensor for tensor in tensors if tensor in self._masters and tensor.dtype is not torch.float32]
+        with uninterrupted(), self._at_home(split), self.updated(split):
+            yield
+
+    @contextmanager
+    def updated(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context in which tensors are their masters, on the device where they are."""
+        self._touch.leave(tensors)
+        try:
+            with self._masters.in_place(tensors):
+                yield
+        finally:
+            if self._is_loops_turn:
+                self._touch.watch([tensor for tensor in tensors if tensor in self._masters])
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def as_fp32(leaf: Any) -> Any:
+    """An output of a model in half precision as the loop gets it."""
+    low = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return leaf.float() if low else leaf
+
+
+def as_bf16(leaf: Any) -> Any:
+    """An input as a model in bf16 gets it."""
+    return leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf
+
+
+def convertible_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Floating-point buffers that are saved with the model.
+
+    Tables computed on the fly (rotary frequencies) and running statistics keep their precision, as in
+    Transformers' own loading.
+    """
+    found = {
+        id(buffer): buffer  # once, also where several modules hold it
+        for module in model.modules()
+        if not isinstance(module, _BatchNorm)
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+    yield from found.values()
