@@ -18,6 +18,7 @@ from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, TableRo
 from memlab.units import format_bytes
 
 _FLAG = re.compile(r"--[a-z][^ ]*( [^- ][^ ]*(?= --|$))?")
+_SPREAD = re.compile(r" (?=[±(])")
 _RULE = "rgba(128,128,128,.35)"
 _WRAPPER = "overflow-x:auto;font-variant-numeric:tabular-nums;font-size:13px;line-height:1.45"
 _TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:inherit"
@@ -25,12 +26,12 @@ _TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent
 _CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit;white-space:nowrap"
 _CELL = f"padding:5px 14px 5px 0;vertical-align:top;background:transparent;border:0;border-bottom:1px solid {_RULE}"
 _NOTE = f"{_CELL};padding-top:0;max-width:60em;text-align:left;white-space:normal"
-_HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600;white-space:nowrap"
+_HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600"
 # notebooks give code a ground and room of its own
 _CODE = (
     "padding:0;font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
 )
-_BAR = "display:flex;height:8px;margin-top:4px;width:170px"
+_BAR = "display:flex;height:8px;margin-top:4px;width:clamp(80px,18vw - 90px,170px)"  # shorter on a narrow page
 # what is predicted is paler and dashed, in every picture
 _PREDICTED = "opacity:.65;border-bottom:1px dashed currentColor"
 _GREY = "#9AA5B1"
@@ -108,7 +109,7 @@ def _row(columns: Sequence[Column[Any]], each: TableRow, flush: Sequence[str], s
     cells = "".join(
         _plan_cell(text, each, rule)
         if column.kind is ColumnKind.PLAN
-        else _cell(text, bar, f"{side}{rule}{_wraps(column, text)}", scale)
+        else _cell(column, text, bar, f"{side}{rule}", scale)
         for column, text, bar, side, scale in zip(columns, each.texts, each.bars, flush, scales, strict=True)
         if column.kind is not ColumnKind.NOTE
     )
@@ -118,14 +119,16 @@ def _row(columns: Sequence[Column[Any]], each: TableRow, flush: Sequence[str], s
     return "".join(f'<tr style="{style}">{content}</tr>' for content in (cells, below) if content)
 
 
-def _cell(text: str, bar: Bar | None, side: str, scale: float) -> str:
-    return f'<td style="{_CELL};{side}">{_unbroken(text)}{_bar(bar, scale) if bar is not None else ""}</td>'
-
-
-def _wraps(column: Column[Any], text: str) -> str:
-    """Sentences go on in a second line where the page is narrow; numbers and single words stay whole."""
-    is_long = column.kind is ColumnKind.WORDS and len(text) > _ONE_LINE_CHARACTERS
-    return ";min-width:12em" if is_long else ";white-space:nowrap"
+def _cell(column: Column[Any], text: str, bar: Bar | None, side: str, scale: float) -> str:
+    """A cell. On a narrow page a sentence goes on in a second line, as the spread behind a number does; the rest stays whole."""
+    content, wraps = _unbroken(text), ";white-space:nowrap"
+    pieces = _SPREAD.split(text) if column.kind is ColumnKind.NUMBER else []
+    if len(pieces) > 1:
+        content = " ".join(f'<span style="white-space:nowrap">{escape(piece)}</span>' for piece in pieces)
+        wraps = ""
+    elif column.kind is ColumnKind.WORDS and len(text) > _ONE_LINE_CHARACTERS:
+        wraps = ";min-width:12em"
+    return f'<td style="{_CELL};{side}{wraps}">{content}{_bar(bar, scale) if bar is not None else ""}</td>'
 
 
 def _plan_cell(plan: str, each: TableRow, rule: str) -> str:
@@ -136,7 +139,7 @@ def _plan_cell(plan: str, each: TableRow, rule: str) -> str:
         if each.below
         else ""
     )
-    style = f"{_CELL};text-align:left;font-weight:400;min-width:{19 if each.below else 12}em{rule}"
+    style = f"{_CELL};text-align:left;font-weight:400;min-width:{19 if each.below else 10}em{rule}"
     return f'<th scope="row" style="{style}"><code style="{_CODE}">{_unbroken(plan)}</code>{mark}{below}</th>'
 
 

@@ -114,11 +114,12 @@ def button(panel: Any, name: str) -> Any:
     return panel.get_by_role("button", name=name, exact=True)
 
 
-def until_applied(panel: Any) -> int:
+def until_applied(panel: Any, name: str) -> int:
     """Wait until a setting is in force; the first step under it."""
-    state = panel.locator(".memlab-controls").get_by_text(re.compile(r"applied at step \d+"))
-    state.first.wait_for(timeout=_MILLISECONDS)
-    return int(re.search(r"applied at step (\d+)", state.first.inner_text())[1])
+    row = panel.locator(".memlab-setting").filter(has_text=name)
+    state = row.get_by_text(re.compile(r"applied at step \d+"))
+    state.wait_for(timeout=_MILLISECONDS)
+    return int(re.search(r"applied at step (\d+)", state.inner_text())[1])
 
 
 def until_says(panel: Any, words: str) -> None:
@@ -155,7 +156,7 @@ def _flip_while_it_trains(opened: OpenNotebook, panel: Any) -> None:
     assert opened.is_running(2)
     panel.evaluate(_WATCH)
     box(panel, "Checkpointing").click()
-    step = until_applied(panel)
+    step = until_applied(panel, "Checkpointing")
     assert opened.is_running(2)
     expect(box(panel, "Checkpointing")).to_be_checked()
     seen = opened.page.evaluate("window.seen")
@@ -219,7 +220,7 @@ def test_keyboard_alone(browser: Any, lab: str, lab_folder: Path) -> None:
             keyboard.press("ArrowUp")
         _tab_to(opened, "Checkpointing")
         keyboard.press("Space")
-        until_applied(panel)
+        until_applied(panel, "Checkpointing")
         _tab_to(opened, "Checkpointing, which")
         keyboard.press("ArrowDown")
         panel.get_by_text("--checkpoint every:2").first.wait_for(timeout=_MILLISECONDS)
@@ -301,7 +302,7 @@ def test_own_run_leaves_no_trace(trained: OpenNotebook) -> None:
 def test_settings_that_exclude_each_other(trained: OpenNotebook) -> None:
     panel = trained.panel(2)
     box(panel, "Offload").click()
-    until_applied(panel)
+    until_applied(panel, "Offload")
     panel.get_by_label("Optimizer, which").select_option("paged 8-bit Adam")
     box(panel, "Optimizer").click()
     row = panel.locator(".memlab-setting").filter(has_text="Optimizer")
@@ -326,7 +327,7 @@ def test_what_does_not_apply_is_refused(trained: OpenNotebook) -> None:
 def test_copy_as_code(trained: OpenNotebook) -> None:
     panel = trained.panel(2)
     box(panel, "Gradient accumulation").click()
-    until_applied(panel)
+    until_applied(panel, "Gradient accumulation")
     button(panel, "Copy as code").click()
     expect(panel.locator(".memlab-note")).to_contain_text("copied", timeout=_MILLISECONDS)
     assert trained.page.evaluate("navigator.clipboard.readText()") == "%%memfit --accumulate 4"
@@ -388,7 +389,7 @@ def test_page_loaded_again_and_kernel_restarted(browser: Any, lab: str, lab_fold
         panel = opened.panel(1)
         expect(box(panel, "Checkpointing")).to_be_checked()
         box(panel, "Gradient accumulation").click()
-        until_applied(panel)
+        until_applied(panel, "Gradient accumulation")
         expect(still).to_have_count(1)
         expect(still).to_be_hidden()
         _restart(opened)
@@ -417,7 +418,7 @@ def test_without_subshells(browser: Any, lab: str, lab_folder: Path) -> None:
         until_says(panel, "training, step")
         box(panel, "Checkpointing").click()
         opened.until_over(2)
-        assert until_applied(panel) == 151
+        assert until_applied(panel, "Checkpointing") == 151
         opened.run(3)
         until_says(panel, "training, step")
         expect(panel.locator(".memlab-world")).to_contain_text("at the next step", timeout=_MILLISECONDS)
@@ -449,10 +450,11 @@ _OUTLINE = """panel => {
 def test_settings_and_pictures_are_in_view_together(browser: Any, lab: str, lab_folder: Path, theme: str) -> None:
     """On a small laptop, with JupyterLab's side bar open: what is flipped and what it does stand side by side."""
     choose_theme(lab_folder, theme)
-    cells = (MAKE, PANEL, TRAIN.format(flags="--checkpoint", steps=8))
+    trained = (TRAIN.format(flags=flags, steps=8) for flags in ("--checkpoint", "--accumulate 4 --offload optimizer"))
+    cells = (MAKE, PANEL, *trained)
     with opened_notebook(browser, lab, lab_folder, f"{theme.split()[-1].lower()}-layout.ipynb", cells) as notebook:
         notebook.page.set_viewport_size({"width": 1440, "height": 900})
-        for number in range(3):
+        for number in range(len(cells)):
             notebook.run(number)
             notebook.until_over(number)
         panel = notebook.panel(1)

@@ -92,8 +92,9 @@ def test_two_hours_before_a_panel_stay_bounded(control: Control) -> None:
     panel.close()
     assert min(later - earlier for earlier, later in pairwise(frames)) >= 0.25
     assert len(frames) > 500
-    # the first hour fills what is bounded; the second adds nothing
+    # the first hour fills what is bounded; the second adds nothing. What else the process does makes single samples
+    # larger, by some 100 objects; one object kept from each step would be 600 more in each sample
     half = len(objects) // 2
-    assert max(objects[half:]) <= objects[half - 1] * 1.02
+    assert min(objects[-2:]) <= max(objects[:half]) + 150
     assert max(sizes) < 400_000
     assert max(sizes[half:]) <= max(sizes[:half]) * 1.3
