@@ -9,7 +9,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from memlab.errors import WorkloadError
+from memlab.errors import MemlabError, WorkloadError
 from memlab.jupyter import cells, prediction
 from memlab.jupyter.background import WAYS_OUT, CellPlace
 from memlab.jupyter.display import is_rich, show
@@ -141,6 +141,10 @@ class CellMagic:
                 self._predict(watch.session, plans, budget_bytes, line)
             if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
                 self._show_receipt(watch, steps)
+        refusal = watch.refused or cells.refusal_in(outcome.error)
+        if refusal is not None:
+            with cells.beside("going back to the plan before"):
+                watch.give_up(refusal)
         if outcome.error is not None:
             self._raise(outcome, watch, place, options)
         self._require_model(watch, options)
@@ -219,8 +223,12 @@ class CellMagic:
             workloads = self._named_in(variables, options, source)
         for workload in workloads or (None,):
             self._notebook.background.require_other(workload.model if workload is not None else None)
-        for workload in workloads:
-            watch.attach(workload, alone=bool(options.models))
+        try:
+            for workload in workloads:
+                watch.attach(workload, alone=bool(options.models))
+        except MemlabError as refusal:
+            watch.give_up(refusal)
+            raise
         if not workloads:
             watch.wait_for_model()
 

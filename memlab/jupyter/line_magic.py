@@ -243,6 +243,9 @@ class LineMagic:
             if history is not None:
                 history.batch = None
             print(f"memfit: {session.workload.name} is as it was")  # noqa: T201
+        left = [f"{session.plan.label} on {session.workload.name}" for session in sessions() if session.plan != Plan()]
+        if left:
+            print(f"memfit: still in force: {', '.join(left)}; %memfit undo all removes it")  # noqa: T201
         if not undone:
             print("memfit: nothing to undo")  # noqa: T201
 

@@ -112,6 +112,7 @@ class CellWatch:
         self.notes = Notes(self._step_ended, self._broke_off)
         self._largest: list[Largest] = [self.notes]
         self._log_from: list[int] = []
+        self._plans_before: list[Plan] = []
         self._next_told_seconds = 0.0
         self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
         self._looking: FirstTrainingCall | None = None
@@ -167,12 +168,14 @@ class CellWatch:
             where = (attached.workload if attached is not None else workload).device
             self._device = device_for(where, self._capacity_bytes)
             self._undo.callback(self._device.close)
+        before = attached.plan if attached is not None else Plan()
         session = _session_for(workload, None if self._choose is not None else self._plan)
         if attached is None:
             self._fresh.append(session)
         self.sessions.append(session)
         self._models.append(workload.model)
         self._log_from.append(len(session.log))
+        self._plans_before.append(before)
         train_together(self.sessions)
         with self._beside("watching this cell", is_needed=self._choose is not None):
             if self._meter is None:
@@ -259,8 +262,14 @@ class CellWatch:
         for session in self.sessions:
             session.undo()
         self.forget()
-        self._log_from, self._choosers, self._looking = [], [], None
+        self._log_from, self._plans_before, self._choosers, self._looking = [], [], [], None
         self._look()
+
+    def give_up(self, refusal: MemlabError) -> None:
+        """Go back to the plans before the cell, which memlab has refused."""
+        for session, before in zip(self.sessions, self._plans_before, strict=True):
+            session.loop_was_left()
+            session.switching.give_up(refusal, before)
 
     def _broke_off(self, error: BaseException) -> None:
         if isinstance(error, MemlabError):
@@ -347,7 +356,7 @@ class CellWatch:
         for each, largest in zip(self.sessions, self._largest, strict=True):
             if largest.batch is not None and each.attached:
                 history_of(each.workload.model).batch = without_graph(largest.batch)
-        notes = tuple(dict.fromkeys(note for each in self.sessions for note in each.notes))
+        notes = _notes(self.sessions)
         measurements = _measurements(meter, self.notes.plans, notes, session.plan, error)
         history.add_steps(meter.steps, meter.steps_ended)
         history.trained_by(optimizer for each in self.sessions for optimizer in each.workload.optimizers)
@@ -370,6 +379,12 @@ def _tell_apart(workload: Workload, others: Sequence[Workload], name_of: Callabl
 
 def _holds(model: nn.Module, module: nn.Module) -> bool:
     return any(part is module for part in model.modules())
+
+
+def _notes(sessions: Sequence[Session]) -> tuple[str, ...]:
+    """What techniques have to say, once; what is not true of all models with the name of its own."""
+    told = {note: [each.workload.name for each in sessions if note in each.notes] for s in sessions for note in s.notes}
+    return tuple(note if len(of) == len(sessions) else f"{', '.join(of)}: {note}" for note, of in told.items())
 
 
 def _events(sessions: Sequence[Session], log_from: Sequence[int]) -> tuple[str, ...]:

@@ -212,6 +212,25 @@ class Switching:
             warnings.warn(f"memlab: {text}", RuntimeWarning, stacklevel=2)
         return True
 
+    def give_up(self, error: MemlabError, before: Plan) -> None:
+        """Go back from a plan whose refusal has ended the loop: the next one would end as well.
+
+        Args:
+            error: what ended the loop.
+            before: the plan in force when the loop began.
+        """
+        refused, named = self.in_force.plan, getattr(error, "technique", "")
+        if not isinstance(error, RefusalError | SessionError):
+            return  # a plan that memory has run out under is none that does not apply
+        if refused == before and (self.is_on_trial or not hasattr(refused, named)):
+            return  # the loop has trained under it, or something else was refused
+        known = [before, *(plan for plan, _ in reversed(self._before)), Plan()]
+        back = next((plan for plan in known if plan != refused and not _has_same(named, refused, plan)), refused)
+        self.change(back, noted=False)
+        self._before, self.is_on_trial = [], False
+        if back != refused:
+            self._log.note(f"refused {refused.label}: {error}; {back.label} is back")
+
     def retry(self, work: Callable[[], None]) -> None:
         """Do something, and once more under the plan before as often as a plan on trial refuses."""
         while True:

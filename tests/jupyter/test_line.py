@@ -163,7 +163,7 @@ def test_compare_leaves_everything_as_it_was(shell: Any, cell: Cell) -> None:
 def test_compare_of_a_model_without_a_loss_says_what_to_do(made: Cell) -> None:
     made(f"%%memfit\n{TRAIN}")
     assert one_line(made('%memfit compare "--accumulate 2"')) == (
-        "Sequential returned no loss: pass loss_fn=…, or put the labels into the batch"
+        "Sequential returned no loss: pass loss_fn=… (%memfit: --loss-fn NAME), or put the labels into the batch"
     )
 
 

@@ -16,6 +16,7 @@ from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
 from memlab.session.snapshot import Snapshot
 from tests.jupyter.conftest import STEP, TRAIN, Cell
+from tests.jupyter.test_which_model import GAN, GAN_LOOP, SETUP
 
 FLAGS = (
     "--accumulate, --batchnorm, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
@@ -336,3 +337,45 @@ def test_a_model_dropped_with_its_optimizer_is_freed(shell: Any, made: Cell) -> 
     gc.collect()
     assert model() is None
     assert sessions() == ()
+
+
+CLIPS = """
+for _ in range(3):
+    loss = model(x).square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+MAKE_DEEP = """
+import torch
+from torch.nn import Linear, ReLU, Sequential
+model = Sequential(*(Sequential(Linear(64, 128), ReLU(), Linear(128, 64)) for _ in range(4)))
+optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(512, 64)
+"""
+
+
+@pytest.mark.parametrize("asked", ["cell", "line", "rescue"])
+def test_a_plan_that_its_cell_is_refused_for_does_not_stay(shell: Any, cell: Cell, asked: str) -> None:
+    """The next cell would be refused as well, without having asked for anything."""
+    cell(MAKE_DEEP)
+    cell(f"%%memfit --checkpoint\n{CLIPS}")
+    if asked == "line":
+        cell("%memfit --release-grads")
+    flags = {"cell": "--release-grads", "line": "", "rescue": "--release-grads --capacity 2500KiB"}[asked]
+    refused = cell(f"%%memfit {flags}\n{CLIPS}")
+    assert refused.err.strip().endswith("leave --release-grads out")
+    assert ("memory ran out in the forward pass: --release-grads → " in refused.out) is (asked == "rescue")
+    session = session_of(shell.user_ns["model"])
+    assert session is not None
+    assert session.plan.label == "--checkpoint"
+    assert control_of(shell.user_ns["model"]).moment().plan.label == "--checkpoint"
+    assert session.log[-1].text.endswith("; --checkpoint is back")
+    assert cell(f"%%memfit\n{CLIPS}").error is None
+
+
+def test_a_plan_that_one_of_several_models_is_refused_stays_on_none(cell: Cell) -> None:
+    cell(SETUP + GAN)
+    for flags in ("--release-grads", "--chunk-loss"):
+        assert type(cell(f"%%memfit {flags}\n{GAN_LOOP}").error).__name__ == "UsageError"
+        assert {session.plan.label for session in sessions()} <= {"as written"}

@@ -54,6 +54,24 @@ def test_a_plan_applies_to_those_that_are_named(shell: Any, cell: Cell, flag: st
     assert set(plans().values()) == {"--checkpoint"}
 
 
+def test_undo_says_what_it_leaves(cell: Cell) -> None:
+    cell(SETUP + GAN)
+    cell(f"%%memfit --checkpoint\n{GAN_LOOP}")
+    cell(f"%%memfit --model G --accumulate 2\n{GAN_LOOP}")
+    assert cell("%memfit undo").out.splitlines() == [
+        "memfit: G is as it was",
+        "memfit: still in force: --checkpoint on D; %memfit undo all removes it",
+    ]
+    assert cell("%memfit undo all").out == "memfit: D is as it was\n"
+
+
+def test_notes_say_which_model_they_are_about(shell: Any, cell: Cell) -> None:
+    cell(SETUP + GAN)
+    cell(f"%%memfit --checkpoint\n{GAN_LOOP}")
+    (measured,) = shell.run_line_magic("memfit", "report").measurements
+    assert sorted(note.partition(": ")[0] for note in measured.notes) == ["D", "G"]
+
+
 def test_names_that_cannot_be_served(shell: Any, cell: Cell) -> None:
     cell(SETUP + GAN)
     for flags, said in (

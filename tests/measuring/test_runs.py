@@ -117,7 +117,7 @@ def test_a_loss_function_of_the_user() -> None:
         ({"optimizers": []}, "measuring needs the optimizer: Workload(model, optimizer, batch={…})"),
         (
             {"batch": {"input_ids": torch.zeros(2, 4, dtype=torch.long)}},
-            "GPT2LMHeadModel returned no loss: pass loss_fn=…, or put the labels into the batch",
+            "GPT2LMHeadModel returned no loss: pass loss_fn=… (%memfit: --loss-fn NAME), or put the labels into the batch",
         ),
     ],
 )

@@ -369,7 +369,7 @@ def _words(chosen: segments.Segmentation, parts: Sequence[Part], name: str) -> s
     if not chosen.segments:
         return f"nothing is recomputed: no part of {name} keeps what could be freed without holding as much again"
     kept, everything = format_bytes(chosen.kept_bytes), format_bytes(chosen.all_bytes)
-    listed = f"{len(parts)} parts recomputed: {kept} of {everything} kept between them"
+    listed = f"{len(parts)} part{'' if len(parts) == 1 else 's'} recomputed: {kept} of {everything} kept between them"
     if len(parts) < len(chosen.segments):
         listed = f"{len(parts)} of {len(chosen.segments)} parts recomputed"
     return f"{listed} ({', '.join(part.name for part in parts[:6])}{', …' if len(parts) > 6 else ''})"
