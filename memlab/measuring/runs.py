@@ -325,7 +325,9 @@ def loss_in(workload: Workload, output: Any) -> torch.Tensor:
     else:
         loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise WorkloadError(f"{workload.name} returned no loss: pass loss_fn=… (%memfit: --loss-fn NAME), or put the labels into the batch")
+        raise WorkloadError(
+            f"{workload.name} returned no loss: pass loss_fn=… (%memfit: --loss-fn NAME), or put the labels into the batch"
+        )
     return loss
 
 
