@@ -6,7 +6,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from memlab.measuring.device import CudaDevice, Device, device_for
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
 from memlab.records.comparison import Comparison
+from memlab.runtime.hooks import loss_of as scalar_loss_of
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.workload import Batch, Workload, describe_all, needs_closure
 from memlab.session import Session, fit, session_of
@@ -323,7 +324,7 @@ def loss_in(workload: Workload, output: Any) -> torch.Tensor:
     if workload.loss_fn is not None:
         loss: Any = workload.loss_fn(output, workload.batch[1])
     else:
-        loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
+        loss = output if isinstance(output, torch.Tensor) else scalar_loss_of(output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise WorkloadError(
             f"{workload.name} returned no loss: pass loss_fn=… (%memfit: --loss-fn NAME), or put the labels into the batch"

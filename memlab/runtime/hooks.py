@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -347,18 +347,35 @@ def _surrounded(wrapper: ForwardHandler, inner: Callable[..., Any], *args: Any, 
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """The loss in what a model call returned, or None when it returns none.
+    """The loss in what a model call returned: what is called so, else the one scalar in a tuple, the first one if it is one.
+
+    Returns:
+        The loss; None when there is none, or no telling which of several scalars it is.
 
     Example:
         >>> loss_of({"loss": torch.tensor(1.0), "logits": torch.ones(2, 3)})
         tensor(1.)
+        >>> loss_of((torch.ones(2, 3), torch.tensor(2.0)))
+        tensor(2.)
         >>> loss_of(torch.ones(2, 3)) is None
         True
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, tuple) and loss:
-        loss = loss[0]
-    return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else None
+    if isinstance(output, Mapping):
+        named = output.get("loss")
+    else:
+        # a property of an object of the user's own is not asked for: it may do anything
+        named = (
+            getattr(output, "loss", None) if isinstance(output, tuple) else getattr(output, "__dict__", {}).get("loss")
+        )
+    if _is_scalar(named):
+        return named
+    items = output if isinstance(output, tuple | list) else [output]
+    scalars = [item for item in items if _is_scalar(item)]
+    return scalars[0] if scalars and (scalars[0] is items[0] or len(scalars) == 1) else None
+
+
+def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 StepHandler = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]

@@ -77,6 +77,30 @@ def _gpt2(dropout: float = 0.0) -> Workload:
     return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch=ragged_batch())
 
 
+class _LossSecond(nn.Module):
+    """A language model as people write it by hand: it returns logits and loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2100, 32)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True, norm_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(32, 2100, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.words(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return logits, _tokenwise(logits, targets)
+
+
+def _loss_second() -> Workload:
+    model, (tokens, targets) = _LossSecond(), torch.randint(0, 2100, (2, 8, 16))
+    return Workload(model, torch.optim.AdamW(model.parameters()), batch=(tokens, targets))
+
+
 def _mlp() -> Workload:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
     batch = ((torch.randn(32, 64),), torch.randn(32, 8))
@@ -95,6 +119,7 @@ FAMILIES: dict[str, Callable[[], Workload]] = {
     "tied": lambda: _of_case(CASES["tied"]),
     "tower": lambda: _of_case(CASES["module-logits"], F.cross_entropy),
     "lstm": lambda: _of_case(CASES["lstm"], _tokenwise),
+    "loss second": _loss_second,
     "mlp": _mlp,
     "convolutions": lambda: _images(GroupNormNet()),
     "batch norm": lambda: _images(BatchNormNet()),

@@ -324,6 +324,28 @@ def test_replay_repeats_dropout() -> None:
     assert torch.equal(after, torch.rand(3))
 
 
+def test_uneven_micro_batches_wait_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits that are large in a micro-batch of three rows and small in one of two are computed on demand in both."""
+    monkeypatch.setattr(micro_outputs, "LAZY_FROM_BYTES", 2900)
+
+    class Both(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> Any:
+            logits = super().forward(rows)
+            return logits, logits.square().mean()
+
+    torch.manual_seed(0)
+    model, rows = Both(4, 100), torch.randn(8, 4)
+    model(rows)[1].backward()
+    whole = gradients(model)
+    with fit(Workload(model, torch.optim.SGD(model.parameters())), "--accumulate 3"):
+        for _ in range(2):
+            model(rows)[1].backward()
+            assert distance(gradients(model), whole) < 1e-6
+        logits, _ = model(rows)
+        assert isinstance(logits, LazyTensor)
+        assert torch.allclose(logits + 0, nn.Linear.forward(model, rows), atol=1e-6)
+
+
 def test_gradients_are_handed_over_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     handed: list[int] = []
     take = aliases.Aliases.take_gradients
