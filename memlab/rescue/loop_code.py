@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_iter
 
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import LoopMode
-from memlab.runtime.rng import RandomState, drawn_on
+from memlab.runtime.rng import RandomState
 
 _SAVED = "memlab.saved"  # in the metadata of nodes
 _MOST_NODES = 2000  # of a loop's own graph; a larger one is not walked
@@ -170,7 +170,7 @@ class LoopCode(LoopMode):
 
     def _retried(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         written = _versions((args, kwargs)) if name.endswith("_") or "out" in kwargs else None
-        random = RandomState(drawn_on(args, kwargs)) if name.rstrip("_") in _DRAWING else None
+        random = RandomState() if name.rstrip("_") in _DRAWING else None
         attempt = 0
         while True:
             shortage: BaseException | None = None
