@@ -31,6 +31,7 @@ class Joined:
         rows: of each micro-batch.
         shape: shape of one part; where it is joined only the sum counts.
         sizes: size of each part where it is joined.
+        waits: whether it is computed on demand, as its first part has decided for all.
         parts: detached parts until a backward pass is over, empty when the output is computed on demand.
     """
 
@@ -41,6 +42,7 @@ class Joined:
     dtype: torch.dtype
     device: torch.device
     differentiable: bool = False
+    waits: bool = False
     sizes: list[int] = field(default_factory=list)
     parts: list[torch.Tensor] = field(default_factory=list)
 
@@ -138,10 +140,13 @@ class MicroOutputs:
                 self._add_joined(position, leaf, keeps_large=keeps_large)
 
     def _add_joined(self, position: int, leaf: torch.Tensor, *, keeps_large: bool) -> None:
-        joined = self.joined.get(position) or self._new_joined(position, leaf)
+        joined = self.joined.get(position)
+        if joined is None:
+            joined = self._new_joined(position, leaf)
+            joined.waits = not keeps_large and joined.join is not None and self._may_wait(leaf)
         if joined.join is not None:
             joined.sizes.append(leaf.size(joined.join.dim))
-        if not keeps_large and joined.join is not None and self._may_wait(leaf):
+        if joined.waits:
             return
         value = real(leaf)
         joined.differentiable |= value.requires_grad or (self._repeats and value.is_floating_point())
@@ -149,7 +154,8 @@ class MicroOutputs:
 
     def _may_wait(self, leaf: torch.Tensor) -> bool:
         """Return whether an output is left out until somebody looks at it: a large one, or one not computed anyway."""
-        size_bytes = leaf.numel() * leaf.element_size() * len(self._division.micro_batches)
+        rows = self._division.rows
+        size_bytes = leaf.numel() * leaf.element_size() * sum(rows) / max(1, rows[0])
         return isinstance(leaf, LazyTensor) or size_bytes > LAZY_FROM_BYTES
 
     def _is_plain(self, position: int, leaf: Any) -> bool:
