@@ -37,11 +37,10 @@ from memlab.runtime.workload import Workload, needs_closure
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques.accumulation.split import row_ranges
 from memlab.trace.tracer import Trace, Tracer
-from memlab.units import MIB, format_bytes
+from memlab.units import format_bytes
 
-# of what lives anyway: outputs larger than this are worth a word
+# of the peak: outputs larger than this are worth a word
 _NOTEWORTHY_SHARE = 0.05
-_NOTEWORTHY_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -257,8 +256,7 @@ class PlanPredictor:
     def _about_outputs(self, settings: Plan) -> Iterator[str]:
         """Yield what a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""
         size_bytes = self._passes.large_outputs_bytes(settings)
-        lives_anyway_bytes = sum(self._passes.whole(settings).observation.baseline_bytes.values())
-        if size_bytes > max(_NOTEWORTHY_BYTES, _NOTEWORTHY_SHARE * lives_anyway_bytes):
+        if size_bytes > _NOTEWORTHY_SHARE * self._passes.whole(settings).observation.peak_bytes:
             yield (
                 f"a loop that holds the model's output through backward (out = model(…)) needs up to "
                 f"{format_bytes(size_bytes)} more"
