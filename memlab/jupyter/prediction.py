@@ -248,10 +248,12 @@ def choice(
         key = (budget_bytes, fixed, options.lossless, *(Batch.of(each.batch).shapes for each in workloads))
         if key not in history.chosen:
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
+            known = history.comparison.measurements if history.comparison is not None else ()
             with advised(_CHOOSE):
                 plan, predictions = choose_plan(
-                    one_or_all(workloads), budget_bytes, fixed=fixed, lossless=options.lossless, progress=say
-                )
+                    one_or_all(workloads), budget_bytes, fixed=fixed, lossless=options.lossless,
+                    measured=calibration(known, workloads[0]), progress=say,
+                )  # fmt: skip
             history.chosen[key] = plan
             history.plan_space = tuple(predictions)
         plan = history.chosen[key]
@@ -289,7 +291,8 @@ def predict_rows(history: History, workload: Workload, plans: Iterable[Plan], sa
         return
     measured = {plan: history.measured(plan.label) for plan in plans if plan.label not in history.predicted}
     missing = [plan for plan, row in measured.items() if row is not None and is_of_such_batches(row, workload)]
-    predictions, problem = _cheaply(workload, missing, say)
+    known = history.comparison.measurements if history.comparison is not None else ()
+    predictions, problem = _cheaply(workload, missing, say, calibration(known, workload))
     history.keep_predictions(predictions)
     if problem:
         history.is_predicting = False
@@ -324,7 +327,9 @@ def with_predictions(comparison: Comparison, workload: Workload, say: Say) -> Co
     return replace(comparison, predictions=tuple(predictions), events=events)
 
 
-def _cheaply(workload: Workload, plans: list[Plan], say: Say) -> tuple[list[Prediction], str]:
+def _cheaply(
+    workload: Workload, plans: list[Plan], say: Say, measured: Measurement | None = None
+) -> tuple[list[Prediction], str]:
     """Predictions within the time there is, and what went wrong, in words."""
     start = monotonic()
     predictions: list[Prediction] = []
@@ -340,7 +345,7 @@ def _cheaply(workload: Workload, plans: list[Plan], say: Say) -> tuple[list[Pred
                 )
             if seconds > _SAID_AFTER_SECONDS:
                 say(f"predicting {plan.label}")
-            predictions.append(predict(workload, plan))
+            predictions.append(predict(workload, plan, measured=measured))
     except MemlabError as error:
         return predictions, f"no prediction: {error}"
     except KeyboardInterrupt:

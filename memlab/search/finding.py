@@ -96,6 +96,7 @@ def choose_plan(
     device: str | Gpu | None = None,
     fixed: Plan = Plan(),  # noqa: B008 - frozen
     lossless: bool = False,
+    measured: Measurement | None = None,
     progress: Say | None = None,
 ) -> tuple[Plan, list[Prediction]]:
     """The fastest plan that is predicted to fit for certain, without running anything.
@@ -106,6 +107,7 @@ def choose_plan(
         device: a GPU of the catalogue to choose for, or its name; by default the device the model is on.
         fixed: settings to keep; a field at its default is free.
         lossless: consider exact techniques only.
+        measured: as for `predict`.
         progress: called with a line before each prediction; by default as for `find_plan`.
 
     Returns:
@@ -118,7 +120,7 @@ def choose_plan(
         WorkloadError: no batch or no optimizer, or every plan with the settings in `fixed` is refused.
     """
     plans = considered(workload, device, fixed, lossless=lossless)
-    predictions = predict_all(workload, device, plans=plans, progress=_of_predictions(progress))
+    predictions = predict_all(workload, device, plans=plans, measured=measured, progress=_of_predictions(progress))
     search = Search(describe_all(each_of(workload)), budget_bytes, plans, predictions)
     if search.fits_for_certain(plans[0]):
         return plans[0], predictions
