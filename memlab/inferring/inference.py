@@ -93,11 +93,7 @@ class Inference:
 
     @property
     def record(self) -> InferenceRecord:
-        """Return the record of the calls that need most memory.
-
-        Raises:
-            WorkloadError: there was no call.
-        """
+        """Return the record of the calls that need most memory."""
         records = self.records
         if not records:
             raise WorkloadError(

@@ -60,13 +60,7 @@ _PATIENCE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class CellPlace:
-    """Place where a cell's text runs: in the foreground by default.
-
-    Args:
-        run: runs it; as `cells.run`.
-        raise_shown: raises the error it ended with; as `cells.raise_shown`.
-        watch: makes what watches it; as `CellWatch`.
-    """
+    """Place where a cell's text runs: in the foreground by default."""
 
     run: Callable[[Shell, CellSource], Outcome] = cells.run
     raise_shown: Callable[[Shell, Outcome, str], None] = cells.raise_shown

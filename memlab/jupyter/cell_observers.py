@@ -135,9 +135,6 @@ def without_graph(batch: Batch) -> Batch:
 class StaleOptimizers:
     """Says where an optimizer steps that was made before layers, or the whole model, were made again.
 
-    Args:
-        variables: those of the notebook.
-
     Attributes:
         is_silent: whether it says nothing.
     """

@@ -97,12 +97,7 @@ class History:
             self.comparison = replace(self.comparison, predictions=tuple(self.predicted.values()))
 
     def add_steps(self, steps: list[StepRecord], count: int) -> None:
-        """Append what is recorded of a cell's steps, numbered on from the last one of the cell before.
-
-        Args:
-            steps: the records, numbered from 1.
-            count: all steps of the cell.
-        """
+        """Append what is recorded of a cell's steps, numbered on from the last one of the cell before."""
         self.steps += [replace(step, step=self.step_count + step.step) for step in steps]
         self.step_count += count
 
@@ -116,9 +111,6 @@ class History:
 
         Args:
             moment: what a panel shows of the run, so that it can be replayed in one.
-
-        Raises:
-            MemlabError: nothing was measured yet.
         """
         considered = {each.plan: replace(each, timeline=()) for each in self.plan_space}
         record = RunRecord(
@@ -144,19 +136,11 @@ class History:
         )
 
     def receipt(self) -> Comparison:
-        """Return the receipt of a cell: every setting, with those marked that it ran.
-
-        Raises:
-            MemlabError: nothing was measured yet.
-        """
+        """Return the receipt of a cell: every setting, with those marked that it ran."""
         return replace(self.require(), latest=self.latest)
 
     def require(self) -> Comparison:
-        """Every setting side by side.
-
-        Raises:
-            MemlabError: nothing was measured yet.
-        """
+        """Every setting side by side."""
         if self.comparison is None:
             raise MemlabError("nothing is measured yet: put %%memfit on the cell that trains, and run it")
         return self.comparison

@@ -117,11 +117,7 @@ class Notebook:
     def subject(
         self, command: str, options: PredictOptions, *, needs_batch: bool = True
     ) -> tuple[list[Workload], History]:
-        """Return what is predicted: the models of the last cell, or those in the notebook, and the history of the first.
-
-        Raises:
-            WorkloadError: as for `prediction.workloads_of`.
-        """
+        """Return what is predicted: the models of the last cell, or those in the notebook, and the history of the first."""
         together = self.together() if sessions() else []
         workloads = prediction.workloads_of(
             command, options, self.shell.user_ns, together, self.history_of, needs_batch=needs_batch
@@ -141,11 +137,7 @@ class Notebook:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Show errors of memlab as one line without a traceback, and a Ctrl-C in its work without its frames.
-
-    Raises:
-        UsageError: for each of them.
-    """
+    """Show errors of memlab as one line without a traceback, and a Ctrl-C in its work without its frames."""
     __tracebackhide__ = True
     shown: BaseException
     try:

@@ -41,9 +41,6 @@ class Panel:
 
     Attributes:
         widget: what stands in the page, an ipywidgets widget like any other.
-
-    Raises:
-        MissingExtraError: ipywidgets or anywidget is not installed.
     """
 
     def __init__(self, source: Source, hearing: Hearing | None = None) -> None:

@@ -35,11 +35,7 @@ _INK = ", ".join(str(int(NEUTRAL_INK[at : at + 2], 16)) for at in (1, 3, 5))
 
 
 def require_widgets() -> None:
-    """Import what a panel is made of.
-
-    Raises:
-        MissingExtraError: something of it is not installed.
-    """
+    """Import what a panel is made of."""
     for package in ("ipywidgets", "anywidget"):
         require(package)
 
@@ -48,12 +44,6 @@ class PanelPage:
     """A panel's widget for as long as it is open; any thread may show a moment in it.
 
     It keeps the plain values it showed last, and nothing of the moments it was shown.
-
-    Args:
-        fixed: what never changes: names and tooltips of the controls.
-
-    Raises:
-        MissingExtraError: anywidget or ipywidgets is not installed.
     """
 
     def __init__(self, fixed: Mapping[str, Any]) -> None:

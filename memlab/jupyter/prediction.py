@@ -117,11 +117,7 @@ def _require_no_batch(options: PredictOptions, found: Sequence[Workload]) -> Non
 
 
 def only_one(command: str, workloads: Sequence[Workload]) -> Workload:
-    """The one model of a command that serves no more.
-
-    Raises:
-        WorkloadError: there are several.
-    """
+    """The one model of a command that serves no more."""
     if len(workloads) > 1:
         names = ", ".join(each.name for each in workloads)
         raise WorkloadError(

@@ -71,11 +71,7 @@ class LiveModel:
         return session_of(model) or fit(Workload(model, self._live_optimizers(), name=self.name).held_weakly())
 
     def workload(self) -> Workload:
-        """The live objects with the batch at hand.
-
-        Raises:
-            WorkloadError: there is none yet.
-        """
+        """The live objects with the batch at hand."""
         model, session = self._alive(), self.session
         if self.batch is None:
             raise WorkloadError(
@@ -138,12 +134,6 @@ def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[f
         session: of its model.
         keep: keep what the steps train; by default weights, moments, gradients, scheduler, modes and random state are
             put back bit for bit when this is closed, however it ends.
-
-    Yields:
-        The loss of each step.
-
-    Raises:
-        WorkloadError: no batch or no optimizer, or the model gives no loss.
     """
     require_complete(workload)
     start = session.plan

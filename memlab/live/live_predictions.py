@@ -76,11 +76,7 @@ class LivePredictions:
         self.is_complete = True
 
     def fastest_within(self, budget_bytes: int) -> Plan:
-        """The fastest plan that is predicted to fit a budget for certain.
-
-        Raises:
-            MemlabError: none is.
-        """
+        """The fastest plan that is predicted to fit a budget for certain."""
         known = [each for each in self.predictions if not each.refused]
         best = fastest(each for each in known if each.verdict(budget_bytes).fit is Fit.YES)
         if best is None:

@@ -220,11 +220,7 @@ def _peak(counters: dict[str, dict[str, dict[str, int]]], counter: str) -> int:
 
 
 def device_for(device: torch.device, capacity_bytes: int | None = None) -> Device:
-    """The device that counts the memory of tensors on `device`.
-
-    Raises:
-        WorkloadError: neither a CPU nor a CUDA device.
-    """
+    """The device that counts the memory of tensors on `device`."""
     if device.type == "cpu":
         return CpuDevice(capacity_bytes)
     if device.type == "cuda":

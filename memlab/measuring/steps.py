@@ -31,7 +31,6 @@ from memlab.measuring.ledger import Holding, inputs_of
 from memlab.measuring.models import Models
 from memlab.measuring.observation import Observation
 from memlab.measuring.times import LEAST_STEPS_BETWEEN, OBSERVED_IN_A_ROW, OpenStep, Period, Times
-from memlab.measuring.turns import Turns
 from memlab.plan import Plan
 from memlab.records import LOOP, Category, Measurement, Phase, StepRecord
 from memlab.runtime.observer import Observer
@@ -93,11 +92,7 @@ class Meter(Observer):
         return self._times.steps_ended
 
     def measurement(self, plan: Plan) -> Measurement:
-        """Return memory and speed of the latest period of a plan; wait until its last step is done.
-
-        Raises:
-            MemlabError: no step has ended under this plan.
-        """
+        """Return memory and speed of the latest period of a plan; wait until its last step is done."""
         measured = self._times.measurement(plan, self._read_counters)
         found = self._times.parts_of(plan)
         names = dict(enumerate((*self._models.names, LOOP), 1))
@@ -105,11 +100,7 @@ class Meter(Observer):
         return replace(measured, models=parts if found else {})
 
     def so_far(self, plan: str) -> Measurement | None:
-        """Return what is known of a plan by now, from its newest steps; never wait for the device.
-
-        Returns:
-            The measurement; None before a step of it has been timed.
-        """
+        """Return what is known of a plan by now, from its newest steps; never wait for the device."""
         return self._times.so_far(plan)
 
     # -- moments of the loop -------------------------------------------------------------------
@@ -334,3 +325,33 @@ class Meter(Observer):
 
 def _is_readable(loss: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_meta
+
+
+class Turns:
+    """Order in which the optimizers of a loop step.
+
+    Those that take turns (a GAN's) make one step once each has had a turn.
+    """
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        # when an optimizer stepped, in forwards, and which have after a further forward
+        self._since: dict[int, tuple[int, set[int]]] = {}
+        self._between: dict[int, set[int]] = {}  # those that stepped between its last two steps
+
+    def forward_begins(self) -> None:
+        """Note that a model is called."""
+        self._forwards += 1
+
+    def stepped(self, optimizer: int) -> None:
+        """Note that an optimizer of this number has stepped."""
+        _, self._between[optimizer] = self._since.pop(optimizer, (0, set()))
+        for forwards, others in self._since.values():
+            if forwards < self._forwards:
+                others.add(optimizer)
+        self._since[optimizer] = (self._forwards, set())
+
+    def are_open(self, stepped: Iterable[int]) -> bool:
+        """Return whether optimizers that take turns with those that have stepped are still to come."""
+        done = {*stepped}
+        return any(self._between.get(each, set()) - done for each in done)

@@ -153,11 +153,7 @@ class Replica:
 
 
 def refuse_hooks(name: str, parameter: nn.Parameter) -> None:
-    """An engine has parameters of its own, on which hooks of the user's would not run.
-
-    Raises:
-        RefusalError: there are some.
-    """
+    """An engine has parameters of its own, on which hooks of the user's would not run."""
     if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise RefusalError("scale", f"{name} has gradient hooks, which an engine would not run", "remove them first")
 

@@ -277,11 +277,7 @@ class _Predictions:
         self.problem = ""
 
     def of_first(self, plan: Plan) -> Prediction | None:
-        """Return what is predicted for the first row; where that is nothing, nothing is predicted for any.
-
-        Raises:
-            TraceError: it cannot be predicted, and the order depends on it.
-        """
+        """Return what is predicted for the first row; where that is nothing, nothing is predicted for any."""
         prediction = self._predicted(plan)
         if prediction is not None and prediction.refused:
             self.problem, prediction = f"no prediction: {prediction.refused}", None

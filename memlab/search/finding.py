@@ -154,11 +154,7 @@ def considered(
     *,
     lossless: bool = False,
 ) -> tuple[Plan, ...]:
-    """The plans to consider for a batch and a device.
-
-    Raises:
-        MemlabError: no such GPU in the catalogue.
-    """
+    """The plans to consider for a batch and a device."""
     workloads = each_of(workload)
     half = half_format(compute_capability_of(workloads[0].device, device))
     rows = min((rows for each in workloads if (rows := rows_of(each)) is not None), default=None)
@@ -182,13 +178,7 @@ Say = Callable[[str], None]
 
 
 def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan:
-    """Run plans until none is worth a trial.
-
-    Raises:
-        BudgetError: none fits.
-        RefusalError: the model is refused, whatever the plan.
-        WorkloadError: none applies.
-    """
+    """Run plans until none is worth a trial."""
     while (plan := search.next_plan(trials)) is not None:
         say(search.announcement(plan))
         try:
@@ -203,11 +193,7 @@ def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan
 def run_trial(
     workload: Workloads, plan: Plan, steps: int, device: Device, budget_bytes: float = math.inf
 ) -> Measurement:
-    """The measurement of a plan; the row that says so when it does not fit.
-
-    Raises:
-        RefusalError: a technique of the plan does not apply.
-    """
+    """The measurement of a plan; the row that says so when it does not fit."""
     _free_cache(each_of(workload)[0].device)
     words = ""
     try:

@@ -72,17 +72,7 @@ def check_all(
     optimizers: Sequence[Optimizer],
     in_force: Sequence[Technique] = (),
 ) -> None:
-    """Ask techniques whether they apply, without applying any.
-
-    Args:
-        coming: who is asked; not to be put in force afterwards, since they know their predecessors.
-        workload: what they would be put on.
-        optimizers: its optimizers.
-        in_force: techniques that are on it.
-
-    Raises:
-        RefusalError: the first one that does not.
-    """
+    """Ask techniques whether they apply; they know their predecessors then, and are not to be put in force."""
     by_kind = {type(technique): technique for technique in in_force}
     for technique in coming:
         technique.predecessor = by_kind.get(type(technique))
@@ -158,11 +148,7 @@ class InForce:
         return next((dtype for dtype in changed if dtype is not tensor.dtype), tensor.dtype)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Ask every technique in force whether it can serve one more optimizer.
-
-        Raises:
-            RefusalError: the first one that cannot.
-        """
+        """Ask every technique in force whether it can serve one more optimizer."""
         for technique in self.techniques:
             technique.check_optimizer(optimizer)
 

@@ -26,9 +26,8 @@ from memlab.runtime.workload import Workload
 from memlab.session.in_force import InForce, check_all
 from memlab.session.log import Log
 from memlab.session.observers import Observers
-from memlab.session.position import Position
-from memlab.session.registry import session_of
-from memlab.session.together import require_compatible
+from memlab.session.stepping import Position
+from memlab.session.together import require_compatible, session_of
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques.base import Host
 from memlab.techniques.gradient_release.gradient_release import is_loop_known
@@ -265,11 +264,7 @@ def _has_same(field: str, one: Plan, other: Plan) -> bool:
 
 
 def check(workload: Workload, plan: Plan) -> None:
-    """Ask every technique of a plan whether it applies, without applying any.
-
-    Raises:
-        RefusalError: the first one that does not.
-    """
+    """Ask every technique of a plan whether it applies, without applying any."""
     session = session_of(workload.model)
     coming = [kind(plan) for kind in TECHNIQUES if is_wanted(kind, plan)]
     check_all(coming, workload, workload.optimizers, session.techniques if session is not None else ())

@@ -18,11 +18,6 @@ _WITHOUT_CALL = "(it calls parts of it, its forward directly, or it within compi
 class Usage:
     """Use of the model by the loop.
 
-    Args:
-        workload: the model and its optimizers.
-        in_force: the plan whose settings may have no effect.
-        log: where `note` writes.
-
     Attributes:
         was_called: whether the loop has called the model to train it.
         was_evaluated: whether it has called it in eval mode, with gradients.

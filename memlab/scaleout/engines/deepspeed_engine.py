@@ -188,11 +188,7 @@ class DeepSpeedEngine:
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed for a device.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Import DeepSpeed for a device."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed = require("deepspeed")
@@ -204,11 +200,7 @@ def load_deepspeed(device: torch.device) -> Any:
 
 
 def check_optimizers(workload: Workload) -> None:
-    """Refuse optimizers whose state or update a flat tensor cannot have.
-
-    Raises:
-        RefusalError: not one optimizer, one that sees more than single elements, or unequal counts of steps in a group.
-    """
+    """Refuse optimizers whose state or update a flat tensor cannot have."""
     optimizers = workload.optimizers
     if len(optimizers) != 1:
         raise RefusalError(
@@ -218,11 +210,7 @@ def check_optimizers(workload: Workload) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer whose state or update a flat tensor cannot have.
-
-    Raises:
-        RefusalError: as for `check_optimizers`.
-    """
+    """Refuse an optimizer whose state or update a flat tensor cannot have."""
     if type(optimizer) not in _SERVED:
         served = ", ".join(kind.__name__ for kind in _SERVED)
         raise RefusalError(
