@@ -178,19 +178,14 @@ WAYS_OUT = "%memfit wait waits for it, %memfit cancel ends it"
 
 
 class Job:
-    """One cell on its thread.
-
-    Attributes:
-        failure: what it ended with, in one line; empty when nothing went wrong.
-        was_cancelled: whether it was.
-    """
+    """One cell on its thread."""
 
     def __init__(
         self, shell: Shell, program: Program, work: Callable[[CellPlace], None], failed: Callable[[BaseException], None]
     ) -> None:
         self.name = f"In [{program.number}]"
-        self.failure = ""
-        self.was_cancelled = False
+        self.failure = ""  # what it ended with, in one line; empty when nothing went wrong
+        self.was_cancelled = False  # whether it was
         self._shell = shell
         self._program = program
         self._work = work
@@ -344,20 +339,16 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 class Program:
-    """The text of a cell, compiled on the main thread, to be executed on another.
-
-    Attributes:
-        number: of the cell, as in `In [number]`.
-        was_interrupted: whether it was cancelled, or raised what Ctrl-C raises.
-    """
+    """The text of a cell, compiled on the main thread, to be executed on another."""
 
     def __init__(self, shell: Shell, source: CellSource) -> None:
         outer = getattr(shell.displayhook, "exec_result", None)
+        # of the cell, as in `In [number]`
         self.number = getattr(outer, "execution_count", None) or shell.execution_count
         with cells._numbered_as_outer_cell(shell):
             self._file = shell.compile.cache(source.python, self.number, raw_code=source.raw)
         self._parts = list(self._compiled(shell, source))
-        self.was_interrupted = False
+        self.was_interrupted = False  # whether it was cancelled, or raised what Ctrl-C raises
         self._shown: BaseException | None = None
 
     def run(self, shell: Shell, _source: CellSource) -> Outcome:

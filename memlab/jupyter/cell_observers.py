@@ -75,15 +75,11 @@ class Largest(Observer):
 
 
 class Notes(Largest):
-    """Notes which plans were in force during a cell as well.
-
-    Attributes:
-        plans: those, the last one last.
-    """
+    """Notes which plans were in force during a cell as well."""
 
     def __init__(self, step_ended: Callable[[], None], broke_off: Callable[[BaseException], None]) -> None:
         super().__init__()
-        self.plans: tuple[Plan, ...] = ()
+        self.plans: tuple[Plan, ...] = ()  # those, the last one last
         self._step_ended = step_ended
         self._broke_off = broke_off
 
@@ -133,14 +129,10 @@ def without_graph(batch: Batch) -> Batch:
 
 
 class StaleOptimizers:
-    """Says where an optimizer steps that was made before layers, or the whole model, were made again.
-
-    Attributes:
-        is_silent: whether it says nothing.
-    """
+    """Says where an optimizer steps that was made before layers, or the whole model, were made again."""
 
     def __init__(self, variables: Callable[[], Mapping[str, Any]]) -> None:
-        self.is_silent = False
+        self.is_silent = False  # whether it says nothing
         self._variables = variables
         self._judged: set[int] = set()
 

@@ -44,21 +44,13 @@ _LEAST_OF_CLOUD = 3
 
 @dataclass(frozen=True)
 class PredictedPlans:
-    """Predictions, as a sequence, and how to show them.
+    """Predictions, as a sequence, and how to show them."""
 
-    Args:
-        title: what was predicted, for what.
-        predictions: as `memlab.predict_all` returns them.
-        budget_bytes: what they are to fit into, or None.
-        every: show every row.
-        measurements: what of it was measured already, for the picture.
-    """
-
-    title: str
-    predictions: tuple[Prediction, ...]
-    budget_bytes: int | None = None
-    every: bool = False
-    measurements: tuple[Measurement, ...] = ()
+    title: str  # what was predicted, for what
+    predictions: tuple[Prediction, ...]  # as `memlab.predict_all` returns them
+    budget_bytes: int | None = None  # what they are to fit into, or None
+    every: bool = False  # show every row
+    measurements: tuple[Measurement, ...] = ()  # what of it was measured already, for the picture
 
     def __len__(self) -> int:
         return len(self.predictions)

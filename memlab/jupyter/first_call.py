@@ -80,9 +80,6 @@ class FirstTrainingCall(FirstCall):
     A loop may make its first call in the closure of an optimizer's step, and so in the middle of that step. Where the
     optimizer evaluates its closure once before it updates, whoever takes over the optimizer meanwhile does that very
     update; the optimizer's own then finds no parameters.
-
-    Attributes:
-        stepped: numbers (`id`) of the optimizers that have stepped before any call that trains.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class FirstTrainingCall(FirstCall):
     ) -> None:
         super().__init__(found, thread)
         self._expects_closures = expects_closures
-        self.stepped: set[int] = set()
+        self.stepped: set[int] = set()  # numbers (`id`) of the optimizers that have stepped before any call that trains
 
     def __enter__(self) -> Self:
         if self._expects_closures:

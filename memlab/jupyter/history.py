@@ -22,32 +22,22 @@ _VERSIONS_OF = ("torch", "transformers", "bitsandbytes")
 
 @dataclass
 class History:
-    """Settings tried on one model.
+    """Settings tried on one model."""
 
-    Args:
-        comparison: the rows of the receipt; None before the first measured step.
-        latest: plans that the last cell ran.
-        steps: every step of the measured cells, in order.
-        batch: the largest batch of the last cell that trained, until the plan is undone. By reference: `compare` and `find`
-            train on it, and it is a variable of the loop as a rule. It holds no graph.
-        predicted: what was predicted for the measured plans.
-        plan_space: what was predicted last for all plans on the model's own device.
-        chosen: the plan that was chosen for a budget, by what it was chosen for.
-        rank_peaks: highest peak of a rank in bytes, by engine and plan and by number of processes.
-        is_predicting: whether receipts show predictions; no more after one failed or took too long.
-        step_count: steps of all cells; those of a millisecond are recorded in part.
-    """
-
-    comparison: Comparison | None = None
-    latest: tuple[str, ...] = ()
-    steps: list[StepRecord] = field(default_factory=list)
+    comparison: Comparison | None = None  # the rows of the receipt; None before the first measured step
+    latest: tuple[str, ...] = ()  # plans that the last cell ran
+    steps: list[StepRecord] = field(default_factory=list)  # every step of the measured cells, in order
+    # the largest batch of the last cell that trained, until the plan is undone. By reference: `compare` and `find`
+    # train on it, and it is a variable of the loop as a rule. It holds no graph
     batch: Batch | None = None
-    predicted: dict[str, Prediction] = field(default_factory=dict)
-    plan_space: tuple[Prediction, ...] = ()
+    predicted: dict[str, Prediction] = field(default_factory=dict)  # what was predicted for the measured plans
+    plan_space: tuple[Prediction, ...] = ()  # what was predicted last for all plans on the model's own device
+    # the plan that was chosen for a budget, by what it was chosen for
     chosen: dict[Any, Plan] = field(default_factory=dict)
+    # highest peak of a rank in bytes, by engine and plan and by number of processes
     rank_peaks: dict[tuple[str, int], int] = field(default_factory=dict)
-    is_predicting: bool = True
-    step_count: int = 0
+    is_predicting: bool = True  # whether receipts show predictions; no more after one failed or took too long
+    step_count: int = 0  # steps of all cells; those of a millisecond are recorded in part
     _optimizers: str = ""
 
     def add(self, title: str, measurements: list[Measurement], events: tuple[str, ...]) -> None:

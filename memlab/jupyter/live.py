@@ -81,15 +81,12 @@ class Saying:
 class Progress:
     """Shows how a cell's training goes.
 
-    Attributes:
-        AFTER_SECONDS: when that begins; a cell that is over before shows its receipt only.
-
     Args:
         line: where to.
         is_shown_elsewhere: whether a panel shows the pictures already; a line of text then does.
     """
 
-    AFTER_SECONDS = 2.0
+    AFTER_SECONDS = 2.0  # when that begins; a cell that is over before shows its receipt only
 
     def __init__(self, line: Line, is_shown_elsewhere: Callable[[], bool] = lambda: False) -> None:
         self._line = line

@@ -37,15 +37,11 @@ _TICK_MILLISECONDS = 250
 
 
 class Panel:
-    """A view of a run, with controls.
-
-    Attributes:
-        widget: what stands in the page, an ipywidgets widget like any other.
-    """
+    """A view of a run, with controls."""
 
     def __init__(self, source: Source, hearing: Hearing | None = None) -> None:
         self._page = PanelPage(fixed())
-        self.widget = self._page.widget
+        self.widget = self._page.widget  # what stands in the page, an ipywidgets widget like any other
         self._source = source
         self._hearing = hearing or Hearing(None)
         self._lock = threading.RLock()

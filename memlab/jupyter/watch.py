@@ -70,14 +70,6 @@ class CellWatch:
         control_of: what follows and steers the run of a model; None for nothing.
         name_of: what a model is called where there are several; by default as its class.
         variables: those of the notebook.
-
-    Attributes:
-        notes: plans that were in force during the cell, and its first batch.
-        stale: says where an optimizer steps whose model was made again.
-        sessions: of the models that the cell trains, in the order in which they were found.
-        refused: what memlab has refused in the middle of the cell, last; None for nothing.
-        failure: what of memlab's own failed, in words; empty for nothing.
-        passed_over: class of a model that was called and that no optimizer trains; empty for none.
     """
 
     def __init__(
@@ -91,12 +83,13 @@ class CellWatch:
         name_of: Callable[[nn.Module], str] = lambda model: type(model).__name__,
         variables: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self.sessions: list[Session] = []
+        self.sessions: list[Session] = []  # of the models that the cell trains, in the order in which they were found
         self._models: list[nn.Module] = []  # for the receipt, also of those that the cell drops
         self._fresh: list[Session] = []  # those that this cell has made
+        # what memlab has refused in the middle of the cell, last; None for nothing
         self.refused: MemlabError | None = None
-        self.failure = ""
-        self.passed_over = ""
+        self.failure = ""  # what of memlab's own failed, in words; empty for nothing
+        self.passed_over = ""  # class of a model that was called and that no optimizer trains; empty for none
         self._plan = plan
         self._capacity_bytes = capacity_bytes
         self._progress = progress
@@ -109,6 +102,7 @@ class CellWatch:
         self._device: Device | None = None
         self._thread: int | None = None  # whose training counts; None for any
         self._meter: Meter | None = None
+        # plans that were in force during the cell, and its first batch
         self.notes = Notes(self._step_ended, self._broke_off)
         self._largest: list[Largest] = [self.notes]
         self._log_from: list[int] = []
@@ -117,7 +111,7 @@ class CellWatch:
         self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
         self._looking: FirstTrainingCall | None = None
         self._trained_uncalled = False  # a model was updated before it was called
-        self.stale = StaleOptimizers(variables)
+        self.stale = StaleOptimizers(variables)  # says where an optimizer steps whose model was made again
         self._known: set[int] = set()  # optimizers that were there before, or have been looked at
         self._undo = ExitStack()
 

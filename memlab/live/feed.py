@@ -28,20 +28,15 @@ _MOST_SETTINGS = 40
 
 
 class Feed:
-    """Steps and settings of one model, over any number of cells.
-
-    Attributes:
-        step: number of the newest step.
-        measurements: settings tried, by label, in the order in which they were first tried.
-        changes: of the plan, the last hundred.
-    """
+    """Steps and settings of one model, over any number of cells."""
 
     def __init__(self, say: Callable[[str], None] = lambda _words: None) -> None:
-        self.step = 0
+        self.step = 0  # number of the newest step
         self._say = say
         self._of_old: dict[str, Measurement] = {}  # settings tried before the meter that is followed
+        # settings tried, by label, in the order in which they were first tried
         self.measurements: dict[str, Measurement] = {}
-        self.changes: deque[Change] = deque(maxlen=_MOST_CHANGES)
+        self.changes: deque[Change] = deque(maxlen=_MOST_CHANGES)  # of the plan, the last hundred
         self._track = Track()
         self._meter: Meter | None = None
         self._before = 0  # steps before those the meter counts
@@ -143,23 +138,14 @@ _MOST_FIRSTS_SHARE = 0.2
 
 @dataclass
 class _Stretch:
-    """Some steps in a row, as one point.
+    """Some steps in a row, as one point."""
 
-    Attributes:
-        highest: the step with the highest peak.
-        is_first: a first step under its plan, which stays alone.
-        steps: how many steps it stands for.
-        seconds: how long they took.
-        timed_seconds: how long those took whose samples are known.
-        samples: of these.
-    """
-
-    highest: LivePoint
-    is_first: bool
-    steps: int = 1
-    seconds: float = 0.0
-    timed_seconds: float = 0.0
-    samples: float = 0.0
+    highest: LivePoint  # the step with the highest peak
+    is_first: bool  # a first step under its plan, which stays alone
+    steps: int = 1  # how many steps it stands for
+    seconds: float = 0.0  # how long they took
+    timed_seconds: float = 0.0  # how long those took whose samples are known
+    samples: float = 0.0  # of these
     drawn: LivePoint | None = None
 
     @classmethod

@@ -26,16 +26,13 @@ class LiveModel:
     Args:
         model: whose run it is.
         gone: called when the model is deleted, by whatever thread collects it.
-
-    Attributes:
-        name: of the model, as the notebook or its class has it.
-        batch: what the model is called with, to measure and to predict with; None where it is not known yet.
-        loss_fn: called as ``loss_fn(output, target)``; None when the model returns its own loss.
     """
 
     def __init__(self, model: nn.Module, gone: Callable[[], None]) -> None:
-        self.name = type(model).__name__
+        self.name = type(model).__name__  # of the model, as the notebook or its class has it
+        # what the model is called with, to measure and to predict with; None where it is not known yet
         self.batch: Any = None
+        # called as ``loss_fn(output, target)``; None when the model returns its own loss
         self.loss_fn: Callable[..., torch.Tensor] | None = None
         self._gone = gone
         self._model = weakref.ref(model, self._forget)

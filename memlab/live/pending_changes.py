@@ -11,10 +11,6 @@ from memlab.records.live_state import Asked, Toggle
 class PendingChanges:
     """The plan in force, the plan that is wanted, and the state of every setting between the two.
 
-    Attributes:
-        plan: in force.
-        target: asked for and not yet in force, or None.
-
     Example:
         >>> pending_changes = PendingChanges()
         >>> pending_changes.ask("accumulation", "4").label, pending_changes.toggle("accumulation").text
@@ -25,8 +21,8 @@ class PendingChanges:
     """
 
     def __init__(self) -> None:
-        self.plan = Plan()
-        self.target: Plan | None = None
+        self.plan = Plan()  # in force
+        self.target: Plan | None = None  # asked for and not yet in force, or None
         self._toggles: dict[str, Toggle] = {}
 
     @property

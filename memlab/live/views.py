@@ -36,16 +36,11 @@ class _View:
 
 
 class Views:
-    """Views of one run. Methods are held weakly: a view that is dropped is drawn no more.
-
-    Attributes:
-        frame: grows with every drawing that has new figures.
-        errors: of views and callbacks, newest last, in words.
-    """
+    """Views of one run. Methods are held weakly: a view that is dropped is drawn no more."""
 
     def __init__(self) -> None:
-        self.frame = 0
-        self.errors: deque[str] = deque(maxlen=_MOST_ERRORS)
+        self.frame = 0  # grows with every drawing that has new figures
+        self.errors: deque[str] = deque(maxlen=_MOST_ERRORS)  # of views and callbacks, newest last, in words
         self._views: list[_View] = []
 
     def watch(self, drawn: Drawn, after_seconds: float = 0.0) -> Callable[[], None]:

@@ -120,10 +120,6 @@ class Ledger(WatchingMode):
         device_type: storages of which devices count, "cpu" or "cuda".
         capacity_bytes: size of the device; a birth past it raises `torch.OutOfMemoryError`.
 
-    Attributes:
-        peak_bytes: highest `live_bytes` since `begin`.
-        owner: number of the model whose call is under way, where several train; 0 for none.
-
     Known limitations:
         Memory that a kernel takes and frees inside one operator is invisible, as is code made by
         `torch.compile`, and tensors that lived before the step without being named in `begin`.
@@ -133,13 +129,13 @@ class Ledger(WatchingMode):
         super().__init__()
         self.device_type = device_type
         self.capacity_bytes = capacity_bytes
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # highest `live_bytes` since `begin`
         self._live_bytes = 0
         self._limit: float = math.inf if capacity_bytes is None else capacity_bytes
         self._live: dict[int, _Alive] = {}
         self._gone: deque[_Alive] = deque()  # deaths that are not recorded yet
         self._assigned: dict[int, Category] = {}
-        self.owner = 0
+        self.owner = 0  # number of the model whose call is under way, where several train; 0 for none
         self._owners: dict[int, int] = {}
         self._events: list[RawEvent] = []
         self._baseline: dict[int, int] = {}

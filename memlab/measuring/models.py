@@ -20,10 +20,6 @@ class Models:
         optimizers: those known so far.
         held: parts of parameters that techniques keep on the device at present, beside the model.
         ledger: records storages, and which of several models they are of.
-
-    Attributes:
-        names: of the models, where there are several.
-        optimizers: those known.
     """
 
     def __init__(
@@ -34,8 +30,8 @@ class Models:
         ledger: Ledger,
     ) -> None:
         self._models = [model]
-        self.names: list[str] = []
-        self.optimizers = list(optimizers)
+        self.names: list[str] = []  # of the models, where there are several
+        self.optimizers = list(optimizers)  # those known
         self._held = held
         self._ledger = ledger
         self._calling: list[int] = []  # numbers of the models whose calls are under way, from 1

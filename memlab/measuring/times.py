@@ -169,19 +169,13 @@ class Period:
 
 
 class Times:
-    """Steps that have ended, and the periods between changes of the plan.
-
-    Attributes:
-        period: the one under way.
-        steps_ended: steps so far, also those without a record.
-        last_end: when the newest step ended; None where the loop has stood still since.
-    """
+    """Steps that have ended, and the periods between changes of the plan."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.period = Period(number=0, plan=Plan())
-        self.steps_ended = 0
-        self.last_end: TimeMark | None = None
+        self.period = Period(number=0, plan=Plan())  # the one under way
+        self.steps_ended = 0  # steps so far, also those without a record
+        self.last_end: TimeMark | None = None  # when the newest step ended; None where the loop has stood still since
         self._periods: dict[Plan, Period] = {}
         self._pending: deque[_PastStep] = deque()
         self._timed: deque[_TimedStep] = deque(maxlen=_MOST_RECORDS)

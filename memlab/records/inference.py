@@ -22,56 +22,34 @@ class CallKind(StrEnum):
 
 @dataclass(frozen=True)
 class CacheUse:
-    """A key-value cache: what it took, and what its formula says.
+    """A key-value cache: what it took, and what its formula says."""
 
-    Args:
-        size_bytes: bytes of the storages that its tensors lie in.
-        rows: rows it was for, beams included.
-        tokens: tokens of each row that were fed to the model.
-        predicted_bytes: 2 × layers × heads × head dimension × bytes of an element × tokens × rows; None where the
-            model's configuration does not say them.
-        formula: the factors in words; empty without a prediction.
-    """
-
-    size_bytes: int
-    rows: int
-    tokens: int
+    size_bytes: int  # bytes of the storages that its tensors lie in
+    rows: int  # rows it was for, beams included
+    tokens: int  # tokens of each row that were fed to the model
+    # 2 × layers × heads × head dimension × bytes of an element × tokens × rows; None where the model's configuration
+    # does not say them
     predicted_bytes: int | None = None
-    formula: str = ""
+    formula: str = ""  # the factors in words; empty without a prediction
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One call.
+    """One call."""
 
-    Args:
-        kind: a forward, or a generation.
-        rows: rows that went in.
-        tokens: tokens of each row that went in; 0 where inputs are no token ids.
-        new_tokens: tokens that came out, of all rows together; a row that ended early counts as the longest. 0 of a
-            forward.
-        passes: forward passes of the model.
-        seconds: the whole call.
-        prefill_seconds: until the end of the first pass.
-        peak_allocated_bytes: highest live bytes; None when the call was not observed.
-        peak_reserved_bytes: highest reserved bytes; None off CUDA.
-        fixed_bytes: what lived when it began, without inputs and cache; None when it was not observed.
-        cache_bytes: bytes of its cache when it ended.
-        observed: a ledger watched it, which takes time.
-    """
-
-    kind: CallKind
-    rows: int
-    tokens: int
+    kind: CallKind  # a forward, or a generation
+    rows: int  # rows that went in
+    tokens: int  # tokens of each row that went in; 0 where inputs are no token ids
+    # tokens that came out, of all rows together; a row that ended early counts as the longest. 0 of a forward
     new_tokens: int
-    passes: int
-    seconds: float
-    prefill_seconds: float
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    fixed_bytes: int | None = None
-    cache_bytes: int = 0
-    observed: bool = False
+    passes: int  # forward passes of the model
+    seconds: float  # the whole call
+    prefill_seconds: float  # until the end of the first pass
+    peak_allocated_bytes: int | None = None  # highest live bytes; None when the call was not observed
+    peak_reserved_bytes: int | None = None  # highest reserved bytes; None off CUDA
+    fixed_bytes: int | None = None  # what lived when it began, without inputs and cache; None when it was not observed
+    cache_bytes: int = 0  # bytes of its cache when it ended
+    observed: bool = False  # a ledger watched it, which takes time
 
     @property
     def shape(self) -> tuple[CallKind, int, int]:
@@ -81,21 +59,14 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class BatchAdvice:
-    """The largest number of rows of a call that fits.
+    """The largest number of rows of a call that fits."""
 
-    Args:
-        rows: as many fit; 0 when not even one does.
-        budget_bytes: size that they must fit into.
-        fixed_bytes: what does not grow with the rows.
-        row_bytes: what one row needs at the peak.
-        sizes: numbers of rows that were measured. From two, both numbers are exact where memory is affine in the rows;
-            from one, all growth is attributed to rows, so that more may fit.
-    """
-
-    rows: int
-    budget_bytes: int
-    fixed_bytes: int
-    row_bytes: int
+    rows: int  # as many fit; 0 when not even one does
+    budget_bytes: int  # size that they must fit into
+    fixed_bytes: int  # what does not grow with the rows
+    row_bytes: int  # what one row needs at the peak
+    # numbers of rows that were measured. From two, both numbers are exact where memory is affine in the rows; from one,
+    # all growth is attributed to rows, so that more may fit
     sizes: tuple[int, ...]
 
     @property
@@ -108,16 +79,6 @@ class BatchAdvice:
 class InferenceRecord:
     """Memory and speed of the calls of one kind, under one precision.
 
-    Args:
-        precision: format of the weights: "keep", "fp16" or "bf16".
-        device: name of the device, with its capacity when it has one.
-        calls: the calls, in order; at least one.
-        breakdown: live bytes by category at the highest peak.
-        timeline: live bytes over the pass with the highest peak; empty on CUDA.
-        host_bytes: bytes kept off the device meanwhile: the weights in their own format.
-        cache: the largest cache; None when there was none.
-        notes: remarks on the numbers, in words.
-
     Example:
         >>> call = CallRecord(CallKind.GENERATE, 4, 16, 80, 20, 2.0, 0.5, 1000, None, 600)
         >>> record = InferenceRecord("keep", "cpu", (call,))
@@ -127,14 +88,15 @@ class InferenceRecord:
         14
     """
 
-    precision: str
-    device: str
-    calls: tuple[CallRecord, ...]
-    breakdown: Mapping[str, int] | None = None
+    precision: str  # format of the weights: "keep", "fp16" or "bf16"
+    device: str  # name of the device, with its capacity when it has one
+    calls: tuple[CallRecord, ...]  # the calls, in order; at least one
+    breakdown: Mapping[str, int] | None = None  # live bytes by category at the highest peak
+    # live bytes over the pass with the highest peak; empty on CUDA
     timeline: tuple[TimelinePoint, ...] = field(default=(), repr=False)  # hundreds of points
-    host_bytes: int = 0
-    cache: CacheUse | None = None
-    notes: tuple[str, ...] = ()
+    host_bytes: int = 0  # bytes kept off the device meanwhile: the weights in their own format
+    cache: CacheUse | None = None  # the largest cache; None when there was none
+    notes: tuple[str, ...] = ()  # remarks on the numbers, in words
 
     @property
     def kind(self) -> CallKind:

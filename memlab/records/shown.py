@@ -9,9 +9,6 @@ from typing import Any, ClassVar
 class Shown:
     """A record with a way to be shown.
 
-    Attributes:
-        reports: gives what writes records, with `text_of` and `html_of`; `memlab` sets it to `memlab.report.showing`.
-
     Example:
         >>> from memlab.records import Measurement
         >>> print(Measurement("as written", "cpu", 2**30, None, 0, {"parameters": 2**30}, (), (), 8, 0))
@@ -20,6 +17,7 @@ class Shown:
         peak allocated     1.00 GiB
     """
 
+    # gives what writes records, with `text_of` and `html_of`; `memlab` sets it to `memlab.report.showing`
     reports: ClassVar[Callable[[], Any]]
 
     def __str__(self) -> str:

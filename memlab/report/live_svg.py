@@ -112,17 +112,11 @@ def _limit(moment: Moment) -> _Limit | None:
 
 @dataclass(frozen=True)
 class _Column:
-    """A few pixels' width of steps.
+    """A few pixels' width of steps."""
 
-    Attributes:
-        peak_bytes: of the highest; where none was observed, as observed last under the plan; None before.
-        parts: bytes by category; what they leave of the peak is a category of its own.
-        speed: mean samples per second; NaN where none are known.
-    """
-
-    peak_bytes: int | None
-    parts: Mapping[str, int]
-    speed: float
+    peak_bytes: int | None  # of the highest; where none was observed, as observed last under the plan; None before
+    parts: Mapping[str, int]  # bytes by category; what they leave of the peak is a category of its own
+    speed: float  # mean samples per second; NaN where none are known
 
     @property
     def total_bytes(self) -> int:

@@ -50,17 +50,11 @@ class Place(StrEnum):
 
 @dataclass(frozen=True)
 class Fallback:
-    """A plan to try next.
-
-    Args:
-        plan: the plan.
-        why: what it changes, in words.
-        lossy: whether it changes numerics, compared with the plan that ran out.
-    """
+    """A plan to try next."""
 
     plan: Plan
-    why: str
-    lossy: bool
+    why: str  # what it changes, in words
+    lossy: bool  # whether it changes numerics, compared with the plan that ran out
 
 
 def pinned(names: Iterable[str]) -> frozenset[str]:

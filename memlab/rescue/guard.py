@@ -89,9 +89,6 @@ class GuardedCall:
         kwargs: its keyword arguments.
         aliases: of the model's parameters; shared by the calls of a session.
         guardian: asked for another plan.
-
-    Attributes:
-        node: what the loop's graph has of it.
     """
 
     def __init__(
@@ -117,7 +114,7 @@ class GuardedCall:
         self._inner_inputs: list[torch.Tensor] = []
         self._paths: list[Path] = []
         self._output: Any = None
-        self.node: Callable[[], _Node | None] = lambda: None
+        self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
 
     @property
     def has_graph(self) -> bool:

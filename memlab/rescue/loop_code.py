@@ -284,17 +284,12 @@ def _saved_by(nodes: Iterable[Any]) -> list[_Saved]:
 
 @dataclass(frozen=True)
 class _OwnPart:
-    """The loop's own part of a backward pass.
+    """The loop's own part of a backward pass."""
 
-    Args:
-        leaves: what it sends gradients to itself; where it goes on, what the whole pass sends gradients to.
-        saved: what its functions have saved for it, and for no other backward pass.
-        goes_on: whether it goes on after the model's part has begun.
-    """
-
+    # what it sends gradients to itself; where it goes on, what the whole pass sends gradients to
     leaves: list[torch.Tensor]
-    saved: list[_Saved]
-    goes_on: bool
+    saved: list[_Saved]  # what its functions have saved for it, and for no other backward pass
+    goes_on: bool  # whether it goes on after the model's part has begun
 
 
 @dataclass(frozen=True)

@@ -24,42 +24,28 @@ _OF_TORCH = re.compile(rf"{_SIZE} is allocated by PyTorch.*?{_SIZE} is reserved 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A plan under which memory ran out.
+    """A plan under which memory ran out."""
 
-    Args:
-        step: of the training, counted from 1.
-        place: where in the step.
-        plan: in force when it did.
-        error: text of the error.
-        requested_bytes: what the allocation that failed asked for, where the text says it.
-    """
-
-    step: int
-    place: Place
-    plan: Plan
-    error: str
-    requested_bytes: int | None
+    step: int  # of the training, counted from 1
+    place: Place  # where in the step
+    plan: Plan  # in force when it did
+    error: str  # text of the error
+    requested_bytes: int | None  # what the allocation that failed asked for, where the text says it
 
 
 @dataclass(frozen=True)
 class Room:
     """Figures about the device in an allocator's error.
 
-    Args:
-        capacity_bytes: what the device has, or what the process may use of it.
-        free_bytes: what nobody held.
-        held_bytes: what tensors of the process held.
-        idle_bytes: what the process's allocator held in pieces between them.
-
     Example:
         >>> Room.of("memlab CPU device out of memory. Tried to allocate 2.0 MiB. Capacity 8.0 MiB, of which 1.0 MiB is free.")
         Room(capacity_bytes=8388608, free_bytes=1048576, held_bytes=7340032, idle_bytes=0)
     """
 
-    capacity_bytes: int
-    free_bytes: int
-    held_bytes: int
-    idle_bytes: int = 0
+    capacity_bytes: int  # what the device has, or what the process may use of it
+    free_bytes: int  # what nobody held
+    held_bytes: int  # what tensors of the process held
+    idle_bytes: int = 0  # what the process's allocator held in pieces between them
 
     @classmethod
     def of(cls, error: str) -> Room | None:

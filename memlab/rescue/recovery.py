@@ -62,11 +62,6 @@ class Recovery:
         predictions: of plans for this workload and device; order the fallbacks where they are known.
         capacity_bytes: size of the device, to tell which predictions fit; None when unknown.
         say: told in words about each rescue, when it has succeeded.
-
-    Attributes:
-        rescues: what was rescued, in order.
-        rows: of the batch that is worked on.
-        is_in_step: whether an optimizer is running a step of its own, closure and all.
     """
 
     def __init__(
@@ -84,9 +79,9 @@ class Recovery:
         self._predictions = dict(predictions or {})
         self._capacity_bytes = capacity_bytes
         self._say = say
-        self.rescues: list[Rescue] = []
-        self.rows = 1
-        self.is_in_step = False
+        self.rescues: list[Rescue] = []  # what was rescued, in order
+        self.rows = 1  # of the batch that is worked on
+        self.is_in_step = False  # whether an optimizer is running a step of its own, closure and all
         self._trouble: _Trouble | None = None
         self._work_began = perf_counter()
 

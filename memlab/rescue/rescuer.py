@@ -56,10 +56,6 @@ class Rescuer:
         say: told in words about each rescue, when it has succeeded.
         evidence: says whether memory can run out in a step; None guards every step.
 
-    Attributes:
-        is_armed: whether the step under way is guarded.
-        is_idle: whether memory cannot run out on this device, so that there is nothing to do.
-
     Example:
         >>> from memlab import Workload, fit
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
@@ -80,7 +76,9 @@ class Rescuer:
         evidence: Evidence | None = None,
     ) -> None:
         self._evidence = evidence
+        # whether the step under way is guarded
         self.is_armed = evidence is None  # for the step under way
+        # whether memory cannot run out on this device, so that there is nothing to do
         self.is_idle = evidence is not None and not evidence.is_limited
         self._not_served: set[str] = set()
         self._is_open = False  # a backward pass updates parameters

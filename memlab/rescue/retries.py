@@ -39,19 +39,14 @@ _COUNTER, *_PEAKS = "num_alloc_retries", "allocated_bytes", "reserved_bytes"
 class AllocatorSample:
     """The allocator's counters so far.
 
-    Args:
-        retries: how often it gave its cache back because there was no room.
-        allocated_bytes: highest bytes of blocks in use, since peaks were last reset.
-        reserved_bytes: highest bytes held from the driver, since then.
-
     Example:
         >>> AllocatorSample.of({"num_alloc_retries": 2, "allocated_bytes.all.peak": 512, "reserved_bytes.all.peak": 2048})
         AllocatorSample(retries=2, allocated_bytes=512, reserved_bytes=2048)
     """
 
-    retries: int
-    allocated_bytes: int
-    reserved_bytes: int
+    retries: int  # how often it gave its cache back because there was no room
+    allocated_bytes: int  # highest bytes of blocks in use, since peaks were last reset
+    reserved_bytes: int  # highest bytes held from the driver, since then
 
     @classmethod
     def of(cls, stats: Mapping[str, int]) -> AllocatorSample:

@@ -176,9 +176,6 @@ class Retrying(WatchingMode):
     Args:
         free: called with the error; an error of its own passes.
 
-    Attributes:
-        has_written: whether an operator has changed a tensor that was there before it; set it to False to begin anew.
-
     Example:
         >>> attempts = []
         >>> class Full(WatchingMode):
@@ -196,6 +193,7 @@ class Retrying(WatchingMode):
     def __init__(self, free: Callable[[BaseException], None]) -> None:
         super().__init__()
         self._free = free
+        # whether an operator has changed a tensor that was there before it; set it to False to begin anew
         self.has_written = False
 
     def __torch_dispatch__(

@@ -22,22 +22,15 @@ Items = dict[Any, Any]
 
 @dataclass(frozen=True)
 class Effect:
-    """One thing a forward has changed.
+    """One thing a forward has changed."""
 
-    Args:
-        name: how one writes the place.
-        kind: "set" for a place that holds another value, "appended" for new items of a list, "written" for a tensor or array
-            that was changed in place.
-        before: what was there; None for new items.
-        value: what is there now: the new value, the list of new items, or a copy of the tensor.
-        write: puts a value there.
-    """
-
-    name: str
+    name: str  # how one writes the place
+    # "set" for a place that holds another value, "appended" for new items of a list, "written" for a tensor or array
+    # that was changed in place
     kind: str
-    before: Any
-    value: Any
-    write: Callable[[Any], None]
+    before: Any  # what was there; None for new items
+    value: Any  # what is there now: the new value, the list of new items, or a copy of the tensor
+    write: Callable[[Any], None]  # puts a value there
 
 
 class Container(ABC):

@@ -45,15 +45,13 @@ class CallHook:
         model: the model whose call is taken over; held weakly.
         handler: called with the original forward, its positional and its keyword arguments.
         traced: called before a call that is traced (`torch.export`, `torch.jit.trace`); what it raises ends that.
-
-    Attributes:
-        further_in: what stood in its place before, compiled code or another hook; None for torch's own call.
     """
 
     def __init__(self, model: nn.Module, handler: ForwardHandler, traced: Callable[[], object] = bool) -> None:
         self._model = weakref.ref(model)
         self._traced = traced
         self._handler: ForwardHandler | None = handler
+        # what stood in its place before, compiled code or another hook; None for torch's own call
         self.further_in: Callable[..., Any] | None = None
         # calls that the handler is at, by thread; a Ctrl-C may end one before it has taken itself out of here
         self._calls: dict[int, Caller] = {}

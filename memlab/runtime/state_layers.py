@@ -46,9 +46,6 @@ class PackedState(dict[str, Any]):
         own_form: brings what is kept into that form; None while an update is under way.
         why: in words, where a name is gone.
 
-    Attributes:
-        closed: the state as it was kept, once it has been put back.
-
     Example:
         >>> state = PackedState({"half": 2.0}, frozenset({"whole"}), lambda state: {"whole": 2 * state["half"]}, "")
         >>> list(state), "whole" in state
@@ -65,7 +62,7 @@ class PackedState(dict[str, Any]):
     ) -> None:
         super().__init__(resident)
         self._names, self._own_form, self._why = names, own_form, why
-        self.closed: PackedState | None = None
+        self.closed: PackedState | None = None  # the state as it was kept, once it has been put back
 
     def __contains__(self, name: object) -> bool:
         return (self.closed is None and name in self._names) or super().__contains__(name)
@@ -227,14 +224,11 @@ def canonical_state_dict(
 
 
 class _StateOfCopies:
-    """Stands for `__getstate__` of an optimizer; its class's own leaves it out of what is copied, as this does for others.
-
-    Attributes:
-        forms: what brings the state into the user's own format, one for each session.
-    """
+    """Stands for `__getstate__` of an optimizer; its class's own leaves it out of what is copied, as this does for others."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
+        # what brings the state into the user's own format, one for each session
         self.forms: list[Callable[[Optimizer, dict[str, Any]], dict[str, Any]]] = []
 
     def __call__(self) -> Any:

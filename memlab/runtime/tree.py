@@ -30,18 +30,12 @@ _DEPTH = 6
 
 @dataclass(frozen=True)
 class Structure:
-    """Structure of a value without its leaves.
+    """Structure of a value without its leaves."""
 
-    Args:
-        kind: its type; None for a leaf.
-        keys: of the children, as text.
-        children: their structures.
-        build: children to value.
-    """
-
-    kind: type | None = None
-    keys: tuple[str, ...] = ()
-    children: tuple[Structure, ...] = ()
+    kind: type | None = None  # its type; None for a leaf
+    keys: tuple[str, ...] = ()  # of the children, as text
+    children: tuple[Structure, ...] = ()  # their structures
+    # children to value
     build: Callable[[list[Any]], Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def children_by_name(self) -> dict[str, Structure]:

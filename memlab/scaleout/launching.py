@@ -42,19 +42,12 @@ _NO_STEP = "no optimizer step ended on the ranks, so nothing was measured"
 
 @dataclass(frozen=True)
 class Launched:
-    """A run in many processes whose results are back.
+    """A run in many processes whose results are back."""
 
-    Args:
-        value: what the function returned on rank 0.
-        comparison: memory and speed of each rank; None where no optimizer step ended.
-        steps: the steps, as rank 0 saw them; losses are those of whole batches.
-        seconds: seconds spent on sending, starting, training and returning, by name.
-    """
-
-    value: Any
-    comparison: Comparison | None
-    steps: tuple[StepRecord, ...]
-    seconds: Mapping[str, float]
+    value: Any  # what the function returned on rank 0
+    comparison: Comparison | None  # memory and speed of each rank; None where no optimizer step ended
+    steps: tuple[StepRecord, ...]  # the steps, as rank 0 saw them; losses are those of whole batches
+    seconds: Mapping[str, float]  # seconds spent on sending, starting, training and returning, by name
 
     @property
     def losses(self) -> tuple[float, ...]:

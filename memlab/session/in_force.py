@@ -87,12 +87,6 @@ def check_all(
 class InForce:
     """The techniques in force on a workload.
 
-    Attributes:
-        plan: the plan in force.
-        techniques: those in force, in the order of `TECHNIQUES`.
-        is_engine: whether one of them is an engine.
-        optimizers: those the techniques are attached to.
-
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
         >>> in_force = InForce(Workload(model, torch.optim.AdamW(model.parameters())))
@@ -103,12 +97,12 @@ class InForce:
     """
 
     def __init__(self, workload: Workload, host: Host | None = None) -> None:
-        self.plan = Plan()
+        self.plan = Plan()  # the plan in force
         self._host = host or Host()
         self._host.techniques = lambda: self.techniques
-        self.techniques: list[Technique] = []
-        self.is_engine = False
-        self.optimizers: list[Optimizer] = []
+        self.techniques: list[Technique] = []  # those in force, in the order of `TECHNIQUES`
+        self.is_engine = False  # whether one of them is an engine
+        self.optimizers: list[Optimizer] = []  # those the techniques are attached to
         self._workload = workload
         self._entries: dict[type[Technique], _Entry] = {}
         self._exchanged: Callable[[], None] = _nothing

@@ -19,18 +19,12 @@ if TYPE_CHECKING:
 
 
 class Position:
-    """Position of the training loop, and its thread.
-
-    Attributes:
-        thread: number of the thread that trains.
-        is_within_step: whether the model has been called and the step of its optimizer is not over.
-        own_step: the step under way, where the optimizer makes it itself; else None.
-    """
+    """Position of the training loop, and its thread."""
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.is_within_step = False
-        self.own_step: OwnStep | None = None
+        self.thread = threading.get_ident()  # number of the thread that trains
+        self.is_within_step = False  # whether the model has been called and the step of its optimizer is not over
+        self.own_step: OwnStep | None = None  # the step under way, where the optimizer makes it itself; else None
 
     @property
     def is_on_this_thread(self) -> bool:

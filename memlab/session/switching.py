@@ -46,11 +46,6 @@ class Switching:
         position: where the loop is.
         companions: sessions of other models that train in the same loop.
         is_led: whether a session that was there before sees to the optimizers.
-
-    Attributes:
-        in_force: the plan in force, and its techniques.
-        pending: the plan that waits for the next step boundary, or None.
-        is_on_trial: whether a plan that turns out not to apply is taken back.
     """
 
     def __init__(
@@ -68,8 +63,8 @@ class Switching:
         self._observers = observers
         self._position = position
         self._companions = companions
-        self.pending: Plan | None = None
-        self.is_on_trial = False
+        self.pending: Plan | None = None  # the plan that waits for the next step boundary, or None
+        self.is_on_trial = False  # whether a plan that turns out not to apply is taken back
         # plans to go back to, the newest last, and whether each was on trial itself
         self._before: list[tuple[Plan, bool]] = []
         self._withdrawn: MemlabError | None = None  # why, from the middle of the loop's own code
@@ -82,7 +77,7 @@ class Switching:
             withdraw=self._withdraw,
             is_led=is_led,
         )
-        self.in_force = InForce(workload, host)
+        self.in_force = InForce(workload, host)  # the plan in force, and its techniques
 
     @property
     def is_settled(self) -> bool:

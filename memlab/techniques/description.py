@@ -9,20 +9,13 @@ from dataclasses import dataclass
 class Description:
     """One setting of a technique in words.
 
-    Args:
-        flags: what is typed for it.
-        saves: which bytes on the device, and how many of them.
-        costs: in time, or off the device.
-        exactness: how its gradients, updates and losses relate to those of the loop as written.
-        gives_nothing: where it does not lower the peak, or is refused.
-
     Example:
         >>> Description("--accumulate N", "activations ÷ N", "small kernels", "same gradient", "batches of one row").flags
         '--accumulate N'
     """
 
-    flags: str
-    saves: str
-    costs: str
-    exactness: str
-    gives_nothing: str
+    flags: str  # what is typed for it
+    saves: str  # which bytes on the device, and how many of them
+    costs: str  # in time, or off the device
+    exactness: str  # how its gradients, updates and losses relate to those of the loop as written
+    gives_nothing: str  # where it does not lower the peak, or is refused

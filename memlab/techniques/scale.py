@@ -88,11 +88,7 @@ EngineMaker = Callable[[Plan, Workload], LiveEngine]
 
 
 class Scaling(Technique):
-    """Hands the model to an engine.
-
-    Attributes:
-        makers: the last one makes the engine of a plan for a workload; `memlab` gives that of `memlab.scaleout`.
-    """
+    """Hands the model to an engine."""
 
     field = "scale"
     descriptions = (
@@ -105,6 +101,7 @@ class Scaling(Technique):
         ),
     )
     is_engine = True
+    # the last one makes the engine of a plan for a workload; `memlab` gives that of `memlab.scaleout`
     makers: ClassVar[list[EngineMaker]] = []
 
     def __init__(self, plan: Plan) -> None:

@@ -124,18 +124,12 @@ def _of_gpu(device: torch.device) -> Iterator[Watched]:
 
 
 class Film:
-    """Live bytes over time.
-
-    Attributes:
-        began: the moment it began, on the clock of `time.perf_counter`.
-        seconds: times of all births and deaths since then.
-        live_bytes: what was alive after each of them.
-    """
+    """Live bytes over time."""
 
     def __init__(self) -> None:
-        self.began = 0.0
-        self.seconds: list[float] = []
-        self.live_bytes: list[int] = []
+        self.began = 0.0  # the moment it began, on the clock of `time.perf_counter`
+        self.seconds: list[float] = []  # times of all births and deaths since then
+        self.live_bytes: list[int] = []  # what was alive after each of them
 
     def peaks(self, ends: Iterable[float]) -> list[int]:
         """The highest bytes of each stretch.

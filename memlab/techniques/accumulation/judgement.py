@@ -69,10 +69,6 @@ class Judgement:
         probe: knows how losses add up.
         per_part: kinds of modules that take their statistics from each part.
         is_low: whether the plan computes in half precision.
-
-    Attributes:
-        noise: random numbers of the runs.
-        draws_on_host: whether the model draws numbers of Python or NumPy.
     """
 
     def __init__(
@@ -92,8 +88,8 @@ class Judgement:
         self._layout, self._ranges, self._probe, self._per_part = layout, ranges, probe, per_part
         self._aliases = Aliases(model)
         self._device = self._aliases.device
-        self.noise = Noise()
-        self.draws_on_host = False
+        self.noise = Noise()  # random numbers of the runs
+        self.draws_on_host = False  # whether the model draws numbers of Python or NumPy
         self._sums: set[int] = set()
         with self._aliases.in_place():
             self._snapshot = Surroundings(model, complete=True, without_buffers_of=per_part)

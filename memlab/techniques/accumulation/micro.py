@@ -31,23 +31,16 @@ _FIRST_LOOP_SCALE = 2.0**16
 
 @dataclass
 class Learnt:
-    """Facts learnt from one call of a model for the next.
+    """Facts learnt from one call of a model for the next."""
 
-    Args:
-        fused: whether the model returns its loss; None before the first call.
-        reads_outputs: the loop has looked at a large output, so they are kept from then on.
-        loop_scale: factor by which the loop scaled its loss last.
-        updates: optimizer steps so far; parameters of an earlier count are gone.
-        needs_graph: whether a call without gradients would do something else: its forward derives or sets hooks, or it is
-            compiled, and calls with and without gradients would be compiled each by itself.
-        waiting: outputs since the last step that are computed only when the loop looks at them.
-    """
-
-    fused: bool | None = None
-    reads_outputs: bool = False
-    loop_scale: torch.Tensor | float = _FIRST_LOOP_SCALE
-    updates: int = 0
+    fused: bool | None = None  # whether the model returns its loss; None before the first call
+    reads_outputs: bool = False  # the loop has looked at a large output, so they are kept from then on
+    loop_scale: torch.Tensor | float = _FIRST_LOOP_SCALE  # factor by which the loop scaled its loss last
+    updates: int = 0  # optimizer steps so far; parameters of an earlier count are gone
+    # whether a call without gradients would do something else: its forward derives or sets hooks, or it is compiled,
+    # and calls with and without gradients would be compiled each by itself
     needs_graph: bool = False
+    # outputs since the last step that are computed only when the loop looks at them
     waiting: list[weakref.ref[LazyTensor]] = field(default_factory=list)
 
     def compute_waiting(self) -> None:
@@ -100,9 +93,6 @@ class MicroRun:
         gatherer: where gradients gather; None for aliases of the model's parameters.
         verdict: of the judge: how the rest of what the parts give is put together; None where nobody looked.
         per_part: kinds of modules whose buffers each part updates by itself.
-
-    Attributes:
-        is_done: its gradients were handed over, and cannot be had again.
     """
 
     def __init__(
@@ -127,7 +117,7 @@ class MicroRun:
         self._aliases: Gatherer = gatherer if gatherer is not None else Aliases(model)
         self._inputs = MicroInputs(division)
         self._gathered = MicroOutputs(division, verdict, repeats=self._repeats)
-        self.is_done = False
+        self.is_done = False  # its gradients were handed over, and cannot be had again
         self._kept: tuple[Call, Outputs] | None = None  # the last micro-batch, with its graph
         self._fused = False
         self._inner_scale: torch.Tensor | float = 1.0

@@ -18,17 +18,14 @@ class MicroInputs:
 
     Args:
         division: the micro-batches.
-
-    Attributes:
-        positions: of these arguments among the leaves of the call.
-        gradients: of each micro-batch, in order.
     """
 
     def __init__(self, division: Division) -> None:
         self._division = division
         leaves = division.micro_batches[0].leaves
+        # of these arguments among the leaves of the call
         self.positions = [i for i, leaf in enumerate(leaves) if requires_grad(leaf)]
-        self.gradients: list[Gradients] = []
+        self.gradients: list[Gradients] = []  # of each micro-batch, in order
 
     def whole(self) -> dict[int, torch.Tensor]:
         """Return the whole arguments, by position."""

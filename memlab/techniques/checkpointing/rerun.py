@@ -40,27 +40,15 @@ def is_within_another() -> bool:
 
 @dataclass(eq=False)
 class Part:
-    """A part of a model that can be run again: a module, or consecutive children of an `nn.Sequential`.
+    """A part of a model that can be run again: a module, or consecutive children of an `nn.Sequential`."""
 
-    Args:
-        owner: the module whose forward is replaced.
-        name: of the part, for people.
-        span: first child, and the one after the last; None for the module itself.
-
-    Attributes:
-        written: tensors of its state that it writes to.
-        written_inputs: places of tensors among its arguments that it writes to.
-        is_watched: whether its first run is over, in which that is seen.
-        gives_other_results: it was seen to compute something else when it was run again.
-    """
-
-    owner: nn.Module
-    name: str
-    span: tuple[int, int] | None = None
-    written: Written = field(default_factory=Written)
-    written_inputs: set[int] = field(default_factory=set)
-    is_watched: bool = False
-    gives_other_results: bool = False
+    owner: nn.Module  # the module whose forward is replaced
+    name: str  # of the part, for people
+    span: tuple[int, int] | None = None  # first child, and the one after the last; None for the module itself
+    written: Written = field(default_factory=Written)  # tensors of its state that it writes to
+    written_inputs: set[int] = field(default_factory=set)  # places of tensors among its arguments that it writes to
+    is_watched: bool = False  # whether its first run is over, in which that is seen
+    gives_other_results: bool = False  # it was seen to compute something else when it was run again
 
     @property
     def members(self) -> list[nn.Module]:

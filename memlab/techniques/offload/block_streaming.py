@@ -50,15 +50,10 @@ PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Arrival:
-    """A copy on the device, perhaps on its way.
+    """A copy on the device, perhaps on its way."""
 
-    Args:
-        tensor: the copy.
-        event: what to wait for on the stream that uses it; None when it is there.
-    """
-
-    tensor: torch.Tensor
-    event: Any = None
+    tensor: torch.Tensor  # the copy
+    event: Any = None  # what to wait for on the stream that uses it; None when it is there
 
     def there(self) -> torch.Tensor:
         """The copy, to be used on the current stream."""
@@ -208,10 +203,6 @@ class BlockStreaming:
         link: to the device they are used on.
         on_use: called with each parameter that a block uses while gradients are recorded.
 
-    Attributes:
-        link: as given.
-        backward_ended: called at the end of a backward pass that `settles_after_backward` was told of.
-
     Example:
         >>> from memlab.plan import Tier
         >>> block, residence = nn.Linear(2, 2), None
@@ -232,6 +223,7 @@ class BlockStreaming:
         on_use: Callable[[nn.Parameter], None] = lambda _parameter: None,
     ) -> None:
         self.link = link
+        # called at the end of a backward pass that `settles_after_backward` was told of
         self.backward_ended: Callable[[], None] = _nothing
         self._on_use = on_use
         self._slots = {id(block): list(_slots_of(block)) for block in blocks}

@@ -60,9 +60,6 @@ class HostUpdate:
         optimizer: of which `is_served` is true; state lies on the host, with the shape and layout of parameters.
         spill: where new state, gradients and updates lie.
 
-    Attributes:
-        is_atomic: a bucket is updated as a whole or not at all, so nobody needs to keep copies.
-
     Example:
         >>> from memlab.plan import Tier
         >>> parameter = torch.nn.Parameter(torch.ones(1024))
@@ -73,7 +70,7 @@ class HostUpdate:
         (0.5, 1.0)
     """
 
-    is_atomic = True
+    is_atomic = True  # a bucket is updated as a whole or not at all, so nobody needs to keep copies
 
     def __init__(self, optimizer: Optimizer, spill: Spill) -> None:
         self._optimizer = optimizer

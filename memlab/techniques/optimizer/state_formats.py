@@ -24,17 +24,11 @@ _TINY = 1e-30  # Adafactor's own floor of a second moment
 
 @dataclass(frozen=True)
 class Moments:
-    """Adam's state of one parameter.
+    """Adam's state of one parameter."""
 
-    Args:
-        step: number of updates so far.
-        first: moving average of the gradient.
-        second: moving average of the squared gradient.
-    """
-
-    step: int
-    first: torch.Tensor
-    second: torch.Tensor
+    step: int  # number of updates so far
+    first: torch.Tensor  # moving average of the gradient
+    second: torch.Tensor  # moving average of the squared gradient
 
     def to(self, dtype: torch.dtype) -> Moments:
         """The same moments in another dtype."""
@@ -42,20 +36,13 @@ class Moments:
 
 
 class StateFormat(ABC):
-    """One way of keeping moments.
+    """One way of keeping moments."""
 
-    Attributes:
-        keeps_first: whether the first moment survives.
-        keeps_second: whether the second moment survives, at least approximately.
-        follows_dtype: whether moments must have the dtype of their parameter.
-        counts_updates: whether the optimizer counts the updates of a parameter in its "step".
-        names: those of its entries, where it can be the format of the user's own optimizer.
-    """
-
-    keeps_first: ClassVar[bool] = True
-    keeps_second: ClassVar[bool] = True
-    follows_dtype: ClassVar[bool] = False
-    counts_updates: ClassVar[bool] = True
+    keeps_first: ClassVar[bool] = True  # whether the first moment survives
+    keeps_second: ClassVar[bool] = True  # whether the second moment survives, at least approximately
+    follows_dtype: ClassVar[bool] = False  # whether moments must have the dtype of their parameter
+    counts_updates: ClassVar[bool] = True  # whether the optimizer counts the updates of a parameter in its "step"
+    # those of its entries, where it can be the format of the user's own optimizer
     names: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
