@@ -23,19 +23,15 @@ class Chooser(Observer):
 
     A session looks at its techniques after its observers were told of a forward, so the forward that begins
     runs under the new plan already.
-
-    Args:
-        session: of the model that is trained.
-        choose: called with all workloads that have been called by then, each with its batch.
-        choosers: of the models so far, this one last; those before follow with their next step.
     """
 
     def __init__(
         self, session: Session, choose: Callable[[Sequence[Workload]], Plan], choosers: Sequence[Chooser]
     ) -> None:
-        self._session = session
+        self._session = session  # of the model that is trained
+        # called with all workloads that have been called by then, each with its batch
         self._choose: Callable[[Sequence[Workload]], Plan] | None = choose
-        self._choosers = choosers
+        self._choosers = choosers  # of the models so far, this one last; those before follow with their next step
         self.workload: Workload | None = None
         self._steps = 0
 

@@ -22,17 +22,13 @@ from memlab.runtime.workload import is_made, unwrap_optimizer
 
 
 class FirstCall:
-    """Watches for calls of models, and tells of each until somebody has taken one.
-
-    Args:
-        found: called with a model before its call runs; the watching is over when it returns True. What it raises
-            ends the call, and the next call is looked at again.
-        thread: number of the thread whose calls count, where several may train; None for any.
-    """
+    """Watches for calls of models, and tells of each until somebody has taken one."""
 
     def __init__(self, found: Callable[[nn.Module], bool], thread: int | None = None) -> None:
+        # called with a model before its call runs; the watching is over when it returns True. What it raises ends the
+        # call, and the next call is looked at again
         self._found = found
-        self._thread = thread
+        self._thread = thread  # number of the thread whose calls count, where several may train; None for any
         self._depth = 0
         self._original: Any = None
         self._undo = ExitStack()

@@ -79,17 +79,13 @@ class Saying:
 
 
 class Progress:
-    """Shows how a cell's training goes.
-
-    Args:
-        line: where to.
-        is_shown_elsewhere: whether a panel shows the pictures already; a line of text then does.
-    """
+    """Shows how a cell's training goes."""
 
     AFTER_SECONDS = 2.0  # when that begins; a cell that is over before shows its receipt only
 
     def __init__(self, line: Line, is_shown_elsewhere: Callable[[], bool] = lambda: False) -> None:
-        self._line = line
+        self._line = line  # where to
+        # whether a panel shows the pictures already; a line of text then does
         self._is_shown_elsewhere = is_shown_elsewhere
         self._frame = -1
 

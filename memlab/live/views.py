@@ -89,10 +89,6 @@ class Pace:
 
     The first drawing counts no more than a cheap one: it loads what the later ones only use, and would silence a view for
     minutes.
-
-    Args:
-        clock: tells the time, in seconds.
-        share: of the time that drawing may take.
     """
 
     def __init__(
@@ -100,8 +96,8 @@ class Pace:
         clock: Callable[[], float] = monotonic,
         share: float = _DRAWING_SHARE,
     ) -> None:
-        self._clock = clock
-        self._share = share
+        self._clock = clock  # tells the time, in seconds
+        self._share = share  # of the time that drawing may take
         self._due_seconds = clock()
         self._last_seconds: float | None = None
 

@@ -116,10 +116,6 @@ class _Alive(weakref.ref[torch.UntypedStorage]):
 class Ledger(WatchingMode):
     """Exact live bytes of one device type, by watching operators.
 
-    Args:
-        device_type: storages of which devices count, "cpu" or "cuda".
-        capacity_bytes: size of the device; a birth past it raises `torch.OutOfMemoryError`.
-
     Known limitations:
         Memory that a kernel takes and frees inside one operator is invisible, as is code made by
         `torch.compile`, and tensors that lived before the step without being named in `begin`.
@@ -127,8 +123,8 @@ class Ledger(WatchingMode):
 
     def __init__(self, device_type: str = "cpu", capacity_bytes: int | None = None) -> None:
         super().__init__()
-        self.device_type = device_type
-        self.capacity_bytes = capacity_bytes
+        self.device_type = device_type  # storages of which devices count, "cpu" or "cuda"
+        self.capacity_bytes = capacity_bytes  # size of the device; a birth past it raises `torch.OutOfMemoryError`
         self.peak_bytes = 0  # highest `live_bytes` since `begin`
         self._live_bytes = 0
         self._limit: float = math.inf if capacity_bytes is None else capacity_bytes

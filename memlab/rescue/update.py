@@ -173,9 +173,6 @@ def _off_device(tensor: torch.Tensor) -> torch.Tensor:
 class Retrying(WatchingMode):
     """Calls an operator that has run out of memory again, after memory was freed.
 
-    Args:
-        free: called with the error; an error of its own passes.
-
     Example:
         >>> attempts = []
         >>> class Full(WatchingMode):
@@ -192,7 +189,7 @@ class Retrying(WatchingMode):
 
     def __init__(self, free: Callable[[BaseException], None]) -> None:
         super().__init__()
-        self._free = free
+        self._free = free  # called with the error; an error of its own passes
         # whether an operator has changed a tensor that was there before it; set it to False to begin anew
         self.has_written = False
 

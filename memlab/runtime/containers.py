@@ -34,16 +34,11 @@ class Effect:
 
 
 class Container(ABC):
-    """Something that holds values under keys.
-
-    Args:
-        held: the container itself.
-        name: how one writes the place of a key.
-    """
+    """Something that holds values under keys."""
 
     def __init__(self, held: Any, name: Callable[[Any], str] = str) -> None:
-        self.held = held
-        self.name = name
+        self.held = held  # the container itself
+        self.name = name  # how one writes the place of a key
 
     @abstractmethod
     def read(self) -> Items:

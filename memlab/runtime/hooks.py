@@ -254,18 +254,13 @@ def is_ours(hook: Any) -> bool:
 
 
 class _StandIn:
-    """A method of one module instance.
-
-    Args:
-        replacement: what is called.
-        before: the attribute of the instance that it stands in for; None where there was none.
-    """
+    """A method of one module instance."""
 
     def __init__(self, replacement: Callable[..., Any], before: Any) -> None:
         # first: it takes over the attributes of what it wraps, which may be another of these
         functools.update_wrapper(self, replacement)
-        self._replacement = replacement
-        self.before = before
+        self._replacement = replacement  # what is called
+        self.before = before  # the attribute of the instance that it stands in for; None where there was none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._replacement(*args, **kwargs)

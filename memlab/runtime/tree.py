@@ -125,10 +125,6 @@ def in_leaves(change: Callable[[Any], Any], value: Any, *, of_tensors: bool = Tr
 class Lent:
     """Arguments of a call with other leaves, within a `with` block. What the call does to its arguments is done to the caller's in the end.
 
-    Args:
-        change: leaf to leaf.
-        back: leaf to leaf, of what the call has put into its arguments.
-
     Example:
         >>> def double(leaf):
         ...     return leaf.double() if isinstance(leaf, torch.Tensor) else leaf
@@ -140,8 +136,8 @@ class Lent:
     """
 
     def __init__(self, change: Callable[[Any], Any], back: Callable[[Any], Any]) -> None:
-        self._change = change
-        self._back = back
+        self._change = change  # leaf to leaf
+        self._back = back  # leaf to leaf, of what the call has put into its arguments
         self._containers: list[tuple[Any, Any, list[tuple[Any, Any]]]] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor, int, dict[str, Any]]] = []
         self._objects: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []

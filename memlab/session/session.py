@@ -334,15 +334,11 @@ class Session:
 
 
 class _Rest:
-    """Steps of which a session takes nothing over; with how many have passed.
-
-    Args:
-        most_steps: after how many it is over at the latest.
-    """
+    """Steps of which a session takes nothing over; with how many have passed."""
 
     def __init__(self, most_steps: int) -> None:
         self.steps = 0
-        self._most_steps = most_steps
+        self._most_steps = most_steps  # after how many it is over at the latest
         self._began_seconds = perf_counter()
 
     def is_over_after_a_step(self) -> bool:

@@ -26,24 +26,18 @@ Optimizer = torch.optim.Optimizer
 
 
 class Engine(ABC):
-    """One engine on one rank.
-
-    Args:
-        workload: the objects as they arrived; parameters, buffers and optimizer state are placeholders.
-        folder: where their values are stored (see `tensors`).
-        device: of this rank.
-        scale: the engine and the plan, of which the offload counts here.
-    """
+    """One engine on one rank."""
 
     owns_steps = False  # whether the engine does the optimizer's steps
     is_stepping = False  # whether it is doing one, or one of its own
     shares_rows = True  # whether each rank takes rows of its own; otherwise every rank sees all of them
 
     def __init__(self, workload: Workload, folder: Path, device: torch.device, scale: Scale) -> None:
+        # the objects as they arrived; parameters, buffers and optimizer state are placeholders
         self.workload = workload
-        self.folder = folder
-        self.device = device
-        self.scale = scale
+        self.folder = folder  # where their values are stored (see `tensors`)
+        self.device = device  # of this rank
+        self.scale = scale  # the engine and the plan, of which the offload counts here
         # the model without what is hooked to the outermost module, which stays the user's
         self.inner = inner_of(workload.model)
         self.learnt = Learnt()  # what split calls have taught

@@ -36,20 +36,14 @@ class DisagreementError(Exception):
 
 
 class Agreement:
-    """Comparisons of one batch together with its parts; each raises `DisagreementError`.
-
-    Args:
-        name: what errors call the model.
-        rows: of each part.
-        joins: for each output where it is joined, as the probe has found; None or missing where it has not.
-        tolerance: share by which values may differ.
-    """
+    """Comparisons of one batch together with its parts; each raises `DisagreementError`."""
 
     def __init__(self, name: str, rows: Sequence[int], joins: Sequence[Join | None], tolerance: float) -> None:
-        self._name = name
-        self._rows = rows
+        self._name = name  # what errors call the model
+        self._rows = rows  # of each part
+        # for each output where it is joined, as the probe has found; None or missing where it has not
         self._joins = joins
-        self.tolerance = tolerance
+        self.tolerance = tolerance  # share by which values may differ
 
     def structure(self, part: Outputs, whole: Outputs) -> None:
         """Compare what a part returns and leaves with what the whole does, by names."""

@@ -59,18 +59,13 @@ class Joined:
 
 
 class MicroOutputs:
-    """Outputs of micro-batches, and what they left elsewhere, gathered one micro-batch after another.
-
-    Args:
-        division: the micro-batches, with what is known of how their outputs are put together.
-        verdict: of the judge: how the rest of what the parts give is put together; None where nobody looked.
-        repeats: whether micro-batches run a second time, which decides nothing.
-    """
+    """Outputs of micro-batches, and what they left elsewhere, gathered one micro-batch after another."""
 
     def __init__(self, division: Division, verdict: SplitVerdict | None, *, repeats: bool) -> None:
-        self._division = division
+        self._division = division  # the micro-batches, with what is known of how their outputs are put together
+        # of the judge: how the rest of what the parts give is put together; None where nobody looked
         self._verdict = verdict
-        self._repeats = repeats
+        self._repeats = repeats  # whether micro-batches run a second time, which decides nothing
         # structure of the model's output, from the newest micro-batch; None before the first
         self.template: Outputs | None = None
         self.joined: dict[int, Joined] = {}  # outputs with a place in the graph, by position

@@ -517,17 +517,12 @@ def _without_cached_casts() -> Iterator[None]:
 
 
 class _Casts(TorchFunctionMode):
-    """Casts weights before products, as autocast does within them, and so gets to know the casts.
-
-    Args:
-        copies: what is known of storages on the device; casts are added, for as long as they live.
-        device: of the block.
-    """
+    """Casts weights before products, as autocast does within them, and so gets to know the casts."""
 
     def __init__(self, copies: WhileAlive[_Known], device: torch.device) -> None:
         super().__init__()
-        self._copies = copies
-        self._device = device
+        self._copies = copies  # what is known of storages on the device; casts are added, for as long as they live
+        self._device = device  # of the block
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

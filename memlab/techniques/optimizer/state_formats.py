@@ -96,20 +96,14 @@ def _like(parameter: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
 
 
 class BnbAdamFormat(StateFormat):
-    """bitsandbytes' Adam family: 8 bits per value with a scale per block, or fp32.
-
-    Args:
-        bits: 8 or 32.
-        smallest_8bit: parameters with fewer elements keep fp32 moments.
-        paged: keep the moments in CUDA's unified memory.
-    """
+    """bitsandbytes' Adam family: 8 bits per value with a scale per block, or fp32."""
 
     names = frozenset({"step"} | {f"{name}{which}" for name in ("state", "qmap", "absmax") for which in (1, 2)})
 
     def __init__(self, bits: int = 8, smallest_8bit: int = 4096, paged: bool = False) -> None:
-        self.bits = bits
-        self.smallest_8bit = smallest_8bit
-        self.paged = paged
+        self.bits = bits  # 8 or 32
+        self.smallest_8bit = smallest_8bit  # parameters with fewer elements keep fp32 moments
+        self.paged = paged  # keep the moments in CUDA's unified memory
         self._functional = require("bitsandbytes").functional
         self._maps: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 

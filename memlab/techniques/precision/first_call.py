@@ -28,14 +28,7 @@ AUTOCAST_DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16
 
 
 class FirstCalls:
-    """Refuses models that half precision is not for, when they are first called; nothing of that call is left behind.
-
-    Args:
-        precision: the precision.
-        lowered: runs a call in it.
-        masters: of the weights under pure bf16.
-        in_fp32: context in which a model, or a part of one, is as it was written.
-    """
+    """Refuses models that half precision is not for, when they are first called; nothing of that call is left behind."""
 
     def __init__(
         self,
@@ -45,9 +38,9 @@ class FirstCalls:
         in_fp32: Callable[[nn.Module], AbstractContextManager[Any]],
     ) -> None:
         self._precision = precision
-        self._lowered = lowered
-        self._masters = masters
-        self._in_fp32 = in_fp32
+        self._lowered = lowered  # runs a call in it
+        self._masters = masters  # of the weights under pure bf16
+        self._in_fp32 = in_fp32  # context in which a model, or a part of one, is as it was written
 
     def run(
         self,
