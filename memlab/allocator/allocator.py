@@ -83,11 +83,7 @@ class Allocator:
         self._collects = self._allowed is not None and self.settings.garbage_collection_threshold > 0
 
     def malloc(self, size: int, stream: int = 0, context: Context = NO_CONTEXT) -> Block:
-        """Allocate.
-
-        Raises:
-            DoesNotFitError: there is no room, even with the cache given back.
-        """
+        """Allocate. Raises `DoesNotFitError`: there is no room, even with the cache given back."""
         if size < 1:
             raise MemlabError(f"malloc({size}): expected 1 byte or more; torch never asks its allocator for less")
         rounded = round_size(size, self._divisions)

@@ -85,11 +85,7 @@ class Background:
         work: Callable[[CellPlace], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Run a cell in the background.
-
-        Raises:
-            SessionError: one runs already.
-        """
+        """Run a cell in the background. Raises `SessionError`: one runs already."""
         if self._job is not None and self._job.is_running:
             raise SessionError(f"%%memfit --background: {self._job.name} runs in the background already; {WAYS_OUT}")
         self._job = Job(shell, Program(shell, source), work, failed)

@@ -149,11 +149,7 @@ class Meter(Observer):
             self._forget_peaks(self._step, ())
 
     def take_in(self, model: torch.nn.Module, names: Sequence[str]) -> int:
-        """Measure another model that trains in the same loop.
-
-        Returns:
-            Its number, for `call_begins`.
-        """
+        """Measure another model that trains in the same loop. Returns its number, for `call_begins`."""
         return self._models.add(model, names)
 
     def call_begins(self, number: int, batch: Batch) -> None:

@@ -139,11 +139,7 @@ class Recovery:
         keeps_rows: bool = False,
         is_as_before: bool = True,
     ) -> None:
-        """Bring the next plan into force.
-
-        Raises:
-            NothingFitsError: there is none.
-        """
+        """Bring the next plan into force. Raises `NothingFitsError`: there is none."""
         trouble = self._trouble
         if trouble is not None and isinstance(error, RefusalError):
             trouble.refused.add(self._session().plan)

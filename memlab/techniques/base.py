@@ -123,11 +123,7 @@ class Technique:
         return getattr(plan, cls.field)
 
     def check(self, workload: Workload) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-            RefusalError: with the reason and the nearest thing that works.
-        """
+        """Refuse what cannot work. Raises `RefusalError`: with the reason and the nearest thing that works."""
 
     def check_compiled(self, workload: Workload) -> None:
         """Refuse what cannot work on a compiled model, in place of `check`, where it changes modules.

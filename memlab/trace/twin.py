@@ -54,11 +54,7 @@ class TwinWorkload(Workload):
 
 
 class Twin:
-    """The fake counterpart of a workload.
-
-    Raises:
-        TraceError: the model cannot be copied.
-    """
+    """The fake counterpart of a workload. Raises `TraceError`: the model cannot be copied."""
 
     def __init__(self, workload: Workload, device: torch.device | None = None) -> None:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # the mode all fake tensors belong to

@@ -163,11 +163,7 @@ class Accumulation(Technique):
         return call(*args, **kwargs)
 
     def _split(self, call: ModelCall, whole: Call) -> Any:
-        """Run a call in micro-batches.
-
-        Raises:
-            RefusalError: it cannot be split; nothing of it is left behind.
-        """
+        """Run a call in micro-batches. Raises `RefusalError`: it cannot be split; nothing of it is left behind."""
         assert self._model is not None
         assert self._probe is not None
         refuse_kept_weights(self.field, self._model, self._name)

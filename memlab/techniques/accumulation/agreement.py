@@ -239,11 +239,7 @@ class Agreement:
 
 
 def refuse(reason: str, instead: str = KEEP_WHOLE) -> NoReturn:
-    """Say that a batch cannot be split.
-
-    Raises:
-        DisagreementError: always.
-    """
+    """Say that a batch cannot be split. Raises `DisagreementError`: always."""
     raise DisagreementError(reason, instead)
 
 

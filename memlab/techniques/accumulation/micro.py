@@ -176,11 +176,7 @@ class MicroRun:
     # -- first pass ----------------------------------------------------------------------------
 
     def first_pass(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Run every micro-batch once.
-
-        Returns:
-            The joined outputs, and those among them that have no gradient.
-        """
+        """Run every micro-batch once. Returns the joined outputs, and those among them that have no gradient."""
         with self._aliases.in_place():
             if self._verdict is not None:
                 self._snapshot = Surroundings(self._model, self._verdict.changing, without_buffers_of=self._per_part)

@@ -163,11 +163,7 @@ class Pool:
         return sum(slab.size_bytes for slab in self._slabs)
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """A region, with whatever was in it before: [size_bytes], uint8.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """A region, with whatever was in it before: [size_bytes], uint8. Raises `OSError`: the disk is full."""
         self._take_back()
         taken_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         slab, start = self._found(taken_bytes)

@@ -190,11 +190,7 @@ def _computing_later(output: Any, precision: Precision) -> str | None:
 
 
 def refuse_backward_hooks(name: str, model: nn.Module) -> None:
-    """Refuse a model whose parts have backward hooks, for fp16.
-
-    Raises:
-        RefusalError: it has some.
-    """
+    """Refuse a model whose parts have backward hooks, for fp16. Raises `RefusalError`: it has some."""
     inner = islice(model.named_modules(), 1, None)  # hooks of the model itself are outside of the scale
     hooked = next((name for name, part in inner if part._backward_hooks or part._backward_pre_hooks), None)
     if hooked is not None:
