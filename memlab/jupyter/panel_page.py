@@ -26,7 +26,7 @@ from memlab.extras import require
 from memlab.plan import Plan
 from memlab.records.live_state import Activity, Moment
 from memlab.report.live_figure import Drawing, drawing
-from memlab.report.live_map import predicted
+from memlab.report.live_settings import predicted
 from memlab.report.pareto import Chart
 from memlab.report.segments import NEUTRAL_INK
 

@@ -22,7 +22,7 @@ from memlab.errors import MemlabError
 from memlab.plan import FIELDS, Plan, PlanField
 from memlab.records import Measurement, Prediction, ratio
 from memlab.records.comparison import NO_GAIN, speed_ratio, where_the_peak_is
-from memlab.records.shown import Shown
+from memlab.records.measurement import Shown
 from memlab.units import format_bytes
 
 # steps of one plan differ by this share between two runs, whatever their spread within one

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction, prediction_of, ratio
-from memlab.records.shown import Shown
+from memlab.records.measurement import Shown
 from memlab.units import format_bytes, format_change
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memlab.records import Verdict
-from memlab.records.shown import Shown
+from memlab.records.measurement import Shown
 
 
 @dataclass(frozen=True)

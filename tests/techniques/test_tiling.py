@@ -16,7 +16,7 @@ from memlab.errors import SessionError
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.tiling import tiling
 from memlab.techniques.tiling.feed_forward import feed_forwards
-from memlab.techniques.tiling.tiled_linear import TiledLinear
+from memlab.techniques.tiling.tiling import TiledLinear
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
 PLANS = [
