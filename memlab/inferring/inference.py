@@ -93,7 +93,11 @@ class Inference:
 
     @property
     def record(self) -> InferenceRecord:
-        """Return the record of the calls that need most memory."""
+        """Return the record of the calls that need most memory.
+
+        Raises:
+            WorkloadError: there was no call.
+        """
         records = self.records
         if not records:
             raise WorkloadError(

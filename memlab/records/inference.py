@@ -59,14 +59,21 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class BatchAdvice:
-    """The largest number of rows of a call that fits."""
+    """The largest number of rows of a call that fits.
 
-    rows: int  # as many fit; 0 when not even one does
-    budget_bytes: int  # size that they must fit into
-    fixed_bytes: int  # what does not grow with the rows
-    row_bytes: int  # what one row needs at the peak
-    # numbers of rows that were measured. From two, both numbers are exact where memory is affine in the rows; from one,
-    # all growth is attributed to rows, so that more may fit
+    Args:
+        rows: as many fit; 0 when not even one does.
+        budget_bytes: size that they must fit into.
+        fixed_bytes: what does not grow with the rows.
+        row_bytes: what one row needs at the peak.
+        sizes: numbers of rows that were measured. From two, both numbers are exact where memory is affine in the rows;
+            from one, all growth is attributed to rows, so that more may fit.
+    """
+
+    rows: int
+    budget_bytes: int
+    fixed_bytes: int
+    row_bytes: int
     sizes: tuple[int, ...]
 
     @property
@@ -79,6 +86,16 @@ class BatchAdvice:
 class InferenceRecord:
     """Memory and speed of the calls of one kind, under one precision.
 
+    Args:
+        precision: format of the weights: "keep", "fp16" or "bf16".
+        device: name of the device, with its capacity when it has one.
+        calls: the calls, in order; at least one.
+        breakdown: live bytes by category at the highest peak.
+        timeline: live bytes over the pass with the highest peak; empty on CUDA.
+        host_bytes: bytes kept off the device meanwhile: the weights in their own format.
+        cache: the largest cache; None when there was none.
+        notes: remarks on the numbers, in words.
+
     Example:
         >>> call = CallRecord(CallKind.GENERATE, 4, 16, 80, 20, 2.0, 0.5, 1000, None, 600)
         >>> record = InferenceRecord("keep", "cpu", (call,))
@@ -88,15 +105,14 @@ class InferenceRecord:
         14
     """
 
-    precision: str  # format of the weights: "keep", "fp16" or "bf16"
-    device: str  # name of the device, with its capacity when it has one
-    calls: tuple[CallRecord, ...]  # the calls, in order; at least one
-    breakdown: Mapping[str, int] | None = None  # live bytes by category at the highest peak
-    # live bytes over the pass with the highest peak; empty on CUDA
+    precision: str
+    device: str
+    calls: tuple[CallRecord, ...]
+    breakdown: Mapping[str, int] | None = None
     timeline: tuple[TimelinePoint, ...] = field(default=(), repr=False)  # hundreds of points
-    host_bytes: int = 0  # bytes kept off the device meanwhile: the weights in their own format
-    cache: CacheUse | None = None  # the largest cache; None when there was none
-    notes: tuple[str, ...] = ()  # remarks on the numbers, in words
+    host_bytes: int = 0
+    cache: CacheUse | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def kind(self) -> CallKind:

@@ -11,20 +11,35 @@ from memlab.records.measurement import Shown
 
 @dataclass(frozen=True)
 class RankPrediction(Shown):
-    """Predicted needs of one rank; all ranks need the same up to one row."""
+    """Predicted needs of one rank; all ranks need the same up to one row.
 
-    scale: str  # engine and plan, as flags
-    device: str  # what it is predicted for
-    ranks: int  # number of processes, each with a device of its own
-    rows: int  # rows of the batch that a rank takes
-    peak_allocated_bytes: int  # highest bytes in live tensors of a rank
-    host_bytes: int  # highest bytes in host memory for a rank, where that is another than the device's
-    breakdown: Mapping[str, int]  # bytes by what they are for, at the peak
-    divided: Mapping[str, int]  # bytes of parameters, gradients and optimizer state that a rank keeps through the step
-    wire_bytes: int  # bytes a rank sends in a step
-    interval_bytes: tuple[int, int]  # lowest and highest plausible peak
-    notes: tuple[str, ...] = ()  # remarks, in words
-    refused: str = ""  # why the engine or the plan does not apply; empty when it does. Without numbers then
+    Args:
+        scale: engine and plan, as flags.
+        device: what it is predicted for.
+        ranks: number of processes, each with a device of its own.
+        rows: rows of the batch that a rank takes.
+        peak_allocated_bytes: highest bytes in live tensors of a rank.
+        host_bytes: highest bytes in host memory for a rank, where that is another than the device's.
+        breakdown: bytes by what they are for, at the peak.
+        divided: bytes of parameters, gradients and optimizer state that a rank keeps through the step.
+        wire_bytes: bytes a rank sends in a step.
+        interval_bytes: lowest and highest plausible peak.
+        notes: remarks, in words.
+        refused: why the engine or the plan does not apply; empty when it does. Without numbers then.
+    """
+
+    scale: str
+    device: str
+    ranks: int
+    rows: int
+    peak_allocated_bytes: int
+    host_bytes: int
+    breakdown: Mapping[str, int]
+    divided: Mapping[str, int]
+    wire_bytes: int
+    interval_bytes: tuple[int, int]
+    notes: tuple[str, ...] = ()
+    refused: str = ""
 
     def verdict(self, budget_bytes: int) -> Verdict:
         """Return whether a rank fits into a budget."""
@@ -33,11 +48,16 @@ class RankPrediction(Shown):
 
 @dataclass(frozen=True)
 class PredictedRanks(Shown):
-    """Ranks of runs under several engines or numbers of processes, side by side."""
+    """Ranks of runs under several engines or numbers of processes, side by side.
 
-    title: str  # what is trained
-    predictions: tuple[RankPrediction, ...]  # at least one; of one process first, where there is one
-    # peaks that were measured, by scale and number of ranks; empty where nothing was run
+    Args:
+        title: what is trained.
+        predictions: at least one; of one process first, where there is one.
+        measured_bytes: peaks that were measured, by scale and number of ranks; empty where nothing was run.
+    """
+
+    title: str
+    predictions: tuple[RankPrediction, ...]
     measured_bytes: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
     def measured(self, prediction: RankPrediction) -> int | None:
@@ -62,12 +82,19 @@ class Fewest:
 
 @dataclass(frozen=True)
 class HowMany(Shown):
-    """Numbers of GPUs of each kind that hold a workload."""
+    """Numbers of GPUs of each kind that hold a workload.
 
-    title: str  # what is trained
-    most: int  # largest number of GPUs that was considered
-    rows: tuple[Fewest, ...]  # GPUs and engines, by memory
-    notes: tuple[str, ...] = ()  # remarks on all of them
+    Args:
+        title: what is trained.
+        most: largest number of GPUs that was considered.
+        rows: GPUs and engines, by memory.
+        notes: remarks on all of them.
+    """
+
+    title: str
+    most: int
+    rows: tuple[Fewest, ...]
+    notes: tuple[str, ...] = ()
 
     def of(self, gpu: str, engine: str) -> Fewest | None:
         """The row of a GPU under an engine; None when it was not considered."""

@@ -57,7 +57,6 @@ class Session:
         in_force: the plan in force and its techniques.
         usage: how the loop uses the model, and which settings have no effect because of that.
         switching: when the plan changes, for whoever has to change it at once.
-        position: where the loop is.
         rescuer: as given.
 
     Raises:
