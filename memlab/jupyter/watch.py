@@ -58,30 +58,23 @@ _LEAST_SECONDS_BETWEEN = 0.02
 
 
 class CellWatch:
-    """Applies a plan where a cell trains, and measures the cell.
-
-    Args:
-        plan: the plan to apply; None keeps the one in force.
-        capacity_bytes: size the device is to behave as, or None.
-        progress: shows steps while they happen; None for silence.
-        choose: called with the workload and its batch at the first training step of a model, and with those of the
-            models before it; the plan it returns is applied to that very step. None applies `plan` at once.
-        rescue: makes what rescues a workload on a device of so many bytes; None lets the cell fail.
-        control_of: what follows and steers the run of a model; None for nothing.
-        name_of: what a model is called where there are several; by default as its class.
-        variables: those of the notebook.
-    """
+    """Applies a plan where a cell trains, and measures the cell."""
 
     def __init__(
         self,
-        plan: Plan | None,
-        capacity_bytes: int | None,
-        progress: Progress | None,
+        plan: Plan | None,  # the plan to apply; None keeps the one in force
+        capacity_bytes: int | None,  # size the device is to behave as, or None
+        progress: Progress | None,  # shows steps while they happen; None for silence
+        # called with the workload and its batch at the first training step of a model, and with those of the models
+        # before it; the plan it returns is applied to that very step. None applies `plan` at once
         choose: Callable[[Sequence[Workload]], Plan] | None = None,
+        # makes what rescues a workload on a device of so many bytes; None lets the cell fail
         rescue: Callable[[Workload, int | None], Rescuer] | None = None,
+        # what follows and steers the run of a model; None for nothing
         control_of: Callable[[nn.Module], Control] | None = None,
+        # what a model is called where there are several; by default as its class
         name_of: Callable[[nn.Module], str] = lambda model: type(model).__name__,
-        variables: Callable[[], Mapping[str, Any]] = dict,
+        variables: Callable[[], Mapping[str, Any]] = dict,  # those of the notebook
     ) -> None:
         self.sessions: list[Session] = []  # of the models that the cell trains, in the order in which they were found
         self._models: list[nn.Module] = []  # for the receipt, also of those that the cell drops

@@ -96,19 +96,12 @@ class Device:
 
     def breakdown(
         self,
-        timeline: Iterable[TimelinePoint],
-        allocated_bytes: int | None,
-        reserved_bytes: int | None,
-        elsewhere_bytes: int = 0,
+        timeline: Iterable[TimelinePoint],  # of the step
+        allocated_bytes: int | None,  # its peak, as the allocator counts
+        reserved_bytes: int | None,  # likewise
+        elsewhere_bytes: int = 0,  # of what lived before it without being part of the loop, which has no category
     ) -> dict[str, int]:
-        """Live bytes by category at the peak of an observed step, and what the allocator holds beyond them.
-
-        Args:
-            timeline: of the step.
-            allocated_bytes: its peak, as the allocator counts.
-            reserved_bytes: likewise.
-            elsewhere_bytes: of what lived before it without being part of the loop, which has no category.
-        """
+        """Live bytes by category at the peak of an observed step, and what the allocator holds beyond them."""
         highest = max(timeline, key=lambda point: point.total_bytes)
         return {str(category): size for category, size in highest.live_bytes.items() if size}
 

@@ -13,21 +13,15 @@ from memlab.runtime.workload import Batch
 
 
 class Models:
-    """Models that train in one loop, with their optimizers.
-
-    Args:
-        model: the first.
-        optimizers: those known so far.
-        held: parts of parameters that techniques keep on the device at present, beside the model.
-        ledger: records storages, and which of several models they are of.
-    """
+    """Models that train in one loop, with their optimizers."""
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizers: Iterable[torch.optim.Optimizer],
+        model: torch.nn.Module,  # the first
+        optimizers: Iterable[torch.optim.Optimizer],  # those known so far
+        # parts of parameters that techniques keep on the device at present, beside the model
         held: Callable[[], Iterable[torch.Tensor]],
-        ledger: Ledger,
+        ledger: Ledger,  # records storages, and which of several models they are of
     ) -> None:
         self._models = [model]
         self.names: list[str] = []  # of the models, where there are several

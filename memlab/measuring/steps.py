@@ -45,13 +45,6 @@ _TOLD_IN_A_ROW = 5
 class Meter(Observer):
     """The observer that a session calls on the training thread.
 
-    Args:
-        model: the model that is trained; others may join it.
-        optimizers: those known so far.
-        device: what memory is counted on; it stays open when the meter closes.
-        host_bytes: tells how many bytes techniques keep off the device at present.
-        held: parts of parameters that techniques keep on the device at present, beside the model.
-
     Known limitations:
         An exception between forward and step shows only in the next forward: a session that sees one
         escape calls `interrupted`, or the forwards before it count towards the next step.
@@ -59,10 +52,11 @@ class Meter(Observer):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizers: Iterable[torch.optim.Optimizer],
-        device: Device,
-        host_bytes: Callable[[], int] = int,
+        model: torch.nn.Module,  # the model that is trained; others may join it
+        optimizers: Iterable[torch.optim.Optimizer],  # those known so far
+        device: Device,  # what memory is counted on; it stays open when the meter closes
+        host_bytes: Callable[[], int] = int,  # tells how many bytes techniques keep off the device at present
+        # parts of parameters that techniques keep on the device at present, beside the model
         held: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         self.device = device

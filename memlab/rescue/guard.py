@@ -80,25 +80,16 @@ class Guardian(Protocol):
 
 
 class GuardedCall:
-    """One call of a model in training mode.
-
-    Args:
-        model: whose buffers and parameters it uses.
-        run: the model's call through all techniques in force at the time it is made.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        aliases: of the model's parameters; shared by the calls of a session.
-        guardian: asked for another plan.
-    """
+    """One call of a model in training mode."""
 
     def __init__(
         self,
-        model: nn.Module,
-        run: Run,
+        model: nn.Module,  # whose buffers and parameters it uses
+        run: Run,  # the model's call through all techniques in force at the time it is made
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        aliases: Aliases,
-        guardian: Guardian,
+        aliases: Aliases,  # of the model's parameters; shared by the calls of a session
+        guardian: Guardian,  # asked for another plan
     ) -> None:
         self._run = run
         self._leaves, self._spec = tree_flatten((args, dict(kwargs)))

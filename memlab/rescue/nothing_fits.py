@@ -63,29 +63,21 @@ class Room:
 
 
 def nothing_fits(
-    tried: Sequence[Attempt],
+    tried: Sequence[Attempt],  # every attempt in order, the last one under the plan that needs least; at least one
     *,
-    capacity_bytes: int | None = None,
-    predictions: Mapping[Plan, Prediction] | None = None,
-    keep: Collection[str] = (),
+    capacity_bytes: int | None = None,  # size of the device; by default the one in the last error's text
+    predictions: Mapping[Plan, Prediction] | None = None,  # what is predicted for plans
+    keep: Collection[str] = (),  # fields of the plan that were not allowed to change
+    # rows of the batch, None when unknown; this and what follows tell whether a field in `keep` closes the way to
+    # further plans
     rows: int | None = None,
-    keeps_rows: bool = False,
-    has_optimizer: bool = True,
+    keeps_rows: bool = False,  # as for `next_plans`
+    has_optimizer: bool = True,  # as for `next_plans`
+    # whether parameters and optimizer state are as before the step; they are not when the update was done for some
+    # parameters
     is_as_before: bool = True,
 ) -> str:
     """Return what was tried, how far off it is, what would do, and in which state everything is.
-
-    Args:
-        tried: every attempt in order, the last one under the plan that needs least; at least one.
-        capacity_bytes: size of the device; by default the one in the last error's text.
-        predictions: what is predicted for plans.
-        keep: fields of the plan that were not allowed to change.
-        rows: rows of the batch, None when unknown; this and what follows tell whether a field in `keep` closes the
-            way to further plans.
-        keeps_rows: as for `next_plans`.
-        has_optimizer: as for `next_plans`.
-        is_as_before: whether parameters and optimizer state are as before the step; they are not when the update
-            was done for some parameters.
 
     Example:
         >>> error = "memlab CPU device out of memory. Tried to allocate 2.0 MiB. Capacity 8.0 MiB, of which 1.0 MiB is free."

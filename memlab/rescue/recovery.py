@@ -53,25 +53,17 @@ class _Trouble:
 
 
 class Recovery:
-    """Work of one session's loop that memory ran out for.
-
-    Args:
-        session: the session.
-        follow: called when a plan has changed, and parameters may have left the device.
-        keep: names of plan fields that must not change.
-        predictions: of plans for this workload and device; order the fallbacks where they are known.
-        capacity_bytes: size of the device, to tell which predictions fit; None when unknown.
-        say: told in words about each rescue, when it has succeeded.
-    """
+    """Work of one session's loop that memory ran out for."""
 
     def __init__(
         self,
         session: Callable[[], Session],
-        follow: Callable[[], None],
-        keep: Collection[str],
+        follow: Callable[[], None],  # called when a plan has changed, and parameters may have left the device
+        keep: Collection[str],  # names of plan fields that must not change
+        # of plans for this workload and device; order the fallbacks where they are known
         predictions: Mapping[Plan, Prediction] | None,
-        capacity_bytes: int | None,
-        say: Callable[[str], None] | None,
+        capacity_bytes: int | None,  # size of the device, to tell which predictions fit; None when unknown
+        say: Callable[[str], None] | None,  # told in words about each rescue, when it has succeeded
     ) -> None:
         self._session = session
         self._follow = follow

@@ -49,13 +49,6 @@ if TYPE_CHECKING:
 class Rescuer:
     """Rescues the loop of one session.
 
-    Args:
-        keep: names of plan fields that must not change.
-        predictions: of plans for this workload and device; order the fallbacks where they are known.
-        capacity_bytes: size of the device, to tell which predictions fit; None when unknown.
-        say: told in words about each rescue, when it has succeeded.
-        evidence: says whether memory can run out in a step; None guards every step.
-
     Example:
         >>> from memlab import Workload, fit
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
@@ -69,11 +62,12 @@ class Rescuer:
 
     def __init__(
         self,
-        keep: Collection[str] = (),
+        keep: Collection[str] = (),  # names of plan fields that must not change
+        # of plans for this workload and device; order the fallbacks where they are known
         predictions: Mapping[Plan, Prediction] | None = None,
-        capacity_bytes: int | None = None,
-        say: Callable[[str], None] | None = None,
-        evidence: Evidence | None = None,
+        capacity_bytes: int | None = None,  # size of the device, to tell which predictions fit; None when unknown
+        say: Callable[[str], None] | None = None,  # told in words about each rescue, when it has succeeded
+        evidence: Evidence | None = None,  # says whether memory can run out in a step; None guards every step
     ) -> None:
         self._evidence = evidence
         # whether the step under way is guarded

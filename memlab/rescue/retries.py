@@ -87,13 +87,6 @@ PYTORCH_ALLOC_CONF=expandable_segments:True (older versions of torch read PYTORC
 class RetryWatch(Observer):
     """Watches a session for steps in which the allocator retries, and says so once per plan.
 
-    Args:
-        say: called with the advice, on the training thread.
-        device: the GPU that is watched; by default the current one.
-        read: the allocator's counters, as `torch.cuda.memory_stats` names them; by default torch's own, and none before
-            CUDA is used.
-        settings: of the allocator; by default those in the environment.
-
     Known limitations: one read per step, so retries of code between two steps count for the second one. Peaks are of
     the step where a `Meter` resets them, else of the whole run, which can hide fragmentation.
 
@@ -110,11 +103,13 @@ class RetryWatch(Observer):
 
     def __init__(
         self,
-        say: Callable[[str], None],
+        say: Callable[[str], None],  # called with the advice, on the training thread
         *,
-        device: torch.device | None = None,
+        device: torch.device | None = None,  # the GPU that is watched; by default the current one
+        # the allocator's counters, as `torch.cuda.memory_stats` names them; by default torch's own, and none before
+        # CUDA is used
         read: Callable[[], Mapping[str, int]] | None = None,
-        settings: Settings | None = None,
+        settings: Settings | None = None,  # of the allocator; by default those in the environment
     ) -> None:
         self._say = say
         self._read = read or partial(_cuda_counters, device)

@@ -267,11 +267,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class Update:
     """One update of an optimizer's parameters, in whatever way memory allows.
 
-    Args:
-        optimizer: the user's; its update treats parameters one by one (`optimizer_step.is_separable`).
-        free: called with an out-of-memory error; frees what nobody needs, and leaves the optimizer alone.
-        free_bytes: tells how much of a device is free.
-
     Example:
         >>> parameter = torch.nn.Parameter(torch.ones(1))
         >>> parameter.grad = torch.ones(1)
@@ -283,9 +278,10 @@ class Update:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer,  # the user's; its update treats parameters one by one (`optimizer_step.is_separable`)
+        # called with an out-of-memory error; frees what nobody needs, and leaves the optimizer alone
         free: Callable[[BaseException], None],
-        free_bytes: FreeBytes = free_bytes,
+        free_bytes: FreeBytes = free_bytes,  # tells how much of a device is free
     ) -> None:
         self._optimizer = optimizer
         self._retrying = Retrying(free)

@@ -375,19 +375,12 @@ StepHandler = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]],
 
 
 def install_step_hooks(
-    optimizer: torch.optim.Optimizer,
-    before: StepHandler,
-    after: Callable[[torch.optim.Optimizer], None],
-    undo: ExitStack,
+    optimizer: torch.optim.Optimizer,  # the user's optimizer; it stays the same object
+    before: StepHandler,  # step pre-hook; returns replaced arguments, or None to let the step run
+    after: Callable[[torch.optim.Optimizer], None],  # called when the step is over
+    undo: ExitStack,  # takes both hooks out again
 ) -> None:
-    """Take over ``optimizer.step()``.
-
-    Args:
-        optimizer: the user's optimizer; it stays the same object.
-        before: step pre-hook; returns replaced arguments, or None to let the step run.
-        after: called when the step is over.
-        undo: takes both hooks out again.
-    """
+    """Take over ``optimizer.step()``."""
     undo.callback(optimizer.register_step_pre_hook(before).remove)
     undo.callback(optimizer.register_step_post_hook(lambda opt, _args, _kwargs: after(opt)).remove)
 

@@ -165,22 +165,16 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def apply_layer(
-    optimizer: Optimizer,
-    technique: Technique,
-    above: Sequence[Technique] = (),
+    optimizer: Optimizer,  # whose state is packed, one parameter at a time
+    technique: Technique,  # the layer to put in
+    above: Sequence[Technique] = (),  # state layers that are in force above it, from the bottom up
+    # called after each parameter. Who gives it keeps the old state and puts it back when this raises; else that is done
+    # here
     exchanged: Exchanged | None = None,
+    # all techniques that are on the workload: they say where parameters are meanwhile
     in_force: Sequence[Technique] = (),
 ) -> None:
-    """Pack all state of an optimizer with one more technique.
-
-    Args:
-        optimizer: whose state is packed, one parameter at a time.
-        technique: the layer to put in.
-        above: state layers that are in force above it, from the bottom up.
-        exchanged: called after each parameter. Who gives it keeps the old state and puts it back when this
-            raises; else that is done here.
-        in_force: all techniques that are on the workload: they say where parameters are meanwhile.
-    """
+    """Pack all state of an optimizer with one more technique."""
     if technique.changes_state:
         _exchange(optimizer, technique.pack_state, above, exchanged, in_force)
 

@@ -37,26 +37,17 @@ if TYPE_CHECKING:
 
 
 class Switching:
-    """The plan in force, the one that is asked for, and the one to go back to.
-
-    Args:
-        workload: what plans are applied to.
-        log: where changes and refusals are noted.
-        observers: who is told of them.
-        position: where the loop is.
-        companions: sessions of other models that train in the same loop.
-        is_led: whether a session that was there before sees to the optimizers.
-    """
+    """The plan in force, the one that is asked for, and the one to go back to."""
 
     def __init__(
         self,
-        workload: Workload,
-        log: Log,
-        observers: Observers,
-        position: Position,
+        workload: Workload,  # what plans are applied to
+        log: Log,  # where changes and refusals are noted
+        observers: Observers,  # who is told of them
+        position: Position,  # where the loop is
         *,
-        companions: Callable[[], Sequence[Session]],
-        is_led: Callable[[], bool],
+        companions: Callable[[], Sequence[Session]],  # sessions of other models that train in the same loop
+        is_led: Callable[[], bool],  # whether a session that was there before sees to the optimizers
     ) -> None:
         self._workload = workload
         self._log = log

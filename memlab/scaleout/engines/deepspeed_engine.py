@@ -67,15 +67,6 @@ class FlatPlace:
 class DeepSpeedEngine:
     """A DeepSpeed engine over a model.
 
-    Args:
-        model: parameters with data.
-        optimizer: whose groups hold the model's parameters; its state is not looked at.
-        stage: of ZeRO, 1 to 3.
-        plan: of which the offload counts here.
-        device: of this rank.
-        folder: for what is offloaded to files.
-        settings: entries of DeepSpeed's ``zero_optimization`` beside those.
-
     Attributes:
         engine: DeepSpeed's engine.
         zero: its optimizer.
@@ -84,13 +75,13 @@ class DeepSpeedEngine:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        stage: int,
-        plan: Plan,
-        device: torch.device,
-        folder: Path,
-        **settings: Any,
+        model: nn.Module,  # parameters with data
+        optimizer: Optimizer,  # whose groups hold the model's parameters; its state is not looked at
+        stage: int,  # of ZeRO, 1 to 3
+        plan: Plan,  # of which the offload counts here
+        device: torch.device,  # of this rank
+        folder: Path,  # for what is offloaded to files
+        **settings: Any,  # entries of DeepSpeed's ``zero_optimization`` beside those
     ) -> None:
         self._stage = stage
         self._device = device

@@ -55,18 +55,13 @@ class Agreement:
 
     def outputs(
         self,
-        whole: Outputs,
-        parts: Sequence[Outputs],
-        weights: Mapping[int, list[float]],
+        whole: Outputs,  # of the rows together
+        parts: Sequence[Outputs],  # of the rows apart
+        weights: Mapping[int, list[float]],  # for each scalar output that has a rule, one weight per part
+        # gives outputs of the rows together, rounded otherwise, and by how much gradients differ then
         rounded: Callable[[], tuple[Outputs, Sequence[float]]],
     ) -> dict[int, Merge]:
         """Compare outputs.
-
-        Args:
-            whole: of the rows together.
-            parts: of the rows apart.
-            weights: for each scalar output that has a rule, one weight per part.
-            rounded: gives outputs of the rows together, rounded otherwise, and by how much gradients differ then.
 
         Returns:
             How outputs that are neither joined nor weighted are put together, by position.
@@ -172,19 +167,13 @@ class Agreement:
 
     def gradients(
         self,
-        residuals: Sequence[float],
-        sizes: Sequence[float],
+        residuals: Sequence[float],  # norm of the difference, for each parameter
+        sizes: Sequence[float],  # norm of the gradient or of its largest partial sum, likewise
+        # gives by how much gradients differ when products are rounded otherwise
         rounded: Callable[[], Sequence[float]],
-        name_of: Callable[[int], str],
+        name_of: Callable[[int], str],  # tells the name of a parameter
     ) -> None:
-        """Compare gradients of parameters.
-
-        Args:
-            residuals: norm of the difference, for each parameter.
-            sizes: norm of the gradient or of its largest partial sum, likewise.
-            rounded: gives by how much gradients differ when products are rounded otherwise.
-            name_of: tells the name of a parameter.
-        """
+        """Compare gradients of parameters."""
         largest = max((size for size in sizes if size == size), default=0.0)
         off: dict[
             int, tuple[float, float]

@@ -82,29 +82,19 @@ class Gatherer(Protocol):
 
 
 class MicroRun:
-    """One split model call: its micro-batches, and what is needed to run one of them again.
-
-    Args:
-        model: what errors name, and whose parameters are aliased where no gatherer is given.
-        call: the model call below accumulation.
-        division: the micro-batches.
-        learnt: what earlier calls taught; updated here.
-        random_states: of an earlier run, to be repeated; None for a first run.
-        gatherer: where gradients gather; None for aliases of the model's parameters.
-        verdict: of the judge: how the rest of what the parts give is put together; None where nobody looked.
-        per_part: kinds of modules whose buffers each part updates by itself.
-    """
+    """One split model call: its micro-batches, and what is needed to run one of them again."""
 
     def __init__(
         self,
-        model: nn.Module,
-        call: Any,
-        division: Division,
-        learnt: Learnt,
-        random_states: list[Randomness] | None = None,
-        gatherer: Gatherer | None = None,
+        model: nn.Module,  # what errors name, and whose parameters are aliased where no gatherer is given
+        call: Any,  # the model call below accumulation
+        division: Division,  # the micro-batches
+        learnt: Learnt,  # what earlier calls taught; updated here
+        random_states: list[Randomness] | None = None,  # of an earlier run, to be repeated; None for a first run
+        gatherer: Gatherer | None = None,  # where gradients gather; None for aliases of the model's parameters
+        # of the judge: how the rest of what the parts give is put together; None where nobody looked
         verdict: SplitVerdict | None = None,
-        per_part: tuple[type[nn.Module], ...] = (),
+        per_part: tuple[type[nn.Module], ...] = (),  # kinds of modules whose buffers each part updates by itself
     ) -> None:
         self._model = model
         self._call = call

@@ -373,26 +373,17 @@ def class_weights_of(model: nn.Module, call: Call, layout: Layout) -> list[torch
 
 
 class Quiet:
-    """Runs of a model that leave nothing behind.
-
-    Args:
-        model: the model.
-        run: runs it; None for its own `forward`.
-        in_turn: random numbers are given one after another, see `Noise`.
-        goes_on: Python's and NumPy's generators go on from one run apart to the next.
-        generators: of random numbers, among the arguments.
-        buffers_alone: of the model's state, buffers alone are put back.
-    """
+    """Runs of a model that leave nothing behind."""
 
     def __init__(
         self,
         model: nn.Module,
-        run: Callable[..., Any] | None,
+        run: Callable[..., Any] | None,  # runs it; None for its own `forward`
         *,
-        in_turn: bool,
-        goes_on: bool,
-        generators: Iterable[Any] = (),
-        buffers_alone: bool = False,
+        in_turn: bool,  # random numbers are given one after another, see `Noise`
+        goes_on: bool,  # Python's and NumPy's generators go on from one run apart to the next
+        generators: Iterable[Any] = (),  # of random numbers, among the arguments
+        buffers_alone: bool = False,  # of the model's state, buffers alone are put back
     ) -> None:
         self._run = run or model.forward
         self._in_turn = in_turn

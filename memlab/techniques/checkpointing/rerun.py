@@ -169,27 +169,18 @@ class Run:
 
 def recomputed(
     part: Part,
-    call: Callable[..., Any],
+    call: Callable[..., Any],  # what runs it
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    selective: bool = False,
+    selective: bool = False,  # keep the results of matrix products and attention
+    # that is on around the model's call, in the part's first run; where there is none, one is made
     watch: WriteWatch | None = None,
-    run: Run | None = None,
+    run: Run | None = None,  # a run of the same call that went before, whose state is in force
+    # called with the run and what autograd keeps of its arguments, when it is over
     then: Callable[[Run, Sequence[torch.Tensor]], None] | None = None,
 ) -> Any:
-    """Run a part so that the backward pass runs it again.
-
-    Args:
-        part: the part.
-        call: what runs it.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        selective: keep the results of matrix products and attention.
-        watch: that is on around the model's call, in the part's first run; where there is none, one is made.
-        run: a run of the same call that went before, whose state is in force.
-        then: called with the run and what autograd keeps of its arguments, when it is over.
-    """
+    """Run a part so that the backward pass runs it again."""
     run = run or Run(part, args, kwargs)
     watched, part.is_watched = not part.is_watched, True
     given = [(args, kwargs)]

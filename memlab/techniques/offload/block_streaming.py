@@ -198,11 +198,6 @@ class _Saved:
 class BlockStreaming:
     """Streams the parameters of blocks.
 
-    Args:
-        blocks: in the order in which a forward pass runs them.
-        link: to the device they are used on.
-        on_use: called with each parameter that a block uses while gradients are recorded.
-
     Example:
         >>> from memlab.plan import Tier
         >>> block, residence = nn.Linear(2, 2), None
@@ -218,8 +213,9 @@ class BlockStreaming:
 
     def __init__(
         self,
-        blocks: Sequence[nn.Module],
-        link: Link,
+        blocks: Sequence[nn.Module],  # in the order in which a forward pass runs them
+        link: Link,  # to the device they are used on
+        # called with each parameter that a block uses while gradients are recorded
         on_use: Callable[[nn.Parameter], None] = lambda _parameter: None,
     ) -> None:
         self.link = link

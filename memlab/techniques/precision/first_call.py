@@ -44,23 +44,15 @@ class FirstCalls:
 
     def run(
         self,
-        name: str,
+        name: str,  # of the model, in words
         model: nn.Module,
-        call: ModelCall,
+        call: ModelCall,  # runs it
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        but: str = "",
+        but: str = "",  # what of it is not in half precision, in words
     ) -> Any:
         """Run the first call of a model, or by the loop of a part.
-
-        Args:
-            name: of the model, in words.
-            model: the model.
-            call: runs it.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            but: what of it is not in half precision, in words.
 
         Raises:
             RefusalError: the model does not run in it; nothing of the call is left behind.
