@@ -75,7 +75,6 @@ class Background:
 
     @property
     def running(self) -> bool:
-        """Return whether a cell runs in the background."""
         return self._job is not None and self._job.is_running
 
     def start(
@@ -85,7 +84,6 @@ class Background:
         work: Callable[[CellPlace], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Run a cell in the background. Raises `SessionError`: one runs already."""
         if self._job is not None and self._job.is_running:
             raise SessionError(f"%%memfit --background: {self._job.name} runs in the background already; {WAYS_OUT}")
         self._job = Job(shell, Program(shell, source), work, failed)
@@ -197,12 +195,10 @@ class Job:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it has begun and not ended."""
         return not self._has_ended.is_set()
 
     @property
     def is_here(self) -> bool:
-        """Return whether this is its thread."""
         return threading.current_thread() is self._thread
 
     @property
@@ -211,7 +207,6 @@ class Job:
         return [model for each in self._models if (model := each()) is not None]
 
     def start(self) -> None:
-        """Begin."""
         atexit.register(self._end_with_process)
         self._thread.start()
 
@@ -223,7 +218,6 @@ class Job:
             control.cancel()
 
     def ended(self, within_seconds: float) -> bool:
-        """Return whether it ends in time."""
         return self._has_ended.wait(within_seconds)
 
     def trains(self, model: nn.Module, control: Control | None) -> None:

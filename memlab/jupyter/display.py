@@ -69,7 +69,6 @@ class PredictedPlans:
 
     @property
     def html(self) -> str:
-        """The table."""
         return html.table(self._table)
 
     @property
@@ -88,7 +87,6 @@ class PredictedPlans:
 
     @property
     def chart(self) -> Chart:
-        """Memory against throughput."""
         return pareto.chart(self.predictions, self.measurements, self.budget_bytes, title=self.title)
 
     @property

@@ -24,7 +24,6 @@ class Flag:
 
     @property
     def usage(self) -> str:
-        """The flag as help shows it."""
         spelled = f"{self.also}, {self.flag}" if self.also else self.flag
         return f"{spelled} {self.metavar}".rstrip()
 
@@ -39,7 +38,6 @@ class Word:
 
     @property
     def usage(self) -> str:
-        """The subcommand as help shows it."""
         return f"{self.word} {self.arguments}".rstrip()
 
 

@@ -92,7 +92,6 @@ class History:
         self.step_count += count
 
     def measured(self, plan: str) -> Measurement | None:
-        """The row of a plan, if there is one."""
         rows = self.comparison.measurements if self.comparison else ()
         return next((row for row in rows if row.plan == plan), None)
 

@@ -90,12 +90,10 @@ class Progress:
         self._frame = -1
 
     def draw(self, moment: Moment) -> None:
-        """Show a moment of the run."""
         is_new = moment.frame != self._frame and moment.activity is not Activity.IDLE
         if is_new and moment.points:
             self._frame = moment.frame
             self._line.write(compact_text(moment), "" if self._is_shown_elsewhere() else compact(moment))
 
     def end(self) -> None:
-        """Take it away."""
         self._line.clear()

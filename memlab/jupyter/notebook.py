@@ -51,7 +51,6 @@ class Notebook:
         self._last_name = " + ".join(each.name for each in workloads)
 
     def line(self) -> Line:
-        """A line for what goes on."""
         return NotebookLine() if is_rich(self.shell) else TerminalLine()
 
     @contextmanager
@@ -86,7 +85,6 @@ class Notebook:
         return self.histories.get(model, History()) if model is not None else History()
 
     def history_of(self, model: nn.Module) -> History:
-        """Return what was measured on a model."""
         return self.histories.setdefault(model, History())
 
     def control_of(self, model: nn.Module) -> Control:

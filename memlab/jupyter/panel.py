@@ -166,7 +166,6 @@ class Panels:
         return panel
 
     def any_open(self) -> bool:
-        """Return whether a panel is on the page."""
         return any(isinstance(each, Panel) for each in self._open.values())
 
     def close(self, cell: str | None = None) -> None:

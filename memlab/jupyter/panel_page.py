@@ -62,11 +62,9 @@ class PanelPage:
                     setattr(self.widget, name, value)
 
     def show_figure(self, moment: Moment) -> None:
-        """Bring the figure up to date."""
         self.show(figure=_state(drawing(moment, self._predicted(moment))))
 
     def copy(self, text: str) -> None:
-        """Have the page put a text into the clipboard."""
         self.widget.send({"kind": "copy", "text": text})
 
     def _predicted(self, moment: Moment) -> Chart:

@@ -140,7 +140,6 @@ class Control(Observer):
         self._watch(session, meter, Activity.TRAINING)
 
     def training_ended(self) -> None:
-        """The cell is over."""
         self._rest()
 
     def stepped(self) -> None:
@@ -279,11 +278,9 @@ class Control(Observer):
 
     @property
     def is_watched(self) -> bool:
-        """Return whether a view is open."""
         return self._views.any_open
 
     def draw(self, *, figures: bool = True) -> None:
-        """Draw every view."""
         self._views.draw(self.moment, figures=figures)
 
     def report(self, error: BaseException) -> None:

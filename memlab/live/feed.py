@@ -50,7 +50,6 @@ class Feed:
 
     @property
     def newest(self) -> LivePoint | None:
-        """The newest step."""
         return self._track.newest
 
     def begin(self, meter: Meter, step: int) -> None:
@@ -201,7 +200,6 @@ class Track:
         self._lock = threading.Lock()
 
     def add(self, point: LivePoint) -> None:
-        """Take in the next step."""
         with self._lock:
             stretch = _Stretch.of(point, is_first=not self._newest or self._newest[-1].highest.plan != point.plan)
             self._newest.append(stretch)
@@ -216,7 +214,6 @@ class Track:
 
     @property
     def newest(self) -> LivePoint | None:
-        """The newest step; None before the first."""
         with self._lock:
             return self._newest[-1].point if self._newest else None
 

@@ -41,7 +41,6 @@ class LiveModel:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the model is deleted."""
         return self._model() is None
 
     @property

@@ -159,7 +159,8 @@ def effect_of(moment: Moment, field: str, text: str) -> PredictedEffect | None:
     for base in dict.fromkeys((beside, Plan())):
         found = _effect(moment, base, spec, text)
         if found is not None:
-            return found if base == beside else _near(found)
+            # whether it fits is not known where the plan it was predicted for is another one
+            return found if base == beside else replace(found, verdict=None, is_near=True)
     return None
 
 
@@ -181,11 +182,6 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Predicted
         speed_ratio=predicted.samples_per_second / before.samples_per_second if before.samples_per_second else math.nan,
         verdict=predicted.verdict(moment.budget_bytes) if moment.budget_bytes is not None else None,
     )
-
-
-def _near(effect: PredictedEffect) -> PredictedEffect:
-    # whether it fits is not known: the plan it was predicted for is another one
-    return replace(effect, verdict=None, is_near=True)
 
 
 def _known(moment: Moment, plan: Plan) -> Prediction | None:

@@ -31,7 +31,6 @@ class PendingChanges:
         return tuple(self.toggle(spec.name) for spec in FIELDS)
 
     def toggle(self, field: str) -> Toggle:
-        """The state of one setting."""
         value = _value(self.plan, BY_NAME[field])
         return self._toggles.get(field) or Toggle(field, value, value)
 
@@ -52,7 +51,6 @@ class PendingChanges:
         return plan
 
     def ask_plan(self, plan: Plan) -> None:
-        """Ask for a whole plan."""
         self.target = plan if plan != self.plan else None
         for spec in FIELDS:
             value, wanted = _value(self.plan, spec), _value(plan, spec)

@@ -52,7 +52,6 @@ class Views:
 
     @property
     def any_open(self) -> bool:
-        """Return whether there is a view."""
         return any(view.is_open for view in self._views)
 
     @property

@@ -64,11 +64,9 @@ class Device:
         self.name = name if capacity_bytes is None else f"{name} (capacity {format_bytes(capacity_bytes)})"
 
     def ledger(self) -> Ledger:
-        """A new ledger for this kind of device."""
         return Ledger("cpu", self.capacity_bytes)
 
     def mark(self) -> TimeMark:
-        """This moment."""
         return TimeMark()
 
     def keep(self, loss: torch.Tensor) -> torch.Tensor | float:

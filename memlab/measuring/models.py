@@ -34,13 +34,11 @@ class Models:
         return len(self._models)
 
     def add(self, model: torch.nn.Module, names: Sequence[str]) -> int:
-        """Add a model; return its number."""
         self._models.append(model)
         self.names = list(names)
         return len(self._models)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer, unless it is known."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
 
@@ -87,10 +85,8 @@ class Models:
             yield from ((Category.PARAMETERS, tensor) for tensor in self._held())
 
     def gradients(self) -> Iterator[Holding]:
-        """Yield gradients that lie at their parameters."""
         for model in self._models:
             yield from gradients_of(model)
 
     def state(self) -> Iterator[Holding]:
-        """Yield what the optimizers keep."""
         return state_of(self.optimizers)

@@ -22,7 +22,6 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeGuard
 
 import torch
 
@@ -200,7 +199,7 @@ class Meter(Observer):
             return
         if step.observed:
             self._ledger.phase = Phase.STEP if self._in_step else Phase.OTHER
-        if _is_readable(loss):
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_meta:
             step.loss = loss.detach()
 
     def gradients_complete(self) -> None:
@@ -311,10 +310,6 @@ class Meter(Observer):
     def _read_counters(self, period: Period) -> None:
         period.host_bytes = max(period.host_bytes, self._host_bytes())
         period.driver_bytes = self.device.driver_bytes()
-
-
-def _is_readable(loss: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    return isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_meta
 
 
 class Turns:

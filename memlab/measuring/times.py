@@ -184,7 +184,6 @@ class Times:
     # -- as the loop runs ----------------------------------------------------------------------
 
     def plan_changed(self, plan: Plan) -> None:
-        """Begin a new period."""
         self.period.release()
         before = self._periods.get(plan)
         earlier = (*before.earlier, before.number) if before is not None else ()

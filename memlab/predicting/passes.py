@@ -44,7 +44,6 @@ class Passes:
         self._scalable: dict[Plan, TracedPass | None] = {}
 
     def whole(self, settings: Plan) -> Trace:
-        """The trace of the whole batch."""
         return self._trace(settings, None, is_split=False)
 
     def segments(self, settings: Plan, sizes: Sequence[int]) -> list[Segment]:

@@ -172,7 +172,6 @@ class PlanPredictor:
         return None
 
     def parts(self, plan: Plan) -> Parts:
-        """The step of a plan."""
         if (refusal := self.refusal(plan)) is not None:
             raise refusal
         is_woven = plan.gradients is Gradients.RELEASE or plan.tier_of(Offloaded.PARAMS) is not None

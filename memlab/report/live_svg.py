@@ -189,7 +189,7 @@ def _picture(moment: Moment) -> str:
         f"<title>memory and throughput by step</title><desc>{escape(_spoken(moment))}</desc>",
         _memory_scale(memory),
         *_layers(columns, names, memory),
-        _line([_peak_y(column, memory) for column in columns]),
+        _line([None if each.peak_bytes is None else memory.y(each.peak_bytes) for each in columns]),
         _limit_line(limit, memory),
         _speed(columns),
         _marks(moment.changes, steps),
@@ -256,10 +256,6 @@ def _layers(columns: Sequence[_Column], names: Sequence[str], axis: _Axis) -> It
 def _stairs(heights: Sequence[int]) -> str:
     """A path over columns of these heights, from the left edge on."""
     return "".join(f"V{height}h{_COLUMN * len(list(group))}" for height, group in groupby(heights))
-
-
-def _peak_y(column: _Column, axis: _Axis) -> int | None:
-    return None if column.peak_bytes is None else axis.y(column.peak_bytes)
 
 
 def _line(heights: Sequence[int | None]) -> str:

@@ -147,7 +147,7 @@ def main() -> None:
         _work(folder, rank, sender)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is told
         sender.say(
-            FAILED, error=type(error).__name__, text=str(error), traceback=_traceback(error),
+            FAILED, error=type(error).__name__, text=str(error), traceback="".join(traceback.format_exception(error)),
             ran_out=is_out_of_memory(error) if isinstance(error, Exception) else False,
         )  # fmt: skip
         # others wait for this rank in a collective: whoever started us ends them
@@ -220,10 +220,6 @@ def _output_sent(sender: Sender, rank: int) -> Iterator[None]:
     """Send on what rank 0 prints; what the others print would only repeat it."""
     with contextlib.redirect_stdout(_Output(sender) if rank == 0 else io.StringIO()):
         yield
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 _original = nn.utils.clip_grad_norm_

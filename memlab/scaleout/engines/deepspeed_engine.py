@@ -152,7 +152,6 @@ class DeepSpeedEngine:
     def give_state(
         self, states: Mapping[int, State], value_of: Callable[[nn.Parameter, str], torch.Tensor] | None = None
     ) -> None:
-        """Hand state over."""
         read = value_of or (lambda parameter, name: states[id(parameter)][name])
         for number in range(len(self.flats)):
             places = self.places_in(number)

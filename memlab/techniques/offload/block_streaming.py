@@ -336,7 +336,7 @@ class BlockStreaming:
             if torch.is_grad_enabled() and parameter.requires_grad:
                 self._on_use(parameter)
             copy = arrivals[storage_of(resting.stored)].there()
-            guests.append(_Guest(parameter, resting, copy, _version_of(parameter)))
+            guests.append(_Guest(parameter, resting, copy, -1 if parameter.is_inference() else parameter._version))
         return guests
 
     def _look_ahead(self, block: nn.Module) -> None:
@@ -424,10 +424,6 @@ def storage_of(tensor: torch.Tensor) -> int:
     """Return what identifies the storage of a tensor, as long as it lives."""
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-def _version_of(parameter: torch.Tensor) -> int:
-    return -1 if parameter.is_inference() else parameter._version
 
 
 def _slots_of(block: nn.Module) -> Iterator[_Slot]:
