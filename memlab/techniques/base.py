@@ -31,10 +31,26 @@ import torch
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
-from memlab.techniques.description import Description
 
 if TYPE_CHECKING:
     from memlab.runtime.workload import Workload
+
+
+@dataclass(frozen=True)
+class Description:
+    """One setting of a technique in words.
+
+    Example:
+        >>> Description("--accumulate N", "activations ÷ N", "small kernels", "same gradient", "batches of one row").flags
+        '--accumulate N'
+    """
+
+    flags: str  # what is typed for it
+    saves: str  # which bytes on the device, and how many of them
+    costs: str  # in time, or off the device
+    exactness: str  # how its gradients, updates and losses relate to those of the loop as written
+    gives_nothing: str  # where it does not lower the peak, or is refused
+
 
 ModelCall = Callable[..., Any]
 State = dict[str, Any]

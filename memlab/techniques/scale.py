@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import RefusalError
 from memlab.plan import Plan, ScaleOut
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import ModelCall, Technique
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description, ModelCall, Technique
 
 Optimizer = torch.optim.Optimizer
 

@@ -59,9 +59,8 @@ from memlab.techniques.accumulation.micro import Learnt, MicroRun
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Call, Division, Layout, row_ranges
 from memlab.techniques.accumulation.verdict import SplitVerdict
-from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.checkpointing.compiled import uncompiled
-from memlab.techniques.description import Description
 from memlab.techniques.precision.pure_bf16 import as_bf16
 
 _FULL = (Precision.KEEP, Precision.FP32)

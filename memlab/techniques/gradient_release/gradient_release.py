@@ -57,8 +57,7 @@ from memlab.plan import Plan
 from memlab.runtime import optimizer_step
 from memlab.runtime.interrupts import Listener, listen, uninterrupted
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import ModelCall, Technique
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.gradient_release.watch import Gone, Watch, is_memlab, where
 from memlab.techniques.offload.spill import is_spilled
 

@@ -29,8 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.dispatch import WatchingMode, written_by
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import ModelCall, Technique
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.offload.spill import Spill, resolve_tier
 from memlab.techniques.offload.transfers import CopyStreams, Leaving, Ticket, copy_streams_of, settle
 

@@ -12,7 +12,7 @@ from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice
 from memlab.runtime.modules import repeated_blocks
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description
 from memlab.techniques.optimizer import state_formats
 
 Optimizer = torch.optim.Optimizer

@@ -34,10 +34,9 @@ from memlab.runtime.hooks import stand_in
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.split import row_ranges
-from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.checkpointing.recomputation import contexts_within
 from memlab.techniques.chunked_loss import large_heads
-from memlab.techniques.description import Description
 from memlab.techniques.tiling.feed_forward import FeedForward, Linear, feed_forwards, linears_of, treats_rows_alike
 from memlab.units import MIB, format_bytes
 
