@@ -24,7 +24,6 @@ from memlab.records.ranks import HowMany, PredictedRanks
 from memlab.report import (
     ablation,
     ablation_image,
-    html,
     image,
     pareto,
     pareto_image,
@@ -64,15 +63,11 @@ class PredictedPlans:
     @property
     def text(self) -> str:
         """The table; for a plan or two with what the last one needs the memory for."""
-        table, closely = text.table(self._table), self.closely
+        table, closely = text.table(self.table), self.closely
         return table if closely is None else f"{table}\n\n{text.breakdown(closely)}"
 
     @property
-    def html(self) -> str:
-        return html.table(self._table)
-
-    @property
-    def _table(self) -> Table:
+    def table(self) -> Table:
         return tables.predictions(
             self.predictions, self.budget_bytes, title=self.title, every=self.every, how_to_see_all=_HOW_TO_SEE_ALL
         )
@@ -105,8 +100,8 @@ class PredictedPlans:
         return known[-1] if known and len(self.predictions) < _LEAST_OF_CLOUD else None
 
 
+showing.table_of.register(PredictedPlans, lambda predicted_plans: predicted_plans.table)
 showing.text_of.register(PredictedPlans, lambda predicted_plans: predicted_plans.text)
-showing.html_of.register(PredictedPlans, lambda predicted_plans: predicted_plans.html)
 
 
 def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:

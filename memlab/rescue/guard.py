@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -43,6 +43,9 @@ from memlab.runtime.rng import Randomness, RandomState
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Batch
 
+if TYPE_CHECKING:
+    from memlab.rescue.rescuer import Rescuer
+
 Run = Callable[..., Any]
 
 _SMALL_ELEMENTS = 4096  # of a buffer that is copied whatever is known of it
@@ -57,28 +60,6 @@ _TWICE = (
 )
 
 
-class Guardian(Protocol):
-    """Handler for a guarded call that runs out of memory."""
-
-    def backward_begins(self, call: GuardedCall) -> None:
-        """The loop's backward pass has reached the call."""
-
-    def keeps_graph(self) -> bool:
-        """Return whether the loop asked for its graph to be kept."""
-
-    def is_done(self, call: GuardedCall) -> None:
-        """The gradients of a call are about to be handed over."""
-
-    def can_rescue(self, error: BaseException) -> bool:
-        """Return whether an error says that memory ran out, or that a plan which was tried against that does not apply."""
-
-    def falls_back(self, error: BaseException) -> bool:
-        """Return whether an error says that a plan on trial does not apply, and the plan before is in force again."""
-
-    def makes_room(self, error: BaseException, call: GuardedCall, *, keeps_rows: bool) -> None:
-        """Another plan is in force when this returns; raises when there is none."""
-
-
 class GuardedCall:
     """One call of a model in training mode."""
 
@@ -89,7 +70,7 @@ class GuardedCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         aliases: Aliases,  # of the model's parameters; shared by the calls of a session
-        guardian: Guardian,  # asked for another plan
+        guardian: Rescuer,  # asked for another plan
     ) -> None:
         self._run = run
         self._leaves, self._spec = tree_flatten((args, dict(kwargs)))
@@ -199,9 +180,9 @@ class GuardedCall:
                 inputs = self._differentiate(wanted, keep=keep)
             except BaseException as error:
                 self._break_off()
-                if self._guardian.can_rescue(error):
+                if self._guardian.recovery.can_rescue(error):
                     shortage = error
-                elif self._guardian.falls_back(error):
+                elif self._guardian.recovery.falls_back(error):
                     continue
                 else:
                     raise
@@ -243,7 +224,7 @@ class GuardedCall:
         try:
             return self._differentiable(outer)
         except MemlabError as error:
-            if not self._guardian.falls_back(error):
+            if not self._guardian.recovery.falls_back(error):
                 raise
         return self._differentiable(outer)
 
