@@ -95,21 +95,13 @@ class Background:
         return job is not None and any(each is model for each in job.models)
 
     def require_rest(self, what: str) -> None:
-        """Refuse what must not be done while a cell runs in the background, unless that cell does it itself.
-
-        Raises:
-            SessionError: a cell runs in the background.
-        """
+        """Refuse what must not be done while a cell runs in the background, unless that cell does it itself."""
         job = self._other()
         if job is not None:
             raise SessionError(f"{what}: {job.name} runs in the background; {WAYS_OUT}")
 
     def require_other(self, model: nn.Module | None) -> None:
-        """Refuse a foreground cell on the model that is trained in the background.
-
-        Raises:
-            SessionError: it is the same model, or nobody can tell.
-        """
+        """Refuse a foreground cell on the model that is trained in the background."""
         job = self._other()
         if job is None:
             return

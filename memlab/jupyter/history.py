@@ -57,11 +57,7 @@ class History:
             self.latest = tuple(each.plan for each in measurements)
 
     def trained_by(self, optimizers: Iterable[Any]) -> None:
-        """Drop what was measured and predicted with optimizers of other classes: such rows say nothing about these.
-
-        Args:
-            optimizers: those of the cell; none where none was found, which drops nothing.
-        """
+        """Drop what was measured and predicted with optimizers of other classes: such rows say nothing about these."""
         names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
         if names and self._optimizers not in ("", names):
             self.comparison, self.plan_space = None, ()

@@ -55,11 +55,7 @@ def workloads_of(
     *,
     needs_batch: bool = True,
 ) -> list[Workload]:
-    """The live models with their batches: those of the last cell, or those that were named.
-
-    Raises:
-        WorkloadError: there is none, in one line that says what to do.
-    """
+    """The live models with their batches: those of the last cell, or those that were named."""
     if options.models or options.optimizer or not together:
         named = [
             Workload.find(namespace, model=each, optimizer=options.optimizer) for each in options.models or (None,)

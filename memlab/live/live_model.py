@@ -21,12 +21,7 @@ from memlab.session.snapshot import Snapshot
 
 
 class LiveModel:
-    """A model, its session and its optimizers, none of them kept alive.
-
-    Args:
-        model: whose run it is.
-        gone: called when the model is deleted, by whatever thread collects it.
-    """
+    """A model, its session and its optimizers, none of them kept alive."""
 
     def __init__(self, model: nn.Module, gone: Callable[[], None]) -> None:
         self.name = type(model).__name__  # of the model, as the notebook or its class has it
@@ -34,7 +29,7 @@ class LiveModel:
         self.batch: Any = None
         # called as ``loss_fn(output, target)``; None when the model returns its own loss
         self.loss_fn: Callable[..., torch.Tensor] | None = None
-        self._gone = gone
+        self._gone = gone  # called by whatever thread collects the model
         self._model = weakref.ref(model, self._forget)
         self._session: weakref.ref[Session] | None = None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []

@@ -35,11 +35,7 @@ class PendingChanges:
         return self._toggles.get(field) or Toggle(field, value, value)
 
     def ask(self, field: str, text: str) -> Plan | None:
-        """Ask for one setting beside the others.
-
-        Returns:
-            The plan that is wanted now; None when the setting is refused at once.
-        """
+        """Ask for one setting beside the others; return the plan wanted now, None where it is refused at once."""
         if self.toggle(field).asked is Asked.REFUSED:
             del self._toggles[field]  # what was refused is past: this is asked anew
         try:

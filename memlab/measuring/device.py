@@ -85,11 +85,7 @@ class Device:
         return None
 
     def elsewhere_bytes(self, known_bytes: int) -> int:
-        """Bytes allocated at this moment for what is no part of the loop, such as another model of the notebook.
-
-        Args:
-            known_bytes: those of what is known of the loop.
-        """
+        """Bytes allocated at this moment for what is no part of the loop, such as another model of the notebook."""
         return 0
 
     def breakdown(

@@ -196,9 +196,7 @@ def say_when_long(doing: str) -> Callable[[str], None]:
 def training_step(workload: Workload, *, needs_loss: bool = True) -> float:
     """One step of the workload on its batch: forward, backward, update, gradients dropped.
 
-    Args:
-        workload: with an optimizer and a batch.
-        needs_loss: whether a model without a loss is an error; else the mean of its outputs stands for it.
+    Where no loss is needed and the model has none, the mean of its outputs stands for it.
     """
 
     def evaluated() -> torch.Tensor:

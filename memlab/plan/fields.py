@@ -29,9 +29,6 @@ class BatchNorm(StrEnum):
 class Checkpointing(str):
     """Setting of recomputation in the backward pass: the text of the flag, read once.
 
-    Raises:
-        PlanError: another text.
-
     Example:
         >>> half, some = Checkpointing("every:2"), Checkpointing("budget:1.5KiB")
         >>> half.kind, half.every, some, some.budget_bytes, half == "every:2"

@@ -110,12 +110,7 @@ class _Passed:
 
 
 class PlanPredictor:
-    """Traces one workload for one target, and puts plans together.
-
-    Args:
-        workload: the live objects.
-        device: a GPU of the catalogue or its name, or None for the device the model is on.
-    """
+    """Traces one workload for one target, and puts plans together."""
 
     def __init__(self, workload: Workload, device: str | Gpu | None = None) -> None:
         require_complete(workload, "a prediction")

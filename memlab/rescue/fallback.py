@@ -60,9 +60,6 @@ class Fallback:
 def pinned(names: Iterable[str]) -> frozenset[str]:
     """Fields of a plan that must not change.
 
-    Raises:
-        PlanError: no such field, with the nearest one.
-
     Example:
         >>> sorted(pinned(["precision", "checkpoint"]))
         ['checkpointing', 'precision']

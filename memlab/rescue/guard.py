@@ -319,15 +319,12 @@ class Start:
     """Start of a model call: what the model reaches, and random states.
 
     A large buffer that calls have left alone so far (a mask, a table) is not copied.
-
-    Args:
-        model: whose buffers a call may change, in place or for others.
-        device: of the model.
-        objects: among the arguments of the call; None where no more than random states and buffers is worth the time.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, objects: Iterable[Any] | None = ()) -> None:
-        self._model, self._device, self._objects = model, device, objects
+        # of the call; None where no more than random states and buffers is worth the time
+        self._objects = objects
+        self._model, self._device = model, device
         self._state = None if objects is None else State.of_model(model, device, objects, _written)
         self._random = Randomness(device) if self._state is None else self._state.random
         self._buffers = [

@@ -57,12 +57,6 @@ class AllocatorSample:
 def advice(before: AllocatorSample, after: AllocatorSample, settings: Settings, plan: Plan = Plan()) -> str | None:  # noqa: B008 - frozen
     """Return what to do about retries between two samples.
 
-    Args:
-        before: at the beginning of a step.
-        after: at its end; its peaks should be of this step.
-        settings: of the allocator.
-        plan: in force in the step.
-
     Returns:
         One sentence; None when there were no retries.
 

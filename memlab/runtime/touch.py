@@ -239,15 +239,7 @@ def _is_for_kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _run_on(values: _Values, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_asked: bool) -> Any:
-    """Run a function on values.
-
-    Args:
-        values: what to run it on in place of which tensors.
-        function: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        is_asked: whether classes of somebody else's are asked as well.
-    """
+    """Run a function on values."""
     with torch._C.DisableTorchFunctionSubclass():
         leaves, structure = flatten((args, dict(kwargs)))
         given = {key: _given(tensor, read) for key, (tensor, read) in values.items()}

@@ -312,11 +312,7 @@ def _comparison(folder: Path, nproc: int, workload: Workload, scale: Scale) -> C
 
 
 def check(workload: Workload, nproc: int) -> None:
-    """Refuse what no engine can do here.
-
-    Raises:
-        ScaleError: no number, fewer GPUs than processes, a plan in force, or BatchNorm.
-    """
+    """Refuse what no engine can do here."""
     if not isinstance(nproc, int) or nproc < 1:
         raise ScaleError(f"nproc {nproc!r}: expected a whole number of processes, 1 or more")
     gpus = torch.cuda.device_count() if workload.device.type == "cuda" else nproc
@@ -337,13 +333,7 @@ def check(workload: Workload, nproc: int) -> None:
 
 
 def check_engine(workload: Workload, scale: Scale, nproc: int) -> None:
-    """Refuse what the engine cannot do here.
-
-    Raises:
-        RefusalError: the engine does not go together with the model.
-        ScaleError: what it needs of the system is missing.
-        MissingExtraError: its library is not installed.
-    """
+    """Refuse what the engine cannot do here."""
     if scale.engine == "tp":
         tp.check(workload.model, workload.name, nproc)
     if scale.engine.startswith("zero"):

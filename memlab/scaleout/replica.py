@@ -62,11 +62,7 @@ class Replica:
             yield name, parameter, now[name]
 
     def follow(self) -> None:
-        """Carry over what has changed on the user's modules.
-
-        Raises:
-            ScaleError: parameters were frozen or thawed, or got hooks, which the engine cannot follow.
-        """
+        """Carry over what has changed on the user's modules."""
         self._require_same_parameters()
         for module, second, seen in self._pairs:
             for key, value in own_attributes(module).items():

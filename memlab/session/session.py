@@ -216,11 +216,7 @@ class Session:
                 technique.broken_off()
 
     def hand_over(self, thread: int) -> None:
-        """Let another thread train, and change plans between its steps.
-
-        Args:
-            thread: its number, as from `threading.get_ident`.
-        """
+        """Let another thread train, and change plans between its steps."""
         self.position.thread = thread
 
     def rest(self, steps: int) -> None:

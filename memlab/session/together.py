@@ -60,11 +60,7 @@ def train_together(together: Sequence[Session]) -> None:
 
 
 def require_compatible(workload: Workload, plan: Plan, others: Sequence[Session]) -> None:
-    """Refuse settings that one of several models cannot have by itself.
-
-    Raises:
-        RefusalError: two models share an optimizer, or gradients of one belong to the loss of another.
-    """
+    """Refuse settings that one of several models cannot have by itself."""
     changed = plan.changes()
     if not others or not changed:
         return

@@ -231,11 +231,7 @@ class Accumulation(Technique):
         ) from None
 
     def _verdict(self, call: ModelCall, whole: Call, layout: Layout, parts: int) -> SplitVerdict | None:
-        """Return what the judge says of calls of this shape; asked once for each.
-
-        Raises:
-            RefusalError: they cannot be split.
-        """
+        """Return what the judge says of calls of this shape; asked once for each."""
         if self._is_fake:
             return None
         shape = self._shape_of(whole, layout)

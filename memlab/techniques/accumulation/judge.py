@@ -63,9 +63,6 @@ class Judge:
 
         Returns:
             What was found out; None if not even two rows can be run together, but one may.
-
-        Raises:
-            RefusalError: rows apart give something else than rows together.
         """
         whole = layout.view(whole)
         rows = layout.rows

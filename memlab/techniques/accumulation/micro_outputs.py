@@ -202,11 +202,7 @@ class MicroOutputs:
         return values, [value for value, one in zip(values, joined, strict=True) if not one.differentiable]
 
     def leaves(self, values: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the leaves of the whole output, and of what is left elsewhere.
-
-        Args:
-            values: in the places of the joined outputs that were computed.
-        """
+        """Return the leaves of the whole output, and of what is left elsewhere."""
         assert self.template is not None
         leaves = list(self.template.leaves)
         for position, value in zip(self.eager, values, strict=True):

@@ -80,11 +80,7 @@ class Budget:
 
     @contextmanager
     def applied(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Budget]:
-        """For one training forward of the model: recompute what was chosen, or see what there is to choose from.
-
-        Raises:
-            RefusalError: the first batch exceeds the budget with all blocks recomputed.
-        """
+        """For one training forward of the model: recompute what was chosen, or see what there is to choose from."""
         shape = _shape_of(args, kwargs)
         self._now = self._choice_for(shape)
         self._measured = _Blocks() if self._now is None else None
@@ -106,11 +102,7 @@ class Budget:
         self._measured.add(block, kept)
 
     def decide(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Iterable[tuple[Part, Kept]]) -> None:
-        """Choose for batches of a shape, of blocks that have been measured together.
-
-        Raises:
-            RefusalError: the first batch exceeds the budget with all blocks recomputed.
-        """
+        """Choose for batches of a shape, of blocks that have been measured together."""
         blocks = _Blocks()
         for block, of_block in kept:
             blocks.add(block, of_block)
