@@ -90,10 +90,6 @@ class _Slab:
         self.size_bytes = len(memory)
         self.free = [(0, self.size_bytes)]
 
-    @property
-    def is_unused(self) -> bool:
-        return self.free == [(0, self.size_bytes)]
-
     def take(self, size_bytes: int) -> int | None:
         """The start of a range that is free no longer; None when there is none."""
         for at, (start, end) in enumerate(self.free):
