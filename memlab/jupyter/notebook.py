@@ -92,16 +92,13 @@ class Notebook:
         control = control_of(model)
         if control.run_ended is None:
             control.run_ended = self.keep_run
-            control.is_taken = self._is_taken
+            control.is_taken = lambda: self.background.running
         return control
 
     def control(self) -> Control | None:
         """Return the control of the model of the last cell or panel; None when there is none."""
         model = self._last()
         return self.control_of(model) if model is not None else None
-
-    def _is_taken(self) -> bool:
-        return self.background.running
 
     def keep_run(self, moment: Moment) -> None:
         """Take a panel's own run into the history, and leave its receipt below the panel."""

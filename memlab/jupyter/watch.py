@@ -345,11 +345,11 @@ class CellWatch:
                 history_of(each.workload.model).batch = without_graph(largest.batch)
         notes = _notes(self.sessions)
         measurements = _measurements(meter, self.notes.plans, notes, session.plan, error)
-        history.add_steps(meter.steps, meter.steps_ended)
+        history.add_steps(meter.steps, meter.times.steps_ended)
         history.trained_by(optimizer for each in self.sessions for optimizer in each.workload.optimizers)
-        title = _title(self.sessions, self.notes.batch, meter.device.name, meter.steps_ended)
+        title = _title(self.sessions, self.notes.batch, meter.device.name, meter.times.steps_ended)
         history.add(title, measurements, _events(self.sessions, self._log_from))
-        return meter.steps_ended
+        return meter.times.steps_ended
 
 
 def _tell_apart(workload: Workload, others: Sequence[Workload], name_of: Callable[[nn.Module], str]) -> None:

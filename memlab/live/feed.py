@@ -69,7 +69,7 @@ class Feed:
         self.take_in()
         self.measure()
         if self._meter is not None:
-            self.step = max(self.step, self._before + self._meter.steps_ended)
+            self.step = max(self.step, self._before + self._meter.times.steps_ended)
         self._meter = None
 
     def plan_changed(self, plan: Plan, step: int) -> None:
@@ -84,7 +84,7 @@ class Feed:
         """Take in the steps that have ended; costs next to nothing when there is none."""
         if self._meter is None:
             return
-        for record in self._meter.steps_after(self._seen):
+        for record in self._meter.times.steps_after(self._seen):
             self._seen = record.step
             self.step = self._before + record.step
             self._fresh.add(record.plan)
@@ -98,7 +98,7 @@ class Feed:
         if self._meter is None:
             return
         for label in tuple(self._fresh):
-            measured = self._meter.so_far(label)
+            measured = self._meter.times.so_far(label)
             if measured is not None:
                 self.know([measured])
                 self._compare_with_old(measured)

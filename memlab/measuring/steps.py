@@ -61,7 +61,7 @@ class Meter(Observer):
         self.device = device
         self._ledger = device.ledger()
         self._models = Models(model, optimizers, held, self._ledger)
-        self._times = Times(device)
+        self.times = Times(device)  # of all steps, by plan
         self._turns = Turns()
         self._host_bytes = host_bytes
         self._step: OpenStep | None = None
@@ -73,44 +73,31 @@ class Meter(Observer):
     @property
     def steps(self) -> list[StepRecord]:
         """Steps whose time is known by now, oldest first; reading never waits for the device."""
-        return self._times.steps_after(0)
-
-    def steps_after(self, number: int) -> list[StepRecord]:
-        """Return steps after the one of this number, as in `steps`; costs next to nothing when there is none."""
-        return self._times.steps_after(number)
-
-    @property
-    def steps_ended(self) -> int:
-        """Steps that have ended, also those without a record."""
-        return self._times.steps_ended
+        return self.times.steps_after(0)
 
     def measurement(self, plan: Plan) -> Measurement:
         """Return memory and speed of the latest period of a plan; wait until its last step is done."""
-        measured = self._times.measurement(plan, self._read_counters)
-        found = self._times.parts_of(plan)
+        measured = self.times.measurement(plan, self._read_counters)
+        found = self.times.parts_of(plan)
         names = dict(enumerate((*self._models.names, LOOP), 1))
         parts = {name: found.get(number % len(names), {}) for number, name in names.items()}
         return replace(measured, models=parts if found else {})
-
-    def so_far(self, plan: str) -> Measurement | None:
-        """Return what is known of a plan by now, from its newest steps; never wait for the device."""
-        return self._times.so_far(plan)
 
     # -- moments of the loop -------------------------------------------------------------------
 
     def steps_to_pass(self) -> int:
         """Return how many steps may pass from here on of which the meter is not told."""
-        period = self._times.period
+        period = self.times.period
         since = period.steps - period.observed_from
         told = _TOLD_AT_FIRST if since < LEAST_STEPS_BETWEEN else _TOLD_IN_A_ROW
         if since % LEAST_STEPS_BETWEEN != told or self.device.counts_every_step or len(self._models.optimizers) != 1:
             return 0
-        self._times.settle(wait=False)
+        self.times.settle(wait=False)
         is_short = statistics.median(period.plain_seconds or [math.inf]) < _SHORT_SECONDS
         return LEAST_STEPS_BETWEEN - told if is_short else 0
 
     def rested(self, steps: int) -> None:
-        self._times.pass_over(steps)
+        self.times.pass_over(steps)
 
     @property
     def live_bytes(self) -> int | None:
@@ -136,7 +123,7 @@ class Meter(Observer):
         """Begin a new period: at a step boundary, or within a step whose batch is done again under the new plan."""
         if not self.in_forward:
             self._end_step_if_over()
-        self._times.plan_changed(plan)
+        self.times.plan_changed(plan)
         if self._step is not None:
             # what failed under the old plan is no peak of the new one
             self._forget_peaks(self._step, ())
@@ -238,14 +225,14 @@ class Meter(Observer):
         self._ledger.stop()
         self._ledger.phase = Phase.OTHER
         self._step = None
-        self._times.last_end = None
+        self.times.last_end = None
         self.in_forward = self._in_step = False
         self._models.interrupted()
 
     def pause(self) -> None:
         """The loop stands still between two steps: the next step is timed from its first forward."""
         self._end_step_if_over()
-        self._times.last_end = None
+        self.times.last_end = None
 
     def close(self) -> None:
         """Stop watching and let go of model and optimizers; what was measured stays readable."""
@@ -255,7 +242,7 @@ class Meter(Observer):
 
     def _begin_step(self, batch: Batch) -> OpenStep:
         observed = self.device.observes_every_step or self._is_due()
-        step = OpenStep(begin=self._times.last_end or self.device.mark(), observed=observed)
+        step = OpenStep(begin=self.times.last_end or self.device.mark(), observed=observed)
         self._forget_peaks(step, inputs_of(batch) if observed else ())
         if observed:
             self._ledger.start()
@@ -271,9 +258,9 @@ class Meter(Observer):
 
     def _is_due(self) -> bool:
         """Return whether the next step is to be observed."""
-        period = self._times.period
+        period = self.times.period
         since = period.steps - period.observed_from
-        if since and since % LEAST_STEPS_BETWEEN == 0 and since >= self._times.steps_between_observations():
+        if since and since % LEAST_STEPS_BETWEEN == 0 and since >= self.times.steps_between_observations():
             period.observed_from, since = period.steps, 0
         # at first each of several models makes a step of its own
         return since < OBSERVED_IN_A_ROW * len(self._models)
@@ -290,12 +277,12 @@ class Meter(Observer):
 
     def _end_step(self, step: OpenStep) -> None:
         self._step = None
-        period = self._times.period
+        period = self.times.period
         observation = self._observation() if step.observed else None
         peaks = self.device.peaks(observation.peak_bytes if observation is not None else None)
         if observation is not None and peaks[0] is not None:
             peaks = (peaks[0] - observation.sums_bytes, peaks[1])
-        self._times.end_step(step, peaks)
+        self.times.end_step(step, peaks)
         if observation is not None:
             period.keep(observation, peaks, step.elsewhere_bytes)
             self._read_counters(period)

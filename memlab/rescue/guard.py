@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -243,29 +244,27 @@ class GuardedCall:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class _Rest:
     """Rest of a call of which a backward pass has used some outputs: the graph of the others.
 
     It may share nothing with what was used, as two heads on an input do. Whether it does, torch says by itself.
     """
 
-    def __init__(
-        self, paths: list[Path], edges: Mapping[Path, Any], inputs: list[torch.Tensor], aliases: Aliases
-    ) -> None:
-        self._paths = paths
-        self._edges = edges
-        self._inputs = inputs
-        self._aliases = aliases
+    paths: list[Path]
+    edges: Mapping[Path, Any]
+    inputs: list[torch.Tensor]
+    aliases: Aliases
 
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs and of the parameters, from those of the outputs."""
-        wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
-        if not self._edges.keys() >= wanted.keys():
+        wanted = {path: g for path, g in zip(self.paths, outer, strict=True) if g is not None}
+        if not self.edges.keys() >= wanted.keys():
             raise RuntimeError(_TWICE)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        with self._aliases.in_place():
-            torch.autograd.backward([self._edges[path] for path in wanted], list(wanted.values()), retain_graph=keep)
-        return (*_taken(self._inputs), *self._aliases.take_gradients())
+        with self.aliases.in_place():
+            torch.autograd.backward([self.edges[path] for path in wanted], list(wanted.values()), retain_graph=keep)
+        return (*_taken(self.inputs), *self.aliases.take_gradients())
 
 
 def _edges(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, Any]:

@@ -187,7 +187,7 @@ def test_a_meter_lets_short_steps_pass_and_numbers_the_others_truly(
     monkeypatch.setattr("memlab.session.session._MOST_REST_SECONDS", 3600.0)
     meter = _meter_of(loop.model, loop.optimizer)
     _watched_steps(loop, meter, 120)
-    assert meter.steps_ended == loop.session.steps == 120
+    assert meter.times.steps_ended == loop.session.steps == 120
     numbers = [record.step for record in meter.steps]
     assert numbers[:20] == list(range(1, 21))
     assert numbers[20] == 51

@@ -126,9 +126,6 @@ class MemoryAccount:
         self.add(part, size_bytes)
         self.add(part, -size_bytes)
 
-    def clear(self, part: ShardPart) -> None:
-        self.add(part, -self.live[part])
-
     def drop_gradient(self, parameter: int) -> None:
         """The gradient that backward made for a parameter goes, as its values are elsewhere now."""
         if parameter in self.gradients:
