@@ -138,7 +138,7 @@ class Ledger(WatchingMode):
         self._born = 0
         self._start = 0.0
         self._moment = int(StepPart.OTHER)
-        self._watching = False
+        self.watching = False
         self._failure: Exception | None = None
         self._sums_in_place = device_type == "cuda"
         # births and deaths up to a sum of gradients, what it was written over, the sum
@@ -163,10 +163,6 @@ class Ledger(WatchingMode):
     def phase(self, phase: Phase) -> None:
         self._record_deaths()
         self._moment = MOMENT_OF_PHASE[phase]
-
-    @property
-    def watching(self) -> bool:
-        return self._watching
 
     def begin(self, holdings: Iterable[Holding]) -> None:
         """Begin a step: what lives now is its baseline."""
@@ -229,11 +225,11 @@ class Ledger(WatchingMode):
         """Watch this thread's operators, beneath the dispatch modes that are already there."""
         if self not in _get_current_dispatch_mode_stack():
             _restack(lambda modes: [self, *modes])
-        self._watching = True
+        self.watching = True
 
     def stop(self) -> None:
         """Stop watching; on another thread than `start`, the mode stays there as a mere pass-through."""
-        self._watching = False
+        self.watching = False
         if self in _get_current_dispatch_mode_stack():
             _restack(lambda modes: [mode for mode in modes if mode is not self])
 
@@ -276,7 +272,7 @@ class Ledger(WatchingMode):
         effect = EFFECTS.get(func)
         if effect is None:
             effect = effect_of(func)
-        if not effect or not self._watching:
+        if not effect or not self.watching:
             return out
         try:
             if self._gone:
@@ -293,7 +289,7 @@ class Ledger(WatchingMode):
                 self._note_sum(args[0], out)
         except Exception as error:  # noqa: BLE001 - the operator has run, and who runs it must not hear of this; `finish` says it
             self._failure = error
-            self._watching = False
+            self.watching = False
             return out
         if self._live_bytes > self.peak_bytes or self._live_bytes > self._limit:
             if self._live_bytes > self._limit and (self._born > first or effect == OperatorEffect.RESIZE):
@@ -373,7 +369,7 @@ class Ledger(WatchingMode):
         if alive is not None:
             self._resized(alive, storage.nbytes())
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        elif self._watching and storage.device.type == self.device_type:
+        elif self.watching and storage.device.type == self.device_type:
             self._track(storage)
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 

@@ -94,7 +94,8 @@ class LoopCode(LoopMode):
         self._owner = owner
         # what the backward pass under way is through with when the model's part begins
         self._to_free: list[_Saved] = []
-        self._runs_again = False  # a backward pass that keeps its graph for this class's sake, not the loop's
+        # whether a backward pass is under way that keeps its graph although the loop has not asked for it
+        self.graph_is_kept_for_itself = False
         self._keeps_all = False  # what was saved is needed until the end of it
         self._can_repeat = False  # as long as the model's part has not begun, or all is kept
 
@@ -127,11 +128,6 @@ class LoopCode(LoopMode):
     def _free_saved(self) -> None:
         while self._to_free:
             self._to_free.pop().free()
-
-    @property
-    def graph_is_kept_for_itself(self) -> bool:
-        """Return whether a backward pass is under way that keeps its graph although the loop has not asked for it."""
-        return self._runs_again
 
     # -- functions -----------------------------------------------------------------------------
 
@@ -204,7 +200,7 @@ class LoopCode(LoopMode):
     def _run_until_it_fits(self, wanted: _Differentiation, own: _OwnPart, start_over: Callable[[], None]) -> Any:
         attempt = 0
         self._keeps_all = own.goes_on
-        self._runs_again = not wanted.keeps
+        self.graph_is_kept_for_itself = not wanted.keeps
         try:
             while True:
                 shortage: BaseException | None = None
@@ -221,7 +217,7 @@ class LoopCode(LoopMode):
                 attempt += 1
                 self._owner.makes_room_for_loop(shortage, attempt)
         finally:
-            self._runs_again = self._keeps_all = self._can_repeat = False
+            self.graph_is_kept_for_itself = self._keeps_all = self._can_repeat = False
             self._free_saved()
 
     def _own_part(self, wanted: _Differentiation) -> _OwnPart | None:

@@ -131,7 +131,7 @@ class Recorder(Ledger):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if not self._watching:
+        if not self.watching:
             return func(*args, **(kwargs or {}))
         self._record_deaths()
         if FakeTensor not in types:
