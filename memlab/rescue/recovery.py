@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from time import perf_counter
@@ -17,7 +16,7 @@ from memlab.records import Prediction, Rescue
 from memlab.rescue.fallback import Fallback, Place, next_plans
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.update import BrokenUpdateError
-from memlab.runtime.out_of_memory import is_out_of_memory, release, requested_bytes
+from memlab.runtime.out_of_memory import collect, is_out_of_memory, release, requested_bytes
 
 if TYPE_CHECKING:
     from memlab.session import Session
@@ -258,13 +257,6 @@ class Recovery:
             each.switching.ask(session.plan)
         if self._say is not None:
             self._say(str(rescue))
-
-
-def collect() -> None:
-    """Free what only cycles keep, and give the allocator's cache back."""
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
 
 
 def half_of(device: torch.device) -> Precision:
