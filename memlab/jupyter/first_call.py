@@ -22,17 +22,13 @@ from memlab.runtime.workload import is_made, unwrap_optimizer
 
 
 class FirstCall:
-    """Watches for calls of models, and tells of each until somebody has taken one.
-
-    Args:
-        found: called with a model before its call runs; the watching is over when it returns True. What it raises
-            ends the call, and the next call is looked at again.
-        thread: number of the thread whose calls count, where several may train; None for any.
-    """
+    """Watches for calls of models, and tells of each until somebody has taken one."""
 
     def __init__(self, found: Callable[[nn.Module], bool], thread: int | None = None) -> None:
+        # called with a model before its call runs; the watching is over when it returns True. What it raises ends the
+        # call, and the next call is looked at again
         self._found = found
-        self._thread = thread
+        self._thread = thread  # number of the thread whose calls count, where several may train; None for any
         self._depth = 0
         self._original: Any = None
         self._undo = ExitStack()
@@ -80,9 +76,6 @@ class FirstTrainingCall(FirstCall):
     A loop may make its first call in the closure of an optimizer's step, and so in the middle of that step. Where the
     optimizer evaluates its closure once before it updates, whoever takes over the optimizer meanwhile does that very
     update; the optimizer's own then finds no parameters.
-
-    Attributes:
-        stepped: numbers (`id`) of the optimizers that have stepped before any call that trains.
     """
 
     def __init__(
@@ -90,7 +83,7 @@ class FirstTrainingCall(FirstCall):
     ) -> None:
         super().__init__(found, thread)
         self._expects_closures = expects_closures
-        self.stepped: set[int] = set()
+        self.stepped: set[int] = set()  # numbers (`id`) of the optimizers that have stepped before any call that trains
 
     def __enter__(self) -> Self:
         if self._expects_closures:

@@ -55,11 +55,7 @@ def workloads_of(
     *,
     needs_batch: bool = True,
 ) -> list[Workload]:
-    """The live models with their batches: those of the last cell, or those that were named.
-
-    Raises:
-        WorkloadError: there is none, in one line that says what to do.
-    """
+    """The live models with their batches: those of the last cell, or those that were named."""
     if options.models or options.optimizer or not together:
         named = [
             Workload.find(namespace, model=each, optimizer=options.optimizer) for each in options.models or (None,)
@@ -117,11 +113,7 @@ def _require_no_batch(options: PredictOptions, found: Sequence[Workload]) -> Non
 
 
 def only_one(command: str, workloads: Sequence[Workload]) -> Workload:
-    """The one model of a command that serves no more.
-
-    Raises:
-        WorkloadError: there are several.
-    """
+    """The one model of a command that serves no more."""
     if len(workloads) > 1:
         names = ", ".join(each.name for each in workloads)
         raise WorkloadError(

@@ -58,45 +58,31 @@ _LEAST_SECONDS_BETWEEN = 0.02
 
 
 class CellWatch:
-    """Applies a plan where a cell trains, and measures the cell.
-
-    Args:
-        plan: the plan to apply; None keeps the one in force.
-        capacity_bytes: size the device is to behave as, or None.
-        progress: shows steps while they happen; None for silence.
-        choose: called with the workload and its batch at the first training step of a model, and with those of the
-            models before it; the plan it returns is applied to that very step. None applies `plan` at once.
-        rescue: makes what rescues a workload on a device of so many bytes; None lets the cell fail.
-        control_of: what follows and steers the run of a model; None for nothing.
-        name_of: what a model is called where there are several; by default as its class.
-        variables: those of the notebook.
-
-    Attributes:
-        notes: plans that were in force during the cell, and its first batch.
-        stale: says where an optimizer steps whose model was made again.
-        sessions: of the models that the cell trains, in the order in which they were found.
-        refused: what memlab has refused in the middle of the cell, last; None for nothing.
-        failure: what of memlab's own failed, in words; empty for nothing.
-        passed_over: class of a model that was called and that no optimizer trains; empty for none.
-    """
+    """Applies a plan where a cell trains, and measures the cell."""
 
     def __init__(
         self,
-        plan: Plan | None,
-        capacity_bytes: int | None,
-        progress: Progress | None,
+        plan: Plan | None,  # the plan to apply; None keeps the one in force
+        capacity_bytes: int | None,  # size the device is to behave as, or None
+        progress: Progress | None,  # shows steps while they happen; None for silence
+        # called with the workload and its batch at the first training step of a model, and with those of the models
+        # before it; the plan it returns is applied to that very step. None applies `plan` at once
         choose: Callable[[Sequence[Workload]], Plan] | None = None,
+        # makes what rescues a workload on a device of so many bytes; None lets the cell fail
         rescue: Callable[[Workload, int | None], Rescuer] | None = None,
+        # what follows and steers the run of a model; None for nothing
         control_of: Callable[[nn.Module], Control] | None = None,
+        # what a model is called where there are several; by default as its class
         name_of: Callable[[nn.Module], str] = lambda model: type(model).__name__,
-        variables: Callable[[], Mapping[str, Any]] = dict,
+        variables: Callable[[], Mapping[str, Any]] = dict,  # those of the notebook
     ) -> None:
-        self.sessions: list[Session] = []
+        self.sessions: list[Session] = []  # of the models that the cell trains, in the order in which they were found
         self._models: list[nn.Module] = []  # for the receipt, also of those that the cell drops
         self._fresh: list[Session] = []  # those that this cell has made
+        # what memlab has refused in the middle of the cell, last; None for nothing
         self.refused: MemlabError | None = None
-        self.failure = ""
-        self.passed_over = ""
+        self.failure = ""  # what of memlab's own failed, in words; empty for nothing
+        self.passed_over = ""  # class of a model that was called and that no optimizer trains; empty for none
         self._plan = plan
         self._capacity_bytes = capacity_bytes
         self._progress = progress
@@ -109,6 +95,7 @@ class CellWatch:
         self._device: Device | None = None
         self._thread: int | None = None  # whose training counts; None for any
         self._meter: Meter | None = None
+        # plans that were in force during the cell, and its first batch
         self.notes = Notes(self._step_ended, self._broke_off)
         self._largest: list[Largest] = [self.notes]
         self._log_from: list[int] = []
@@ -117,7 +104,7 @@ class CellWatch:
         self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
         self._looking: FirstTrainingCall | None = None
         self._trained_uncalled = False  # a model was updated before it was called
-        self.stale = StaleOptimizers(variables)
+        self.stale = StaleOptimizers(variables)  # says where an optimizer steps whose model was made again
         self._known: set[int] = set()  # optimizers that were there before, or have been looked at
         self._undo = ExitStack()
 
@@ -358,11 +345,11 @@ class CellWatch:
                 history_of(each.workload.model).batch = without_graph(largest.batch)
         notes = _notes(self.sessions)
         measurements = _measurements(meter, self.notes.plans, notes, session.plan, error)
-        history.add_steps(meter.steps, meter.steps_ended)
+        history.add_steps(meter.steps, meter.times.steps_ended)
         history.trained_by(optimizer for each in self.sessions for optimizer in each.workload.optimizers)
-        title = _title(self.sessions, self.notes.batch, meter.device.name, meter.steps_ended)
+        title = _title(self.sessions, self.notes.batch, meter.device.name, meter.times.steps_ended)
         history.add(title, measurements, _events(self.sessions, self._log_from))
-        return meter.steps_ended
+        return meter.times.steps_ended
 
 
 def _tell_apart(workload: Workload, others: Sequence[Workload], name_of: Callable[[nn.Module], str]) -> None:

@@ -110,17 +110,7 @@ class _Passed:
 
 
 class PlanPredictor:
-    """Traces one workload for one target, and puts plans together.
-
-    Args:
-        workload: the live objects.
-        device: a GPU of the catalogue or its name, or None for the device the model is on.
-
-    Raises:
-        WorkloadError: no batch or no optimizer.
-        TraceError: the model cannot be copied, or an optimizer evaluates the loss as often as its values say.
-        MemlabError: no such GPU in the catalogue.
-    """
+    """Traces one workload for one target, and puts plans together."""
 
     def __init__(self, workload: Workload, device: str | Gpu | None = None) -> None:
         require_complete(workload, "a prediction")
@@ -177,12 +167,6 @@ class PlanPredictor:
         return None
 
     def parts(self, plan: Plan) -> Parts:
-        """The step of a plan.
-
-        Raises:
-            RefusalError: a technique of the plan does not apply.
-            TraceError: what the model computes depends on values.
-        """
         if (refusal := self.refusal(plan)) is not None:
             raise refusal
         is_woven = plan.gradients is Gradients.RELEASE or plan.tier_of(Offloaded.PARAMS) is not None

@@ -105,15 +105,7 @@ def predict_all(
 def predict_each(
     workload: Workload, plans: Iterable[Plan], *, measured: Measurement | None = None
 ) -> Iterator[Prediction]:
-    """Predict plans one at a time, on the device the model is on; as `predict_all`, for who has other things to do.
-
-    Yields:
-        One prediction per plan, in their order.
-
-    Raises:
-        TraceError: what the model computes depends on values; it names the operator.
-        WorkloadError: no batch or no optimizer.
-    """
+    """Predict plans one at a time, on the device the model is on; as `predict_all`, for who has other things to do."""
     predictor: PlanPredictor | None = None
     for plan in plans:
         predictor = predictor or _predictor(workload, None, measured)

@@ -45,15 +45,13 @@ class CallHook:
         model: the model whose call is taken over; held weakly.
         handler: called with the original forward, its positional and its keyword arguments.
         traced: called before a call that is traced (`torch.export`, `torch.jit.trace`); what it raises ends that.
-
-    Attributes:
-        further_in: what stood in its place before, compiled code or another hook; None for torch's own call.
     """
 
     def __init__(self, model: nn.Module, handler: ForwardHandler, traced: Callable[[], object] = bool) -> None:
         self._model = weakref.ref(model)
         self._traced = traced
         self._handler: ForwardHandler | None = handler
+        # what stood in its place before, compiled code or another hook; None for torch's own call
         self.further_in: Callable[..., Any] | None = None
         # calls that the handler is at, by thread; a Ctrl-C may end one before it has taken itself out of here
         self._calls: dict[int, Caller] = {}
@@ -256,18 +254,13 @@ def is_ours(hook: Any) -> bool:
 
 
 class _StandIn:
-    """A method of one module instance.
-
-    Args:
-        replacement: what is called.
-        before: the attribute of the instance that it stands in for; None where there was none.
-    """
+    """A method of one module instance."""
 
     def __init__(self, replacement: Callable[..., Any], before: Any) -> None:
         # first: it takes over the attributes of what it wraps, which may be another of these
         functools.update_wrapper(self, replacement)
-        self._replacement = replacement
-        self.before = before
+        self._replacement = replacement  # what is called
+        self.before = before  # the attribute of the instance that it stands in for; None where there was none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._replacement(*args, **kwargs)
@@ -382,19 +375,12 @@ StepHandler = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]],
 
 
 def install_step_hooks(
-    optimizer: torch.optim.Optimizer,
-    before: StepHandler,
-    after: Callable[[torch.optim.Optimizer], None],
-    undo: ExitStack,
+    optimizer: torch.optim.Optimizer,  # the user's optimizer; it stays the same object
+    before: StepHandler,  # step pre-hook; returns replaced arguments, or None to let the step run
+    after: Callable[[torch.optim.Optimizer], None],  # called when the step is over
+    undo: ExitStack,  # takes both hooks out again
 ) -> None:
-    """Take over ``optimizer.step()``.
-
-    Args:
-        optimizer: the user's optimizer; it stays the same object.
-        before: step pre-hook; returns replaced arguments, or None to let the step run.
-        after: called when the step is over.
-        undo: takes both hooks out again.
-    """
+    """Take over ``optimizer.step()``."""
     undo.callback(optimizer.register_step_pre_hook(before).remove)
     undo.callback(optimizer.register_step_post_hook(lambda opt, _args, _kwargs: after(opt)).remove)
 

@@ -46,9 +46,6 @@ class PackedState(dict[str, Any]):
         own_form: brings what is kept into that form; None while an update is under way.
         why: in words, where a name is gone.
 
-    Attributes:
-        closed: the state as it was kept, once it has been put back.
-
     Example:
         >>> state = PackedState({"half": 2.0}, frozenset({"whole"}), lambda state: {"whole": 2 * state["half"]}, "")
         >>> list(state), "whole" in state
@@ -65,7 +62,7 @@ class PackedState(dict[str, Any]):
     ) -> None:
         super().__init__(resident)
         self._names, self._own_form, self._why = names, own_form, why
-        self.closed: PackedState | None = None
+        self.closed: PackedState | None = None  # the state as it was kept, once it has been put back
 
     def __contains__(self, name: object) -> bool:
         return (self.closed is None and name in self._names) or super().__contains__(name)
@@ -168,22 +165,16 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def apply_layer(
-    optimizer: Optimizer,
-    technique: Technique,
-    above: Sequence[Technique] = (),
+    optimizer: Optimizer,  # whose state is packed, one parameter at a time
+    technique: Technique,  # the layer to put in
+    above: Sequence[Technique] = (),  # state layers that are in force above it, from the bottom up
+    # called after each parameter. Who gives it keeps the old state and puts it back when this raises; else that is done
+    # here
     exchanged: Exchanged | None = None,
+    # all techniques that are on the workload: they say where parameters are meanwhile
     in_force: Sequence[Technique] = (),
 ) -> None:
-    """Pack all state of an optimizer with one more technique.
-
-    Args:
-        optimizer: whose state is packed, one parameter at a time.
-        technique: the layer to put in.
-        above: state layers that are in force above it, from the bottom up.
-        exchanged: called after each parameter. Who gives it keeps the old state and puts it back when this
-            raises; else that is done here.
-        in_force: all techniques that are on the workload: they say where parameters are meanwhile.
-    """
+    """Pack all state of an optimizer with one more technique."""
     if technique.changes_state:
         _exchange(optimizer, technique.pack_state, above, exchanged, in_force)
 
@@ -227,14 +218,11 @@ def canonical_state_dict(
 
 
 class _StateOfCopies:
-    """Stands for `__getstate__` of an optimizer; its class's own leaves it out of what is copied, as this does for others.
-
-    Attributes:
-        forms: what brings the state into the user's own format, one for each session.
-    """
+    """Stands for `__getstate__` of an optimizer; its class's own leaves it out of what is copied, as this does for others."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
+        # what brings the state into the user's own format, one for each session
         self.forms: list[Callable[[Optimizer, dict[str, Any]], dict[str, Any]]] = []
 
     def __call__(self) -> Any:

@@ -294,9 +294,6 @@ def find_model(namespace: Mapping[str, Any], cell: str, name: str | None = None)
         The model that the cell names, itself or through what holds one as `model` (a pipeline, a Trainer); None when
         it names none, and its first call must tell.
 
-    Raises:
-        WorkloadError: a named variable is missing or holds no model, or the cell names several.
-
     Example:
         >>> model = nn.Linear(2, 2)
         >>> find_model({"model": model, "x": 1}, "y = model(x)") is model

@@ -54,25 +54,17 @@ class TwinWorkload(Workload):
 
 
 class Twin:
-    """The fake counterpart of a workload.
-
-    Attributes:
-        fake_mode: the mode all fake tensors belong to.
-        workload: fake model, optimizers without state, batch and loss function.
-        notes: what was left behind, in words.
-
-    Raises:
-        TraceError: the model cannot be copied.
-    """
+    """The fake counterpart of a workload. Raises `TraceError`: the model cannot be copied."""
 
     def __init__(self, workload: Workload, device: torch.device | None = None) -> None:
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.notes: list[str] = []
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # the mode all fake tensors belong to
+        self.notes: list[str] = []  # what was left behind, in words
         self._live = workload
         self._memo: dict[int, Any] = {}
         model = self._copied_model(workload.model)
         self._leave_hooks_behind(model)
         loss_fn = workload.loss_fn
+        # fake model, optimizers without state, batch and loss function
         self.workload = TwinWorkload(
             device or workload.device,
             model=model,

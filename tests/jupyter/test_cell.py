@@ -47,7 +47,7 @@ def test_most_steps_of_a_millisecond_run_without_memlab_and_all_are_counted(
     shell: Any, made: Cell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("memlab.measuring.steps._SHORT_SECONDS", 3600.0)  # this machine may be busy
-    monkeypatch.setattr("memlab.session.rest._MOST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr("memlab.session.session._MOST_REST_SECONDS", 3600.0)
     many = TRAIN.replace("range(4)", "range(80)") + "    calls.append(vars(model).get('_compiled_call_impl'))\n"
     made(many.replace("    calls", "    pass; calls", 1) if "calls = []" in many else f"calls = []\n{many}")
     plain = [p.detach().clone() for p in shell.user_ns["model"].parameters()]

@@ -15,6 +15,7 @@ from memlab.live.control import control_of
 from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
 from memlab.session.snapshot import Snapshot
+from tests.helpers.snapshots import changed_between
 from tests.jupyter.conftest import STEP, TRAIN, Cell
 from tests.jupyter.test_which_model import GAN, GAN_LOOP, SETUP
 
@@ -41,7 +42,7 @@ def unchanged(shell: Any) -> Callable[[], None]:
 
     def check() -> None:
         workload, before = snapshots[0]
-        assert before.differences(Snapshot(workload)) == []
+        assert changed_between(before, Snapshot(workload)) == []
         assert set(vars(workload.model)) == attributes[0]
         assert sessions() == ()
 

@@ -29,6 +29,7 @@ from memlab.session.snapshot import Snapshot
 from memlab.techniques.gradient_release.gradient_release import GradientRelease
 from tests.driving import FailingAt, loss_of, mlp, tiny_gpt2
 from tests.helpers.needs import needs
+from tests.helpers.snapshots import changed_between
 from tests.loops.cases import CASES
 from tests.loops.running import fitted, plain_loop
 from tests.techniques.models import gpt2, ragged_batch, workload
@@ -812,7 +813,7 @@ def test_gradients_that_are_written_once_they_are_complete_are_refused() -> None
             with pytest.raises(RefusalError) as caught:
                 optimizer.step()
         optimizer.zero_grad()
-        assert Snapshot(Workload(inner, optimizer)).differences(before) == []
+        assert changed_between(Snapshot(Workload(inner, optimizer)), before) == []
     finally:
         torch.distributed.destroy_process_group()
     assert str(caught.value) == (
@@ -844,7 +845,7 @@ def test_memlab_s_own_loops_do_not_count_as_the_loop() -> None:
     with fit(load, "--release-grads"):
         before = Snapshot(load)
         measure(load, "--release-grads", steps=1)
-        assert before.differences(Snapshot(load)) == []
+        assert changed_between(before, Snapshot(load)) == []
         load.model(**load.batch).loss.backward()
         with pytest.raises(RefusalError, match="takes the norm of all gradients"):
             torch.nn.utils.clip_grad_norm_(load.model.parameters(), 1.0)
