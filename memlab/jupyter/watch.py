@@ -146,6 +146,11 @@ class CellWatch:
         session = self.session
         return self._trained_uncalled or (session is not None and session.steps > 0 and not session.usage.was_called)
 
+    @property
+    def evaluated(self) -> str:
+        """Return the class of a model that the cell has trained in eval mode, where none was found; empty for none."""
+        return self._looking.evaluated if self._looking is not None else ""
+
     def wait_for_model(self) -> None:
         """Attach to the models that the cell trains."""
         with self._beside("looking for models", is_needed=self._changes_something):

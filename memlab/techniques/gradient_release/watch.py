@@ -162,5 +162,8 @@ def is_memlab(frame: Any) -> bool:
 
 
 def _is_loops(frame: Any) -> bool:
+    # other modes of memlab's pass the loop's functions on: the guard's, and the watch of another model
+    while frame.f_code.co_name == "__torch_function__" and is_memlab(frame):
+        frame = frame.f_back
     # a module that is moved or cast converts gradients as well, and those that are gone need none of it
     return not is_memlab(frame) and frame.f_code is not nn.Module._apply.__code__
