@@ -94,6 +94,7 @@ class CellWatch:
         self.sessions: list[Session] = []
         self._models: list[nn.Module] = []  # for the receipt, also of those that the cell drops
         self._fresh: list[Session] = []  # those that this cell has made
+        self._unmeasured: list[Session] = []  # those that train on another thread
         self.refused: MemlabError | None = None
         self.failure = ""
         self.passed_over = ""
@@ -108,6 +109,7 @@ class CellWatch:
         self._control: Control | None = None
         self._device: Device | None = None
         self._thread: int | None = None  # whose training counts; None for any
+        self._measured_thread: int | None = None  # where the first model was called; None where it was known before
         self._meter: Meter | None = None
         self.notes = Notes(self._step_ended, self._broke_off)
         self._largest: list[Largest] = [self.notes]
@@ -130,7 +132,7 @@ class CellWatch:
 
     def forget(self) -> None:
         """Keep nothing of the user's any more."""
-        self.sessions, self._models, self._fresh = [], [], []
+        self.sessions, self._models, self._fresh, self._unmeasured = [], [], [], []
         self._meter, self._control, self._device = None, None, None
         self.notes = Notes(self._step_ended, self._broke_off)
         self._largest = [self.notes]
@@ -255,6 +257,8 @@ class CellWatch:
             self.passed_over = type(called).__name__
             return False
         session = session_of(called)
+        if not self.sessions:
+            self._measured_thread = threading.get_ident()
         self.attach(session.workload if session is not None else Workload(called, optimizers))
         return bool(self.failure)
 
@@ -285,15 +289,29 @@ class CellWatch:
             session.observers.tell_one(observer, "plan_changed", session.plan)
 
     def _observe_beside(self, session: Session, meter: Meter) -> None:
-        """Have the meter of the first model measure another one as well."""
-        names = [each.workload.name for each in self.sessions]
-        number = meter.take_in(session.workload.model, names)
+        """Have the meter of the first model measure another one as well, where one thread trains both.
+
+        A gradient must not be read while another thread's backward pass writes it: the process would die.
+        """
         self._largest.append(Largest())
         for observer in (self._largest[-1], *self._choosing(session)):
             self._watch(session, observer)
+        if not self._is_on_measured_thread():
+            self._unmeasured.append(session)
+            session.log.note("trains in a thread of its own, and is not measured")
+            return
+        names = [each.workload.name for each in self.sessions if each not in self._unmeasured]
+        number = meter.take_in(session.workload.model, names)
         for optimizer in session.workload.optimizers:
             meter.optimizer_found(optimizer)
         self._watch(session, BesideInCell(meter, number, self.notes))
+
+    def _is_on_measured_thread(self) -> bool:
+        """Return whether this is the thread of the first model, or that one is over."""
+        here = threading.get_ident()
+        if self._measured_thread not in {thread.ident for thread in threading.enumerate()}:
+            self._measured_thread = here
+        return self._measured_thread == here
 
     def _choosing(self, session: Session) -> list[Observer]:
         """Choose the plan when a model is first called, for it and those before it."""
