@@ -146,7 +146,7 @@ class CellWatch:
     def was_passed_by(self) -> bool:
         """Return whether the cell has trained a model, but none of it by calls that could be observed."""
         session = self.session
-        return self._trained_uncalled or (session is not None and session.steps > 0 and not session.usage.was_called)
+        return self._trained_uncalled or (session is not None and session.usage.is_passed_by)
 
     @property
     def evaluated(self) -> str:
@@ -177,6 +177,7 @@ class CellWatch:
         session = _session_for(workload, None if self._choose is not None else self._plan)
         if attached is None:
             self._fresh.append(session)
+        session.usage.begin()
         self.sessions.append(session)
         self._models.append(workload.model)
         self._log_from.append(len(session.log))
