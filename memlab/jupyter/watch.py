@@ -45,6 +45,7 @@ from memlab.runtime.workload import (
     describe_all,
     live_optimizers,
     optimizers_of,
+    steps_others,
     steps_some_of,
     unwrap_model,
 )
@@ -96,6 +97,7 @@ class CellWatch:
         self._fresh: list[Session] = []  # those that this cell has made
         self._unmeasured: list[Session] = []  # those that train on another thread
         self.refused: MemlabError | None = None
+        self._put_off: MemlabError | None = None
         self.failure = ""
         self.passed_over = ""
         self._plan = plan
@@ -157,6 +159,7 @@ class CellWatch:
         """Attach to the models that the cell trains."""
         with self._beside("looking for models", is_needed=self._changes_something):
             self._known |= {id(one) for one in live_optimizers()}
+            self._undo.callback(register_optimizer_step_pre_hook(self._refuse_put_off).remove)
             self._look()
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
@@ -235,9 +238,20 @@ class CellWatch:
             with self._beside("taking up a model", is_needed=self._changes_something):
                 is_over = self._takes(unwrap_model(model))
         except MemlabError as refusal:
+            if not self.sessions and any(steps_others(one, model) for one in optimizers_of(model)):
+                self._put_off = refusal  # of a part, where the whole may still be called
+                return False
             self._broke_off(refusal)
             raise
+        self._put_off = None if self.sessions else self._put_off
         return is_over
+
+    def _refuse_put_off(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Refuse at the step what the plan does not apply to, where nothing else was called before it."""
+        refusal, self._put_off = self._put_off, None
+        if refusal is not None:
+            self._broke_off(refusal)
+            raise refusal
 
     def _takes(self, called: nn.Module) -> bool:
         calls = self._calls[id(called)] = self._calls.get(id(called), 0) + 1
