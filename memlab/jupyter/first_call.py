@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memlab.runtime.optimizer_step import is_separable, standin
-from memlab.runtime.workload import is_made, unwrap_optimizer
+from memlab.runtime.workload import is_made, steps_some_of, unwrap_optimizer
 
 
 class FirstCall:
@@ -84,6 +85,8 @@ class FirstTrainingCall(FirstCall):
         super().__init__(found, thread)
         self._expects_closures = expects_closures
         self.stepped: set[int] = set()  # numbers (`id`) of the optimizers that have stepped before any call that trains
+        self.evaluated = ""  # class of a model that an optimizer has updated and that was called in eval mode
+        self._in_eval_mode: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
         if self._expects_closures:
@@ -92,11 +95,17 @@ class FirstTrainingCall(FirstCall):
         return super().__enter__()
 
     def _counts(self, module: nn.Module) -> bool:
-        is_training = module.training and torch.is_grad_enabled()
-        return is_training and any(p.requires_grad for p in module.parameters()) and is_made(module)
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()) and is_made(module)):
+            return False
+        if not module.training:
+            self._in_eval_mode.add(module)
+        return module.training
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self.stepped.add(id(optimizer))
+        for module in [] if self.evaluated else [*self._in_eval_mode]:
+            if steps_some_of(optimizer, module):
+                self.evaluated = type(module).__name__
 
     def _step_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -36,6 +36,7 @@ ForwardHandler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any
 CALL = "_compiled_call_impl"
 _STATE = "__getstate__"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
 class CallHook:
@@ -78,7 +79,7 @@ class CallHook:
             return call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # for classes whose own `__getstate__` does not leave the hook out: nothing
+        # where something else than `__getstate__` reads the attributes of a module: nothing
         return type(None), ()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> None:
@@ -115,6 +116,8 @@ class CallHook:
         assert model is not None
         instance = model.__dict__
         self.further_in = instance.get(CALL)
+        if type(model).__getstate__ is not nn.Module.__getstate__:  # which leaves the hook out
+            keep_out_of_copies(model, undo)
         undo.callback(self._remove, instance)
         instance[CALL] = self
         if _has_own_call(type(model)):
@@ -302,9 +305,10 @@ def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
         users = None if is_state else value.users if isinstance(value, (CallHook, _StandIn)) else value
         if users is value or users is not None:
             own[key] = users
-    for key in _HOOKS:
+    ours = {number for key in _HOOKS for number, hook in own.get(key, {}).items() if is_ours(hook)}
+    for key in (*_HOOKS, *HOOK_OPTIONS) if ours else ():
         if key in own:
-            own[key] = type(own[key])((number, hook) for number, hook in own[key].items() if not is_ours(hook))
+            own[key] = type(own[key])((number, hook) for number, hook in own[key].items() if number not in ours)
     return own
 
 

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.runtime import containers
-from memlab.runtime.hooks import is_ours
+from memlab.runtime.hooks import HOOK_OPTIONS, is_ours
 from memlab.runtime.rng import is_generator
 
 # tensors and arrays up to this size are copied whatever is known of them, since some operators write without a trace
@@ -41,7 +41,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # those of every module, in torch's own `nn.modules.module`
 GLOBAL_FORWARD_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 # beside them, by the same numbers, what was asked for when they were registered
-_HOOK_TABLES = (*_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_HOOK_TABLES = (*_HOOKS, *HOOK_OPTIONS)
 
 
 class ModuleHooks:

@@ -5,6 +5,8 @@ Rules:
 1. Layers are exchanged one parameter at a time. Until all are, the old form is kept, here by reference or by the
    caller in its own way, so that going back converts nothing and is bit for bit.
 2. Checkpoints are in the user's own format: leaving unpacks, loading packs, and live state is not touched.
+3. Torch hands out the live tensors in `state_dict()`, and takes those it is given in `load_state_dict()`. So tensors that were
+   handed out or taken in follow the state after each step, for as long as the loop holds them and the state goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +119,59 @@ class PackedState(dict[str, Any]):
                 self.update(own)
 
 
+@dataclass
+class _Followed:
+    """State of one parameter, and tensors of the loop's that are to have its values.
+
+    Args:
+        state: as it is kept now; another one that the loop puts there is not followed.
+        tensors: in the user's own form, by name.
+    """
+
+    state: State
+    tensors: list[tuple[str, weakref.ref[torch.Tensor]]]
+
+
+# by id of the parameter: a hook on one may know the optimizer, and would keep it here for good
+_followed: weakref.WeakKeyDictionary[Optimizer, dict[int, _Followed]] = weakref.WeakKeyDictionary()
+
+
+def _follow(optimizer: Optimizer, parameter: torch.Tensor, tensors: State) -> None:
+    """Let tensors in the user's own form have the values of a parameter's state from now on."""
+    state = optimizer.state[parameter]
+    live = {id(value) for value in dict(state).values()}
+    new = [
+        (name, weakref.ref(value))
+        for name, value in tensors.items()
+        if torch.is_tensor(value) and id(value) not in live
+    ]
+    followed = _followed.setdefault(optimizer, {})
+    before = followed.get(id(parameter))
+    known = before.tensors if before is not None and before.state is state else []
+    followed[id(parameter)] = _Followed(state, known + new)
+
+
+def _catch_up(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
+    """Give tensors that follow the state its values."""
+    before = _followed.pop(optimizer, {})
+    after = {}
+    for parameter, state in held_states(optimizer) if before else ():
+        followed = before.get(id(parameter))
+        if followed is None or followed.state is not state:
+            continue
+        alive = [(name, tensor) for name, reference in followed.tensors if (tensor := reference()) is not None]
+        if not alive:
+            continue
+        after[id(parameter)] = _Followed(state, [(name, weakref.ref(tensor)) for name, tensor in alive])
+        own = canonical(optimizer, parameter, state, techniques)
+        for name, tensor in alive:
+            value = own.get(name)
+            if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
+                tensor.copy_(value)
+    if after:
+        _followed[optimizer] = after
+
+
 def at_home(techniques: Sequence[Technique], parameters: Sequence[Parameter], *, updates: bool) -> ExitStack:
     """Context in which parameters are on the device they are used on, whatever techniques keep them elsewhere."""
     with ExitStack() as visiting:
@@ -197,6 +253,8 @@ def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
     for parameter, state in held_states(optimizer):
         with at_home(techniques, [parameter], updates=False):
             set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
+        if layers and parameter in optimizer.state:
+            _follow(optimizer, parameter, state)
 
 
 def canonical_state_dict(
@@ -214,7 +272,11 @@ def canonical_state_dict(
     entries = _canonical_entries(
         optimizer, resident, lambda key: everything[key] if type(key) is int else None, techniques
     )
-    return {**state_dict, "state": {key: _on_host(entry, resident[key]) for key, entry in entries}}
+    own = {key: _on_host(entry, resident[key]) for key, entry in entries}
+    for key, entry in own.items():
+        if type(key) is int and isinstance(entry, dict):
+            _follow(optimizer, everything[key], entry)
+    return {**state_dict, "state": own}
 
 
 class _StateOfCopies:
@@ -245,6 +307,9 @@ def show_own_form(optimizer: Optimizer, techniques: Callable[[], Sequence[Techni
         ).remove
     )
     undo.callback(optimizer.register_load_state_dict_post_hook(lambda loaded: pack_loaded(loaded, techniques())).remove)
+    undo.callback(
+        optimizer.register_step_post_hook(lambda stepped, _args, _kwargs: _catch_up(stepped, techniques())).remove
+    )
     _keep_own_form_in_copies(optimizer, lambda copied, state: canonical_copy(copied, state, techniques()), undo)
 
 
@@ -344,6 +409,9 @@ def held_states(optimizer: Optimizer) -> list[tuple[Any, State]]:
 
 def set_state(optimizer: Optimizer, parameter: Parameter, state: State) -> None:
     """Keep new state, or none: an empty entry would read as state that exists."""
+    followed = _followed.get(optimizer, {}).get(id(parameter))
+    if followed is not None and optimizer.state.get(parameter) is followed.state:
+        followed.state = state
     if state:
         optimizer.state[parameter] = state
     else:

@@ -379,6 +379,11 @@ def steps_some_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     return not _stepped_by(optimizer).isdisjoint(id(p) for p in model.parameters())
 
 
+def steps_others(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Return whether an optimizer updates parameters that are none of a model's."""
+    return not _stepped_by(optimizer) <= {id(p) for p in model.parameters()}
+
+
 def _stepped_by(optimizer: torch.optim.Optimizer) -> set[int]:
     # one whose making has failed may have no groups
     return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}

@@ -22,6 +22,10 @@ class Usage:
         self._workload = workload
         self._in_force = in_force
         self._log = log
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with another loop, of which nothing is known."""
         self.was_called = False  # whether the loop has called the model to train it
         self.was_evaluated = False  # whether it has called it in eval mode, with gradients
         self._stepped: set[int] = set()  # optimizers that have, before the model was called
@@ -37,6 +41,11 @@ class Usage:
         """Write into the log which settings had no effect, once it is known that they had none."""
         if (passed_by := self.passed_by) is not None:
             self._log.note_once(passed_by)
+
+    @property
+    def is_passed_by(self) -> bool:
+        """Return whether the model has been updated, and was not called."""
+        return bool(self._stepped) and not self.was_called
 
     @property
     def how_passed_by(self) -> str:

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from memlab.errors import TraceError
+from memlab.runtime.hooks import HOOK_OPTIONS
 from memlab.runtime.reach import keeps_state_in_modules
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Batch, Workload
@@ -36,7 +37,6 @@ from memlab.session import session_of
 
 _CPU = torch.device("cpu")
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 # objects a module may refer to that are no part of it, and that lead to the whole program
 _FOREIGN_ATTRIBUTES = ("_trainer", "_fabric")
 
@@ -176,7 +176,7 @@ class Twin:
                 hooks = getattr(module, name)
                 for key in [key for key, hook in hooks.items() if not _is_part_of_the_model(hook)]:
                     del hooks[key]
-                    for options in _HOOK_OPTIONS:
+                    for options in HOOK_OPTIONS:
                         getattr(module, options).pop(key, None)
                     left += 1
         if left:

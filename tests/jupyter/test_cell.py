@@ -402,8 +402,10 @@ def test_a_plain_cell_neither_predicts_nor_draws(shell: Any, made: Cell, monkeyp
     }
 
 
-def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell) -> None:
-    cell(MAKE)
+@pytest.mark.parametrize("before", [MAKE, f"{MAKE}%%memfit\n{TRAIN}"], ids=["first cell", "after a cell that calls it"])
+def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell, before: str) -> None:
+    for each in before.split("%%"):
+        cell(f"%%{each}" if each.startswith("memfit") else each)
     ran = cell(f"%%memfit --accumulate 2\n{STEP.replace('model(inputs)', 'model.forward(inputs)')}")
     assert ran.error is None
     assert ran.out == (

@@ -122,6 +122,14 @@ def test_the_line(made: Cell, unchanged: Any, line: str, said: str) -> None:
     assert refused(made, unchanged, f"%%memfit {line}") == said
 
 
+def test_a_model_that_the_cell_trains_in_eval_mode_only(made: Cell) -> None:
+    made("model.eval()")
+    train = f"optimizer = torch.optim.SGD(model.parameters(), 1e-3)\n{TRAIN}"
+    said = "no model in train mode was found: the loop trains Sequential in eval mode only; call model.train() before"
+    assert f"memfit: {said}\n" in made(f"%%memfit\n{train}").out
+    assert str(made(f"%%memfit --checkpoint\n{train}").error) == f"{said}; --checkpoint was not applied"
+
+
 def test_no_model(cell: Cell) -> None:
     expected = (
         "no model found: the cell names no torch.nn.Module with values to train, and trains none by calling it (calls within "

@@ -532,6 +532,27 @@ def test_a_loop_that_begins_to_need_them_is_told_that_it_is_too_late(between: An
     assert str(refusal.value) == REFUSED[between].format("; parameters have been updated with the gradients so far")
 
 
+def test_a_second_model_is_watched_beside_a_first() -> None:
+    first = mlp()
+    updates_first = torch.optim.AdamW(first.parameters())
+    with fit(Workload(first, updates_first), "--release-grads"):
+        step_of(first, updates_first, 0)
+        second = mlp()
+        updates = torch.optim.AdamW(second.parameters())
+        with fit(Workload(second, updates), "--release-grads"):
+            for step in range(3):
+                loss = loss_of(second, step)
+                updates.zero_grad()  # seen as well, or the second step would be refused
+                loss.backward()
+                updates.step()
+            loss_of(second, 3)
+            with pytest.raises(RefusalError) as refusal:
+                norms = [p.grad.norm() for p in second.parameters() if p.grad is not None]
+                assert not norms
+        updates_first.zero_grad()
+    assert str(refusal.value).startswith("gradients: the loop uses gradients after optimizer.step()")
+
+
 def test_what_a_thread_of_the_loop_was_refused_the_loop_hears() -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
