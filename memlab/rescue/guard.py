@@ -136,7 +136,7 @@ class GuardedCall:
             self._output = None
             self.drop_graph()
             raise
-        self._after = RandomState(self._aliases.device)
+        self._after = RandomState()
         self._before.call_ended()
         self._graph = differentiable(self._output)
         self._paths = list(self._graph)
@@ -325,7 +325,7 @@ class Start:
         self._objects = objects
         self._model, self._device = model, device
         self._state = None if objects is None else State.of_model(model, device, objects, _written)
-        self._random = Randomness(device) if self._state is None else self._state.random
+        self._random = Randomness() if self._state is None else self._state.random
         self._buffers = [
             (module, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)
             for module in model.modules()

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_iter
 
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import LoopMode
-from memlab.runtime.rng import RandomState, drawn_on
+from memlab.runtime.rng import RandomState
 
 if TYPE_CHECKING:
     from memlab.rescue.rescuer import Rescuer
@@ -146,7 +146,7 @@ class LoopCode(LoopMode):
 
     def _retried(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         written = _versions((args, kwargs)) if name.endswith("_") or "out" in kwargs else None
-        random = RandomState(drawn_on(args, kwargs)) if name.rstrip("_") in _DRAWING else None
+        random = RandomState() if name.rstrip("_") in _DRAWING else None
         attempt = 0
         while True:
             shortage: BaseException | None = None

@@ -48,7 +48,7 @@ class _Layer:
     def remove(self) -> None:
         """Take it out, also from under others; harmless when done, or when somebody has put in another handler."""
         layer: Any = signal.getsignal(signal.SIGINT)
-        if layer is self:
+        if layer is self and _is_main_thread():
             signal.signal(signal.SIGINT, self.previous)
         while isinstance(layer, _Layer):
             if layer.previous is self:
@@ -119,7 +119,12 @@ class Listener(_Layer):
 
     def __init__(self, previous: Handler, heard: Callable[[Callable[[], None]], None]) -> None:
         super().__init__(previous)
-        self._heard = weakref.WeakMethod(heard)
+        self._heard: Callable[[], Any] = weakref.WeakMethod(heard)
+
+    def remove(self) -> None:
+        """Take it out; on another thread, autograd's say, it hears no more, and goes when the next Ctrl-C comes."""
+        self._heard = _nobody
+        super().remove()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         heard = self._heard()
@@ -241,9 +246,18 @@ def listen(heard: Callable[[Callable[[], None]], None]) -> Listener | None:
     return listener
 
 
+def _nobody() -> None:
+    pass
+
+
+def _is_main_thread() -> bool:
+    """Return whether this is the thread whose handlers Python lets one exchange."""
+    return threading.get_ident() == threading.main_thread().ident
+
+
 def _handler() -> Handler | None:
     """Python's handler of Ctrl-C on this thread; None where there is none to exchange."""
-    if threading.get_ident() != threading.main_thread().ident:
+    if not _is_main_thread():
         return None
     handler = _getsignal(signal.SIGINT)
     if isinstance(handler, HeldBack) and handler.caller.is_over(sys._getframe(1)):

@@ -154,7 +154,7 @@ class State(Walk):
         self._tensors_kept = list(self._tensors.values())
         self._tensors.clear()
         self._seen.clear()
-        self.random = Randomness(device, self.generators)
+        self.random = Randomness(self.generators)
 
     @classmethod
     def of_model(

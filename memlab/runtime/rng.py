@@ -1,6 +1,6 @@
 """States of all generators of random numbers that a model's forward may draw from.
 
-Those of torch (the CPU's, and that of the model's GPU), of Python's `random` and of NumPy, and generators that modules,
+Those of torch (of the CPU and of every GPU: a model may lie on several), of Python's `random` and of NumPy, and generators that modules,
 hooks or arguments refer to.
 """
 
@@ -32,31 +32,29 @@ def drawn_on(args: Iterable[Any], kwargs: Mapping[str, Any]) -> torch.device:
 
 
 class RandomState:
-    """State of torch's generators: that of the CPU, and that of a GPU."""
+    """State of torch's generators: that of the CPU, and those of the GPUs where any is in use."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
-        self._device = device if device.type == "cuda" else None
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
     def equals(self, other: RandomState) -> bool:
         """Return whether no random number was drawn between this state and another."""
-        same_cuda = self._cuda is None or (other._cuda is not None and torch.equal(self._cuda, other._cuda))
+        same_cuda = all(map(torch.equal, self._cuda, other._cuda))
         return torch.equal(self._cpu, other._cpu) and same_cuda
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
-        if self._cuda is not None and self._device is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
 
 
 class Randomness:
     """States at a moment."""
 
-    def __init__(self, device: torch.device, generators: Iterable[Any] = ()) -> None:
-        self._device = device
+    def __init__(self, generators: Iterable[Any] = ()) -> None:
         self._generators = list(generators)
-        self.torch = RandomState(device)
+        self.torch = RandomState()
         # each with what puts its state back
         self._own = [(g, g.get_state()) for g in self._generators if isinstance(g, torch.Generator)]
         self._host = [
@@ -65,7 +63,7 @@ class Randomness:
 
     def taken_again(self) -> Randomness:
         """Return the states of the same generators now."""
-        return Randomness(self._device, self._generators)
+        return Randomness(self._generators)
 
     def equals(self, other: Randomness) -> bool:
         """Return whether no random number was drawn between these states and others."""

@@ -193,12 +193,13 @@ class Workload:
 
     @property
     def device(self) -> torch.device:
-        """Return where the first trainable parameter lives, or is trained."""
+        """Return where the first trainable parameter lives, or is trained: the first on a GPU where some are on the host."""
         if self.trained_on is not None:
             return self.trained_on
         # one may be frozen for a part of each step, as the judges of a CycleGAN are
         parameters = list(self.model.parameters())
-        return next((p for p in parameters if p.requires_grad), parameters[0]).device
+        trained = [p for p in parameters if p.requires_grad] or parameters
+        return next((p for p in trained if p.is_cuda), trained[0]).device
 
     def describe(self) -> str:
         """Model, size, optimizer and device in one line."""

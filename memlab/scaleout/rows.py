@@ -116,9 +116,9 @@ class Rows:
         return join.closed(gathered)
 
     def _own_random(self, seed: int) -> RandomState:
-        loops = RandomState(self._engine.device)
+        loops = RandomState()
         torch.manual_seed(seed + self._rank)
-        own = RandomState(self._engine.device)
+        own = RandomState()
         loops.restore()
         return own
 
@@ -127,12 +127,12 @@ class Rows:
         if self._random is None:
             yield
             return
-        loops = RandomState(self._engine.device)
+        loops = RandomState()
         self._random.restore()
         try:
             yield
         finally:
-            self._random = RandomState(self._engine.device)
+            self._random = RandomState()
             loops.restore()
 
 

@@ -130,6 +130,7 @@ class InForce:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
             if is_on_gpu and self.techniques != before:
                 torch.cuda.empty_cache()
+                torch._C._host_emptyCache()  # pinned memory, which nobody else on the machine can have meanwhile
 
     @property
     def held_tensors(self) -> tuple[torch.Tensor, ...]:

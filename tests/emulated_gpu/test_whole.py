@@ -42,17 +42,20 @@ def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Git:
 
 
 class Runs:
-    """Runs of pytest that pass; the process ends before the one that is named."""
+    """Runs of pytest that pass; the process ends before the one that is named, and within it as the status says."""
 
-    def __init__(self) -> None:
+    def __init__(self, **ends_within: int) -> None:
         self.files: list[str] = []
         self.ends_before = ""
+        self.ends_within = ends_within
 
     def __call__(self, arguments: Sequence[str]) -> int:
         name = Path(arguments[-1]).name
         if name == self.ends_before:
             raise KeyboardInterrupt
         self.files.append(name)
+        if (status := self.ends_within.get(Path(name).stem)) is not None:
+            return status
         [report] = [each for each in arguments if each.startswith("--junitxml=")]
         Path(report.partition("=")[2]).write_text(_REPORT)
         return 0
@@ -74,6 +77,20 @@ def test_what_was_broken_off_goes_on(git: Git) -> None:
     assert "Not run" not in whole.PAGE.read_text()
     whole.run_all(runs, [])  # of what is complete there is nothing to go on with
     assert runs.files == ["test_one.py", "test_two.py"] * 2
+
+
+@pytest.mark.parametrize("status", [137, 0])
+def test_a_process_that_ends_without_a_result_has_failed(
+    git: Git, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    runs = Runs(test_one=status)
+    assert whole.run_all(runs, []) == 1
+    said = whole.PAGE.read_text()
+    assert ": 1 passed, 1 failed, in" in said
+    assert "| tests/test_one.py | memory alone | 0 | 1 | 0 | 0 |" in said
+    assert f"Failed:\n\n- tests/test_one.py memory alone: ended with status {status}\n" in said
+    assert whole.run_all(runs, ["one"]) == 1
+    assert "| tests/test_one.py | memory alone | 0 | 1 | 0 | 0 |" in capsys.readouterr().err
 
 
 def test_results_of_two_commits_are_not_mixed(git: Git) -> None:

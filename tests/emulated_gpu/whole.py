@@ -161,7 +161,15 @@ def _told(run: Run, part: Part) -> dict[str, Any]:
 
 
 def _is_bad(row: Mapping[str, Any]) -> int:
-    return int(row["status"] not in (0, 5))  # 5: nothing of this file is run this way
+    # 5: nothing of this file is run this way
+    return int(row["status"] not in (0, 5) or (row["status"] == 0 and not any(row[each] for each in _OUTCOMES)))
+
+
+def _failures(name: str, row: Mapping[str, Any]) -> list[str]:
+    """What failed of a part: its tests; or the part itself, where its process ended otherwise than by one of them."""
+    if _is_bad(row) and not row["names"]:
+        return [f"{name}: ended with status {row['status']}"]
+    return [f"{name}: {test}" for test in row["names"]]
 
 
 def _row(run: Run, part: Part) -> dict[str, Any]:
@@ -190,14 +198,15 @@ def page(commit: str, versions: Mapping[str, str], rows: Mapping[str, Any]) -> s
     """The results as Markdown."""
     names = [_name(part) for part in parts()]
     ran = "All of it ran" if all(name in rows for name in names) else "What ran by now, ran"
-    passed, failed, seconds = (sum(row[what] for row in rows.values()) for what in ("passed", "failed", "seconds"))
+    passed, seconds = (sum(row[what] for row in rows.values()) for what in ("passed", "seconds"))
+    failures = [each for name, row in rows.items() for each in _failures(name, row)]
     lines = [
         "# The last run on the emulated GPU",
         "",
         "Written by `python -m tests.emulated_gpu --all`. Nothing here is from a card. A test that is skipped one way runs the other, needs a card, "
         "or says what it lacks.",
         "",
-        f"{ran} at commit {commit}: {passed} passed, {failed} failed, in {seconds / 60:.0f} minutes; "
+        f"{ran} at commit {commit}: {passed} passed, {len(failures)} failed, in {seconds / 60:.0f} minutes; "
         f"{', '.join(f'{name} {number}' for name, number in versions.items())}.",
         "",
         "| file | how | passed | failed | skipped | seconds |",
@@ -205,11 +214,8 @@ def page(commit: str, versions: Mapping[str, str], rows: Mapping[str, Any]) -> s
         *(_line(name, row) for name, row in rows.items()),
     ]
     missing = [name for name in names if name not in rows]
-    for what, names in (
-        ("Failed", [f"{name}: {test}" for name, row in rows.items() for test in row["names"]]),
-        ("Not run yet", missing),
-    ):
-        lines += ["", f"{what}:", "", *(f"- {name}" for name in names)] if names else []
+    for what, named in (("Failed", failures), ("Not run yet", missing)):
+        lines += ["", f"{what}:", "", *(f"- {name}" for name in named)] if named else []
     return "\n".join(lines) + "\n"
 
 
@@ -220,5 +226,5 @@ def _name(part: Part) -> str:
 
 def _line(name: str, row: Mapping[str, Any]) -> str:
     file, _, way = name.partition(" ")
-    ended = "" if row["status"] in (0, 5) or row["failed"] else f" (status {row['status']})"
-    return f"| {file} | {way}{ended} | {' | '.join(str(row[each]) for each in _OUTCOMES)} | {row['seconds']} |"
+    counts = {**row, "failed": len(_failures(name, row))}
+    return f"| {file} | {way} | {' | '.join(str(counts[each]) for each in _OUTCOMES)} | {row['seconds']} |"

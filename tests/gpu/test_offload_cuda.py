@@ -49,6 +49,17 @@ def weights_after(load: Workload, flags: str, steps: int, **settings: bool) -> l
     return found
 
 
+def test_pinned_memory_goes_with_the_plan(load: Workload) -> None:
+    training_step(load)
+    torch._C._host_emptyCache()
+    before_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    with fit(load, "--offload optimizer,activations,params"):
+        for _ in range(2):
+            training_step(load)
+        assert torch.cuda.host_memory_stats()["allocated_bytes.current"] > before_bytes
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == before_bytes
+
+
 # -- activations -----------------------------------------------------------------------------------
 
 

@@ -388,3 +388,8 @@ def test_a_plan_that_one_of_several_models_is_refused_stays_on_none(cell: Cell) 
     for flags in ("--release-grads", "--chunk-loss"):
         assert type(cell(f"%%memfit {flags}\n{GAN_LOOP}").error).__name__ == "UsageError"
         assert {session.plan.label for session in sessions()} <= {"as written"}
+
+
+def test_a_loop_under_a_default_device_is_no_reader_of_gradients(made: Cell) -> None:
+    indented = TRAIN.replace("\n", "\n    ")
+    assert made(f"%%memfit --release-grads\nwith torch.device('cpu'):\n    {indented}").error is None

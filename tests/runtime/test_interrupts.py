@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import listen, uninterrupted
 from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("pythons_own_handler")
@@ -110,3 +110,37 @@ def test_on_another_thread_nothing_is_held_back() -> None:
         thread.join()
         assert signal.getsignal(signal.SIGINT) == held
         assert not interrupts.came
+
+
+class _Hearing:
+    def __init__(self) -> None:
+        self.heard = 0
+
+    def hear(self, deliver: Any) -> None:
+        self.heard += 1
+        deliver()
+
+
+def test_a_listener_is_removed_from_another_thread() -> None:
+    """Of a backward pass on a GPU, say, whose hooks autograd runs on a thread of its own."""
+    before, hearing, errors = signal.getsignal(signal.SIGINT), _Hearing(), []
+    listener = listen(hearing.hear)
+    assert listener is not None
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert hearing.heard == 1
+
+    def remove() -> None:
+        try:
+            listener.remove()
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    thread.join()
+    assert errors == []
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert hearing.heard == 1
+    assert signal.getsignal(signal.SIGINT) is before

@@ -220,7 +220,7 @@ class Accumulation(Technique):
         """Raise what the model raises for the whole batch; where it raises nothing, micro-batches are to blame."""
         assert self._model is not None
         snapshot = Surroundings(self._model, complete=True)
-        randomness = Randomness(next(self._model.parameters()).device, snapshot.generators)
+        randomness = Randomness(snapshot.generators)
         whole.run(call)
         snapshot.restore()
         randomness.restore()

@@ -82,7 +82,7 @@ class Judgement:
         with self._aliases.in_place():
             self._snapshot = Surroundings(model, complete=True, without_buffers_of=per_part)
             self._start = Surroundings(model, complete=True)
-        self._random = Randomness(self._device, [*self._start.generators, *filter(is_generator, whole.leaves)])
+        self._random = Randomness([*self._start.generators, *filter(is_generator, whole.leaves)])
         self._names = {id(p): n for n, p in model.named_parameters()}
         self._autocast = AutocastState()
         self._versions = [p._version for p in self._aliases.originals]

@@ -189,7 +189,7 @@ class MicroRun:
 
     def _random_now(self) -> Randomness:
         own = self._verdict.generators if self._verdict is not None else ()
-        return Randomness(self._aliases.device, [*own, *filter(is_generator, self._division.micro_batches[0].leaves)])
+        return Randomness([*own, *filter(is_generator, self._division.micro_batches[0].leaves)])
 
     def _first_run_of(self, index: int) -> None:
         if not self._repeats:

@@ -182,7 +182,9 @@ def _state_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> by
     device = drawn_on(args, kwargs)
     if not given and device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
-    return b"".join([f"{func}{_numbers_in(args, kwargs)}".encode(), *(state.numpy().tobytes() for state in states)])
+    return b"".join(
+        [f"{func}{device}{_numbers_in(args, kwargs)}".encode(), *(state.numpy().tobytes() for state in states)]
+    )
 
 
 @functools.cache

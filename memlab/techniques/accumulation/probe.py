@@ -389,14 +389,10 @@ class Quiet:
         self._in_turn = in_turn
         self.goes_on = goes_on
         self.draws_on_host = False
-        parameters = [*model.parameters()]
-        self.is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
+        self.is_fake = any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
         self._snapshot = None if self.is_fake else Surroundings(model, complete=True, buffers_alone=buffers_alone)
         own = [*(self._snapshot.generators if self._snapshot is not None else ()), *generators]
-        self._random = Randomness(parameters[0].device if parameters else torch.device("cpu"), own)
-        self._others = [
-            (device, torch.cuda.get_rng_state(device)) for device in {p.device for p in parameters if p.is_cuda}
-        ]
+        self._random = Randomness(own)
         self.noise = Noise()
 
     def run(self, call: Call, span: tuple[int, int, int] | None) -> Any:
@@ -422,8 +418,6 @@ class Quiet:
         if self._snapshot is not None:
             self._snapshot.restore()
         self._random.restore(host=host)
-        for device, state in self._others:
-            torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager

@@ -205,7 +205,7 @@ class Checkpointing(Technique):
         if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
             return first(call, args, kwargs)  # nothing is to be put back, and copies would be taken for the model's
         before = Surroundings(model)
-        randomness = Randomness(next(model.parameters()).device, before.generators)
+        randomness = Randomness(before.generators)
         try:
             return first(call, args, kwargs)
         except RefusalError:
@@ -334,7 +334,7 @@ class Checkpointing(Technique):
         assert self._budget is not None
         with run.again():
             args, kwargs = run.arguments(saved)
-            output, kept = kept_by(call, args, kwargs, run.device)
+            output, kept = kept_by(call, args, kwargs)
             del output
         self._budget.add(part, kept)
 

@@ -30,16 +30,14 @@ class Kept:
     inputs: Mapping[int, int]  # sizes of the storages that came in, by identity; they stay either way
 
 
-def kept_by(
-    call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
-) -> tuple[Any, Kept]:
+def kept_by(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Kept]:
     """Run a block's forward with gradients for the sake of what its graph keeps; random state comes back.
 
     Returns:
         The output, to be dropped, and what is kept for as long as it lives.
     """
     inputs = storages(tree_leaves((args, dict(kwargs))))
-    before, run = RandomState(device), _Run()
+    before, run = RandomState(), _Run()
     with run:
         output = call(*args, **kwargs)
     before.restore()

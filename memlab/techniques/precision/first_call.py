@@ -60,7 +60,7 @@ class FirstCalls:
         if self._precision is Precision.FP16:
             refuse_backward_hooks(name, model)
         before = Surroundings(model)
-        randomness = Randomness(next(model.parameters()).device, before.generators)
+        randomness = Randomness(before.generators)
         frozen = self._copies_of_frozen(model)
         try:
             output = self._lowered(call, args, kwargs)

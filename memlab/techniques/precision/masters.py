@@ -135,6 +135,8 @@ class Masters:
                 tensor.grad = None
             for tensor in joined:
                 high, rest = before.pop(id(tensor), (None, None))
+                if high is not None and high.device != tensor.device:  # the loop has moved the model
+                    high = rest = None
                 is_same = tensor.untyped_storage()._cdata == storages.get(id(tensor))
                 if rest is None or rest.dtype is torch.int16:
                     self._lower(tensor, tensor.data, high, rest)
@@ -143,7 +145,7 @@ class Masters:
                 else:  # on a visit to the device; or it was given other data
                     self._lower(tensor, rest.copy_(tensor.data) if is_same else tensor.data, high)
             for tensor, gradient in zip(split, gradients, strict=True):
-                tensor.grad = None if gradient is None else gradient.to(tensor.dtype)
+                tensor.grad = None if gradient is None else gradient.to(tensor)
 
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
         rest = self._rest[id(tensor)]

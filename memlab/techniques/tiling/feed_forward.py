@@ -146,7 +146,7 @@ def treats_rows_alike(part: FeedForward) -> bool:
     noise = torch.randn(1, 3, part.linears[0].inputs, generator=torch.Generator().manual_seed(0), device="cpu")
     call = getattr(part.owner, part.method)
     before = Surroundings(part.owner)
-    random = Randomness(weight.device, before.generators)
+    random = Randomness(before.generators)
     try:
         with torch.no_grad(), without_autocast():
             call(noise.to(weight))  # in train mode, for what it changes
