@@ -24,7 +24,7 @@ from memlab.exporting import export
 from memlab.measuring.runs import compare, measure
 from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
-from memlab.records.shown import Shown
+from memlab.records.measurement import Shown
 from memlab.runtime.workload import Workload
 from memlab.search import ablation, find_plan
 from memlab.session import fit

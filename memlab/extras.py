@@ -46,11 +46,7 @@ def require(package: str) -> ModuleType:
 
 
 def require_installed(package: str) -> None:
-    """Raise as `require` does where an optional package is missing, without importing it.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Raise as `require` does where an optional package is missing, without importing it."""
     if not available(package):
         raise _missing(package)
 

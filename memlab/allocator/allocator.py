@@ -34,12 +34,6 @@ class Allocator:
     It is long because a request goes through torch's own steps in torch's order (cached block, driver, collection,
     splitting), each of which changes the same pools and counters.
 
-    Args:
-        settings: as parsed from PYTORCH_ALLOC_CONF; torch's defaults when left out.
-        capacity_bytes: what the driver can give, None for no limit.
-        device_bytes: all memory of the device, of which a memory fraction is a share; the capacity when left out.
-        history: whether to keep every step for `memlab.allocator.memory_viz`.
-
     Known limitations: memory used on several streams at once (`record_stream`), private pools of CUDA graphs
     and memory shared between processes are not simulated. Addresses are never used twice.
 
@@ -55,11 +49,12 @@ class Allocator:
 
     def __init__(
         self,
-        settings: Settings | None = None,
-        capacity_bytes: int | None = None,
+        settings: Settings | None = None,  # as parsed from PYTORCH_ALLOC_CONF; torch's defaults when left out
+        capacity_bytes: int | None = None,  # what the driver can give, None for no limit
         *,
+        # all memory of the device, of which a memory fraction is a share; the capacity when left out
         device_bytes: int | None = None,
-        history: bool = False,
+        history: bool = False,  # whether to keep every step for `memlab.allocator.memory_viz`
     ) -> None:
         _check_positive("capacity_bytes", capacity_bytes)
         _check_positive("device_bytes", device_bytes)
@@ -83,11 +78,7 @@ class Allocator:
         self._collects = self._allowed is not None and self.settings.garbage_collection_threshold > 0
 
     def malloc(self, size: int, stream: int = 0, context: Context = NO_CONTEXT) -> Block:
-        """Allocate.
-
-        Raises:
-            DoesNotFitError: there is no room, even with the cache given back.
-        """
+        """Allocate. Raises `DoesNotFitError`: there is no room, even with the cache given back."""
         if size < 1:
             raise MemlabError(f"malloc({size}): expected 1 byte or more; torch never asks its allocator for less")
         rounded = round_size(size, self._divisions)

@@ -40,10 +40,6 @@ def load_weights(model: nn.Module, path: Path, *, strict: bool) -> None:
 
     Names and shapes are compared before anything is read. Each tensor is cast to the format of the one it fills, in batches
     of 64 MiB; what the file holds is never whole in memory.
-
-    Raises:
-        BuildError: no such files, names that do not agree, or other shapes.
-        MissingExtraError: safetensors is not installed.
     """
     safetensors = require("safetensors")
     file_of = _files(path, safetensors)

@@ -33,11 +33,7 @@ def is_model_class(given: object) -> bool:
 
 
 def class_for(config: Any) -> Any:
-    """The model class that a configuration names.
-
-    Raises:
-        BuildError: it names none, or one that the installed Transformers does not have.
-    """
+    """The model class that a configuration names."""
     transformers = require("transformers")
     names = getattr(config, "architectures", None) or []
     found = [getattr(transformers, name) for name in names[:1] if hasattr(transformers, name)]
@@ -69,12 +65,7 @@ def note_dtype(model: Any, dtype: torch.dtype) -> None:
 
 
 def from_folder(model_class: Any, folder: Path, target: BuildTarget, *, strict: bool) -> nn.Module:
-    """A model from a folder that `save_pretrained` wrote, each tensor read into its place.
-
-    Raises:
-        BuildError: no such folder, no safetensors in it, or names or shapes that are not the model's.
-        MissingExtraError: a device other than the CPU, and accelerate is not installed.
-    """
+    """A model from a folder that `save_pretrained` wrote, each tensor read into its place."""
     transformers = require("transformers")
     if not (folder / "config.json").is_file():
         raise BuildError(

@@ -21,11 +21,7 @@ class BuildTarget:
 
     @classmethod
     def parse(cls, device: torch.device | str, dtype: torch.dtype | str | None) -> BuildTarget:
-        """Read and check what the user gave.
-
-        Raises:
-            BuildError: a device that is not there, or a format that models are not kept in.
-        """
+        """Read and check what the user gave."""
         return cls(_device(device), _dtype(dtype))
 
 

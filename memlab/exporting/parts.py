@@ -34,11 +34,7 @@ def offloads_model_states(plan: Plan) -> bool:
 
 
 def replacement_of(plan: Plan) -> Replacement:
-    """Return the optimizer that takes the place of the user's optimizer; AdamW stands for one that the plan keeps.
-
-    Raises:
-        PlanError: no single call makes it.
-    """
+    """Return the optimizer that takes the place of the user's optimizer; AdamW stands for one that the plan keeps."""
     choice = OptimizerChoice.ADAMW if plan.optimizer is OptimizerChoice.KEEP else plan.optimizer
     row = REPLACEMENTS[choice]
     if not row.code[1]:

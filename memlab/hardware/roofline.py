@@ -173,18 +173,14 @@ def _notes(gpu: Gpu, rates: Mapping[str, float]) -> Iterable[str]:
 
 
 class Bill:
-    """The work of many operators, in columns, so that a whole plan space can be priced quickly.
-
-    Args:
-        columns: one number for each operator, by names of `Work`; may be broken numbers in a bill between two others.
-        classes: dtype and kind of each operator.
-    """
+    """The work of many operators, in columns, so that a whole plan space can be priced quickly."""
 
     __slots__ = ("_members", "classes", "columns")
 
     def __init__(self, columns: Mapping[str, Sequence[float]], classes: Sequence[tuple[str, str]]) -> None:
+        # one number for each operator, by names of `Work`; may be broken numbers in a bill between two others
         self.columns = columns
-        self.classes = classes
+        self.classes = classes  # dtype and kind of each operator
         self._members: dict[tuple[str, str], list[int]] | None = None
 
     @classmethod

@@ -144,7 +144,7 @@ class CallMeter:
 
     def pass_begins(self, batch: Batch) -> None:
         caches = cache.caches_in(batch.kwargs)
-        has_past = any(_has_tokens(each) for each in caches)
+        has_past = any(any(tensor.dim() > 1 and tensor.numel() for tensor in cache.tensors_of(each)) for each in caches)
         if self._run is None or not (self._run.is_generate or (has_past and self._run.cache_bytes)):
             self._close()
             self._begin(batch, is_generate=False)
@@ -324,10 +324,6 @@ def _cross_tokens(batch: Batch) -> int:
     encoded = batch.kwargs.get("encoder_outputs")
     hidden = next(iter(tensors_in(encoded)), None) if encoded is not None else batch.kwargs.get("input_ids")
     return hidden.shape[1] if isinstance(hidden, torch.Tensor) and hidden.dim() > 1 else 0
-
-
-def _has_tokens(held: Any) -> bool:
-    return any(tensor.dim() > 1 and tensor.numel() for tensor in cache.tensors_of(held))
 
 
 def _past_tokens(caches: list[Any]) -> int:

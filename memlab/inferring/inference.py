@@ -14,7 +14,6 @@ What a call gets, and why:
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,7 +37,7 @@ from memlab.records.inference import InferenceRecord
 from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.hooks import CallHook, is_compiled, on_first_step, stand_in
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.out_of_memory import is_out_of_memory, release
+from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
 from memlab.runtime.workload import Batch, Workload, steps_some_of, unwrap_model
 from memlab.session import session_of
 from memlab.trace.tracer import Tracer
@@ -435,7 +434,5 @@ def _with_room(restore: Callable[[], None]) -> None:
         release(error)
     else:
         return
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    collect()
     restore()

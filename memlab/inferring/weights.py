@@ -30,11 +30,7 @@ _DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
 
 class HalfWeights:
-    """Rounds a model's weights, and puts them back.
-
-    Raises:
-        RefusalError: the model cannot run in that format here.
-    """
+    """Rounds a model's weights, and puts them back."""
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         self.dtype = _DTYPES[precision]

@@ -60,13 +60,7 @@ _PATIENCE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class CellPlace:
-    """Place where a cell's text runs: in the foreground by default.
-
-    Args:
-        run: runs it; as `cells.run`.
-        raise_shown: raises the error it ended with; as `cells.raise_shown`.
-        watch: makes what watches it; as `CellWatch`.
-    """
+    """Place where a cell's text runs: in the foreground by default."""
 
     run: Callable[[Shell, CellSource], Outcome] = cells.run
     raise_shown: Callable[[Shell, Outcome, str], None] = cells.raise_shown
@@ -81,7 +75,6 @@ class Background:
 
     @property
     def running(self) -> bool:
-        """Return whether a cell runs in the background."""
         return self._job is not None and self._job.is_running
 
     def start(
@@ -91,11 +84,6 @@ class Background:
         work: Callable[[CellPlace], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Run a cell in the background.
-
-        Raises:
-            SessionError: one runs already.
-        """
         if self._job is not None and self._job.is_running:
             raise SessionError(f"%%memfit --background: {self._job.name} runs in the background already; {WAYS_OUT}")
         self._job = Job(shell, Program(shell, source), work, failed)
@@ -107,21 +95,13 @@ class Background:
         return job is not None and any(each is model for each in job.models)
 
     def require_rest(self, what: str) -> None:
-        """Refuse what must not be done while a cell runs in the background, unless that cell does it itself.
-
-        Raises:
-            SessionError: a cell runs in the background.
-        """
+        """Refuse what must not be done while a cell runs in the background, unless that cell does it itself."""
         job = self._other()
         if job is not None:
             raise SessionError(f"{what}: {job.name} runs in the background; {WAYS_OUT}")
 
     def require_other(self, model: nn.Module | None) -> None:
-        """Refuse a foreground cell on the model that is trained in the background.
-
-        Raises:
-            SessionError: it is the same model, or nobody can tell.
-        """
+        """Refuse a foreground cell on the model that is trained in the background."""
         job = self._other()
         if job is None:
             return
@@ -184,19 +164,14 @@ WAYS_OUT = "%memfit wait waits for it, %memfit cancel ends it"
 
 
 class Job:
-    """One cell on its thread.
-
-    Attributes:
-        failure: what it ended with, in one line; empty when nothing went wrong.
-        was_cancelled: whether it was.
-    """
+    """One cell on its thread."""
 
     def __init__(
         self, shell: Shell, program: Program, work: Callable[[CellPlace], None], failed: Callable[[BaseException], None]
     ) -> None:
         self.name = f"In [{program.number}]"
-        self.failure = ""
-        self.was_cancelled = False
+        self.failure = ""  # what it ended with, in one line; empty when nothing went wrong
+        self.was_cancelled = False  # whether it was
         self._shell = shell
         self._program = program
         self._work = work
@@ -212,12 +187,10 @@ class Job:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it has begun and not ended."""
         return not self._has_ended.is_set()
 
     @property
     def is_here(self) -> bool:
-        """Return whether this is its thread."""
         return threading.current_thread() is self._thread
 
     @property
@@ -226,7 +199,6 @@ class Job:
         return [model for each in self._models if (model := each()) is not None]
 
     def start(self) -> None:
-        """Begin."""
         atexit.register(self._end_with_process)
         self._thread.start()
 
@@ -238,7 +210,6 @@ class Job:
             control.cancel()
 
     def ended(self, within_seconds: float) -> bool:
-        """Return whether it ends in time."""
         return self._has_ended.wait(within_seconds)
 
     def trains(self, model: nn.Module, control: Control | None) -> None:
@@ -350,20 +321,16 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 class Program:
-    """The text of a cell, compiled on the main thread, to be executed on another.
-
-    Attributes:
-        number: of the cell, as in `In [number]`.
-        was_interrupted: whether it was cancelled, or raised what Ctrl-C raises.
-    """
+    """The text of a cell, compiled on the main thread, to be executed on another."""
 
     def __init__(self, shell: Shell, source: CellSource) -> None:
         outer = getattr(shell.displayhook, "exec_result", None)
+        # of the cell, as in `In [number]`
         self.number = getattr(outer, "execution_count", None) or shell.execution_count
         with cells._numbered_as_outer_cell(shell):
             self._file = shell.compile.cache(source.python, self.number, raw_code=source.raw)
         self._parts = list(self._compiled(shell, source))
-        self.was_interrupted = False
+        self.was_interrupted = False  # whether it was cancelled, or raised what Ctrl-C raises
         self._shown: BaseException | None = None
 
     def run(self, shell: Shell, _source: CellSource) -> Outcome:

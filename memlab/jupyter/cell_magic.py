@@ -40,6 +40,8 @@ _PASSED_OVER = (
     "that trains without one with --model"
 )
 
+_IN_EVAL_MODE = "no model in train mode was found: the loop trains {0} in eval mode only; call model.train() before"
+
 
 def _say(line: Line, text: str) -> None:
     """Print a line that stays, above the one that shows progress."""
@@ -298,6 +300,8 @@ class CellMagic:
         if watch.session is not None or watch.failure:
             return
         why = _PASSED_OVER.format(watch.passed_over) if watch.passed_over else _NO_MODEL
+        if watch.evaluated:
+            why = _IN_EVAL_MODE.format(watch.evaluated)
         if options.plan is not None:
             raise UsageError(f"{why}; {options.plan.label} was not applied")
         print(f"memfit: {why}")  # noqa: T201 - the cell itself was fine

@@ -23,19 +23,15 @@ class Chooser(Observer):
 
     A session looks at its techniques after its observers were told of a forward, so the forward that begins
     runs under the new plan already.
-
-    Args:
-        session: of the model that is trained.
-        choose: called with all workloads that have been called by then, each with its batch.
-        choosers: of the models so far, this one last; those before follow with their next step.
     """
 
     def __init__(
         self, session: Session, choose: Callable[[Sequence[Workload]], Plan], choosers: Sequence[Chooser]
     ) -> None:
-        self._session = session
+        self._session = session  # of the model that is trained
+        # called with all workloads that have been called by then, each with its batch
         self._choose: Callable[[Sequence[Workload]], Plan] | None = choose
-        self._choosers = choosers
+        self._choosers = choosers  # of the models so far, this one last; those before follow with their next step
         self.workload: Workload | None = None
         self._steps = 0
 
@@ -75,15 +71,11 @@ class Largest(Observer):
 
 
 class Notes(Largest):
-    """Notes which plans were in force during a cell as well.
-
-    Attributes:
-        plans: those, the last one last.
-    """
+    """Notes which plans were in force during a cell as well."""
 
     def __init__(self, step_ended: Callable[[], None], broke_off: Callable[[BaseException], None]) -> None:
         super().__init__()
-        self.plans: tuple[Plan, ...] = ()
+        self.plans: tuple[Plan, ...] = ()  # those, the last one last
         self._step_ended = step_ended
         self._broke_off = broke_off
 
@@ -133,17 +125,10 @@ def without_graph(batch: Batch) -> Batch:
 
 
 class StaleOptimizers:
-    """Says where an optimizer steps that was made before layers, or the whole model, were made again.
-
-    Args:
-        variables: those of the notebook.
-
-    Attributes:
-        is_silent: whether it says nothing.
-    """
+    """Says where an optimizer steps that was made before layers, or the whole model, were made again."""
 
     def __init__(self, variables: Callable[[], Mapping[str, Any]]) -> None:
-        self.is_silent = False
+        self.is_silent = False  # whether it says nothing
         self._variables = variables
         self._judged: set[int] = set()
 

@@ -44,30 +44,19 @@ Shell = Any
 
 @dataclass
 class Outcome:
-    """Outcome of a cell.
+    """Outcome of a cell."""
 
-    Args:
-        error: what it raised, or None.
-        traceback: the lines IPython shows for it; None when they are on the screen already.
-    """
-
-    error: BaseException | None = None
-    traceback: list[str] | None = None
+    error: BaseException | None = None  # what it raised, or None
+    traceback: list[str] | None = None  # the lines IPython shows for it; None when they are on the screen already
 
 
 @dataclass(frozen=True)
 class CellSource:
-    """A cell's text as IPython will run it.
+    """A cell's text as IPython will run it."""
 
-    Args:
-        raw: what the user wrote, without the line of the magic.
-        python: the same with magics and `!` translated, at the line numbers of the whole cell.
-        failure: why the translation failed, as from `sys.exc_info()`, or None.
-    """
-
-    raw: str
-    python: str
-    failure: Any = None
+    raw: str  # what the user wrote, without the line of the magic
+    python: str  # the same with magics and `!` translated, at the line numbers of the whole cell
+    failure: Any = None  # why the translation failed, as from `sys.exc_info()`, or None
 
     @property
     def is_silenced(self) -> bool:

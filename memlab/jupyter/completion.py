@@ -35,10 +35,6 @@ _DEVICE_FLAGS = (Flag("capacity", "--capacity", "SIZE|none", ""),)
 def completions(text: str, variables: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Return what the last word of a line may become.
 
-    Args:
-        text: the line up to the cursor.
-        variables: of the notebook, for flags that name one.
-
     Returns:
         The piece of the line that is replaced, and what may take its place; nothing where the line is not memlab's.
 

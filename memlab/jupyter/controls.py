@@ -52,12 +52,7 @@ def fixed() -> dict[str, Any]:
 
 
 class Controls:
-    """What has been chosen in a panel and not asked for, and the words beside its controls.
-
-    Args:
-        source: the run that is asked.
-        copy: called with what to copy the settings for, when that is asked for.
-    """
+    """What has been chosen in a panel and not asked for, and the words beside its controls."""
 
     def __init__(self, source: Source, copy: Callable[[str], None]) -> None:
         self._source = source

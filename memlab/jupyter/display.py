@@ -24,7 +24,6 @@ from memlab.records.ranks import HowMany, PredictedRanks
 from memlab.report import (
     ablation,
     ablation_image,
-    html,
     image,
     pareto,
     pareto_image,
@@ -44,21 +43,13 @@ _LEAST_OF_CLOUD = 3
 
 @dataclass(frozen=True)
 class PredictedPlans:
-    """Predictions, as a sequence, and how to show them.
+    """Predictions, as a sequence, and how to show them."""
 
-    Args:
-        title: what was predicted, for what.
-        predictions: as `memlab.predict_all` returns them.
-        budget_bytes: what they are to fit into, or None.
-        every: show every row.
-        measurements: what of it was measured already, for the picture.
-    """
-
-    title: str
-    predictions: tuple[Prediction, ...]
-    budget_bytes: int | None = None
-    every: bool = False
-    measurements: tuple[Measurement, ...] = ()
+    title: str  # what was predicted, for what
+    predictions: tuple[Prediction, ...]  # as `memlab.predict_all` returns them
+    budget_bytes: int | None = None  # what they are to fit into, or None
+    every: bool = False  # show every row
+    measurements: tuple[Measurement, ...] = ()  # what of it was measured already, for the picture
 
     def __len__(self) -> int:
         return len(self.predictions)
@@ -72,16 +63,11 @@ class PredictedPlans:
     @property
     def text(self) -> str:
         """The table; for a plan or two with what the last one needs the memory for."""
-        table, closely = text.table(self._table), self.closely
+        table, closely = text.table(self.table), self.closely
         return table if closely is None else f"{table}\n\n{text.breakdown(closely)}"
 
     @property
-    def html(self) -> str:
-        """The table."""
-        return html.table(self._table)
-
-    @property
-    def _table(self) -> Table:
+    def table(self) -> Table:
         return tables.predictions(
             self.predictions, self.budget_bytes, title=self.title, every=self.every, how_to_see_all=_HOW_TO_SEE_ALL
         )
@@ -96,7 +82,6 @@ class PredictedPlans:
 
     @property
     def chart(self) -> Chart:
-        """Memory against throughput."""
         return pareto.chart(self.predictions, self.measurements, self.budget_bytes, title=self.title)
 
     @property
@@ -115,8 +100,8 @@ class PredictedPlans:
         return known[-1] if known and len(self.predictions) < _LEAST_OF_CLOUD else None
 
 
+showing.table_of.register(PredictedPlans, lambda predicted_plans: predicted_plans.table)
 showing.text_of.register(PredictedPlans, lambda predicted_plans: predicted_plans.text)
-showing.html_of.register(PredictedPlans, lambda predicted_plans: predicted_plans.html)
 
 
 def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
@@ -18,21 +19,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memlab.runtime.optimizer_step import is_separable, standin
-from memlab.runtime.workload import is_made, unwrap_optimizer
+from memlab.runtime.workload import is_made, steps_some_of, unwrap_optimizer
 
 
 class FirstCall:
-    """Watches for calls of models, and tells of each until somebody has taken one.
-
-    Args:
-        found: called with a model before its call runs; the watching is over when it returns True. What it raises
-            ends the call, and the next call is looked at again.
-        thread: number of the thread whose calls count, where several may train; None for any.
-    """
+    """Watches for calls of models, and tells of each until somebody has taken one."""
 
     def __init__(self, found: Callable[[nn.Module], bool], thread: int | None = None) -> None:
+        # called with a model before its call runs; the watching is over when it returns True. What it raises ends the
+        # call, and the next call is looked at again
         self._found = found
-        self._thread = thread
+        self._thread = thread  # number of the thread whose calls count, where several may train; None for any
         self._depth = 0
         self._original: Any = None
         self._undo = ExitStack()
@@ -80,9 +77,6 @@ class FirstTrainingCall(FirstCall):
     A loop may make its first call in the closure of an optimizer's step, and so in the middle of that step. Where the
     optimizer evaluates its closure once before it updates, whoever takes over the optimizer meanwhile does that very
     update; the optimizer's own then finds no parameters.
-
-    Attributes:
-        stepped: numbers (`id`) of the optimizers that have stepped before any call that trains.
     """
 
     def __init__(
@@ -90,7 +84,9 @@ class FirstTrainingCall(FirstCall):
     ) -> None:
         super().__init__(found, thread)
         self._expects_closures = expects_closures
-        self.stepped: set[int] = set()
+        self.stepped: set[int] = set()  # numbers (`id`) of the optimizers that have stepped before any call that trains
+        self.evaluated = ""  # class of a model that an optimizer has updated and that was called in eval mode
+        self._in_eval_mode: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
         if self._expects_closures:
@@ -99,11 +95,17 @@ class FirstTrainingCall(FirstCall):
         return super().__enter__()
 
     def _counts(self, module: nn.Module) -> bool:
-        is_training = module.training and torch.is_grad_enabled()
-        return is_training and any(p.requires_grad for p in module.parameters()) and is_made(module)
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()) and is_made(module)):
+            return False
+        if not module.training:
+            self._in_eval_mode.add(module)
+        return module.training
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self.stepped.add(id(optimizer))
+        for module in [] if self.evaluated else [*self._in_eval_mode]:
+            if steps_some_of(optimizer, module):
+                self.evaluated = type(module).__name__
 
     def _step_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

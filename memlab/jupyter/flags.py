@@ -11,31 +11,19 @@ from memlab.plan.fields import ENGINES
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag that is about the cell, not about the plan.
+    """A flag that is about the cell, not about the plan."""
 
-    Args:
-        name: attribute of `CellOptions` it sets.
-        flag: the flag.
-        metavar: how its value reads in help; empty for a flag without one.
-        help: one sentence.
-        also: another spelling.
-        repeats: whether it may be given several times; values are joined by commas.
-        untrained: why it means nothing where nothing is trained; empty where it does.
-        in_ranks: why it means nothing where other processes train; empty where it does.
-    """
-
-    name: str
+    name: str  # attribute of `CellOptions` it sets
     flag: str
-    metavar: str
-    help: str
-    also: str = ""
-    repeats: bool = False
-    untrained: str = ""
-    in_ranks: str = ""
+    metavar: str  # how its value reads in help; empty for a flag without one
+    help: str  # one sentence
+    also: str = ""  # another spelling
+    repeats: bool = False  # whether it may be given several times; values are joined by commas
+    untrained: str = ""  # why it means nothing where nothing is trained; empty where it does
+    in_ranks: str = ""  # why it means nothing where other processes train; empty where it does
 
     @property
     def usage(self) -> str:
-        """The flag as help shows it."""
         spelled = f"{self.also}, {self.flag}" if self.also else self.flag
         return f"{spelled} {self.metavar}".rstrip()
 
@@ -50,7 +38,6 @@ class Word:
 
     @property
     def usage(self) -> str:
-        """The subcommand as help shows it."""
         return f"{self.word} {self.arguments}".rstrip()
 
 

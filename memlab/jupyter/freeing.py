@@ -15,7 +15,6 @@ Known limitations:
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 from memlab.jupyter.notebook import Notebook
-from memlab.runtime.out_of_memory import is_out_of_memory, release
+from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
 from memlab.units import format_bytes
 
 _CELL_MAGIC = "memlab.jupyter.cell_magic"
@@ -107,9 +106,7 @@ def free(errors: Iterable[BaseException]) -> Freed:
     for error in errors:
         # the frame that caught the error is IPython's, which hides itself by one of its variables
         release(error, until=_first_frame(error))
-    gc.collect()
-    if before_bytes is not None:
-        torch.cuda.empty_cache()
+    collect()
     return Freed(before_bytes, _allocated_bytes())
 
 

@@ -22,32 +22,22 @@ _VERSIONS_OF = ("torch", "transformers", "bitsandbytes")
 
 @dataclass
 class History:
-    """Settings tried on one model.
+    """Settings tried on one model."""
 
-    Args:
-        comparison: the rows of the receipt; None before the first measured step.
-        latest: plans that the last cell ran.
-        steps: every step of the measured cells, in order.
-        batch: the largest batch of the last cell that trained, until the plan is undone. By reference: `compare` and `find`
-            train on it, and it is a variable of the loop as a rule. It holds no graph.
-        predicted: what was predicted for the measured plans.
-        plan_space: what was predicted last for all plans on the model's own device.
-        chosen: the plan that was chosen for a budget, by what it was chosen for.
-        rank_peaks: highest peak of a rank in bytes, by engine and plan and by number of processes.
-        is_predicting: whether receipts show predictions; no more after one failed or took too long.
-        step_count: steps of all cells; those of a millisecond are recorded in part.
-    """
-
-    comparison: Comparison | None = None
-    latest: tuple[str, ...] = ()
-    steps: list[StepRecord] = field(default_factory=list)
+    comparison: Comparison | None = None  # the rows of the receipt; None before the first measured step
+    latest: tuple[str, ...] = ()  # plans that the last cell ran
+    steps: list[StepRecord] = field(default_factory=list)  # every step of the measured cells, in order
+    # the largest batch of the last cell that trained, until the plan is undone. By reference: `compare` and `find`
+    # train on it, and it is a variable of the loop as a rule. It holds no graph
     batch: Batch | None = None
-    predicted: dict[str, Prediction] = field(default_factory=dict)
-    plan_space: tuple[Prediction, ...] = ()
+    predicted: dict[str, Prediction] = field(default_factory=dict)  # what was predicted for the measured plans
+    plan_space: tuple[Prediction, ...] = ()  # what was predicted last for all plans on the model's own device
+    # the plan that was chosen for a budget, by what it was chosen for
     chosen: dict[Any, Plan] = field(default_factory=dict)
+    # highest peak of a rank in bytes, by engine and plan and by number of processes
     rank_peaks: dict[tuple[str, int], int] = field(default_factory=dict)
-    is_predicting: bool = True
-    step_count: int = 0
+    is_predicting: bool = True  # whether receipts show predictions; no more after one failed or took too long
+    step_count: int = 0  # steps of all cells; those of a millisecond are recorded in part
     _optimizers: str = ""
 
     def add(self, title: str, measurements: list[Measurement], events: tuple[str, ...]) -> None:
@@ -67,11 +57,7 @@ class History:
             self.latest = tuple(each.plan for each in measurements)
 
     def trained_by(self, optimizers: Iterable[Any]) -> None:
-        """Drop what was measured and predicted with optimizers of other classes: such rows say nothing about these.
-
-        Args:
-            optimizers: those of the cell; none where none was found, which drops nothing.
-        """
+        """Drop what was measured and predicted with optimizers of other classes: such rows say nothing about these."""
         names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
         if names and self._optimizers not in ("", names):
             self.comparison, self.plan_space = None, ()
@@ -97,17 +83,11 @@ class History:
             self.comparison = replace(self.comparison, predictions=tuple(self.predicted.values()))
 
     def add_steps(self, steps: list[StepRecord], count: int) -> None:
-        """Append what is recorded of a cell's steps, numbered on from the last one of the cell before.
-
-        Args:
-            steps: the records, numbered from 1.
-            count: all steps of the cell.
-        """
+        """Append what is recorded of a cell's steps, numbered on from the last one of the cell before."""
         self.steps += [replace(step, step=self.step_count + step.step) for step in steps]
         self.step_count += count
 
     def measured(self, plan: str) -> Measurement | None:
-        """The row of a plan, if there is one."""
         rows = self.comparison.measurements if self.comparison else ()
         return next((row for row in rows if row.plan == plan), None)
 
@@ -116,9 +96,6 @@ class History:
 
         Args:
             moment: what a panel shows of the run, so that it can be replayed in one.
-
-        Raises:
-            MemlabError: nothing was measured yet.
         """
         considered = {each.plan: replace(each, timeline=()) for each in self.plan_space}
         record = RunRecord(
@@ -144,19 +121,11 @@ class History:
         )
 
     def receipt(self) -> Comparison:
-        """Return the receipt of a cell: every setting, with those marked that it ran.
-
-        Raises:
-            MemlabError: nothing was measured yet.
-        """
+        """Return the receipt of a cell: every setting, with those marked that it ran."""
         return replace(self.require(), latest=self.latest)
 
     def require(self) -> Comparison:
-        """Every setting side by side.
-
-        Raises:
-            MemlabError: nothing was measured yet.
-        """
+        """Every setting side by side."""
         if self.comparison is None:
             raise MemlabError("nothing is measured yet: put %%memfit on the cell that trains, and run it")
         return self.comparison

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 from IPython.core.error import UsageError
 from torch import nn
@@ -40,7 +39,6 @@ class InferenceCell:
         self._undo = ExitStack()
 
     def run(self, options: CellOptions, source: cells.CellSource) -> None:
-        """Run a cell whose text compiles."""
         try:
             with one_line():
                 self._find(options, source)
@@ -122,7 +120,6 @@ class InferenceCell:
         cells.raise_shown(self._notebook.shell, outcome, advice)
 
     def _advice(self, options: CellOptions) -> str:
-        """Return what to try when memory ran out."""
         run = self._run_of_model
         record = run.record if run is not None and run.records else None
         fits = _rows_that_fit(record, run.capacity_bytes) if run is not None and record is not None else ""
@@ -139,8 +136,4 @@ def _whole(called: nn.Module) -> nn.Module:
     """The model that a called module is part of, where `generate` calls that part by itself (an encoder)."""
     others = (value for value in gc.get_objects() if issubclass(type(value), nn.Module) and value is not called)
     generating = (model for model in others if callable(getattr(type(model), "generate", None)))
-    return next((model for model in generating if _has_part(model, called)), called)
-
-
-def _has_part(model: Any, part: nn.Module) -> bool:
-    return any(child is part for child in model.children())
+    return next((model for model in generating if any(child is called for child in model.children())), called)

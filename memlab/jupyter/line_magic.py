@@ -13,7 +13,7 @@ from memlab.errors import PlanError, TraceError, WorkloadError
 from memlab.exporting import export, parsed
 from memlab.jupyter import prediction
 from memlab.jupyter.display import PredictedPlans, show, show_picture
-from memlab.jupyter.flags import line_help
+from memlab.jupyter.flags import WORDS, line_help
 from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook
 from memlab.jupyter.panel import bring_up_to_date, open_live, open_recorded
@@ -49,33 +49,13 @@ class LineMagic:
             words[0] = "help"
         if words[0].startswith("-"):
             words.insert(0, "switch")
-        command = self._commands.get(words[0])
-        if command is None:
+        if not any(words[0] == each.word for each in WORDS):
             raise unknown_word(words[0])
         if words[0] in _NOT_WHILE_TRAINING:
             self._notebook.background.require_rest(f"%memfit {words[0]}")
+        # each word has a method of its name
+        command: Callable[[list[str]], Shown | None] = getattr(self, f"_{words[0]}")
         return command(words[1:])
-
-    @property
-    def _commands(self) -> dict[str, Callable[[list[str]], Shown | None]]:
-        return {
-            "panel": self._panel,
-            "predict": self._predict,
-            "find": self._find_plan,
-            "ablation": self._ablation,
-            "snapshot": self._snapshot,
-            "report": self._report,
-            "compare": self._compare,
-            "switch": self._switch,
-            "wait": self._wait,
-            "cancel": self._cancel,
-            "undo": self._undo_plan,
-            "export": self._export,
-            "device": self._device,
-            "record": self._record,
-            "replay": self._replay,
-            "help": self._help,
-        }
 
     def _state(self) -> str:
         shown = []
@@ -133,7 +113,7 @@ class LineMagic:
     def _device_of(self, workload: Workload) -> closing[Device]:
         return closing(device_for(workload.device, self._notebook.config.capacity_bytes))
 
-    def _find_plan(self, words: list[str]) -> FoundPlan:
+    def _find(self, words: list[str]) -> FoundPlan:
         from memlab.search import find_plan
 
         options, config = predict_options("find", words), self._notebook.config
@@ -230,7 +210,7 @@ class LineMagic:
         _no_more(words, "cancel")
         print(f"memfit: {self._notebook.background.cancel()}")  # noqa: T201
 
-    def _undo_plan(self, words: list[str]) -> None:
+    def _undo(self, words: list[str]) -> None:
         everywhere = words == ["all"]
         _no_more([] if everywhere else words, "undo")
         undone = self._notebook.sessions()

@@ -79,30 +79,21 @@ class Saying:
 
 
 class Progress:
-    """Shows how a cell's training goes.
+    """Shows how a cell's training goes."""
 
-    Attributes:
-        AFTER_SECONDS: when that begins; a cell that is over before shows its receipt only.
-
-    Args:
-        line: where to.
-        is_shown_elsewhere: whether a panel shows the pictures already; a line of text then does.
-    """
-
-    AFTER_SECONDS = 2.0
+    AFTER_SECONDS = 2.0  # when that begins; a cell that is over before shows its receipt only
 
     def __init__(self, line: Line, is_shown_elsewhere: Callable[[], bool] = lambda: False) -> None:
-        self._line = line
+        self._line = line  # where to
+        # whether a panel shows the pictures already; a line of text then does
         self._is_shown_elsewhere = is_shown_elsewhere
         self._frame = -1
 
     def draw(self, moment: Moment) -> None:
-        """Show a moment of the run."""
         is_new = moment.frame != self._frame and moment.activity is not Activity.IDLE
         if is_new and moment.points:
             self._frame = moment.frame
             self._line.write(compact_text(moment), "" if self._is_shown_elsewhere() else compact(moment))
 
     def end(self) -> None:
-        """Take it away."""
         self._line.clear()

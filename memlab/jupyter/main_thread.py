@@ -153,7 +153,6 @@ class PlayedSteps:
 
     @property
     def over(self) -> bool:
-        """Return whether it has ended."""
         return self._steps is None
 
     def pause(self) -> None:

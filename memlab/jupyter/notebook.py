@@ -51,7 +51,6 @@ class Notebook:
         self._last_name = " + ".join(each.name for each in workloads)
 
     def line(self) -> Line:
-        """A line for what goes on."""
         return NotebookLine() if is_rich(self.shell) else TerminalLine()
 
     @contextmanager
@@ -86,7 +85,6 @@ class Notebook:
         return self.histories.get(model, History()) if model is not None else History()
 
     def history_of(self, model: nn.Module) -> History:
-        """Return what was measured on a model."""
         return self.histories.setdefault(model, History())
 
     def control_of(self, model: nn.Module) -> Control:
@@ -94,16 +92,13 @@ class Notebook:
         control = control_of(model)
         if control.run_ended is None:
             control.run_ended = self.keep_run
-            control.is_taken = self._is_taken
+            control.is_taken = lambda: self.background.running
         return control
 
     def control(self) -> Control | None:
         """Return the control of the model of the last cell or panel; None when there is none."""
         model = self._last()
         return self.control_of(model) if model is not None else None
-
-    def _is_taken(self) -> bool:
-        return self.background.running
 
     def keep_run(self, moment: Moment) -> None:
         """Take a panel's own run into the history, and leave its receipt below the panel."""
@@ -117,11 +112,7 @@ class Notebook:
     def subject(
         self, command: str, options: PredictOptions, *, needs_batch: bool = True
     ) -> tuple[list[Workload], History]:
-        """Return what is predicted: the models of the last cell, or those in the notebook, and the history of the first.
-
-        Raises:
-            WorkloadError: as for `prediction.workloads_of`.
-        """
+        """Return what is predicted: the models of the last cell, or those in the notebook, and the history of the first."""
         together = self.together() if sessions() else []
         workloads = prediction.workloads_of(
             command, options, self.shell.user_ns, together, self.history_of, needs_batch=needs_batch
@@ -141,11 +132,7 @@ class Notebook:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Show errors of memlab as one line without a traceback, and a Ctrl-C in its work without its frames.
-
-    Raises:
-        UsageError: for each of them.
-    """
+    """Show errors of memlab as one line without a traceback, and a Ctrl-C in its work without its frames."""
     __tracebackhide__ = True
     shown: BaseException
     try:

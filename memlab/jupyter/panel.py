@@ -37,18 +37,11 @@ _TICK_MILLISECONDS = 250
 
 
 class Panel:
-    """A view of a run, with controls.
-
-    Attributes:
-        widget: what stands in the page, an ipywidgets widget like any other.
-
-    Raises:
-        MissingExtraError: ipywidgets or anywidget is not installed.
-    """
+    """A view of a run, with controls."""
 
     def __init__(self, source: Source, hearing: Hearing | None = None) -> None:
         self._page = PanelPage(fixed())
-        self.widget = self._page.widget
+        self.widget = self._page.widget  # what stands in the page, an ipywidgets widget like any other
         self._source = source
         self._hearing = hearing or Hearing(None)
         self._lock = threading.RLock()
@@ -173,7 +166,6 @@ class Panels:
         return panel
 
     def any_open(self) -> bool:
-        """Return whether a panel is on the page."""
         return any(isinstance(each, Panel) for each in self._open.values())
 
     def close(self, cell: str | None = None) -> None:

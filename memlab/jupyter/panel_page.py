@@ -26,7 +26,7 @@ from memlab.extras import require
 from memlab.plan import Plan
 from memlab.records.live_state import Activity, Moment
 from memlab.report.live_figure import Drawing, drawing
-from memlab.report.live_map import predicted
+from memlab.report.live_settings import predicted
 from memlab.report.pareto import Chart
 from memlab.report.segments import NEUTRAL_INK
 
@@ -35,11 +35,7 @@ _INK = ", ".join(str(int(NEUTRAL_INK[at : at + 2], 16)) for at in (1, 3, 5))
 
 
 def require_widgets() -> None:
-    """Import what a panel is made of.
-
-    Raises:
-        MissingExtraError: something of it is not installed.
-    """
+    """Import what a panel is made of."""
     for package in ("ipywidgets", "anywidget"):
         require(package)
 
@@ -48,12 +44,6 @@ class PanelPage:
     """A panel's widget for as long as it is open; any thread may show a moment in it.
 
     It keeps the plain values it showed last, and nothing of the moments it was shown.
-
-    Args:
-        fixed: what never changes: names and tooltips of the controls.
-
-    Raises:
-        MissingExtraError: anywidget or ipywidgets is not installed.
     """
 
     def __init__(self, fixed: Mapping[str, Any]) -> None:
@@ -72,11 +62,9 @@ class PanelPage:
                     setattr(self.widget, name, value)
 
     def show_figure(self, moment: Moment) -> None:
-        """Bring the figure up to date."""
         self.show(figure=_state(drawing(moment, self._predicted(moment))))
 
     def copy(self, text: str) -> None:
-        """Have the page put a text into the clipboard."""
         self.widget.send({"kind": "copy", "text": text})
 
     def _predicted(self, moment: Moment) -> Chart:

@@ -60,9 +60,6 @@ class PredictOptions:
 def predict_options(command: str, words: list[str]) -> PredictOptions:
     """Read the words after `%memfit predict`, `find`, `ablation`, `panel` or `snapshot`.
 
-    Raises:
-        PlanError: as for `cell_options`.
-
     Example:
         >>> options = predict_options("predict", ["--fp16", "--budget", "2GiB"])
         >>> options.plan.label, options.budget
@@ -120,11 +117,7 @@ def _models_in(given: dict[str, str]) -> tuple[str, ...]:
 
 
 def one_model(names: tuple[str, ...], what: str) -> str | None:
-    """The one name of a model, where no more than one can be served; None without any.
-
-    Raises:
-        PlanError: there are several.
-    """
+    """The one name of a model, where no more than one can be served; None without any."""
     if len(names) > 1:
         raise PlanError(f"--model {','.join(names)}: {what} has one model; name one")
     return names[0] if names else None

@@ -55,11 +55,7 @@ def workloads_of(
     *,
     needs_batch: bool = True,
 ) -> list[Workload]:
-    """The live models with their batches: those of the last cell, or those that were named.
-
-    Raises:
-        WorkloadError: there is none, in one line that says what to do.
-    """
+    """The live models with their batches: those of the last cell, or those that were named."""
     if options.models or options.optimizer or not together:
         named = [
             Workload.find(namespace, model=each, optimizer=options.optimizer) for each in options.models or (None,)
@@ -117,11 +113,7 @@ def _require_no_batch(options: PredictOptions, found: Sequence[Workload]) -> Non
 
 
 def only_one(command: str, workloads: Sequence[Workload]) -> Workload:
-    """The one model of a command that serves no more.
-
-    Raises:
-        WorkloadError: there are several.
-    """
+    """The one model of a command that serves no more."""
     if len(workloads) > 1:
         names = ", ".join(each.name for each in workloads)
         raise WorkloadError(
@@ -248,10 +240,12 @@ def choice(
         key = (budget_bytes, fixed, options.lossless, *(Batch.of(each.batch).shapes for each in workloads))
         if key not in history.chosen:
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
+            known = history.comparison.measurements if history.comparison is not None else ()
             with advised(_CHOOSE):
                 plan, predictions = choose_plan(
-                    one_or_all(workloads), budget_bytes, fixed=fixed, lossless=options.lossless, progress=say
-                )
+                    one_or_all(workloads), budget_bytes, fixed=fixed, lossless=options.lossless,
+                    measured=calibration(known, workloads[0]), progress=say,
+                )  # fmt: skip
             history.chosen[key] = plan
             history.plan_space = tuple(predictions)
         plan = history.chosen[key]
@@ -289,7 +283,8 @@ def predict_rows(history: History, workload: Workload, plans: Iterable[Plan], sa
         return
     measured = {plan: history.measured(plan.label) for plan in plans if plan.label not in history.predicted}
     missing = [plan for plan, row in measured.items() if row is not None and is_of_such_batches(row, workload)]
-    predictions, problem = _cheaply(workload, missing, say)
+    known = history.comparison.measurements if history.comparison is not None else ()
+    predictions, problem = _cheaply(workload, missing, say, calibration(known, workload))
     history.keep_predictions(predictions)
     if problem:
         history.is_predicting = False
@@ -324,7 +319,9 @@ def with_predictions(comparison: Comparison, workload: Workload, say: Say) -> Co
     return replace(comparison, predictions=tuple(predictions), events=events)
 
 
-def _cheaply(workload: Workload, plans: list[Plan], say: Say) -> tuple[list[Prediction], str]:
+def _cheaply(
+    workload: Workload, plans: list[Plan], say: Say, measured: Measurement | None = None
+) -> tuple[list[Prediction], str]:
     """Predictions within the time there is, and what went wrong, in words."""
     start = monotonic()
     predictions: list[Prediction] = []
@@ -340,7 +337,7 @@ def _cheaply(workload: Workload, plans: list[Plan], say: Say) -> tuple[list[Pred
                 )
             if seconds > _SAID_AFTER_SECONDS:
                 say(f"predicting {plan.label}")
-            predictions.append(predict(workload, plan))
+            predictions.append(predict(workload, plan, measured=measured))
     except MemlabError as error:
         return predictions, f"no prediction: {error}"
     except KeyboardInterrupt:

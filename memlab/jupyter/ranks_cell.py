@@ -34,7 +34,6 @@ class RanksCell:
         self._notebook = notebook
 
     def run(self, options: CellOptions, scale: Scale, source: cells.CellSource) -> None:
-        """Run a cell whose text compiles."""
         with one_line():
             workload = self._workload(options, source)
             code = CellCode(source.python, self._notebook.shell.user_ns)

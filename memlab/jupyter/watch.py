@@ -45,6 +45,7 @@ from memlab.runtime.workload import (
     describe_all,
     live_optimizers,
     optimizers_of,
+    steps_others,
     steps_some_of,
     unwrap_model,
 )
@@ -58,45 +59,33 @@ _LEAST_SECONDS_BETWEEN = 0.02
 
 
 class CellWatch:
-    """Applies a plan where a cell trains, and measures the cell.
-
-    Args:
-        plan: the plan to apply; None keeps the one in force.
-        capacity_bytes: size the device is to behave as, or None.
-        progress: shows steps while they happen; None for silence.
-        choose: called with the workload and its batch at the first training step of a model, and with those of the
-            models before it; the plan it returns is applied to that very step. None applies `plan` at once.
-        rescue: makes what rescues a workload on a device of so many bytes; None lets the cell fail.
-        control_of: what follows and steers the run of a model; None for nothing.
-        name_of: what a model is called where there are several; by default as its class.
-        variables: those of the notebook.
-
-    Attributes:
-        notes: plans that were in force during the cell, and its first batch.
-        stale: says where an optimizer steps whose model was made again.
-        sessions: of the models that the cell trains, in the order in which they were found.
-        refused: what memlab has refused in the middle of the cell, last; None for nothing.
-        failure: what of memlab's own failed, in words; empty for nothing.
-        passed_over: class of a model that was called and that no optimizer trains; empty for none.
-    """
+    """Applies a plan where a cell trains, and measures the cell."""
 
     def __init__(
         self,
-        plan: Plan | None,
-        capacity_bytes: int | None,
-        progress: Progress | None,
+        plan: Plan | None,  # the plan to apply; None keeps the one in force
+        capacity_bytes: int | None,  # size the device is to behave as, or None
+        progress: Progress | None,  # shows steps while they happen; None for silence
+        # called with the workload and its batch at the first training step of a model, and with those of the models
+        # before it; the plan it returns is applied to that very step. None applies `plan` at once
         choose: Callable[[Sequence[Workload]], Plan] | None = None,
+        # makes what rescues a workload on a device of so many bytes; None lets the cell fail
         rescue: Callable[[Workload, int | None], Rescuer] | None = None,
+        # what follows and steers the run of a model; None for nothing
         control_of: Callable[[nn.Module], Control] | None = None,
+        # what a model is called where there are several; by default as its class
         name_of: Callable[[nn.Module], str] = lambda model: type(model).__name__,
-        variables: Callable[[], Mapping[str, Any]] = dict,
+        variables: Callable[[], Mapping[str, Any]] = dict,  # those of the notebook
     ) -> None:
-        self.sessions: list[Session] = []
+        self.sessions: list[Session] = []  # of the models that the cell trains, in the order in which they were found
         self._models: list[nn.Module] = []  # for the receipt, also of those that the cell drops
         self._fresh: list[Session] = []  # those that this cell has made
+        self._unmeasured: list[Session] = []  # those that train on another thread
+        # what memlab has refused in the middle of the cell, last; None for nothing
         self.refused: MemlabError | None = None
-        self.failure = ""
-        self.passed_over = ""
+        self._put_off: MemlabError | None = None
+        self.failure = ""  # what of memlab's own failed, in words; empty for nothing
+        self.passed_over = ""  # class of a model that was called and that no optimizer trains; empty for none
         self._plan = plan
         self._capacity_bytes = capacity_bytes
         self._progress = progress
@@ -108,7 +97,9 @@ class CellWatch:
         self._control: Control | None = None
         self._device: Device | None = None
         self._thread: int | None = None  # whose training counts; None for any
+        self._measured_thread: int | None = None  # where the first model was called; None where it was known before
         self._meter: Meter | None = None
+        # plans that were in force during the cell, and its first batch
         self.notes = Notes(self._step_ended, self._broke_off)
         self._largest: list[Largest] = [self.notes]
         self._log_from: list[int] = []
@@ -117,7 +108,7 @@ class CellWatch:
         self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
         self._looking: FirstTrainingCall | None = None
         self._trained_uncalled = False  # a model was updated before it was called
-        self.stale = StaleOptimizers(variables)
+        self.stale = StaleOptimizers(variables)  # says where an optimizer steps whose model was made again
         self._known: set[int] = set()  # optimizers that were there before, or have been looked at
         self._undo = ExitStack()
 
@@ -131,7 +122,7 @@ class CellWatch:
 
     def forget(self) -> None:
         """Keep nothing of the user's any more."""
-        self.sessions, self._models, self._fresh = [], [], []
+        self.sessions, self._models, self._fresh, self._unmeasured = [], [], [], []
         self._meter, self._control, self._device = None, None, None
         self.notes = Notes(self._step_ended, self._broke_off)
         self._largest = [self.notes]
@@ -145,12 +136,18 @@ class CellWatch:
     def was_passed_by(self) -> bool:
         """Return whether the cell has trained a model, but none of it by calls that could be observed."""
         session = self.session
-        return self._trained_uncalled or (session is not None and session.steps > 0 and not session.usage.was_called)
+        return self._trained_uncalled or (session is not None and session.usage.is_passed_by)
+
+    @property
+    def evaluated(self) -> str:
+        """Return the class of a model that the cell has trained in eval mode, where none was found; empty for none."""
+        return self._looking.evaluated if self._looking is not None else ""
 
     def wait_for_model(self) -> None:
         """Attach to the models that the cell trains."""
         with self._beside("looking for models", is_needed=self._changes_something):
             self._known |= {id(one) for one in live_optimizers()}
+            self._undo.callback(register_optimizer_step_pre_hook(self._refuse_put_off).remove)
             self._look()
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
@@ -172,6 +169,7 @@ class CellWatch:
         session = _session_for(workload, None if self._choose is not None else self._plan)
         if attached is None:
             self._fresh.append(session)
+        session.usage.begin()
         self.sessions.append(session)
         self._models.append(workload.model)
         self._log_from.append(len(session.log))
@@ -230,9 +228,20 @@ class CellWatch:
             with self._beside("taking up a model", is_needed=self._changes_something):
                 is_over = self._takes(unwrap_model(model))
         except MemlabError as refusal:
+            if not self.sessions and any(steps_others(one, model) for one in optimizers_of(model)):
+                self._put_off = refusal  # of a part, where the whole may still be called
+                return False
             self._broke_off(refusal)
             raise
+        self._put_off = None if self.sessions else self._put_off
         return is_over
+
+    def _refuse_put_off(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Refuse at the step what the plan does not apply to, where nothing else was called before it."""
+        refusal, self._put_off = self._put_off, None
+        if refusal is not None:
+            self._broke_off(refusal)
+            raise refusal
 
     def _takes(self, called: nn.Module) -> bool:
         calls = self._calls[id(called)] = self._calls.get(id(called), 0) + 1
@@ -253,6 +262,8 @@ class CellWatch:
             self.passed_over = type(called).__name__
             return False
         session = session_of(called)
+        if not self.sessions:
+            self._measured_thread = threading.get_ident()
         self.attach(session.workload if session is not None else Workload(called, optimizers))
         return bool(self.failure)
 
@@ -289,15 +300,29 @@ class CellWatch:
             session.observers.tell_one(observer, "plan_changed", session.plan)
 
     def _observe_beside(self, session: Session, meter: Meter) -> None:
-        """Have the meter of the first model measure another one as well."""
-        names = [each.workload.name for each in self.sessions]
-        number = meter.take_in(session.workload.model, names)
+        """Have the meter of the first model measure another one as well, where one thread trains both.
+
+        A gradient must not be read while another thread's backward pass writes it: the process would die.
+        """
         self._largest.append(Largest())
         for observer in (self._largest[-1], *self._choosing(session)):
             self._watch(session, observer)
+        if not self._is_on_measured_thread():
+            self._unmeasured.append(session)
+            session.log.note("trains in a thread of its own, and is not measured")
+            return
+        names = [each.workload.name for each in self.sessions if each not in self._unmeasured]
+        number = meter.take_in(session.workload.model, names)
         for optimizer in session.workload.optimizers:
             meter.optimizer_found(optimizer)
         self._watch(session, BesideInCell(meter, number, self.notes))
+
+    def _is_on_measured_thread(self) -> bool:
+        """Return whether this is the thread of the first model, or that one is over."""
+        here = threading.get_ident()
+        if self._measured_thread not in {thread.ident for thread in threading.enumerate()}:
+            self._measured_thread = here
+        return self._measured_thread == here
 
     def _choosing(self, session: Session) -> list[Observer]:
         """Choose the plan when a model is first called, for it and those before it."""
@@ -358,11 +383,11 @@ class CellWatch:
                 history_of(each.workload.model).batch = without_graph(largest.batch)
         notes = _notes(self.sessions)
         measurements = _measurements(meter, self.notes.plans, notes, session.plan, error)
-        history.add_steps(meter.steps, meter.steps_ended)
+        history.add_steps(meter.steps, meter.times.steps_ended)
         history.trained_by(optimizer for each in self.sessions for optimizer in each.workload.optimizers)
-        title = _title(self.sessions, self.notes.batch, meter.device.name, meter.steps_ended)
+        title = _title(self.sessions, self.notes.batch, meter.device.name, meter.times.steps_ended)
         history.add(title, measurements, _events(self.sessions, self._log_from))
-        return meter.steps_ended
+        return meter.times.steps_ended
 
 
 def _tell_apart(workload: Workload, others: Sequence[Workload], name_of: Callable[[nn.Module], str]) -> None:

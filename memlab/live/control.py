@@ -62,24 +62,18 @@ class Control(Observer):
     """The live run of one model; a `memlab.live.source.Source`.
 
     It is long because asking, training and resting change one state under one lock.
-
-    Attributes:
-        feed: what was measured.
-        stage: as given; a panel that is opened later may bring its own.
-        world: how clicks reach the run, in words, where that is not for the panel to find out.
-        model: with what is known of training it.
-        run_ended: called when a run of its own has ended, with what was measured.
-        is_taken: whether another cell runs beside the main thread, and may come to train this model.
     """
 
     def __init__(self, model: nn.Module, stage: Stage | None = None) -> None:
         self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
-        self.feed = Feed(self._events.append)
-        self.stage: Stage = stage or AtOnce()
-        self.world = ""
-        self.model = LiveModel(model, self._model_gone)
+        self.feed = Feed(self._events.append)  # what was measured
+        self.stage: Stage = stage or AtOnce()  # as given; a panel that is opened later may bring its own
+        self.world = ""  # how clicks reach the run, in words, where that is not for the panel to find out
+        self.model = LiveModel(model, self._model_gone)  # with what is known of training it
         self.capacity_bytes: int | None = None
+        # called when a run of its own has ended, with what was measured
         self.run_ended: Callable[[Moment], None] | None = None
+        # whether another cell runs beside the main thread, and may come to train this model
         self.is_taken: Callable[[], bool] = bool
         self._title = f"memfit · {self.model.name}"
         self._pending_changes = PendingChanges()
@@ -146,7 +140,6 @@ class Control(Observer):
         self._watch(session, meter, Activity.TRAINING)
 
     def training_ended(self) -> None:
-        """The cell is over."""
         self._rest()
 
     def stepped(self) -> None:
@@ -285,11 +278,9 @@ class Control(Observer):
 
     @property
     def is_watched(self) -> bool:
-        """Return whether a view is open."""
         return self._views.any_open
 
     def draw(self, *, figures: bool = True) -> None:
-        """Draw every view."""
         self._views.draw(self.moment, figures=figures)
 
     def report(self, error: BaseException) -> None:

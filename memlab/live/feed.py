@@ -28,20 +28,15 @@ _MOST_SETTINGS = 40
 
 
 class Feed:
-    """Steps and settings of one model, over any number of cells.
-
-    Attributes:
-        step: number of the newest step.
-        measurements: settings tried, by label, in the order in which they were first tried.
-        changes: of the plan, the last hundred.
-    """
+    """Steps and settings of one model, over any number of cells."""
 
     def __init__(self, say: Callable[[str], None] = lambda _words: None) -> None:
-        self.step = 0
+        self.step = 0  # number of the newest step
         self._say = say
         self._of_old: dict[str, Measurement] = {}  # settings tried before the meter that is followed
+        # settings tried, by label, in the order in which they were first tried
         self.measurements: dict[str, Measurement] = {}
-        self.changes: deque[Change] = deque(maxlen=_MOST_CHANGES)
+        self.changes: deque[Change] = deque(maxlen=_MOST_CHANGES)  # of the plan, the last hundred
         self._track = Track()
         self._meter: Meter | None = None
         self._before = 0  # steps before those the meter counts
@@ -55,7 +50,6 @@ class Feed:
 
     @property
     def newest(self) -> LivePoint | None:
-        """The newest step."""
         return self._track.newest
 
     def begin(self, meter: Meter, step: int) -> None:
@@ -75,7 +69,7 @@ class Feed:
         self.take_in()
         self.measure()
         if self._meter is not None:
-            self.step = max(self.step, self._before + self._meter.steps_ended)
+            self.step = max(self.step, self._before + self._meter.times.steps_ended)
         self._meter = None
 
     def plan_changed(self, plan: Plan, step: int) -> None:
@@ -90,7 +84,7 @@ class Feed:
         """Take in the steps that have ended; costs next to nothing when there is none."""
         if self._meter is None:
             return
-        for record in self._meter.steps_after(self._seen):
+        for record in self._meter.times.steps_after(self._seen):
             self._seen = record.step
             self.step = self._before + record.step
             self._fresh.add(record.plan)
@@ -104,7 +98,7 @@ class Feed:
         if self._meter is None:
             return
         for label in tuple(self._fresh):
-            measured = self._meter.so_far(label)
+            measured = self._meter.times.so_far(label)
             if measured is not None:
                 self.know([measured])
                 self._compare_with_old(measured)
@@ -143,23 +137,14 @@ _MOST_FIRSTS_SHARE = 0.2
 
 @dataclass
 class _Stretch:
-    """Some steps in a row, as one point.
+    """Some steps in a row, as one point."""
 
-    Attributes:
-        highest: the step with the highest peak.
-        is_first: a first step under its plan, which stays alone.
-        steps: how many steps it stands for.
-        seconds: how long they took.
-        timed_seconds: how long those took whose samples are known.
-        samples: of these.
-    """
-
-    highest: LivePoint
-    is_first: bool
-    steps: int = 1
-    seconds: float = 0.0
-    timed_seconds: float = 0.0
-    samples: float = 0.0
+    highest: LivePoint  # the step with the highest peak
+    is_first: bool  # a first step under its plan, which stays alone
+    steps: int = 1  # how many steps it stands for
+    seconds: float = 0.0  # how long they took
+    timed_seconds: float = 0.0  # how long those took whose samples are known
+    samples: float = 0.0  # of these
     drawn: LivePoint | None = None
 
     @classmethod
@@ -215,7 +200,6 @@ class Track:
         self._lock = threading.Lock()
 
     def add(self, point: LivePoint) -> None:
-        """Take in the next step."""
         with self._lock:
             stretch = _Stretch.of(point, is_first=not self._newest or self._newest[-1].highest.plan != point.plan)
             self._newest.append(stretch)
@@ -230,7 +214,6 @@ class Track:
 
     @property
     def newest(self) -> LivePoint | None:
-        """The newest step; None before the first."""
         with self._lock:
             return self._newest[-1].point if self._newest else None
 

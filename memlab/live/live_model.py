@@ -21,30 +21,21 @@ from memlab.session.snapshot import Snapshot
 
 
 class LiveModel:
-    """A model, its session and its optimizers, none of them kept alive.
-
-    Args:
-        model: whose run it is.
-        gone: called when the model is deleted, by whatever thread collects it.
-
-    Attributes:
-        name: of the model, as the notebook or its class has it.
-        batch: what the model is called with, to measure and to predict with; None where it is not known yet.
-        loss_fn: called as ``loss_fn(output, target)``; None when the model returns its own loss.
-    """
+    """A model, its session and its optimizers, none of them kept alive."""
 
     def __init__(self, model: nn.Module, gone: Callable[[], None]) -> None:
-        self.name = type(model).__name__
+        self.name = type(model).__name__  # of the model, as the notebook or its class has it
+        # what the model is called with, to measure and to predict with; None where it is not known yet
         self.batch: Any = None
+        # called as ``loss_fn(output, target)``; None when the model returns its own loss
         self.loss_fn: Callable[..., torch.Tensor] | None = None
-        self._gone = gone
+        self._gone = gone  # called by whatever thread collects the model
         self._model = weakref.ref(model, self._forget)
         self._session: weakref.ref[Session] | None = None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the model is deleted."""
         return self._model() is None
 
     @property
@@ -71,11 +62,7 @@ class LiveModel:
         return session_of(model) or fit(Workload(model, self._live_optimizers(), name=self.name).held_weakly())
 
     def workload(self) -> Workload:
-        """The live objects with the batch at hand.
-
-        Raises:
-            WorkloadError: there is none yet.
-        """
+        """The live objects with the batch at hand."""
         model, session = self._alive(), self.session
         if self.batch is None:
             raise WorkloadError(
@@ -138,12 +125,6 @@ def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[f
         session: of its model.
         keep: keep what the steps train; by default weights, moments, gradients, scheduler, modes and random state are
             put back bit for bit when this is closed, however it ends.
-
-    Yields:
-        The loss of each step.
-
-    Raises:
-        WorkloadError: no batch or no optimizer, or the model gives no loss.
     """
     require_complete(workload)
     start = session.plan

@@ -21,14 +21,10 @@ from memlab.units import format_bytes, format_change, format_difference
 
 
 class LivePredictions:
-    """Predictions of one model's settings, by plan.
-
-    Attributes:
-        is_complete: whether everything that was asked for last is predicted.
-    """
+    """Predictions of one model's settings, by plan."""
 
     def __init__(self) -> None:
-        self.is_complete = True
+        self.is_complete = True  # whether everything that was asked for last is predicted
         self._predictions: dict[str, Prediction] = {}
         self._made_for: tuple[Any, ...] | None = None
         self._lock = threading.Lock()
@@ -76,11 +72,7 @@ class LivePredictions:
         self.is_complete = True
 
     def fastest_within(self, budget_bytes: int) -> Plan:
-        """The fastest plan that is predicted to fit a budget for certain.
-
-        Raises:
-            MemlabError: none is.
-        """
+        """The fastest plan that is predicted to fit a budget for certain."""
         known = [each for each in self.predictions if not each.refused]
         best = fastest(each for each in known if each.verdict(budget_bytes).fit is Fit.YES)
         if best is None:
@@ -114,25 +106,16 @@ def is_of_such_batches(measured: Measurement, workload: Workload) -> bool:
 
 @dataclass(frozen=True)
 class PredictedEffect:
-    """The difference one setting makes, beside the other settings as they are.
+    """The difference one setting makes, beside the other settings as they are."""
 
-    Args:
-        plan: the plan with the setting.
-        of_bytes: what the plan needs without it.
-        change_bytes: what the plan needs with it, less what it needs without.
-        speed_ratio: samples per second with it, as a share of those without; NaN where no time is predicted.
-        verdict: whether the plan with it fits the budget; None without a budget.
-        refused: why it does not apply; empty when it does, and then the numbers count.
-        is_near: predicted beside other settings than those in force, because no more is known yet.
-    """
-
-    plan: Plan
-    change_bytes: int = 0
-    of_bytes: int = 0
+    plan: Plan  # the plan with the setting
+    change_bytes: int = 0  # what the plan needs with it, less what it needs without
+    of_bytes: int = 0  # what the plan needs without it
+    # samples per second with it, as a share of those without; NaN where no time is predicted
     speed_ratio: float = math.nan
-    verdict: Verdict | None = None
-    refused: str = ""
-    is_near: bool = False
+    verdict: Verdict | None = None  # whether the plan with it fits the budget; None without a budget
+    refused: str = ""  # why it does not apply; empty when it does, and then the numbers count
+    is_near: bool = False  # predicted beside other settings than those in force, because no more is known yet
 
     @property
     def text(self) -> str:
@@ -176,7 +159,8 @@ def effect_of(moment: Moment, field: str, text: str) -> PredictedEffect | None:
     for base in dict.fromkeys((beside, Plan())):
         found = _effect(moment, base, spec, text)
         if found is not None:
-            return found if base == beside else _near(found)
+            # whether it fits is not known where the plan it was predicted for is another one
+            return found if base == beside else replace(found, verdict=None, is_near=True)
     return None
 
 
@@ -198,11 +182,6 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Predicted
         speed_ratio=predicted.samples_per_second / before.samples_per_second if before.samples_per_second else math.nan,
         verdict=predicted.verdict(moment.budget_bytes) if moment.budget_bytes is not None else None,
     )
-
-
-def _near(effect: PredictedEffect) -> PredictedEffect:
-    # whether it fits is not known: the plan it was predicted for is another one
-    return replace(effect, verdict=None, is_near=True)
 
 
 def _known(moment: Moment, plan: Plan) -> Prediction | None:

@@ -11,10 +11,6 @@ from memlab.records.live_state import Asked, Toggle
 class PendingChanges:
     """The plan in force, the plan that is wanted, and the state of every setting between the two.
 
-    Attributes:
-        plan: in force.
-        target: asked for and not yet in force, or None.
-
     Example:
         >>> pending_changes = PendingChanges()
         >>> pending_changes.ask("accumulation", "4").label, pending_changes.toggle("accumulation").text
@@ -25,8 +21,8 @@ class PendingChanges:
     """
 
     def __init__(self) -> None:
-        self.plan = Plan()
-        self.target: Plan | None = None
+        self.plan = Plan()  # in force
+        self.target: Plan | None = None  # asked for and not yet in force, or None
         self._toggles: dict[str, Toggle] = {}
 
     @property
@@ -35,16 +31,11 @@ class PendingChanges:
         return tuple(self.toggle(spec.name) for spec in FIELDS)
 
     def toggle(self, field: str) -> Toggle:
-        """The state of one setting."""
         value = _value(self.plan, BY_NAME[field])
         return self._toggles.get(field) or Toggle(field, value, value)
 
     def ask(self, field: str, text: str) -> Plan | None:
-        """Ask for one setting beside the others.
-
-        Returns:
-            The plan that is wanted now; None when the setting is refused at once.
-        """
+        """Ask for one setting beside the others; return the plan wanted now, None where it is refused at once."""
         if self.toggle(field).asked is Asked.REFUSED:
             del self._toggles[field]  # what was refused is past: this is asked anew
         try:
@@ -56,7 +47,6 @@ class PendingChanges:
         return plan
 
     def ask_plan(self, plan: Plan) -> None:
-        """Ask for a whole plan."""
         self.target = plan if plan != self.plan else None
         for spec in FIELDS:
             value, wanted = _value(self.plan, spec), _value(plan, spec)

@@ -36,16 +36,11 @@ class _View:
 
 
 class Views:
-    """Views of one run. Methods are held weakly: a view that is dropped is drawn no more.
-
-    Attributes:
-        frame: grows with every drawing that has new figures.
-        errors: of views and callbacks, newest last, in words.
-    """
+    """Views of one run. Methods are held weakly: a view that is dropped is drawn no more."""
 
     def __init__(self) -> None:
-        self.frame = 0
-        self.errors: deque[str] = deque(maxlen=_MOST_ERRORS)
+        self.frame = 0  # grows with every drawing that has new figures
+        self.errors: deque[str] = deque(maxlen=_MOST_ERRORS)  # of views and callbacks, newest last, in words
         self._views: list[_View] = []
 
     def watch(self, drawn: Drawn, after_seconds: float = 0.0) -> Callable[[], None]:
@@ -57,7 +52,6 @@ class Views:
 
     @property
     def any_open(self) -> bool:
-        """Return whether there is a view."""
         return any(view.is_open for view in self._views)
 
     @property
@@ -94,10 +88,6 @@ class Pace:
 
     The first drawing counts no more than a cheap one: it loads what the later ones only use, and would silence a view for
     minutes.
-
-    Args:
-        clock: tells the time, in seconds.
-        share: of the time that drawing may take.
     """
 
     def __init__(
@@ -105,8 +95,8 @@ class Pace:
         clock: Callable[[], float] = monotonic,
         share: float = _DRAWING_SHARE,
     ) -> None:
-        self._clock = clock
-        self._share = share
+        self._clock = clock  # tells the time, in seconds
+        self._share = share  # of the time that drawing may take
         self._due_seconds = clock()
         self._last_seconds: float | None = None
 

@@ -35,10 +35,6 @@ class Beside(Observer):
 
     Calls of the other model within a call of the first are part of that call, and steps of a shared optimizer are
     told by the first.
-
-    Args:
-        meter: that of the first.
-        number: of the other one, as from `Meter.take_in`.
     """
 
     def __init__(self, meter: Meter, number: int) -> None:

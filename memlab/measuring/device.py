@@ -64,11 +64,9 @@ class Device:
         self.name = name if capacity_bytes is None else f"{name} (capacity {format_bytes(capacity_bytes)})"
 
     def ledger(self) -> Ledger:
-        """A new ledger for this kind of device."""
         return Ledger("cpu", self.capacity_bytes)
 
     def mark(self) -> TimeMark:
-        """This moment."""
         return TimeMark()
 
     def keep(self, loss: torch.Tensor) -> torch.Tensor | float:
@@ -87,28 +85,17 @@ class Device:
         return None
 
     def elsewhere_bytes(self, known_bytes: int) -> int:
-        """Bytes allocated at this moment for what is no part of the loop, such as another model of the notebook.
-
-        Args:
-            known_bytes: those of what is known of the loop.
-        """
+        """Bytes allocated at this moment for what is no part of the loop, such as another model of the notebook."""
         return 0
 
     def breakdown(
         self,
-        timeline: Iterable[TimelinePoint],
-        allocated_bytes: int | None,
-        reserved_bytes: int | None,
-        elsewhere_bytes: int = 0,
+        timeline: Iterable[TimelinePoint],  # of the step
+        allocated_bytes: int | None,  # its peak, as the allocator counts
+        reserved_bytes: int | None,  # likewise
+        elsewhere_bytes: int = 0,  # of what lived before it without being part of the loop, which has no category
     ) -> dict[str, int]:
-        """Live bytes by category at the peak of an observed step, and what the allocator holds beyond them.
-
-        Args:
-            timeline: of the step.
-            allocated_bytes: its peak, as the allocator counts.
-            reserved_bytes: likewise.
-            elsewhere_bytes: of what lived before it without being part of the loop, which has no category.
-        """
+        """Live bytes by category at the peak of an observed step, and what the allocator holds beyond them."""
         highest = max(timeline, key=lambda point: point.total_bytes)
         return {str(category): size for category, size in highest.live_bytes.items() if size}
 
@@ -220,11 +207,7 @@ def _peak(counters: dict[str, dict[str, dict[str, int]]], counter: str) -> int:
 
 
 def device_for(device: torch.device, capacity_bytes: int | None = None) -> Device:
-    """The device that counts the memory of tensors on `device`.
-
-    Raises:
-        WorkloadError: neither a CPU nor a CUDA device.
-    """
+    """The device that counts the memory of tensors on `device`."""
     if device.type == "cpu":
         return CpuDevice(capacity_bytes)
     if device.type == "cuda":

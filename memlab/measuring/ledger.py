@@ -116,14 +116,6 @@ class _Alive(weakref.ref[torch.UntypedStorage]):
 class Ledger(WatchingMode):
     """Exact live bytes of one device type, by watching operators.
 
-    Args:
-        device_type: storages of which devices count, "cpu" or "cuda".
-        capacity_bytes: size of the device; a birth past it raises `torch.OutOfMemoryError`.
-
-    Attributes:
-        peak_bytes: highest `live_bytes` since `begin`.
-        owner: number of the model whose call is under way, where several train; 0 for none.
-
     Known limitations:
         Memory that a kernel takes and frees inside one operator is invisible, as is code made by
         `torch.compile`, and tensors that lived before the step without being named in `begin`.
@@ -131,22 +123,22 @@ class Ledger(WatchingMode):
 
     def __init__(self, device_type: str = "cpu", capacity_bytes: int | None = None) -> None:
         super().__init__()
-        self.device_type = device_type
-        self.capacity_bytes = capacity_bytes
-        self.peak_bytes = 0
+        self.device_type = device_type  # storages of which devices count, "cpu" or "cuda"
+        self.capacity_bytes = capacity_bytes  # size of the device; a birth past it raises `torch.OutOfMemoryError`
+        self.peak_bytes = 0  # highest `live_bytes` since `begin`
         self._live_bytes = 0
         self._limit: float = math.inf if capacity_bytes is None else capacity_bytes
         self._live: dict[int, _Alive] = {}
         self._gone: deque[_Alive] = deque()  # deaths that are not recorded yet
         self._assigned: dict[int, Category] = {}
-        self.owner = 0
+        self.owner = 0  # number of the model whose call is under way, where several train; 0 for none
         self._owners: dict[int, int] = {}
         self._events: list[RawEvent] = []
         self._baseline: dict[int, int] = {}
         self._born = 0
         self._start = 0.0
         self._moment = int(StepPart.OTHER)
-        self._watching = False
+        self.watching = False
         self._failure: Exception | None = None
         self._sums_in_place = device_type == "cuda"
         # births and deaths up to a sum of gradients, what it was written over, the sum
@@ -171,10 +163,6 @@ class Ledger(WatchingMode):
     def phase(self, phase: Phase) -> None:
         self._record_deaths()
         self._moment = MOMENT_OF_PHASE[phase]
-
-    @property
-    def watching(self) -> bool:
-        return self._watching
 
     def begin(self, holdings: Iterable[Holding]) -> None:
         """Begin a step: what lives now is its baseline."""
@@ -237,11 +225,11 @@ class Ledger(WatchingMode):
         """Watch this thread's operators, beneath the dispatch modes that are already there."""
         if self not in _get_current_dispatch_mode_stack():
             _restack(lambda modes: [self, *modes])
-        self._watching = True
+        self.watching = True
 
     def stop(self) -> None:
         """Stop watching; on another thread than `start`, the mode stays there as a mere pass-through."""
-        self._watching = False
+        self.watching = False
         if self in _get_current_dispatch_mode_stack():
             _restack(lambda modes: [mode for mode in modes if mode is not self])
 
@@ -284,7 +272,7 @@ class Ledger(WatchingMode):
         effect = EFFECTS.get(func)
         if effect is None:
             effect = effect_of(func)
-        if not effect or not self._watching:
+        if not effect or not self.watching:
             return out
         try:
             if self._gone:
@@ -301,7 +289,7 @@ class Ledger(WatchingMode):
                 self._note_sum(args[0], out)
         except Exception as error:  # noqa: BLE001 - the operator has run, and who runs it must not hear of this; `finish` says it
             self._failure = error
-            self._watching = False
+            self.watching = False
             return out
         if self._live_bytes > self.peak_bytes or self._live_bytes > self._limit:
             if self._live_bytes > self._limit and (self._born > first or effect == OperatorEffect.RESIZE):
@@ -381,7 +369,7 @@ class Ledger(WatchingMode):
         if alive is not None:
             self._resized(alive, storage.nbytes())
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        elif self._watching and storage.device.type == self.device_type:
+        elif self.watching and storage.device.type == self.device_type:
             self._track(storage)
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 

@@ -13,29 +13,19 @@ from memlab.runtime.workload import Batch
 
 
 class Models:
-    """Models that train in one loop, with their optimizers.
-
-    Args:
-        model: the first.
-        optimizers: those known so far.
-        held: parts of parameters that techniques keep on the device at present, beside the model.
-        ledger: records storages, and which of several models they are of.
-
-    Attributes:
-        names: of the models, where there are several.
-        optimizers: those known.
-    """
+    """Models that train in one loop, with their optimizers."""
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizers: Iterable[torch.optim.Optimizer],
+        model: torch.nn.Module,  # the first
+        optimizers: Iterable[torch.optim.Optimizer],  # those known so far
+        # parts of parameters that techniques keep on the device at present, beside the model
         held: Callable[[], Iterable[torch.Tensor]],
-        ledger: Ledger,
+        ledger: Ledger,  # records storages, and which of several models they are of
     ) -> None:
         self._models = [model]
-        self.names: list[str] = []
-        self.optimizers = list(optimizers)
+        self.names: list[str] = []  # of the models, where there are several
+        self.optimizers = list(optimizers)  # those known
         self._held = held
         self._ledger = ledger
         self._calling: list[int] = []  # numbers of the models whose calls are under way, from 1
@@ -44,13 +34,11 @@ class Models:
         return len(self._models)
 
     def add(self, model: torch.nn.Module, names: Sequence[str]) -> int:
-        """Add a model; return its number."""
         self._models.append(model)
         self.names = list(names)
         return len(self._models)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer, unless it is known."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
 
@@ -97,10 +85,8 @@ class Models:
             yield from ((Category.PARAMETERS, tensor) for tensor in self._held())
 
     def gradients(self) -> Iterator[Holding]:
-        """Yield gradients that lie at their parameters."""
         for model in self._models:
             yield from gradients_of(model)
 
     def state(self) -> Iterator[Holding]:
-        """Yield what the optimizers keep."""
         return state_of(self.optimizers)

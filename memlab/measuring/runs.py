@@ -103,19 +103,9 @@ def _rehearsals(workloads: Sequence[Workload], plan: Plan, *, keep: bool) -> Ite
 def rehearsal(workload: Workload, plan: Plan, *, keep: bool = False) -> Iterator[Session]:
     """A plan in force, for steps that leave nothing behind: gradients dropped, train mode, nobody watching yet.
 
-    Args:
-        workload: with an optimizer and a batch.
-        plan: of the steps.
-        keep: keep what the steps trained; by default weights, moments, gradients, scheduler and random state are
-            put back bit for bit.
-
     Yields:
         The session; who is to watch the steps goes into its `observers`. Those before come back, and so does
         the plan before.
-
-    Raises:
-        WorkloadError: no batch or no optimizer.
-        RefusalError: a technique of the plan does not apply.
     """
     require_complete(workload)
     before = None if keep else Snapshot(workload)
@@ -206,12 +196,7 @@ def say_when_long(doing: str) -> Callable[[str], None]:
 def training_step(workload: Workload, *, needs_loss: bool = True) -> float:
     """One step of the workload on its batch: forward, backward, update, gradients dropped.
 
-    Args:
-        workload: with an optimizer and a batch.
-        needs_loss: whether a model without a loss is an error; else the mean of its outputs stands for it.
-
-    Returns:
-        The loss.
+    Where no loss is needed and the model has none, the mean of its outputs stands for it.
     """
 
     def evaluated() -> torch.Tensor:
@@ -291,11 +276,7 @@ def _has_graph(value: Any) -> bool:
 
 
 def loss_of(workload: Workload) -> torch.Tensor:
-    """The loss of a workload on its batch.
-
-    Raises:
-        WorkloadError: the model returns none, and there is no `loss_fn`.
-    """
+    """The loss of a workload on its batch."""
     return loss_in(workload, output_of(workload))
 
 
@@ -316,11 +297,7 @@ def rows_of(workload: Workload) -> int | None:
 
 
 def loss_in(workload: Workload, output: Any) -> torch.Tensor:
-    """The loss in an output of the model, or computed from it.
-
-    Raises:
-        WorkloadError: there is none, and no `loss_fn`.
-    """
+    """The loss in an output of the model, or computed from it."""
     if workload.loss_fn is not None:
         loss: Any = workload.loss_fn(output, workload.batch[1])
     else:
@@ -333,11 +310,7 @@ def loss_in(workload: Workload, output: Any) -> torch.Tensor:
 
 
 def require_complete(workload: Workload, wanted: str = "measuring") -> None:
-    """Make sure that a workload can be trained; `wanted` begins the error.
-
-    Raises:
-        WorkloadError: no batch or no optimizer.
-    """
+    """Make sure that a workload can be trained; `wanted` begins the error."""
     if workload.batch is None:
         raise WorkloadError(f"{wanted} needs a batch to train on: Workload(model, optimizer, batch={{…}})")
     if not workload.optimizers:

@@ -22,7 +22,6 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeGuard
 
 import torch
 
@@ -31,7 +30,6 @@ from memlab.measuring.ledger import Holding, inputs_of
 from memlab.measuring.models import Models
 from memlab.measuring.observation import Observation
 from memlab.measuring.times import LEAST_STEPS_BETWEEN, OBSERVED_IN_A_ROW, OpenStep, Period, Times
-from memlab.measuring.turns import Turns
 from memlab.plan import Plan
 from memlab.records import LOOP, Category, Measurement, Phase, StepRecord
 from memlab.runtime.observer import Observer
@@ -46,13 +44,6 @@ _TOLD_IN_A_ROW = 5
 class Meter(Observer):
     """The observer that a session calls on the training thread.
 
-    Args:
-        model: the model that is trained; others may join it.
-        optimizers: those known so far.
-        device: what memory is counted on; it stays open when the meter closes.
-        host_bytes: tells how many bytes techniques keep off the device at present.
-        held: parts of parameters that techniques keep on the device at present, beside the model.
-
     Known limitations:
         An exception between forward and step shows only in the next forward: a session that sees one
         escape calls `interrupted`, or the forwards before it count towards the next step.
@@ -60,16 +51,17 @@ class Meter(Observer):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizers: Iterable[torch.optim.Optimizer],
-        device: Device,
-        host_bytes: Callable[[], int] = int,
+        model: torch.nn.Module,  # the model that is trained; others may join it
+        optimizers: Iterable[torch.optim.Optimizer],  # those known so far
+        device: Device,  # what memory is counted on; it stays open when the meter closes
+        host_bytes: Callable[[], int] = int,  # tells how many bytes techniques keep off the device at present
+        # parts of parameters that techniques keep on the device at present, beside the model
         held: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         self.device = device
         self._ledger = device.ledger()
         self._models = Models(model, optimizers, held, self._ledger)
-        self._times = Times(device)
+        self.times = Times(device)  # of all steps, by plan
         self._turns = Turns()
         self._host_bytes = host_bytes
         self._step: OpenStep | None = None
@@ -81,52 +73,31 @@ class Meter(Observer):
     @property
     def steps(self) -> list[StepRecord]:
         """Steps whose time is known by now, oldest first; reading never waits for the device."""
-        return self._times.steps_after(0)
-
-    def steps_after(self, number: int) -> list[StepRecord]:
-        """Return steps after the one of this number, as in `steps`; costs next to nothing when there is none."""
-        return self._times.steps_after(number)
-
-    @property
-    def steps_ended(self) -> int:
-        """Steps that have ended, also those without a record."""
-        return self._times.steps_ended
+        return self.times.steps_after(0)
 
     def measurement(self, plan: Plan) -> Measurement:
-        """Return memory and speed of the latest period of a plan; wait until its last step is done.
-
-        Raises:
-            MemlabError: no step has ended under this plan.
-        """
-        measured = self._times.measurement(plan, self._read_counters)
-        found = self._times.parts_of(plan)
+        """Return memory and speed of the latest period of a plan; wait until its last step is done."""
+        measured = self.times.measurement(plan, self._read_counters)
+        found = self.times.parts_of(plan)
         names = dict(enumerate((*self._models.names, LOOP), 1))
         parts = {name: found.get(number % len(names), {}) for number, name in names.items()}
         return replace(measured, models=parts if found else {})
-
-    def so_far(self, plan: str) -> Measurement | None:
-        """Return what is known of a plan by now, from its newest steps; never wait for the device.
-
-        Returns:
-            The measurement; None before a step of it has been timed.
-        """
-        return self._times.so_far(plan)
 
     # -- moments of the loop -------------------------------------------------------------------
 
     def steps_to_pass(self) -> int:
         """Return how many steps may pass from here on of which the meter is not told."""
-        period = self._times.period
+        period = self.times.period
         since = period.steps - period.observed_from
         told = _TOLD_AT_FIRST if since < LEAST_STEPS_BETWEEN else _TOLD_IN_A_ROW
         if since % LEAST_STEPS_BETWEEN != told or self.device.counts_every_step or len(self._models.optimizers) != 1:
             return 0
-        self._times.settle(wait=False)
+        self.times.settle(wait=False)
         is_short = statistics.median(period.plain_seconds or [math.inf]) < _SHORT_SECONDS
         return LEAST_STEPS_BETWEEN - told if is_short else 0
 
     def rested(self, steps: int) -> None:
-        self._times.pass_over(steps)
+        self.times.pass_over(steps)
 
     @property
     def live_bytes(self) -> int | None:
@@ -152,17 +123,13 @@ class Meter(Observer):
         """Begin a new period: at a step boundary, or within a step whose batch is done again under the new plan."""
         if not self.in_forward:
             self._end_step_if_over()
-        self._times.plan_changed(plan)
+        self.times.plan_changed(plan)
         if self._step is not None:
             # what failed under the old plan is no peak of the new one
             self._forget_peaks(self._step, ())
 
     def take_in(self, model: torch.nn.Module, names: Sequence[str]) -> int:
-        """Measure another model that trains in the same loop.
-
-        Returns:
-            Its number, for `call_begins`.
-        """
+        """Measure another model that trains in the same loop. Returns its number, for `call_begins`."""
         return self._models.add(model, names)
 
     def call_begins(self, number: int, batch: Batch) -> None:
@@ -219,7 +186,7 @@ class Meter(Observer):
             return
         if step.observed:
             self._ledger.phase = Phase.STEP if self._in_step else Phase.OTHER
-        if _is_readable(loss):
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_meta:
             step.loss = loss.detach()
 
     def gradients_complete(self) -> None:
@@ -258,14 +225,14 @@ class Meter(Observer):
         self._ledger.stop()
         self._ledger.phase = Phase.OTHER
         self._step = None
-        self._times.last_end = None
+        self.times.last_end = None
         self.in_forward = self._in_step = False
         self._models.interrupted()
 
     def pause(self) -> None:
         """The loop stands still between two steps: the next step is timed from its first forward."""
         self._end_step_if_over()
-        self._times.last_end = None
+        self.times.last_end = None
 
     def close(self) -> None:
         """Stop watching and let go of model and optimizers; what was measured stays readable."""
@@ -275,7 +242,7 @@ class Meter(Observer):
 
     def _begin_step(self, batch: Batch) -> OpenStep:
         observed = self.device.observes_every_step or self._is_due()
-        step = OpenStep(begin=self._times.last_end or self.device.mark(), observed=observed)
+        step = OpenStep(begin=self.times.last_end or self.device.mark(), observed=observed)
         self._forget_peaks(step, inputs_of(batch) if observed else ())
         if observed:
             self._ledger.start()
@@ -291,9 +258,9 @@ class Meter(Observer):
 
     def _is_due(self) -> bool:
         """Return whether the next step is to be observed."""
-        period = self._times.period
+        period = self.times.period
         since = period.steps - period.observed_from
-        if since and since % LEAST_STEPS_BETWEEN == 0 and since >= self._times.steps_between_observations():
+        if since and since % LEAST_STEPS_BETWEEN == 0 and since >= self.times.steps_between_observations():
             period.observed_from, since = period.steps, 0
         # at first each of several models makes a step of its own
         return since < OBSERVED_IN_A_ROW * len(self._models)
@@ -310,12 +277,12 @@ class Meter(Observer):
 
     def _end_step(self, step: OpenStep) -> None:
         self._step = None
-        period = self._times.period
+        period = self.times.period
         observation = self._observation() if step.observed else None
         peaks = self.device.peaks(observation.peak_bytes if observation is not None else None)
         if observation is not None and peaks[0] is not None:
             peaks = (peaks[0] - observation.sums_bytes, peaks[1])
-        self._times.end_step(step, peaks)
+        self.times.end_step(step, peaks)
         if observation is not None:
             period.keep(observation, peaks, step.elsewhere_bytes)
             self._read_counters(period)
@@ -332,5 +299,31 @@ class Meter(Observer):
         period.driver_bytes = self.device.driver_bytes()
 
 
-def _is_readable(loss: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    return isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_meta
+class Turns:
+    """Order in which the optimizers of a loop step.
+
+    Those that take turns (a GAN's) make one step once each has had a turn.
+    """
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        # when an optimizer stepped, in forwards, and which have after a further forward
+        self._since: dict[int, tuple[int, set[int]]] = {}
+        self._between: dict[int, set[int]] = {}  # those that stepped between its last two steps
+
+    def forward_begins(self) -> None:
+        """Note that a model is called."""
+        self._forwards += 1
+
+    def stepped(self, optimizer: int) -> None:
+        """Note that an optimizer of this number has stepped."""
+        _, self._between[optimizer] = self._since.pop(optimizer, (0, set()))
+        for forwards, others in self._since.values():
+            if forwards < self._forwards:
+                others.add(optimizer)
+        self._since[optimizer] = (self._forwards, set())
+
+    def are_open(self, stepped: Iterable[int]) -> bool:
+        """Return whether optimizers that take turns with those that have stepped are still to come."""
+        done = {*stepped}
+        return any(self._between.get(each, set()) - done for each in done)

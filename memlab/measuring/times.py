@@ -7,16 +7,18 @@ import statistics
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, takewhile
+from pathlib import Path
+from time import perf_counter
 
 import torch
 
 from memlab.errors import MemlabError
 from memlab.measuring.device import Device, TimeMark
 from memlab.measuring.observation import Observation
-from memlab.measuring.waiting import Waiting
 from memlab.plan import Plan
 from memlab.records import Measurement, StepRecord, TimelinePoint, measurement_of_steps
 
@@ -30,10 +32,43 @@ _MOST_RECORDS = 10_000
 _MOST_PENDING = 50
 # steps that the state of a running cell is reduced from
 _MOST_SO_FAR = 200
+# Linux's own count of it, of the thread that reads it: nanoseconds on a processor, nanoseconds waited, turns
+_COUNTS = Path("/proc/thread-self/schedstat")
+_LOOK_SECONDS = 0.1
 
 
 # allocated and reserved bytes; None where the device does not count them
 Peaks = tuple[int | None, int | None]
+
+
+class Waiting:
+    """The share of the time for which the thread that calls `look` waited for a processor.
+
+    Waiting for data, for files, for a GPU or in a pause is not counted: the thread is not ready then.
+
+    Known limitations: only Linux tells; elsewhere the share is 0.
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[float, float] | None = None
+        self._last: tuple[float, float] | None = None
+
+    def look(self) -> None:
+        """Note how much it is by now; costs some microseconds, ten times a second at most."""
+        now = perf_counter()
+        if self._last is not None and now - self._last[0] < _LOOK_SECONDS:
+            return
+        with suppress(OSError, ValueError, IndexError):
+            self._last = now, int(_COUNTS.read_text().split()[1]) / 1e9
+            self._first = self._first or self._last
+
+    @property
+    def share(self) -> float:
+        """Share of the time from the first look to the last."""
+        if self._first is None or self._last is None or self._last[0] <= self._first[0]:
+            return 0.0
+        waited = (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+        return min(1.0, max(0.0, waited))
 
 
 @dataclass(slots=True)
@@ -134,22 +169,13 @@ class Period:
 
 
 class Times:
-    """Steps that have ended, and the periods between changes of the plan.
-
-    Args:
-        device: says when a step was over, and whether every step is observed.
-
-    Attributes:
-        period: the one under way.
-        steps_ended: steps so far, also those without a record.
-        last_end: when the newest step ended; None where the loop has stood still since.
-    """
+    """Steps that have ended, and the periods between changes of the plan."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.period = Period(number=0, plan=Plan())
-        self.steps_ended = 0
-        self.last_end: TimeMark | None = None
+        self.period = Period(number=0, plan=Plan())  # the one under way
+        self.steps_ended = 0  # steps so far, also those without a record
+        self.last_end: TimeMark | None = None  # when the newest step ended; None where the loop has stood still since
         self._periods: dict[Plan, Period] = {}
         self._pending: deque[_PastStep] = deque()
         self._timed: deque[_TimedStep] = deque(maxlen=_MOST_RECORDS)
@@ -158,7 +184,6 @@ class Times:
     # -- as the loop runs ----------------------------------------------------------------------
 
     def plan_changed(self, plan: Plan) -> None:
-        """Begin a new period."""
         self.period.release()
         before = self._periods.get(plan)
         earlier = (*before.earlier, before.number) if before is not None else ()
@@ -209,15 +234,7 @@ class Times:
         return [timed.record for timed in reversed(newer)]
 
     def measurement(self, plan: Plan, read_counters: Callable[[Period], None]) -> Measurement:
-        """Return memory and speed of the latest period of a plan; wait until its last step is done.
-
-        Args:
-            plan: the plan.
-            read_counters: reads those that tell of the period under way.
-
-        Raises:
-            MemlabError: no step has ended under this plan.
-        """
+        """Return memory and speed of the latest period of a plan; wait until its last step is done."""
         period = self._periods.get(plan)
         self.settle(wait=True)
         with self._lock:
@@ -229,11 +246,7 @@ class Times:
         return self._reduced(period, timed)
 
     def so_far(self, plan: str) -> Measurement | None:
-        """Return what is known of a plan by now, from its newest steps; never wait for the device.
-
-        Returns:
-            The measurement; None before a step of it has been timed.
-        """
+        """Return what is known of a plan by now, from its newest steps; never wait for the device."""
         period = next((each for each in reversed(self._periods.values()) if each.plan.label == plan), None)
         if period is None:
             return None
@@ -291,10 +304,6 @@ class Times:
 
 def steps_between_observations(observed_seconds: Sequence[float], plain_seconds: Sequence[float]) -> int:
     """Return how many steps apart observations may begin, so that they cost at most half a percent of the time.
-
-    Args:
-        observed_seconds: times of observed steps; empty when none is known yet.
-        plain_seconds: times of steps that were not observed; empty when none is known yet.
 
     Example:
         >>> steps_between_observations([1.05], [1.0]), steps_between_observations([3.0], [1.0])

@@ -29,15 +29,6 @@ class BatchNorm(StrEnum):
 class Checkpointing(str):
     """Setting of recomputation in the backward pass: the text of the flag, read once.
 
-    Attributes:
-        kind: "off", "full", "every", "selective" or "budget".
-        every: of blocks that are chosen by number, one in how many is recomputed.
-        budget_bytes: what recomputed blocks may keep of each (micro-)batch between forward and backward; None without
-            such a budget.
-
-    Raises:
-        PlanError: another text.
-
     Example:
         >>> half, some = Checkpointing("every:2"), Checkpointing("budget:1.5KiB")
         >>> half.kind, half.every, some, some.budget_bytes, half == "every:2"
@@ -45,8 +36,9 @@ class Checkpointing(str):
     """
 
     __slots__ = ("budget_bytes", "every", "kind")
-    kind: str
-    every: int
+    kind: str  # "off", "full", "every", "selective" or "budget"
+    every: int  # of blocks that are chosen by number, one in how many is recomputed
+    # what recomputed blocks may keep of each (micro-)batch between forward and backward; None without such a budget
     budget_bytes: int | None
 
     def __new__(cls, text: str) -> Self:
@@ -157,57 +149,37 @@ EIGHT_BIT = (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
 
 @dataclass(frozen=True)
 class PlanField:
-    """One field of a plan as people see it.
+    """One field of a plan as people see it."""
 
-    Args:
-        name: attribute of `Plan`.
-        flag: the magic flag that sets it.
-        metavar: how its values read in help.
-        help: one sentence for help, panel and docs.
-        parse: text of the flag's value to the field's value.
-        write: the field's value to such a text.
-        bare: value when the flag is given without one, or None when a value is needed.
-        shorthands: flags without a value, and the value each stands for.
-        choices: values offered where one picks instead of typing; the first one is the default.
-        offer: of the choices, the one a panel offers first.
-        title: what it is called where people pick.
-        names: what choices are called there, where their text does not say it.
-        is_predicted: whether what its settings would give can be predicted.
-        is_exact: whether all its settings give the gradient and the update of the loop as written.
-        alike: values with the same numbers, each smaller on the device than the one before.
-        is_of_calls: whether it concerns the model call alone, so that each model of a shared optimizer can have its own.
-        is_beside_engines: whether engines have a way of their own for it.
-        is_graded: whether its settings do the same by degrees, so that half of the error of one is that of another.
-        doubt: by how much more than for others the predicted time may be wrong. What moves data off the device depends on
-            a disk or a bus and on how many pieces there are: on a CPU, activations off it cost steps 0.8 to 4 times what
-            the prediction had for them (`python -m tests.bench.find_plan`).
-        covers: whether one value keeps or raises what another one does; by default the same one, or any over the default.
-        searched: values that a search considers.
-        untrained: why it means nothing where nothing is trained.
-    """
-
-    name: str
-    flag: str
-    metavar: str
-    help: str
-    parse: Callable[[str], Any]
-    write: Callable[[Any], str] = str
-    bare: str | None = None
-    shorthands: Mapping[str, str] = field(default_factory=dict)
-    choices: tuple[str, ...] = ()
-    offer: str = ""
-    title: str = ""
+    name: str  # attribute of `Plan`
+    flag: str  # the magic flag that sets it
+    metavar: str  # how its values read in help
+    help: str  # one sentence for help, panel and docs
+    parse: Callable[[str], Any]  # text of the flag's value to the field's value
+    write: Callable[[Any], str] = str  # the field's value to such a text
+    bare: str | None = None  # value when the flag is given without one, or None when a value is needed
+    shorthands: Mapping[str, str] = field(default_factory=dict)  # flags without a value, and the value each stands for
+    choices: tuple[str, ...] = ()  # values offered where one picks instead of typing; the first one is the default
+    offer: str = ""  # of the choices, the one a panel offers first
+    title: str = ""  # what it is called where people pick
+    # what choices are called there, where their text does not say it
     names: Mapping[str, str] = field(default_factory=dict)
-    is_predicted: bool = True
-    is_exact: bool = False
-    alike: tuple[Any, ...] = ()
+    is_predicted: bool = True  # whether what its settings would give can be predicted
+    is_exact: bool = False  # whether all its settings give the gradient and the update of the loop as written
+    alike: tuple[Any, ...] = ()  # values with the same numbers, each smaller on the device than the one before
+    # whether it concerns the model call alone, so that each model of a shared optimizer can have its own
     is_of_calls: bool = False
-    is_beside_engines: bool = False
+    is_beside_engines: bool = False  # whether engines have a way of their own for it
+    # whether its settings do the same by degrees, so that half of the error of one is that of another
     is_graded: bool = False
+    # by how much more than for others the predicted time may be wrong. What moves data off the device depends on a disk
+    # or a bus and on how many pieces there are: on a CPU, activations off it cost steps 0.8 to 4 times what the
+    # prediction had for them (`python -m tests.bench.find_plan`)
     doubt: float = 1.0
+    # whether one value keeps or raises what another one does; by default the same one, or any over the default
     covers: Callable[[Any, Any], bool] | None = None
-    searched: tuple[str, ...] = ()
-    untrained: str = "it works on training only"
+    searched: tuple[str, ...] = ()  # values that a search considers
+    untrained: str = "it works on training only"  # why it means nothing where nothing is trained
 
     @cached_property
     def default(self) -> Any:

@@ -22,28 +22,20 @@ _HALF = {Precision.FP16: 0.6, Precision.BF16: 0.6, Precision.PURE_BF16: 0.65}
 
 @dataclass(frozen=True)
 class Saving:
-    """One way to need less memory. Each thing that can be offloaded is one of its own.
+    """One way to need less memory. Each thing that can be offloaded is one of its own."""
 
-    Args:
-        field: of the plan.
-        words: what a change does, from the value before, the one after and the rows of a batch.
-        cost: usual time of a step under a value, relative to one without: an order, not a prediction.
-        stronger: the next stronger value, for a batch of so many rows and a device of this 16-bit format; the same value
-            where there is none. None for what is never tried unless somebody asks for it.
-        measured: values that an ablation measures.
-        what: of what is offloaded, the part that it is about.
-        is_in_update: whether it lowers what the optimizer's update needs.
-        is_of_optimizer: whether it needs an optimizer.
-    """
-
-    field: str
+    field: str  # of the plan
+    # what a change does, from the value before, the one after and the rows of a batch
     words: Callable[[Any, Any, int], str]
+    # usual time of a step under a value, relative to one without: an order, not a prediction
     cost: Callable[[Any], float]
+    # the next stronger value, for a batch of so many rows and a device of this 16-bit format; the same value where
+    # there is none. None for what is never tried unless somebody asks for it
     stronger: Callable[[Any, int, Precision], Any] | None = None
-    measured: tuple[str, ...] = ()
-    what: Offloaded | None = None
-    is_in_update: bool = False
-    is_of_optimizer: bool = False
+    measured: tuple[str, ...] = ()  # values that an ablation measures
+    what: Offloaded | None = None  # of what is offloaded, the part that it is about
+    is_in_update: bool = False  # whether it lowers what the optimizer's update needs
+    is_of_optimizer: bool = False  # whether it needs an optimizer
 
     def of(self, plan: Plan) -> Any:
         """Return its value in a plan."""

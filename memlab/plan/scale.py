@@ -68,9 +68,6 @@ class Scale:
 def take_engine(words: list[str]) -> tuple[str | None, list[str]]:
     """Return the engine that words name, None without ``--scale``, and the other words.
 
-    Raises:
-        PlanError: ``--scale`` without a value.
-
     Example:
         >>> take_engine(["--bf16", "--scale=ddp"])
         ('ddp', ['--bf16'])

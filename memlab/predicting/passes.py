@@ -44,16 +44,10 @@ class Passes:
         self._scalable: dict[Plan, TracedPass | None] = {}
 
     def whole(self, settings: Plan) -> Trace:
-        """The trace of the whole batch."""
         return self._trace(settings, None, is_split=False)
 
     def segments(self, settings: Plan, sizes: Sequence[int]) -> list[Segment]:
-        """The passes of a step.
-
-        Args:
-            settings: those of a plan that work on the model.
-            sizes: rows of each micro-batch; a single one is the whole batch.
-        """
+        """The passes of a step."""
         if len(sizes) == 1:
             return [self.traced(settings, sizes[0], is_split=False).segment(sizes[0])]
         places = self._kept(settings)

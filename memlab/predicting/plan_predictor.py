@@ -32,16 +32,17 @@ from memlab.predicting.segments import (
     without_state,
 )
 from memlab.predicting.targets import Target, target_for
-from memlab.records import Category
+from memlab.records import Category, Measurement
 from memlab.runtime.workload import Workload, needs_closure
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques.accumulation.split import row_ranges
 from memlab.trace.tracer import Trace, Tracer
-from memlab.units import MIB, format_bytes
+from memlab.units import format_bytes
 
-# of what lives anyway: outputs larger than this are worth a word
+# of the peak: outputs larger than this are worth a word
 _NOTEWORTHY_SHARE = 0.05
-_NOTEWORTHY_BYTES = 16 * MIB
+# of their size: what is measured above a prediction and differs by less is taken for held outputs
+_ALIKE_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -109,17 +110,7 @@ class _Passed:
 
 
 class PlanPredictor:
-    """Traces one workload for one target, and puts plans together.
-
-    Args:
-        workload: the live objects.
-        device: a GPU of the catalogue or its name, or None for the device the model is on.
-
-    Raises:
-        WorkloadError: no batch or no optimizer.
-        TraceError: the model cannot be copied, or an optimizer evaluates the loss as often as its values say.
-        MemlabError: no such GPU in the catalogue.
-    """
+    """Traces one workload for one target, and puts plans together."""
 
     def __init__(self, workload: Workload, device: str | Gpu | None = None) -> None:
         require_complete(workload, "a prediction")
@@ -139,6 +130,15 @@ class PlanPredictor:
         self._has_state = any(optimizer.state for optimizer in workload.optimizers)
         self._makes_state = not all(optimizer.state for optimizer in workload.optimizers)
         self._refusals: dict[object, RefusalError | None] = {}
+        self._holds_outputs = False
+
+    def learn(self, measured: Measurement) -> None:
+        """Take from a measurement whether the loop holds the model's output until its next call, as `out = model(…)` does."""
+        plan = Plan.of_label(measured.plan)
+        output_bytes = self._passes.large_outputs_bytes(of_model(plan)) if plan.accumulation == 1 else 0
+        if output_bytes:
+            more_bytes = measured.peak_allocated_bytes - sum(self.parts(plan).peak())
+            self._holds_outputs = abs(more_bytes - output_bytes) < _ALIKE_SHARE * output_bytes
 
     @property
     def rows(self) -> int:
@@ -167,16 +167,16 @@ class PlanPredictor:
         return None
 
     def parts(self, plan: Plan) -> Parts:
-        """The step of a plan.
-
-        Raises:
-            RefusalError: a technique of the plan does not apply.
-            TraceError: what the model computes depends on values.
-        """
         if (refusal := self.refusal(plan)) is not None:
             raise refusal
         is_woven = plan.gradients is Gradients.RELEASE or plan.tier_of(Offloaded.PARAMS) is not None
-        return self._traced(plan) if is_woven else self._composed(plan)
+        parts = self._traced(plan) if is_woven else self._composed(plan)
+        if not self._holds_outputs or plan.accumulation > 1:
+            return parts
+        # the ones of the step before live until this step's take their place
+        held_bytes = self._passes.large_outputs_bytes(of_model(plan))
+        base = added(parts.base, levels({Category.ACTIVATIONS: held_bytes}))
+        return replace(parts, base=base, inputs=(*parts.inputs, held_bytes))
 
     @property
     def _is_replayed(self) -> bool:
@@ -257,8 +257,10 @@ class PlanPredictor:
     def _about_outputs(self, settings: Plan) -> Iterator[str]:
         """Yield what a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""
         size_bytes = self._passes.large_outputs_bytes(settings)
-        lives_anyway_bytes = sum(self._passes.whole(settings).observation.baseline_bytes.values())
-        if size_bytes > max(_NOTEWORTHY_BYTES, _NOTEWORTHY_SHARE * lives_anyway_bytes):
+        if (
+            not self._holds_outputs
+            and size_bytes > _NOTEWORTHY_SHARE * self._passes.whole(settings).observation.peak_bytes
+        ):
             yield (
                 f"a loop that holds the model's output through backward (out = model(…)) needs up to "
                 f"{format_bytes(size_bytes)} more"

@@ -38,7 +38,8 @@ def predict(
         workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss).
         plan: a plan, or its flags.
         device: a GPU of the catalogue to predict it for, or its name; by default the device the model is on.
-        measured: a measurement of any plan on this device, by which times are calibrated.
+        measured: a measurement of any plan on this device: times are calibrated by it, and it tells whether the loop
+            holds the model's output until the next call.
 
     Returns:
         The prediction.
@@ -57,7 +58,7 @@ def predict(
         1050624
     """
     wanted = Plan.of(plan)
-    predictor = PlanPredictor(workload, device)
+    predictor = _predictor(workload, device, measured)
     return _calibrated([_prediction(predictor, wanted)], measured, predictor)[0]
 
 
@@ -91,7 +92,7 @@ def predict_all(
         asked = None if plans is None else list(plans)
         of_each = [predict_all(each, device, plans=asked, progress=progress) for each in workload]
         return of_all(of_each, [each.name for each in workload])
-    predictor = PlanPredictor(workload, device)
+    predictor = _predictor(workload, device, measured)
     wanted = _plans(predictor, plans, predictor.rows)
     say = progress or say_when_long("predicting")
     predictions = []
@@ -104,24 +105,23 @@ def predict_all(
 def predict_each(
     workload: Workload, plans: Iterable[Plan], *, measured: Measurement | None = None
 ) -> Iterator[Prediction]:
-    """Predict plans one at a time, on the device the model is on; as `predict_all`, for who has other things to do.
-
-    Yields:
-        One prediction per plan, in their order.
-
-    Raises:
-        TraceError: what the model computes depends on values; it names the operator.
-        WorkloadError: no batch or no optimizer.
-    """
+    """Predict plans one at a time, on the device the model is on; as `predict_all`, for who has other things to do."""
     predictor: PlanPredictor | None = None
     for plan in plans:
-        predictor = predictor or PlanPredictor(workload)
+        predictor = predictor or _predictor(workload, None, measured)
         yield predicted_by(predictor, plan, measured)
 
 
 def predicted_by(predictor: PlanPredictor, plan: Plan, measured: Measurement | None = None) -> Prediction:
     """Predict one plan, keeping what was traced for the next one; a plan that does not apply says why in `refused`."""
     return _calibrated([_prediction_or_refusal(predictor, plan)], measured, predictor)[0]
+
+
+def _predictor(workload: Workload, device: str | Gpu | None, measured: Measurement | None) -> PlanPredictor:
+    predictor = PlanPredictor(workload, device)
+    if measured is not None:
+        predictor.learn(measured)
+    return predictor
 
 
 def _plans(predictor: PlanPredictor, plans: Iterable[Plan | str] | None, rows: int) -> list[Plan]:

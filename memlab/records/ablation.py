@@ -22,7 +22,7 @@ from memlab.errors import MemlabError
 from memlab.plan import FIELDS, Plan, PlanField
 from memlab.records import Measurement, Prediction, ratio
 from memlab.records.comparison import NO_GAIN, speed_ratio, where_the_peak_is
-from memlab.records.shown import Shown
+from memlab.records.measurement import Shown
 from memlab.units import format_bytes
 
 # steps of one plan differ by this share between two runs, whatever their spread within one
@@ -31,27 +31,17 @@ _LEAST_FASTER = 0.05
 
 @dataclass(frozen=True)
 class AblationRow:
-    """One row of an ablation.
+    """One row of an ablation."""
 
-    Args:
-        technique: flags this row adds; empty for the first one.
-        plan: label of the whole plan that was run.
-        what: the technique in words.
-        measurement: what was measured, or that memory ran out; None where the technique was refused.
-        prediction: what was predicted for the plan; None where nothing was.
-        refused: why the technique does not apply here; empty when it does.
-        kept: whether the rows below stand on this one.
-        again: whether the technique had been left out before, and was tried a second time.
-    """
-
-    technique: str
-    plan: str
-    what: str
+    technique: str  # flags this row adds; empty for the first one
+    plan: str  # label of the whole plan that was run
+    what: str  # the technique in words
+    # what was measured, or that memory ran out; None where the technique was refused
     measurement: Measurement | None = None
-    prediction: Prediction | None = None
-    refused: str = ""
-    kept: bool = True
-    again: bool = False
+    prediction: Prediction | None = None  # what was predicted for the plan; None where nothing was
+    refused: str = ""  # why the technique does not apply here; empty when it does
+    kept: bool = True  # whether the rows below stand on this one
+    again: bool = False  # whether the technique had been left out before, and was tried a second time
 
     @property
     def label(self) -> str:
@@ -71,25 +61,15 @@ class AblationRow:
 
 @dataclass(frozen=True)
 class Step:
-    """A row against the others; ratios are NaN where there is nothing to compare with.
-
-    Args:
-        row: the row.
-        memory_before: its peak allocated as a share of that of the row before.
-        memory_first: likewise, of the first row that ran.
-        speed_before: its throughput as a share of that of the row before.
-        speed_first: likewise, of the first row that ran.
-        is_first_to_fit: whether it is the first that fits the budget.
-        verdict: what is to be said about it.
-    """
+    """A row against the others; ratios are NaN where there is nothing to compare with."""
 
     row: AblationRow
-    memory_before: float
-    memory_first: float
-    speed_before: float
-    speed_first: float
-    is_first_to_fit: bool
-    verdict: str
+    memory_before: float  # its peak allocated as a share of that of the row before
+    memory_first: float  # likewise, of the first row that ran
+    speed_before: float  # its throughput as a share of that of the row before
+    speed_first: float  # likewise, of the first row that ran
+    is_first_to_fit: bool  # whether it is the first that fits the budget
+    verdict: str  # what is to be said about it
 
 
 @dataclass(frozen=True)

@@ -9,30 +9,22 @@ from dataclasses import dataclass, replace
 from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction, prediction_of, ratio
-from memlab.records.shown import Shown
+from memlab.records.measurement import Shown
 from memlab.units import format_bytes, format_change
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a comparison: a measurement against the first one, and what was predicted for it.
+    """One line of a comparison: a measurement against the first one, and what was predicted for it."""
 
-    Args:
-        measurement: of one plan.
-        memory_ratio: its peak as a share of the first one's; NaN where its batches were of another size.
-        speed_ratio: its samples per second as a share of the first one's; NaN where there is none to compare with, or
-            where too few steps were timed to compare.
-        loss_drift: largest relative difference of its losses from the first one's.
-        verdict: what is to be said about it.
-        prediction: what was predicted for its plan.
-    """
-
-    measurement: Measurement
-    memory_ratio: float
+    measurement: Measurement  # of one plan
+    memory_ratio: float  # its peak as a share of the first one's; NaN where its batches were of another size
+    # its samples per second as a share of the first one's; NaN where there is none to compare with, or where too few
+    # steps were timed to compare
     speed_ratio: float
-    loss_drift: float | None
-    verdict: str
-    prediction: Prediction | None = None
+    loss_drift: float | None  # largest relative difference of its losses from the first one's
+    verdict: str  # what is to be said about it
+    prediction: Prediction | None = None  # what was predicted for its plan
 
 
 # a change of the peak below this share is no gain

@@ -22,56 +22,34 @@ class CallKind(StrEnum):
 
 @dataclass(frozen=True)
 class CacheUse:
-    """A key-value cache: what it took, and what its formula says.
+    """A key-value cache: what it took, and what its formula says."""
 
-    Args:
-        size_bytes: bytes of the storages that its tensors lie in.
-        rows: rows it was for, beams included.
-        tokens: tokens of each row that were fed to the model.
-        predicted_bytes: 2 × layers × heads × head dimension × bytes of an element × tokens × rows; None where the
-            model's configuration does not say them.
-        formula: the factors in words; empty without a prediction.
-    """
-
-    size_bytes: int
-    rows: int
-    tokens: int
+    size_bytes: int  # bytes of the storages that its tensors lie in
+    rows: int  # rows it was for, beams included
+    tokens: int  # tokens of each row that were fed to the model
+    # 2 × layers × heads × head dimension × bytes of an element × tokens × rows; None where the model's configuration
+    # does not say them
     predicted_bytes: int | None = None
-    formula: str = ""
+    formula: str = ""  # the factors in words; empty without a prediction
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One call.
+    """One call."""
 
-    Args:
-        kind: a forward, or a generation.
-        rows: rows that went in.
-        tokens: tokens of each row that went in; 0 where inputs are no token ids.
-        new_tokens: tokens that came out, of all rows together; a row that ended early counts as the longest. 0 of a
-            forward.
-        passes: forward passes of the model.
-        seconds: the whole call.
-        prefill_seconds: until the end of the first pass.
-        peak_allocated_bytes: highest live bytes; None when the call was not observed.
-        peak_reserved_bytes: highest reserved bytes; None off CUDA.
-        fixed_bytes: what lived when it began, without inputs and cache; None when it was not observed.
-        cache_bytes: bytes of its cache when it ended.
-        observed: a ledger watched it, which takes time.
-    """
-
-    kind: CallKind
-    rows: int
-    tokens: int
+    kind: CallKind  # a forward, or a generation
+    rows: int  # rows that went in
+    tokens: int  # tokens of each row that went in; 0 where inputs are no token ids
+    # tokens that came out, of all rows together; a row that ended early counts as the longest. 0 of a forward
     new_tokens: int
-    passes: int
-    seconds: float
-    prefill_seconds: float
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    fixed_bytes: int | None = None
-    cache_bytes: int = 0
-    observed: bool = False
+    passes: int  # forward passes of the model
+    seconds: float  # the whole call
+    prefill_seconds: float  # until the end of the first pass
+    peak_allocated_bytes: int | None = None  # highest live bytes; None when the call was not observed
+    peak_reserved_bytes: int | None = None  # highest reserved bytes; None off CUDA
+    fixed_bytes: int | None = None  # what lived when it began, without inputs and cache; None when it was not observed
+    cache_bytes: int = 0  # bytes of its cache when it ended
+    observed: bool = False  # a ledger watched it, which takes time
 
     @property
     def shape(self) -> tuple[CallKind, int, int]:

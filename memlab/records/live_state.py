@@ -38,23 +38,14 @@ class Activity(StrEnum):
 
 @dataclass(frozen=True)
 class Toggle:
-    """One field of the plan.
+    """One field of the plan."""
 
-    Args:
-        field: its name in `plan.FIELDS`.
-        value: text of the value in force, as one of the field's `choices` (or any other text it parses).
-        wanted: text of the value asked for last; equal to `value` when nothing is under way.
-        asked: what has become of it.
-        step: first step under it once it was applied; None before.
-        reason: why it was refused; empty otherwise.
-    """
-
-    field: str
-    value: str
-    wanted: str
-    asked: Asked = Asked.IDLE
-    step: int | None = None
-    reason: str = ""
+    field: str  # its name in `plan.FIELDS`
+    value: str  # text of the value in force, as one of the field's `choices` (or any other text it parses)
+    wanted: str  # text of the value asked for last; equal to `value` when nothing is under way
+    asked: Asked = Asked.IDLE  # what has become of it
+    step: int | None = None  # first step under it once it was applied; None before
+    reason: str = ""  # why it was refused; empty otherwise
 
     @property
     def is_off(self) -> bool:
@@ -82,25 +73,16 @@ class Toggle:
 
 @dataclass(frozen=True)
 class LivePoint:
-    """One step, or the highest of several that one point stands for.
+    """One step, or the highest of several that one point stands for."""
 
-    Args:
-        step: its number.
-        plan: label of the plan in force.
-        seconds: wall time of the step.
-        samples_per_second: of the step; NaN when it had no rows.
-        peak_bytes: highest allocated bytes within the step; None where the step was not observed.
-        live_bytes: bytes by category at the peak, as observed last under this plan; empty before the first time.
-        loss: loss of the step, None when the model returns none.
-    """
-
-    step: int
-    plan: str
-    seconds: float
-    samples_per_second: float
-    peak_bytes: int | None
+    step: int  # its number
+    plan: str  # label of the plan in force
+    seconds: float  # wall time of the step
+    samples_per_second: float  # of the step; NaN when it had no rows
+    peak_bytes: int | None  # highest allocated bytes within the step; None where the step was not observed
+    # bytes by category at the peak, as observed last under this plan; empty before the first time
     live_bytes: Mapping[str, int]
-    loss: float | None = None
+    loss: float | None = None  # loss of the step, None when the model returns none
 
     @classmethod
     def of(cls, record: StepRecord, measured: Measurement | None, steps_before: int = 0) -> LivePoint:
@@ -126,49 +108,29 @@ class Change:
 
 @dataclass(frozen=True)
 class Moment:
-    """State of a run, as views draw it.
+    """State of a run, as views draw it."""
 
-    Args:
-        title: what is trained with what, on what: "memfit · gpt2 124M · AdamW · CPU ledger (capacity 2 GiB)".
-        activity: what the run is doing.
-        step: number of the newest step; 0 before the first.
-        plan: the plan in force.
-        pending: the plan that waits for the next step boundary, or None.
-        toggles: one per field of a plan, in the order of `plan.FIELDS`.
-        points: steps, oldest first; bounded, see `memlab.live.feed`.
-        changes: plan changes, oldest first; bounded.
-        measurements: settings tried, what the others are compared with in front (`comparison.baseline_first`), then in the
-            order in which they were first tried; each with timeline and breakdown of an
-            observed step (a `Measurement.timeline` is memory within one step), and times of its steps.
-        predictions: settings predicted, tried or not; refused ones included.
-        budget_bytes: the budget line, or None for none.
-        capacity_bytes: size of the device, or None where it is not limited.
-        events: what happened on the way, newest last, in words; bounded.
-        rescues: rescues of the loop, oldest first.
-        status: one sentence for the status line and for screen readers.
-        world: how clicks reach the run here: in words; empty when they arrive at once.
-        errors: errors of callbacks, newest last, in words; bounded.
-        frame: grows when figures are to be drawn anew; settings and the status are drawn every time.
-    """
-
-    title: str
-    activity: Activity
-    step: int
-    plan: Plan
-    pending: Plan | None
-    toggles: tuple[Toggle, ...]
-    points: tuple[LivePoint, ...] = ()
-    changes: tuple[Change, ...] = ()
+    title: str  # what is trained with what, on what: "memfit · gpt2 124M · AdamW · CPU ledger (capacity 2 GiB)"
+    activity: Activity  # what the run is doing
+    step: int  # number of the newest step; 0 before the first
+    plan: Plan  # the plan in force
+    pending: Plan | None  # the plan that waits for the next step boundary, or None
+    toggles: tuple[Toggle, ...]  # one per field of a plan, in the order of `plan.FIELDS`
+    points: tuple[LivePoint, ...] = ()  # steps, oldest first; bounded, see `memlab.live.feed`
+    changes: tuple[Change, ...] = ()  # plan changes, oldest first; bounded
+    # settings tried, what the others are compared with in front (`comparison.baseline_first`), then in the order in
+    # which they were first tried; each with timeline and breakdown of an observed step (a `Measurement.timeline` is
+    # memory within one step), and times of its steps
     measurements: tuple[Measurement, ...] = ()
-    predictions: tuple[Prediction, ...] = ()
-    budget_bytes: int | None = None
-    capacity_bytes: int | None = None
-    events: tuple[str, ...] = ()
-    rescues: tuple[Rescue, ...] = ()
-    status: str = ""
-    world: str = ""
-    errors: tuple[str, ...] = ()
-    frame: int = 0
+    predictions: tuple[Prediction, ...] = ()  # settings predicted, tried or not; refused ones included
+    budget_bytes: int | None = None  # the budget line, or None for none
+    capacity_bytes: int | None = None  # size of the device, or None where it is not limited
+    events: tuple[str, ...] = ()  # what happened on the way, newest last, in words; bounded
+    rescues: tuple[Rescue, ...] = ()  # rescues of the loop, oldest first
+    status: str = ""  # one sentence for the status line and for screen readers
+    world: str = ""  # how clicks reach the run here: in words; empty when they arrive at once
+    errors: tuple[str, ...] = ()  # errors of callbacks, newest last, in words; bounded
+    frame: int = 0  # grows when figures are to be drawn anew; settings and the status are drawn every time
 
     def measured(self, plan: str) -> Measurement | None:
         """Return what was measured under a plan, by its label."""

@@ -12,13 +12,35 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
+from typing import Any, ClassVar
 
 from memlab.plan import Plan
-from memlab.records.shown import Shown
+
+
+class Shown:
+    """A record with a way to be shown.
+
+    Example:
+        >>> from memlab.records import Measurement
+        >>> print(Measurement("as written", "cpu", 2**30, None, 0, {"parameters": 2**30}, (), (), 8, 0))
+        as written · cpu
+        parameters         1.00 GiB   100 %  ████████████████████████
+        peak allocated     1.00 GiB
+    """
+
+    # gives what writes records, with `text_of` and `html_of`; `memlab` sets it to `memlab.report.showing`
+    reports: ClassVar[Callable[[], Any]]
+
+    def __str__(self) -> str:
+        return str(Shown.reports().text_of(self))
+
+    def _repr_html_(self) -> str | None:
+        html: str | None = Shown.reports().html_of(self)
+        return html
 
 
 class Category(StrEnum):
@@ -51,21 +73,13 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class AllocEvent:
-    """A storage that is born (positive bytes) or freed (negative bytes).
+    """A storage that is born (positive bytes) or freed (negative bytes)."""
 
-    Args:
-        seconds: time since the observation began.
-        size_bytes: bytes gained or lost.
-        storage: number of the storage; its birth and its death carry the same one.
-        category: what the storage is for, known once the step is over.
-        phase: what ran when it happened.
-    """
-
-    seconds: float
-    size_bytes: int
-    storage: int
-    category: Category
-    phase: Phase
+    seconds: float  # time since the observation began
+    size_bytes: int  # bytes gained or lost
+    storage: int  # number of the storage; its birth and its death carry the same one
+    category: Category  # what the storage is for, known once the step is over
+    phase: Phase  # what ran when it happened
 
 
 @dataclass(frozen=True)
@@ -114,29 +128,17 @@ def ratio(numerator: float, denominator: float) -> float:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step of a live loop.
+    """One optimizer step of a live loop."""
 
-    Args:
-        step: number of the step in its session, from 1.
-        plan: label of the plan in force.
-        seconds: wall time from the end of the step before (first step: from its first forward).
-        samples: rows of the batches that went in.
-        tokens: tokens of the batches that went in; 0 when the inputs are no token ids.
-        peak_allocated_bytes: highest live bytes within the step; None when the step was not observed.
-        peak_reserved_bytes: highest reserved bytes within the step; None off CUDA.
-        loss: the last loss of the step, or None when the model returns none.
-        skipped: the update was skipped because gradients were not finite (fp16).
-    """
-
-    step: int
-    plan: str
-    seconds: float
-    samples: int
-    tokens: int
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    loss: float | None = None
-    skipped: bool = False
+    step: int  # number of the step in its session, from 1
+    plan: str  # label of the plan in force
+    seconds: float  # wall time from the end of the step before (first step: from its first forward)
+    samples: int  # rows of the batches that went in
+    tokens: int  # tokens of the batches that went in; 0 when the inputs are no token ids
+    peak_allocated_bytes: int | None = None  # highest live bytes within the step; None when the step was not observed
+    peak_reserved_bytes: int | None = None  # highest reserved bytes within the step; None off CUDA
+    loss: float | None = None  # the last loss of the step, or None when the model returns none
+    skipped: bool = False  # the update was skipped because gradients were not finite (fp16)
 
 
 @dataclass(frozen=True)
@@ -235,27 +237,18 @@ class Measurement(Profile):
 class Rescue:
     """Actions taken when memory ran out during training, so that the loop could go on.
 
-    Args:
-        step: the step that ran out of memory, counted from 1.
-        place: where it did, as in "the backward pass".
-        before: plan in force when it did.
-        after: plan in force when the same batch had succeeded.
-        error: the error the loop did not see.
-        attempts: how many plans ran out of memory on the way.
-        seconds: time spent on attempts that failed, and on making room.
-
     Example:
         >>> print(Rescue(7, "the backward pass", "as written", "--accumulate 2", "CUDA out of memory. …", 1, 0.25))
         step 7: memory ran out in the backward pass: as written → --accumulate 2, same batch again (0.25 s lost)
     """
 
-    step: int
-    place: str
-    before: str
-    after: str
-    error: str
-    attempts: int
-    seconds: float
+    step: int  # the step that ran out of memory, counted from 1
+    place: str  # where it did, as in "the backward pass"
+    before: str  # plan in force when it did
+    after: str  # plan in force when the same batch had succeeded
+    error: str  # the error the loop did not see
+    attempts: int  # how many plans ran out of memory on the way
+    seconds: float  # time spent on attempts that failed, and on making room
 
     @property
     def text(self) -> str:

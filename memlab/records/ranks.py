@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memlab.records import Verdict
-from memlab.records.shown import Shown
+from memlab.records.measurement import Shown
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,12 @@ class PredictedRanks(Shown):
 
 @dataclass(frozen=True)
 class Fewest:
-    """The fewest GPUs of one model that hold a workload under one engine.
+    """The fewest GPUs of one model that hold a workload under one engine."""
 
-    Args:
-        gpu: name of the GPU.
-        memory_bytes: of one.
-        engine: as in ``--scale``.
-        prediction: of a rank, with that many; None when no number that was asked about is enough.
-    """
-
-    gpu: str
-    memory_bytes: int
-    engine: str
-    prediction: RankPrediction | None
+    gpu: str  # name of the GPU
+    memory_bytes: int  # of one
+    engine: str  # as in ``--scale``
+    prediction: RankPrediction | None  # of a rank, with that many; None when no number that was asked about is enough
 
     @property
     def ranks(self) -> int | None:

@@ -9,7 +9,7 @@
 - `showing`: which of them `print` and a cell use for which record
 - `ranks`: ranks of a run in many processes, and how many of which GPU do
 - `tables`: records reduced to a `table.Table`; `ranking`: which predictions are shown, in which order; `wording`: figures in words
-- `live_figure`: a run as a panel shows it, as plotly takes it, in the pictures of `live_memory`, `live_speeds` and `live_map`;
+- `live_figure`: a run as a panel shows it, as plotly takes it, in the pictures of `live_memory` and `live_settings`;
   `live_svg`: the same in a few lines of HTML
 
 matplotlib is imported when a picture is asked for, never before; plotly not at all.

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def png(comparison: Comparison) -> bytes:
-    """Draw a comparison: peak memory by category on the left, throughput on the right.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw a comparison: peak memory by category on the left, throughput on the right."""
     labels = ["\n".join(flag_lines(row.measurement.plan, 32)) for row in comparison.rows]
     rows = _row_heights(labels)
     figure, memory, throughput = canvas.memory_beside_throughput(

@@ -1,4 +1,4 @@
-"""The live figure: a `Moment` in four pictures that hang together (`live_memory` two, `live_speeds`, `live_map`).
+"""The live figure: a `Moment` in four pictures that hang together (two of `live_memory`, two of `live_settings`).
 
 Memory of every step and memory inside one step share their unit and their height, so that a peak on the left
 is the summit on the right. A setting has one number, in the order in which it was first tried: it stands at the
@@ -13,9 +13,16 @@ from html import escape
 from typing import Any
 
 from memlab.records.live_state import Moment
-from memlab.report.live_changes import change_labels, change_lines, change_names, share_below
-from memlab.report.live_map import map_key, map_traces, predicted, with_trials
-from memlab.report.live_memory import memory_traces, phase_names, phase_shapes
+from memlab.report.live_memory import (
+    change_labels,
+    change_lines,
+    change_names,
+    memory_traces,
+    phase_names,
+    phase_shapes,
+    share_below,
+)
+from memlab.report.live_settings import map_key, map_traces, predicted, speed_traces, with_trials
 from memlab.report.live_sheet import (
     INSIDE,
     LEFT,
@@ -31,7 +38,6 @@ from memlab.report.live_sheet import (
     sheet_of,
     shortened,
 )
-from memlab.report.live_speeds import speed_traces
 from memlab.report.pareto import Chart, axis_names
 from memlab.report.segments import (
     BUDGET,

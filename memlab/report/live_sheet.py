@@ -38,23 +38,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sheet:
-    """Parts that the pictures have in common.
+    """Parts that the pictures have in common."""
 
-    Args:
-        settings: those that are drawn as bars, in the order in which they were first tried.
-        shown: the setting whose step is drawn, and `before`, the one that was in force before it.
-        stacks: bytes by category of every step that was observed.
-        unit: of memory over time, with its `name`.
-        most_bytes: upper end of what is drawn there; 0 when there is nothing yet.
-    """
-
-    settings: tuple[Setting, ...]
-    shown: Measurement | None
+    settings: tuple[Setting, ...]  # those that are drawn as bars, in the order in which they were first tried
+    shown: Measurement | None  # the setting whose step is drawn, and `before`, the one that was in force before it
     before: Measurement | None
-    stacks: tuple[tuple[int, Mapping[str, int]], ...]
-    unit: int
+    stacks: tuple[tuple[int, Mapping[str, int]], ...]  # bytes by category of every step that was observed
+    unit: int  # of memory over time, with its `name`
     name: str
-    most_bytes: int
+    most_bytes: int  # upper end of what is drawn there; 0 when there is nothing yet
     budget_bytes: int | None
 
 

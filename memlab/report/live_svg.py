@@ -112,17 +112,11 @@ def _limit(moment: Moment) -> _Limit | None:
 
 @dataclass(frozen=True)
 class _Column:
-    """A few pixels' width of steps.
+    """A few pixels' width of steps."""
 
-    Attributes:
-        peak_bytes: of the highest; where none was observed, as observed last under the plan; None before.
-        parts: bytes by category; what they leave of the peak is a category of its own.
-        speed: mean samples per second; NaN where none are known.
-    """
-
-    peak_bytes: int | None
-    parts: Mapping[str, int]
-    speed: float
+    peak_bytes: int | None  # of the highest; where none was observed, as observed last under the plan; None before
+    parts: Mapping[str, int]  # bytes by category; what they leave of the peak is a category of its own
+    speed: float  # mean samples per second; NaN where none are known
 
     @property
     def total_bytes(self) -> int:
@@ -195,7 +189,7 @@ def _picture(moment: Moment) -> str:
         f"<title>memory and throughput by step</title><desc>{escape(_spoken(moment))}</desc>",
         _memory_scale(memory),
         *_layers(columns, names, memory),
-        _line([_peak_y(column, memory) for column in columns]),
+        _line([None if each.peak_bytes is None else memory.y(each.peak_bytes) for each in columns]),
         _limit_line(limit, memory),
         _speed(columns),
         _marks(moment.changes, steps),
@@ -262,10 +256,6 @@ def _layers(columns: Sequence[_Column], names: Sequence[str], axis: _Axis) -> It
 def _stairs(heights: Sequence[int]) -> str:
     """A path over columns of these heights, from the left edge on."""
     return "".join(f"V{height}h{_COLUMN * len(list(group))}" for height, group in groupby(heights))
-
-
-def _peak_y(column: _Column, axis: _Axis) -> int | None:
-    return None if column.peak_bytes is None else axis.y(column.peak_bytes)
 
 
 def _line(heights: Sequence[int | None]) -> str:

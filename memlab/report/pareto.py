@@ -77,27 +77,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Chart:
-    """Memory against throughput.
+    """Memory against throughput."""
 
-    Args:
-        title: what was predicted, for what.
-        memory_name: which memory it is.
-        points: predictions, the plan as written among them.
-        front: the Pareto-optimal points, from the smallest on.
-        trials: what was measured.
-        labelled: plans whose names stand beside their marks.
-        budget_bytes: where the line of the budget is, or None.
-        description: the alternative text.
-    """
-
-    title: str
-    memory_name: str
-    points: tuple[Point, ...]
-    front: tuple[Point, ...]
-    trials: tuple[Trial, ...]
-    labelled: tuple[str, ...]
-    budget_bytes: int | None
-    description: str
+    title: str  # what was predicted, for what
+    memory_name: str  # which memory it is
+    points: tuple[Point, ...]  # predictions, the plan as written among them
+    front: tuple[Point, ...]  # the Pareto-optimal points, from the smallest on
+    trials: tuple[Trial, ...]  # what was measured
+    labelled: tuple[str, ...]  # plans whose names stand beside their marks
+    budget_bytes: int | None  # where the line of the budget is, or None
+    description: str  # the alternative text
 
     @property
     def most_bytes(self) -> int:

@@ -22,11 +22,7 @@ _OPEN = {"markerfacecolor": "none"}
 
 
 def png(chart: Chart) -> bytes:
-    """Draw predictions as open marks, their Pareto front as a line, trials as filled marks, the budget as a line.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw predictions as open marks, their Pareto front as a line, trials as filled marks, the budget as a line."""
     figure = canvas.paper(5.2, chart.title)
     axes = figure.add_axes((0.065, 0.105, 0.92, 0.745))
     canvas.plain(axes)

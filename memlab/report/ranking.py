@@ -28,21 +28,13 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Predictions in the order of a table.
+    """Predictions in the order of a table."""
 
-    Args:
-        first: what the others are compared with: the plan as written, or else the first one given.
-        others: the rest, best first.
-        front: labels of the plans that no other plan beats in both memory and speed.
-        refused: what does not apply, by reason.
-        budget_bytes: what the plans are to fit into, or None.
-    """
-
-    first: Prediction
-    others: tuple[Prediction, ...]
-    front: frozenset[str]
-    refused: tuple[Refusal, ...]
-    budget_bytes: int | None
+    first: Prediction  # what the others are compared with: the plan as written, or else the first one given
+    others: tuple[Prediction, ...]  # the rest, best first
+    front: frozenset[str]  # labels of the plans that no other plan beats in both memory and speed
+    refused: tuple[Refusal, ...]  # what does not apply, by reason
+    budget_bytes: int | None  # what the plans are to fit into, or None
 
     @property
     def every(self) -> tuple[Prediction, ...]:

@@ -86,11 +86,7 @@ def _number(row: Fewest | None, most: int) -> str:
 
 
 def png(predicted_plans: PredictedRanks) -> bytes | None:
-    """Draw memory per rank: a bar for each engine, groups for the numbers of ranks, on one axis.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw memory per rank: a bar for each engine, groups for the numbers of ranks, on one axis."""
     known = [each for each in predicted_plans.predictions if not each.refused]
     if not known:
         return None

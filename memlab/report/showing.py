@@ -31,11 +31,7 @@ table_of.register(
 
 @singledispatch
 def text_of(record: Any) -> str:
-    """Return a record as text.
-
-    Raises:
-        TypeError: nothing is known of this kind.
-    """
+    """Return a record as text. Raises `TypeError`: nothing is known of this kind."""
     table = table_of(record)
     if table is None:
         raise TypeError(f"{type(record).__name__}: no report shows it")

@@ -90,23 +90,16 @@ def of_texts(
 
 
 def predictions(
-    predicted: Sequence[Prediction],
-    budget_bytes: int | None = None,
+    predicted: Sequence[Prediction],  # in any order; the plan as written is what the others are compared with
+    budget_bytes: int | None = None,  # what they are to fit into; None leaves out the verdicts
     *,
-    title: str = "",
+    title: str = "",  # what was predicted; by default the device
+    # show every row; otherwise a long list keeps the plan as written, the Pareto-optimal plans and the best of each
+    # verdict
     every: bool = False,
-    how_to_see_all: str = "every=True shows them",
+    how_to_see_all: str = "every=True shows them",  # said where rows are left out
 ) -> Table:
-    """Reduce predictions to the table that people read, the best first.
-
-    Args:
-        predicted: in any order; the plan as written is what the others are compared with.
-        budget_bytes: what they are to fit into; None leaves out the verdicts.
-        title: what was predicted; by default the device.
-        every: show every row; otherwise a long list keeps the plan as written, the Pareto-optimal
-            plans and the best of each verdict.
-        how_to_see_all: said where rows are left out.
-    """
+    """Reduce predictions to the table that people read, the best first."""
     ranking = rank(predicted, budget_bytes)
     heading = _heading(predicted, budget_bytes, title)
     if ranking is None:

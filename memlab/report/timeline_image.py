@@ -34,11 +34,7 @@ _HEAD_INCHES, _TITLE_INCHES, _STEP_INCHES, _FOOT_INCHES, _HEIGHT_ALONE = 0.54, 0
 
 
 def png(profile: Profile, budget_bytes: int | None = None) -> bytes:
-    """Draw the memory of one step over time, stacked by category, above a band of its phases.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw the memory of one step over time, stacked by category, above a band of its phases."""
     if profile.timeline:
         return _drawn([profile], heading(profile), budget_bytes)
     figure = canvas.paper(_HEIGHT_ALONE, heading(profile))
@@ -52,7 +48,6 @@ def together_png(profiles: Sequence[Profile]) -> bytes:
     """Draw several steps below each other, on one scale of memory and one of time.
 
     Raises:
-        MissingExtraError: matplotlib is not installed.
         MemlabError: no profile, or one without a timeline.
     """
     bare = [profile.plan for profile in profiles if not profile.timeline]

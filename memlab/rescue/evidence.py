@@ -28,12 +28,6 @@ _MARGIN = 1.25  # of the highest peak: fragments of the allocator, and steps tha
 class Evidence:
     """Facts about one device while a loop trains on it.
 
-    Args:
-        device: where the model is.
-        capacity_bytes: size the device was given, or None.
-        limit_bytes: what this process can have at the moment; by default asked of the driver and the allocator.
-        peak_bytes: the highest peak of the step that ends.
-
     Example:
         >>> Evidence(torch.device("cpu"), None).is_limited
         False
@@ -47,10 +41,11 @@ class Evidence:
 
     def __init__(
         self,
-        device: torch.device,
-        capacity_bytes: int | None,
+        device: torch.device,  # where the model is
+        capacity_bytes: int | None,  # size the device was given, or None
+        # what this process can have at the moment; by default asked of the driver and the allocator
         limit_bytes: Callable[[], int] | None = None,
-        peak_bytes: Callable[[], int] | None = None,
+        peak_bytes: Callable[[], int] | None = None,  # the highest peak of the step that ends
     ) -> None:
         self._always = capacity_bytes is not None
         self._is_gpu = device.type != "cpu"

@@ -50,24 +50,15 @@ class Place(StrEnum):
 
 @dataclass(frozen=True)
 class Fallback:
-    """A plan to try next.
-
-    Args:
-        plan: the plan.
-        why: what it changes, in words.
-        lossy: whether it changes numerics, compared with the plan that ran out.
-    """
+    """A plan to try next."""
 
     plan: Plan
-    why: str
-    lossy: bool
+    why: str  # what it changes, in words
+    lossy: bool  # whether it changes numerics, compared with the plan that ran out
 
 
 def pinned(names: Iterable[str]) -> frozenset[str]:
     """Fields of a plan that must not change.
-
-    Raises:
-        PlanError: no such field, with the nearest one.
 
     Example:
         >>> sorted(pinned(["precision", "checkpoint"]))
@@ -77,32 +68,21 @@ def pinned(names: Iterable[str]) -> frozenset[str]:
 
 
 def next_plans(
-    plan: Plan,
-    place: Place,
+    plan: Plan,  # the plan that ran out
+    place: Place,  # where it did
     *,
-    rows: int,
-    keep: Collection[str] = (),
-    keeps_rows: bool = False,
-    has_optimizer: bool = True,
+    rows: int,  # rows of the batch; no fallback splits it into more micro-batches
+    keep: Collection[str] = (),  # fields of the plan that must not change, as `pinned` returns them
+    keeps_rows: bool = False,  # whether the batch must stay whole, so that there is no accumulation
+    has_optimizer: bool = True,  # whether there is an optimizer whose state a fallback could change
+    # plans that do not apply here; a set that grows meanwhile is heeded. Plans contained in `plan` do apply, so those
+    # that ran out on the way to it may be among them
     refused: Collection[Plan] = (),
-    predictions: Mapping[Plan, Prediction] | None = None,
-    budget_bytes: int | None = None,
-    half: Precision = Precision.BF16,
+    predictions: Mapping[Plan, Prediction] | None = None,  # what is predicted for plans, where it is
+    budget_bytes: int | None = None,  # size of the device, to tell which of them fit; None when unknown
+    half: Precision = Precision.BF16,  # the 16-bit format of the device
 ) -> Iterator[Fallback]:
     """Plans to try after one has run out of memory, in the order to try them.
-
-    Args:
-        plan: the plan that ran out.
-        place: where it did.
-        rows: rows of the batch; no fallback splits it into more micro-batches.
-        keep: fields of the plan that must not change, as `pinned` returns them.
-        keeps_rows: whether the batch must stay whole, so that there is no accumulation.
-        has_optimizer: whether there is an optimizer whose state a fallback could change.
-        refused: plans that do not apply here; a set that grows meanwhile is heeded. Plans contained in `plan` do
-            apply, so those that ran out on the way to it may be among them.
-        predictions: what is predicted for plans, where it is.
-        budget_bytes: size of the device, to tell which of them fit; None when unknown.
-        half: the 16-bit format of the device.
 
     Returns:
         The fallbacks, each made when it is asked for; none when nothing is left.

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -43,6 +44,9 @@ from memlab.runtime.rng import Randomness, RandomState
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Batch
 
+if TYPE_CHECKING:
+    from memlab.rescue.rescuer import Rescuer
+
 Run = Callable[..., Any]
 
 _SMALL_ELEMENTS = 4096  # of a buffer that is copied whatever is known of it
@@ -57,51 +61,17 @@ _TWICE = (
 )
 
 
-class Guardian(Protocol):
-    """Handler for a guarded call that runs out of memory."""
-
-    def backward_begins(self, call: GuardedCall) -> None:
-        """The loop's backward pass has reached the call."""
-
-    def keeps_graph(self) -> bool:
-        """Return whether the loop asked for its graph to be kept."""
-
-    def is_done(self, call: GuardedCall) -> None:
-        """The gradients of a call are about to be handed over."""
-
-    def can_rescue(self, error: BaseException) -> bool:
-        """Return whether an error says that memory ran out, or that a plan which was tried against that does not apply."""
-
-    def falls_back(self, error: BaseException) -> bool:
-        """Return whether an error says that a plan on trial does not apply, and the plan before is in force again."""
-
-    def makes_room(self, error: BaseException, call: GuardedCall, *, keeps_rows: bool) -> None:
-        """Another plan is in force when this returns; raises when there is none."""
-
-
 class GuardedCall:
-    """One call of a model in training mode.
-
-    Args:
-        model: whose buffers and parameters it uses.
-        run: the model's call through all techniques in force at the time it is made.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        aliases: of the model's parameters; shared by the calls of a session.
-        guardian: asked for another plan.
-
-    Attributes:
-        node: what the loop's graph has of it.
-    """
+    """One call of a model in training mode."""
 
     def __init__(
         self,
-        model: nn.Module,
-        run: Run,
+        model: nn.Module,  # whose buffers and parameters it uses
+        run: Run,  # the model's call through all techniques in force at the time it is made
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        aliases: Aliases,
-        guardian: Guardian,
+        aliases: Aliases,  # of the model's parameters; shared by the calls of a session
+        guardian: Rescuer,  # asked for another plan
     ) -> None:
         self._run = run
         self._leaves, self._spec = tree_flatten((args, dict(kwargs)))
@@ -117,7 +87,7 @@ class GuardedCall:
         self._inner_inputs: list[torch.Tensor] = []
         self._paths: list[Path] = []
         self._output: Any = None
-        self.node: Callable[[], _Node | None] = lambda: None
+        self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
 
     @property
     def has_graph(self) -> bool:
@@ -211,9 +181,9 @@ class GuardedCall:
                 inputs = self._differentiate(wanted, keep=keep)
             except BaseException as error:
                 self._break_off()
-                if self._guardian.can_rescue(error):
+                if self._guardian.recovery.can_rescue(error):
                     shortage = error
-                elif self._guardian.falls_back(error):
+                elif self._guardian.recovery.falls_back(error):
                     continue
                 else:
                     raise
@@ -255,7 +225,7 @@ class GuardedCall:
         try:
             return self._differentiable(outer)
         except MemlabError as error:
-            if not self._guardian.falls_back(error):
+            if not self._guardian.recovery.falls_back(error):
                 raise
         return self._differentiable(outer)
 
@@ -274,29 +244,27 @@ class GuardedCall:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class _Rest:
     """Rest of a call of which a backward pass has used some outputs: the graph of the others.
 
     It may share nothing with what was used, as two heads on an input do. Whether it does, torch says by itself.
     """
 
-    def __init__(
-        self, paths: list[Path], edges: Mapping[Path, Any], inputs: list[torch.Tensor], aliases: Aliases
-    ) -> None:
-        self._paths = paths
-        self._edges = edges
-        self._inputs = inputs
-        self._aliases = aliases
+    paths: list[Path]
+    edges: Mapping[Path, Any]
+    inputs: list[torch.Tensor]
+    aliases: Aliases
 
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs and of the parameters, from those of the outputs."""
-        wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
-        if not self._edges.keys() >= wanted.keys():
+        wanted = {path: g for path, g in zip(self.paths, outer, strict=True) if g is not None}
+        if not self.edges.keys() >= wanted.keys():
             raise RuntimeError(_TWICE)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        with self._aliases.in_place():
-            torch.autograd.backward([self._edges[path] for path in wanted], list(wanted.values()), retain_graph=keep)
-        return (*_taken(self._inputs), *self._aliases.take_gradients())
+        with self.aliases.in_place():
+            torch.autograd.backward([self.edges[path] for path in wanted], list(wanted.values()), retain_graph=keep)
+        return (*_taken(self.inputs), *self.aliases.take_gradients())
 
 
 def _edges(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, Any]:
@@ -350,15 +318,12 @@ class Start:
     """Start of a model call: what the model reaches, and random states.
 
     A large buffer that calls have left alone so far (a mask, a table) is not copied.
-
-    Args:
-        model: whose buffers a call may change, in place or for others.
-        device: of the model.
-        objects: among the arguments of the call; None where no more than random states and buffers is worth the time.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, objects: Iterable[Any] | None = ()) -> None:
-        self._model, self._device, self._objects = model, device, objects
+        # of the call; None where no more than random states and buffers is worth the time
+        self._objects = objects
+        self._model, self._device = model, device
         self._state = None if objects is None else State.of_model(model, device, objects, _written)
         self._random = Randomness() if self._state is None else self._state.random
         self._buffers = [

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_iter
@@ -41,29 +41,13 @@ from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import LoopMode
 from memlab.runtime.rng import RandomState
 
+if TYPE_CHECKING:
+    from memlab.rescue.rescuer import Rescuer
+
 _SAVED = "memlab.saved"  # in the metadata of nodes
 _MOST_NODES = 2000  # of a loop's own graph; a larger one is not walked
 _CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 _TWICE = "Trying to backward through the graph a second time: its saved tensors have been freed"
-
-
-class LoopGuardian(Protocol):
-    """Handler that frees memory when the loop's own code runs out of it."""
-
-    def can_rescue(self, error: BaseException) -> bool:
-        """Return whether an error says that memory ran out."""
-
-    def makes_room_for_loop(self, error: BaseException, attempt: int) -> None:
-        """Memory has been freed when this returns; raises when that is not possible."""
-
-    def is_guarded(self, node: Any) -> bool:
-        """Return whether a node of the autograd graph is a guarded call."""
-
-    def backward_runs_again(self) -> None:
-        """Guarded calls whose gradients were handed over in a backward pass that broke off are differentiated anew."""
-
-    def backward_ended(self) -> None:
-        """A backward pass of the loop is over."""
 
 
 class _Held:
@@ -105,12 +89,13 @@ class _Saved:
 class LoopCode(LoopMode):
     """Watches the functions of torch that the loop calls itself."""
 
-    def __init__(self, owner: LoopGuardian) -> None:
+    def __init__(self, owner: Rescuer) -> None:
         super().__init__()
         self._owner = owner
         # what the backward pass under way is through with when the model's part begins
         self._to_free: list[_Saved] = []
-        self._runs_again = False  # a backward pass that keeps its graph for this class's sake, not the loop's
+        # whether a backward pass is under way that keeps its graph although the loop has not asked for it
+        self.graph_is_kept_for_itself = False
         self._keeps_all = False  # what was saved is needed until the end of it
         self._can_repeat = False  # as long as the model's part has not begun, or all is kept
 
@@ -135,11 +120,7 @@ class LoopCode(LoopMode):
     # -- what is held ---------------------------------------------------------------------------
 
     def model_begins(self, *, is_kept: bool) -> None:
-        """The backward pass has reached a model call.
-
-        Args:
-            is_kept: the loop keeps its graph for a backward pass of its own.
-        """
+        """The backward pass has reached a model call; the loop may keep its graph for one of its own."""
         self._can_repeat = self._keeps_all
         if not (is_kept or self._keeps_all):
             self._free_saved()
@@ -147,11 +128,6 @@ class LoopCode(LoopMode):
     def _free_saved(self) -> None:
         while self._to_free:
             self._to_free.pop().free()
-
-    @property
-    def graph_is_kept_for_itself(self) -> bool:
-        """Return whether a backward pass is under way that keeps its graph although the loop has not asked for it."""
-        return self._runs_again
 
     # -- functions -----------------------------------------------------------------------------
 
@@ -177,7 +153,7 @@ class LoopCode(LoopMode):
             try:
                 return self._holding(func, args, kwargs)
             except BaseException as error:
-                if not self._owner.can_rescue(error) or (written and written != _versions((args, kwargs))):
+                if not self._owner.recovery.can_rescue(error) or (written and written != _versions((args, kwargs))):
                     raise
                 shortage = error
             attempt += 1
@@ -224,7 +200,7 @@ class LoopCode(LoopMode):
     def _run_until_it_fits(self, wanted: _Differentiation, own: _OwnPart, start_over: Callable[[], None]) -> Any:
         attempt = 0
         self._keeps_all = own.goes_on
-        self._runs_again = not wanted.keeps
+        self.graph_is_kept_for_itself = not wanted.keeps
         try:
             while True:
                 shortage: BaseException | None = None
@@ -233,7 +209,7 @@ class LoopCode(LoopMode):
                 try:
                     return wanted.run(keep=True)
                 except BaseException as error:
-                    if not (self._can_repeat and self._owner.can_rescue(error)):
+                    if not (self._can_repeat and self._owner.recovery.can_rescue(error)):
                         raise
                     shortage = error
                 start_over()
@@ -241,7 +217,7 @@ class LoopCode(LoopMode):
                 attempt += 1
                 self._owner.makes_room_for_loop(shortage, attempt)
         finally:
-            self._runs_again = self._keeps_all = self._can_repeat = False
+            self.graph_is_kept_for_itself = self._keeps_all = self._can_repeat = False
             self._free_saved()
 
     def _own_part(self, wanted: _Differentiation) -> _OwnPart | None:
@@ -284,17 +260,12 @@ def _saved_by(nodes: Iterable[Any]) -> list[_Saved]:
 
 @dataclass(frozen=True)
 class _OwnPart:
-    """The loop's own part of a backward pass.
+    """The loop's own part of a backward pass."""
 
-    Args:
-        leaves: what it sends gradients to itself; where it goes on, what the whole pass sends gradients to.
-        saved: what its functions have saved for it, and for no other backward pass.
-        goes_on: whether it goes on after the model's part has begun.
-    """
-
+    # what it sends gradients to itself; where it goes on, what the whole pass sends gradients to
     leaves: list[torch.Tensor]
-    saved: list[_Saved]
-    goes_on: bool
+    saved: list[_Saved]  # what its functions have saved for it, and for no other backward pass
+    goes_on: bool  # whether it goes on after the model's part has begun
 
 
 @dataclass(frozen=True)

@@ -24,42 +24,28 @@ _OF_TORCH = re.compile(rf"{_SIZE} is allocated by PyTorch.*?{_SIZE} is reserved 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A plan under which memory ran out.
+    """A plan under which memory ran out."""
 
-    Args:
-        step: of the training, counted from 1.
-        place: where in the step.
-        plan: in force when it did.
-        error: text of the error.
-        requested_bytes: what the allocation that failed asked for, where the text says it.
-    """
-
-    step: int
-    place: Place
-    plan: Plan
-    error: str
-    requested_bytes: int | None
+    step: int  # of the training, counted from 1
+    place: Place  # where in the step
+    plan: Plan  # in force when it did
+    error: str  # text of the error
+    requested_bytes: int | None  # what the allocation that failed asked for, where the text says it
 
 
 @dataclass(frozen=True)
 class Room:
     """Figures about the device in an allocator's error.
 
-    Args:
-        capacity_bytes: what the device has, or what the process may use of it.
-        free_bytes: what nobody held.
-        held_bytes: what tensors of the process held.
-        idle_bytes: what the process's allocator held in pieces between them.
-
     Example:
         >>> Room.of("memlab CPU device out of memory. Tried to allocate 2.0 MiB. Capacity 8.0 MiB, of which 1.0 MiB is free.")
         Room(capacity_bytes=8388608, free_bytes=1048576, held_bytes=7340032, idle_bytes=0)
     """
 
-    capacity_bytes: int
-    free_bytes: int
-    held_bytes: int
-    idle_bytes: int = 0
+    capacity_bytes: int  # what the device has, or what the process may use of it
+    free_bytes: int  # what nobody held
+    held_bytes: int  # what tensors of the process held
+    idle_bytes: int = 0  # what the process's allocator held in pieces between them
 
     @classmethod
     def of(cls, error: str) -> Room | None:
@@ -77,29 +63,21 @@ class Room:
 
 
 def nothing_fits(
-    tried: Sequence[Attempt],
+    tried: Sequence[Attempt],  # every attempt in order, the last one under the plan that needs least; at least one
     *,
-    capacity_bytes: int | None = None,
-    predictions: Mapping[Plan, Prediction] | None = None,
-    keep: Collection[str] = (),
+    capacity_bytes: int | None = None,  # size of the device; by default the one in the last error's text
+    predictions: Mapping[Plan, Prediction] | None = None,  # what is predicted for plans
+    keep: Collection[str] = (),  # fields of the plan that were not allowed to change
+    # rows of the batch, None when unknown; this and what follows tell whether a field in `keep` closes the way to
+    # further plans
     rows: int | None = None,
-    keeps_rows: bool = False,
-    has_optimizer: bool = True,
+    keeps_rows: bool = False,  # as for `next_plans`
+    has_optimizer: bool = True,  # as for `next_plans`
+    # whether parameters and optimizer state are as before the step; they are not when the update was done for some
+    # parameters
     is_as_before: bool = True,
 ) -> str:
     """Return what was tried, how far off it is, what would do, and in which state everything is.
-
-    Args:
-        tried: every attempt in order, the last one under the plan that needs least; at least one.
-        capacity_bytes: size of the device; by default the one in the last error's text.
-        predictions: what is predicted for plans.
-        keep: fields of the plan that were not allowed to change.
-        rows: rows of the batch, None when unknown; this and what follows tell whether a field in `keep` closes the
-            way to further plans.
-        keeps_rows: as for `next_plans`.
-        has_optimizer: as for `next_plans`.
-        is_as_before: whether parameters and optimizer state are as before the step; they are not when the update
-            was done for some parameters.
 
     Example:
         >>> error = "memlab CPU device out of memory. Tried to allocate 2.0 MiB. Capacity 8.0 MiB, of which 1.0 MiB is free."

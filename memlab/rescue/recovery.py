@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from time import perf_counter
@@ -17,7 +16,7 @@ from memlab.records import Prediction, Rescue
 from memlab.rescue.fallback import Fallback, Place, next_plans
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.update import BrokenUpdateError
-from memlab.runtime.out_of_memory import is_out_of_memory, release, requested_bytes
+from memlab.runtime.out_of_memory import collect, is_out_of_memory, release, requested_bytes
 
 if TYPE_CHECKING:
     from memlab.session import Session
@@ -53,30 +52,17 @@ class _Trouble:
 
 
 class Recovery:
-    """Work of one session's loop that memory ran out for.
-
-    Args:
-        session: the session.
-        follow: called when a plan has changed, and parameters may have left the device.
-        keep: names of plan fields that must not change.
-        predictions: of plans for this workload and device; order the fallbacks where they are known.
-        capacity_bytes: size of the device, to tell which predictions fit; None when unknown.
-        say: told in words about each rescue, when it has succeeded.
-
-    Attributes:
-        rescues: what was rescued, in order.
-        rows: of the batch that is worked on.
-        is_in_step: whether an optimizer is running a step of its own, closure and all.
-    """
+    """Work of one session's loop that memory ran out for."""
 
     def __init__(
         self,
         session: Callable[[], Session],
-        follow: Callable[[], None],
-        keep: Collection[str],
+        follow: Callable[[], None],  # called when a plan has changed, and parameters may have left the device
+        keep: Collection[str],  # names of plan fields that must not change
+        # of plans for this workload and device; order the fallbacks where they are known
         predictions: Mapping[Plan, Prediction] | None,
-        capacity_bytes: int | None,
-        say: Callable[[str], None] | None,
+        capacity_bytes: int | None,  # size of the device, to tell which predictions fit; None when unknown
+        say: Callable[[str], None] | None,  # told in words about each rescue, when it has succeeded
     ) -> None:
         self._session = session
         self._follow = follow
@@ -84,9 +70,9 @@ class Recovery:
         self._predictions = dict(predictions or {})
         self._capacity_bytes = capacity_bytes
         self._say = say
-        self.rescues: list[Rescue] = []
-        self.rows = 1
-        self.is_in_step = False
+        self.rescues: list[Rescue] = []  # what was rescued, in order
+        self.rows = 1  # of the batch that is worked on
+        self.is_in_step = False  # whether an optimizer is running a step of its own, closure and all
         self._trouble: _Trouble | None = None
         self._work_began = perf_counter()
 
@@ -144,11 +130,7 @@ class Recovery:
         keeps_rows: bool = False,
         is_as_before: bool = True,
     ) -> None:
-        """Bring the next plan into force.
-
-        Raises:
-            NothingFitsError: there is none.
-        """
+        """Bring the next plan into force. Raises `NothingFitsError`: there is none."""
         trouble = self._trouble
         if trouble is not None and isinstance(error, RefusalError):
             trouble.refused.add(self._session().plan)
@@ -275,13 +257,6 @@ class Recovery:
             each.switching.ask(session.plan)
         if self._say is not None:
             self._say(str(rescue))
-
-
-def collect() -> None:
-    """Free what only cycles keep, and give the allocator's cache back."""
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
 
 
 def half_of(device: torch.device) -> Precision:

@@ -49,17 +49,6 @@ if TYPE_CHECKING:
 class Rescuer:
     """Rescues the loop of one session.
 
-    Args:
-        keep: names of plan fields that must not change.
-        predictions: of plans for this workload and device; order the fallbacks where they are known.
-        capacity_bytes: size of the device, to tell which predictions fit; None when unknown.
-        say: told in words about each rescue, when it has succeeded.
-        evidence: says whether memory can run out in a step; None guards every step.
-
-    Attributes:
-        is_armed: whether the step under way is guarded.
-        is_idle: whether memory cannot run out on this device, so that there is nothing to do.
-
     Example:
         >>> from memlab import Workload, fit
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
@@ -73,14 +62,16 @@ class Rescuer:
 
     def __init__(
         self,
-        keep: Collection[str] = (),
+        keep: Collection[str] = (),  # names of plan fields that must not change
+        # of plans for this workload and device; order the fallbacks where they are known
         predictions: Mapping[Plan, Prediction] | None = None,
-        capacity_bytes: int | None = None,
-        say: Callable[[str], None] | None = None,
-        evidence: Evidence | None = None,
+        capacity_bytes: int | None = None,  # size of the device, to tell which predictions fit; None when unknown
+        say: Callable[[str], None] | None = None,  # told in words about each rescue, when it has succeeded
+        evidence: Evidence | None = None,  # says whether memory can run out in a step; None guards every step
     ) -> None:
         self._evidence = evidence
-        self.is_armed = evidence is None  # for the step under way
+        self.is_armed = evidence is None  # whether the step under way is guarded
+        # whether memory cannot run out on this device, so that there is nothing to do
         self.is_idle = evidence is not None and not evidence.is_limited
         self._not_served: set[str] = set()
         self._is_open = False  # a backward pass updates parameters
@@ -89,14 +80,14 @@ class Rescuer:
         self._aliases: Aliases | None = None
         self._calls: WhileAlive[None] = WhileAlive()
         self._done: list[GuardedCall] = []  # in the backward pass under way
-        self._recovery = Recovery(
+        self.recovery = Recovery(
             lambda: self._live_session, self._follow_parameters, keep, predictions, capacity_bytes, say
         )
 
     @property
     def rescues(self) -> list[Rescue]:
         """Rescues so far, in order."""
-        return self._recovery.rescues
+        return self.recovery.rescues
 
     # -- for the session -----------------------------------------------------------------------
 
@@ -111,18 +102,13 @@ class Rescuer:
         self._session = None
 
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a training forward so that it can be repeated.
-
-        Args:
-            run: the model's call through the techniques in force whenever it is called.
-            args: positional arguments of the model call.
-            kwargs: keyword arguments of the model call.
+        """Run a training forward so that it can be repeated; `run` goes through the techniques in force at the time.
 
         Raises:
             NothingFitsError: under no plan to fall back on there is memory for it.
         """
         self._loop_code.end()
-        self._recovery.work_begins()
+        self.recovery.work_begins()
         if not _can_be_guarded(self._model):
             return run(*args, **kwargs)
         self.is_armed = self._evidence is None or self._evidence.is_tight(Batch(args, kwargs).elements)
@@ -138,12 +124,12 @@ class Rescuer:
             return guarded.outputs()
 
         def make_room(shortage: BaseException) -> None:
-            self._recovery.make_room(
+            self.recovery.make_room(
                 shortage, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None
             )
 
-        output = self._recovery.until_it_fits(work, make_room)
-        self._recovery.work_begins()
+        output = self.recovery.until_it_fits(work, make_room)
+        self.recovery.work_begins()
         self._loop_code.begin()
         return output
 
@@ -154,13 +140,13 @@ class Rescuer:
         try:
             return run(*args, **kwargs)
         except BaseException as error:
-            if not self.can_rescue(error):
+            if not self.recovery.can_rescue(error):
                 raise
             shortage = error
         assert self._evidence is not None
         self._evidence.ran_out()
-        self._recovery.rows = Batch(args, kwargs).rows or 1
-        self._recovery.make_room(shortage, Place.FORWARD, start.restore)
+        self.recovery.rows = Batch(args, kwargs).rows or 1
+        self.recovery.make_room(shortage, Place.FORWARD, start.restore)
         return self.call(run, args, kwargs)
 
     def _call_openly(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -169,17 +155,17 @@ class Rescuer:
         if not self._is_open:
             self._is_open = True
             session.log.note("memory that runs out in a backward pass is not rescued while it updates parameters")
-        self._recovery.rows = Batch(args, kwargs).rows or 1
+        self.recovery.rows = Batch(args, kwargs).rows or 1
         start = Start(self._model, session.workload.device)
-        return self._recovery.until_it_fits(
+        return self.recovery.until_it_fits(
             lambda: run(*args, **kwargs),
-            lambda shortage: self._recovery.make_room(shortage, Place.FORWARD, start.restore),
+            lambda shortage: self.recovery.make_room(shortage, Place.FORWARD, start.restore),
         )
 
     def _guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GuardedCall:
         guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)
         self._calls.keep(guarded, None)
-        self._recovery.rows = guarded.rows
+        self.recovery.rows = guarded.rows
         return guarded
 
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -194,10 +180,10 @@ class Rescuer:
         self.leave_own_code()  # that of a closure, which has run by now
         if self._live_session.shares(optimizer) or not optimizer_step.is_separable(optimizer):
             return optimizer_step.run_step(optimizer, self._live_session.techniques)
-        update = Update(optimizer, lambda error: self._recovery.free(Place.STEP, error))
-        return self._recovery.until_it_fits(
+        update = Update(optimizer, lambda error: self.recovery.free(Place.STEP, error))
+        return self.recovery.until_it_fits(
             lambda: update.run(self._live_session.techniques),
-            lambda shortage: self._recovery.make_room(shortage, Place.STEP, is_as_before=not update.is_partly_done),
+            lambda shortage: self.recovery.make_room(shortage, Place.STEP, is_as_before=not update.is_partly_done),
         )
 
     def leave_own_code(self) -> None:
@@ -207,7 +193,7 @@ class Rescuer:
         session = self._session() if self._session is not None else None
         if session is not None and session.in_force.held_tensors:
             self._aliases = None  # the update replaces what they share with the parameters, and they would keep it
-        self._recovery.work_begins()
+        self.recovery.work_begins()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer is about to step.
@@ -222,7 +208,7 @@ class Rescuer:
         if self._live_session.shares(optimizer):
             return False
         is_served = optimizer_step.is_separable(optimizer)
-        self._recovery.is_in_step = not is_served
+        self.recovery.is_in_step = not is_served
         name = type(optimizer).__name__
         if not is_served and name not in self._not_served:
             self._not_served.add(name)
@@ -234,24 +220,16 @@ class Rescuer:
     def step_ended(self) -> None:
         """An optimizer has stepped; a closure's own code is over with it."""
         self.leave_own_code()
-        self._recovery.is_in_step = False
+        self.recovery.is_in_step = False
         if self._evidence is not None:
             self._evidence.step_ended()
-
-    def can_rescue(self, error: BaseException) -> bool:
-        """Return whether memory ran out, or a plan that was tried against that does not apply."""
-        return self._recovery.can_rescue(error)
-
-    def falls_back(self, error: BaseException) -> bool:
-        """Return whether the plan on trial does not apply, and the one before is in force again for the same work."""
-        return self._recovery.falls_back(error)
 
     # -- for guarded calls ---------------------------------------------------------------------
 
     def backward_begins(self, call: GuardedCall) -> None:
         """The loop's own part of the backward pass is over as far as this call is concerned."""
         self._loop_code.model_begins(is_kept=self.keeps_graph())
-        self._recovery.work_begins()
+        self.recovery.work_begins()
 
     def keeps_graph(self) -> bool:
         """Return whether the loop asked for its graph to be kept."""
@@ -267,17 +245,17 @@ class Rescuer:
 
     def makes_room(self, error: BaseException, call: GuardedCall, *, keeps_rows: bool) -> None:
         """Bring another plan into force for a call that is to be run again."""
-        self._recovery.rows = call.rows
-        self._recovery.make_room(error, Place.BACKWARD, keeps_rows=keeps_rows)
+        self.recovery.rows = call.rows
+        self.recovery.make_room(error, Place.BACKWARD, keeps_rows=keeps_rows)
 
     # -- for the loop's own code ---------------------------------------------------------------
 
     def makes_room_for_loop(self, error: BaseException, attempt: int) -> None:
         """Drop graphs that can be made again, then let optimizer state leave the device."""
         if attempt == 1 and self._drop_graphs():
-            self._recovery.free(Place.LOOP, error)
+            self.recovery.free(Place.LOOP, error)
         else:
-            self._recovery.make_room(error, Place.LOOP)
+            self.recovery.make_room(error, Place.LOOP)
 
     def is_guarded(self, node: Any) -> bool:
         """Return whether a node of the autograd graph is a guarded call."""
@@ -293,7 +271,7 @@ class Rescuer:
             self._done.pop().close()
         if self._aliases is not None:
             self._aliases.deliver()
-        self._recovery.settle()
+        self.recovery.settle()
 
     def _follow_parameters(self) -> None:
         """Drop aliases of what a plan has moved off the device."""

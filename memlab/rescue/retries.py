@@ -39,19 +39,14 @@ _COUNTER, *_PEAKS = "num_alloc_retries", "allocated_bytes", "reserved_bytes"
 class AllocatorSample:
     """The allocator's counters so far.
 
-    Args:
-        retries: how often it gave its cache back because there was no room.
-        allocated_bytes: highest bytes of blocks in use, since peaks were last reset.
-        reserved_bytes: highest bytes held from the driver, since then.
-
     Example:
         >>> AllocatorSample.of({"num_alloc_retries": 2, "allocated_bytes.all.peak": 512, "reserved_bytes.all.peak": 2048})
         AllocatorSample(retries=2, allocated_bytes=512, reserved_bytes=2048)
     """
 
-    retries: int
-    allocated_bytes: int
-    reserved_bytes: int
+    retries: int  # how often it gave its cache back because there was no room
+    allocated_bytes: int  # highest bytes of blocks in use, since peaks were last reset
+    reserved_bytes: int  # highest bytes held from the driver, since then
 
     @classmethod
     def of(cls, stats: Mapping[str, int]) -> AllocatorSample:
@@ -61,12 +56,6 @@ class AllocatorSample:
 
 def advice(before: AllocatorSample, after: AllocatorSample, settings: Settings, plan: Plan = Plan()) -> str | None:  # noqa: B008 - frozen
     """Return what to do about retries between two samples.
-
-    Args:
-        before: at the beginning of a step.
-        after: at its end; its peaks should be of this step.
-        settings: of the allocator.
-        plan: in force in the step.
 
     Returns:
         One sentence; None when there were no retries.
@@ -92,13 +81,6 @@ PYTORCH_ALLOC_CONF=expandable_segments:True (older versions of torch read PYTORC
 class RetryWatch(Observer):
     """Watches a session for steps in which the allocator retries, and says so once per plan.
 
-    Args:
-        say: called with the advice, on the training thread.
-        device: the GPU that is watched; by default the current one.
-        read: the allocator's counters, as `torch.cuda.memory_stats` names them; by default torch's own, and none before
-            CUDA is used.
-        settings: of the allocator; by default those in the environment.
-
     Known limitations: one read per step, so retries of code between two steps count for the second one. Peaks are of
     the step where a `Meter` resets them, else of the whole run, which can hide fragmentation.
 
@@ -115,11 +97,13 @@ class RetryWatch(Observer):
 
     def __init__(
         self,
-        say: Callable[[str], None],
+        say: Callable[[str], None],  # called with the advice, on the training thread
         *,
-        device: torch.device | None = None,
+        device: torch.device | None = None,  # the GPU that is watched; by default the current one
+        # the allocator's counters, as `torch.cuda.memory_stats` names them; by default torch's own, and none before
+        # CUDA is used
         read: Callable[[], Mapping[str, int]] | None = None,
-        settings: Settings | None = None,
+        settings: Settings | None = None,  # of the allocator; by default those in the environment
     ) -> None:
         self._say = say
         self._read = read or partial(_cuda_counters, device)

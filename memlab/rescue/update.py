@@ -173,12 +173,6 @@ def _off_device(tensor: torch.Tensor) -> torch.Tensor:
 class Retrying(WatchingMode):
     """Calls an operator that has run out of memory again, after memory was freed.
 
-    Args:
-        free: called with the error; an error of its own passes.
-
-    Attributes:
-        has_written: whether an operator has changed a tensor that was there before it; set it to False to begin anew.
-
     Example:
         >>> attempts = []
         >>> class Full(WatchingMode):
@@ -195,7 +189,8 @@ class Retrying(WatchingMode):
 
     def __init__(self, free: Callable[[BaseException], None]) -> None:
         super().__init__()
-        self._free = free
+        self._free = free  # called with the error; an error of its own passes
+        # whether an operator has changed a tensor that was there before it; set it to False to begin anew
         self.has_written = False
 
     def __torch_dispatch__(
@@ -272,11 +267,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class Update:
     """One update of an optimizer's parameters, in whatever way memory allows.
 
-    Args:
-        optimizer: the user's; its update treats parameters one by one (`optimizer_step.is_separable`).
-        free: called with an out-of-memory error; frees what nobody needs, and leaves the optimizer alone.
-        free_bytes: tells how much of a device is free.
-
     Example:
         >>> parameter = torch.nn.Parameter(torch.ones(1))
         >>> parameter.grad = torch.ones(1)
@@ -288,9 +278,10 @@ class Update:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer,  # the user's; its update treats parameters one by one (`optimizer_step.is_separable`)
+        # called with an out-of-memory error; frees what nobody needs, and leaves the optimizer alone
         free: Callable[[BaseException], None],
-        free_bytes: FreeBytes = free_bytes,
+        free_bytes: FreeBytes = free_bytes,  # tells how much of a device is free
     ) -> None:
         self._optimizer = optimizer
         self._retrying = Retrying(free)

@@ -31,13 +31,9 @@ class Aliases:
                 self.aliases.append(by_id[id(parameter)])
             self._sites.append((module, name, parameter, by_id[id(parameter)]))
         # all may be frozen for a part of each step
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
         self._ids = [id(parameter) for _, _, parameter, _ in self._sites]
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     def in_place(self) -> AbstractContextManager[None]:
         """Modules see the aliases; what was there comes back whatever happens."""

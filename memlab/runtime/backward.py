@@ -21,12 +21,7 @@ around: list[Around] = []
 
 
 def around_backward_passes(context: Around, undo: ExitStack) -> None:
-    """Run each backward pass within a context.
-
-    Args:
-        context: made with what is derived (tensors, or edges of a graph).
-        undo: ends it.
-    """
+    """Run each backward pass within a context."""
     undo.callback(_remove, context)
     around.append(context)
     setattr(torch.autograd, _NAME, _run)

@@ -22,35 +22,23 @@ Items = dict[Any, Any]
 
 @dataclass(frozen=True)
 class Effect:
-    """One thing a forward has changed.
+    """One thing a forward has changed."""
 
-    Args:
-        name: how one writes the place.
-        kind: "set" for a place that holds another value, "appended" for new items of a list, "written" for a tensor or array
-            that was changed in place.
-        before: what was there; None for new items.
-        value: what is there now: the new value, the list of new items, or a copy of the tensor.
-        write: puts a value there.
-    """
-
-    name: str
+    name: str  # how one writes the place
+    # "set" for a place that holds another value, "appended" for new items of a list, "written" for a tensor or array
+    # that was changed in place
     kind: str
-    before: Any
-    value: Any
-    write: Callable[[Any], None]
+    before: Any  # what was there; None for new items
+    value: Any  # what is there now: the new value, the list of new items, or a copy of the tensor
+    write: Callable[[Any], None]  # puts a value there
 
 
 class Container(ABC):
-    """Something that holds values under keys.
-
-    Args:
-        held: the container itself.
-        name: how one writes the place of a key.
-    """
+    """Something that holds values under keys."""
 
     def __init__(self, held: Any, name: Callable[[Any], str] = str) -> None:
-        self.held = held
-        self.name = name
+        self.held = held  # the container itself
+        self.name = name  # how one writes the place of a key
 
     @abstractmethod
     def read(self) -> Items:

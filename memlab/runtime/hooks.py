@@ -36,6 +36,7 @@ ForwardHandler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any
 CALL = "_compiled_call_impl"
 _STATE = "__getstate__"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
 class CallHook:
@@ -45,15 +46,13 @@ class CallHook:
         model: the model whose call is taken over; held weakly.
         handler: called with the original forward, its positional and its keyword arguments.
         traced: called before a call that is traced (`torch.export`, `torch.jit.trace`); what it raises ends that.
-
-    Attributes:
-        further_in: what stood in its place before, compiled code or another hook; None for torch's own call.
     """
 
     def __init__(self, model: nn.Module, handler: ForwardHandler, traced: Callable[[], object] = bool) -> None:
         self._model = weakref.ref(model)
         self._traced = traced
         self._handler: ForwardHandler | None = handler
+        # what stood in its place before, compiled code or another hook; None for torch's own call
         self.further_in: Callable[..., Any] | None = None
         # calls that the handler is at, by thread; a Ctrl-C may end one before it has taken itself out of here
         self._calls: dict[int, Caller] = {}
@@ -80,7 +79,7 @@ class CallHook:
             return call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # for classes whose own `__getstate__` does not leave the hook out: nothing
+        # where something else than `__getstate__` reads the attributes of a module: nothing
         return type(None), ()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> None:
@@ -117,6 +116,8 @@ class CallHook:
         assert model is not None
         instance = model.__dict__
         self.further_in = instance.get(CALL)
+        if type(model).__getstate__ is not nn.Module.__getstate__:  # which leaves the hook out
+            keep_out_of_copies(model, undo)
         undo.callback(self._remove, instance)
         instance[CALL] = self
         if _has_own_call(type(model)):
@@ -256,18 +257,13 @@ def is_ours(hook: Any) -> bool:
 
 
 class _StandIn:
-    """A method of one module instance.
-
-    Args:
-        replacement: what is called.
-        before: the attribute of the instance that it stands in for; None where there was none.
-    """
+    """A method of one module instance."""
 
     def __init__(self, replacement: Callable[..., Any], before: Any) -> None:
         # first: it takes over the attributes of what it wraps, which may be another of these
         functools.update_wrapper(self, replacement)
-        self._replacement = replacement
-        self.before = before
+        self._replacement = replacement  # what is called
+        self.before = before  # the attribute of the instance that it stands in for; None where there was none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._replacement(*args, **kwargs)
@@ -309,9 +305,10 @@ def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
         users = None if is_state else value.users if isinstance(value, (CallHook, _StandIn)) else value
         if users is value or users is not None:
             own[key] = users
-    for key in _HOOKS:
+    ours = {number for key in _HOOKS for number, hook in own.get(key, {}).items() if is_ours(hook)}
+    for key in (*_HOOKS, *HOOK_OPTIONS) if ours else ():
         if key in own:
-            own[key] = type(own[key])((number, hook) for number, hook in own[key].items() if not is_ours(hook))
+            own[key] = type(own[key])((number, hook) for number, hook in own[key].items() if number not in ours)
     return own
 
 
@@ -382,19 +379,12 @@ StepHandler = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]],
 
 
 def install_step_hooks(
-    optimizer: torch.optim.Optimizer,
-    before: StepHandler,
-    after: Callable[[torch.optim.Optimizer], None],
-    undo: ExitStack,
+    optimizer: torch.optim.Optimizer,  # the user's optimizer; it stays the same object
+    before: StepHandler,  # step pre-hook; returns replaced arguments, or None to let the step run
+    after: Callable[[torch.optim.Optimizer], None],  # called when the step is over
+    undo: ExitStack,  # takes both hooks out again
 ) -> None:
-    """Take over ``optimizer.step()``.
-
-    Args:
-        optimizer: the user's optimizer; it stays the same object.
-        before: step pre-hook; returns replaced arguments, or None to let the step run.
-        after: called when the step is over.
-        undo: takes both hooks out again.
-    """
+    """Take over ``optimizer.step()``."""
     undo.callback(optimizer.register_step_pre_hook(before).remove)
     undo.callback(optimizer.register_step_post_hook(lambda opt, _args, _kwargs: after(opt)).remove)
 

@@ -116,13 +116,9 @@ class KeptTensor:
 
 @dataclass
 class Repetition:
-    """A run under the state of an earlier one.
+    """A run under the state of an earlier one."""
 
-    Args:
-        counts: its state is the one to go on with, instead of that of the earlier run.
-    """
-
-    counts: bool = False
+    counts: bool = False  # its state is the one to go on with, instead of that of the earlier run
 
 
 class State(Walk):

@@ -158,25 +158,20 @@ def _only(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[Non
 
 def run_step(
     optimizer: Optimizer,
-    techniques: Sequence[Technique],
+    techniques: Sequence[Technique],  # those in force, in the order in which state was packed
+    # size of a bucket, counted as the fp32 moments of its parameters; None for what is small beside the model
+    # (`bucket_bytes_for`)
     bucket_bytes: int | None = None,
     *,
+    # keep a copy of the parameters and in-place state of the bucket being updated, so that an exception in the middle
+    # of it undoes it. Without, only packed state and state created in the failed update are put right. A function
+    # decides for each bucket before it begins: it returns what copies a tensor, or None for no copies
     backup: bool | Protection = True,
+    # parameters that are updated already and left out; finished buckets are added to it. A caller that frees memory
+    # after an out-of-memory error calls again with the same set
     done: set[Parameter] | None = None,
 ) -> bool:
     """Update every parameter that has a gradient, bucket by bucket.
-
-    Args:
-        optimizer: the user's optimizer.
-        techniques: those in force, in the order in which state was packed.
-        bucket_bytes: size of a bucket, counted as the fp32 moments of its parameters; None for what is small
-            beside the model (`bucket_bytes_for`).
-        backup: keep a copy of the parameters and in-place state of the bucket being updated, so that
-            an exception in the middle of it undoes it. Without, only packed state and state created
-            in the failed update are put right. A function decides for each bucket before it begins: it
-            returns what copies a tensor, or None for no copies.
-        done: parameters that are updated already and left out; finished buckets are added to it. A
-            caller that frees memory after an out-of-memory error calls again with the same set.
 
     Returns:
         False when a gradient scaler told the optimizer to skip this step, else True.

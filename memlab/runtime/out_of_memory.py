@@ -136,6 +136,13 @@ def release(error: BaseException, until: FrameType | None = None) -> None:
             _clear(frame)
 
 
+def collect() -> None:
+    """Free what only cycles keep, and give the allocator's cache back."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
+        torch.cuda.empty_cache()
+
+
 def _shortages(error: BaseException | None) -> Iterator[BaseException]:
     """The errors behind an error that are shortages by themselves, the outermost first."""
     seen: set[int] = set()

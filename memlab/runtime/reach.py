@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.runtime import containers
-from memlab.runtime.hooks import is_ours
+from memlab.runtime.hooks import HOOK_OPTIONS, is_ours
 from memlab.runtime.rng import is_generator
 
 # tensors and arrays up to this size are copied whatever is known of them, since some operators write without a trace
@@ -41,7 +41,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # those of every module, in torch's own `nn.modules.module`
 GLOBAL_FORWARD_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 # beside them, by the same numbers, what was asked for when they were registered
-_HOOK_TABLES = (*_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_HOOK_TABLES = (*_HOOKS, *HOOK_OPTIONS)
 
 
 class ModuleHooks:
@@ -84,18 +84,11 @@ def _numbers(tables: dict[str, dict[int, Any]]) -> dict[str, Collection[int]]:
 
 
 class Walk(ABC):
-    """A walk that keeps what it meets.
+    """A walk that keeps what it meets."""
 
-    Attributes:
-        most_containers: how many are looked into.
-        left_alone: libraries whose objects are not looked into.
-        attributes_left_alone: attributes of modules that are no state.
-        generators: of random numbers that were met.
-    """
-
-    most_containers: int
-    left_alone: ClassVar[tuple[str, ...]] = _MACHINERY
-    attributes_left_alone: ClassVar[Collection[str]]
+    most_containers: int  # how many are looked into
+    left_alone: ClassVar[tuple[str, ...]] = _MACHINERY  # libraries whose objects are not looked into
+    attributes_left_alone: ClassVar[Collection[str]]  # attributes of modules that are no state
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -103,7 +96,7 @@ class Walk(ABC):
         # in the order in which they were met
         self._contents: list[tuple[containers.Container, containers.Items]] = []
         self._hooks: list[ModuleHooks] = []
-        self.generators: list[Any] = []
+        self.generators: list[Any] = []  # of random numbers that were met
 
     def module(self, path: str, module: nn.Module, *, buffers: bool = True) -> None:
         """Walk from a module, not from its children."""

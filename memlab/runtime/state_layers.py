@@ -5,6 +5,8 @@ Rules:
 1. Layers are exchanged one parameter at a time. Until all are, the old form is kept, here by reference or by the
    caller in its own way, so that going back converts nothing and is bit for bit.
 2. Checkpoints are in the user's own format: leaving unpacks, loading packs, and live state is not touched.
+3. Torch hands out the live tensors in `state_dict()`, and takes those it is given in `load_state_dict()`. So tensors that were
+   handed out or taken in follow the state after each step, for as long as the loop holds them and the state goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +49,6 @@ class PackedState(dict[str, Any]):
         own_form: brings what is kept into that form; None while an update is under way.
         why: in words, where a name is gone.
 
-    Attributes:
-        closed: the state as it was kept, once it has been put back.
-
     Example:
         >>> state = PackedState({"half": 2.0}, frozenset({"whole"}), lambda state: {"whole": 2 * state["half"]}, "")
         >>> list(state), "whole" in state
@@ -65,7 +65,7 @@ class PackedState(dict[str, Any]):
     ) -> None:
         super().__init__(resident)
         self._names, self._own_form, self._why = names, own_form, why
-        self.closed: PackedState | None = None
+        self.closed: PackedState | None = None  # the state as it was kept, once it has been put back
 
     def __contains__(self, name: object) -> bool:
         return (self.closed is None and name in self._names) or super().__contains__(name)
@@ -119,6 +119,59 @@ class PackedState(dict[str, Any]):
                 self.update(own)
 
 
+@dataclass
+class _Followed:
+    """State of one parameter, and tensors of the loop's that are to have its values.
+
+    Args:
+        state: as it is kept now; another one that the loop puts there is not followed.
+        tensors: in the user's own form, by name.
+    """
+
+    state: State
+    tensors: list[tuple[str, weakref.ref[torch.Tensor]]]
+
+
+# by id of the parameter: a hook on one may know the optimizer, and would keep it here for good
+_followed: weakref.WeakKeyDictionary[Optimizer, dict[int, _Followed]] = weakref.WeakKeyDictionary()
+
+
+def _follow(optimizer: Optimizer, parameter: torch.Tensor, tensors: State) -> None:
+    """Let tensors in the user's own form have the values of a parameter's state from now on."""
+    state = optimizer.state[parameter]
+    live = {id(value) for value in dict(state).values()}
+    new = [
+        (name, weakref.ref(value))
+        for name, value in tensors.items()
+        if torch.is_tensor(value) and id(value) not in live
+    ]
+    followed = _followed.setdefault(optimizer, {})
+    before = followed.get(id(parameter))
+    known = before.tensors if before is not None and before.state is state else []
+    followed[id(parameter)] = _Followed(state, known + new)
+
+
+def _catch_up(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
+    """Give tensors that follow the state its values."""
+    before = _followed.pop(optimizer, {})
+    after = {}
+    for parameter, state in held_states(optimizer) if before else ():
+        followed = before.get(id(parameter))
+        if followed is None or followed.state is not state:
+            continue
+        alive = [(name, tensor) for name, reference in followed.tensors if (tensor := reference()) is not None]
+        if not alive:
+            continue
+        after[id(parameter)] = _Followed(state, [(name, weakref.ref(tensor)) for name, tensor in alive])
+        own = canonical(optimizer, parameter, state, techniques)
+        for name, tensor in alive:
+            value = own.get(name)
+            if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
+                tensor.copy_(value)
+    if after:
+        _followed[optimizer] = after
+
+
 def at_home(techniques: Sequence[Technique], parameters: Sequence[Parameter], *, updates: bool) -> ExitStack:
     """Context in which parameters are on the device they are used on, whatever techniques keep them elsewhere."""
     with ExitStack() as visiting:
@@ -168,22 +221,16 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def apply_layer(
-    optimizer: Optimizer,
-    technique: Technique,
-    above: Sequence[Technique] = (),
+    optimizer: Optimizer,  # whose state is packed, one parameter at a time
+    technique: Technique,  # the layer to put in
+    above: Sequence[Technique] = (),  # state layers that are in force above it, from the bottom up
+    # called after each parameter. Who gives it keeps the old state and puts it back when this raises; else that is done
+    # here
     exchanged: Exchanged | None = None,
+    # all techniques that are on the workload: they say where parameters are meanwhile
     in_force: Sequence[Technique] = (),
 ) -> None:
-    """Pack all state of an optimizer with one more technique.
-
-    Args:
-        optimizer: whose state is packed, one parameter at a time.
-        technique: the layer to put in.
-        above: state layers that are in force above it, from the bottom up.
-        exchanged: called after each parameter. Who gives it keeps the old state and puts it back when this
-            raises; else that is done here.
-        in_force: all techniques that are on the workload: they say where parameters are meanwhile.
-    """
+    """Pack all state of an optimizer with one more technique."""
     if technique.changes_state:
         _exchange(optimizer, technique.pack_state, above, exchanged, in_force)
 
@@ -206,6 +253,8 @@ def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
     for parameter, state in held_states(optimizer):
         with at_home(techniques, [parameter], updates=False):
             set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
+        if layers and parameter in optimizer.state:
+            _follow(optimizer, parameter, state)
 
 
 def canonical_state_dict(
@@ -223,18 +272,19 @@ def canonical_state_dict(
     entries = _canonical_entries(
         optimizer, resident, lambda key: everything[key] if type(key) is int else None, techniques
     )
-    return {**state_dict, "state": {key: _on_host(entry, resident[key]) for key, entry in entries}}
+    own = {key: _on_host(entry, resident[key]) for key, entry in entries}
+    for key, entry in own.items():
+        if type(key) is int and isinstance(entry, dict):
+            _follow(optimizer, everything[key], entry)
+    return {**state_dict, "state": own}
 
 
 class _StateOfCopies:
-    """Stands for `__getstate__` of an optimizer; its class's own leaves it out of what is copied, as this does for others.
-
-    Attributes:
-        forms: what brings the state into the user's own format, one for each session.
-    """
+    """Stands for `__getstate__` of an optimizer; its class's own leaves it out of what is copied, as this does for others."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
+        # what brings the state into the user's own format, one for each session
         self.forms: list[Callable[[Optimizer, dict[str, Any]], dict[str, Any]]] = []
 
     def __call__(self) -> Any:
@@ -257,6 +307,9 @@ def show_own_form(optimizer: Optimizer, techniques: Callable[[], Sequence[Techni
         ).remove
     )
     undo.callback(optimizer.register_load_state_dict_post_hook(lambda loaded: pack_loaded(loaded, techniques())).remove)
+    undo.callback(
+        optimizer.register_step_post_hook(lambda stepped, _args, _kwargs: _catch_up(stepped, techniques())).remove
+    )
     _keep_own_form_in_copies(optimizer, lambda copied, state: canonical_copy(copied, state, techniques()), undo)
 
 
@@ -356,6 +409,9 @@ def held_states(optimizer: Optimizer) -> list[tuple[Any, State]]:
 
 def set_state(optimizer: Optimizer, parameter: Parameter, state: State) -> None:
     """Keep new state, or none: an empty entry would read as state that exists."""
+    followed = _followed.get(optimizer, {}).get(id(parameter))
+    if followed is not None and optimizer.state.get(parameter) is followed.state:
+        followed.state = state
     if state:
         optimizer.state[parameter] = state
     else:

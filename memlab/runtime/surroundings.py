@@ -36,13 +36,6 @@ _SMALL_PARAMETER_BYTES = 8 * 1024**2
 class Surroundings(Walk):
     """State beside the outputs that a model's forward may change, as it is now.
 
-    Args:
-        model: the model.
-        changing: names of tensors that are known to change, copies of which are kept whatever their size.
-        complete: keep copies of all tensors.
-        without_buffers_of: kinds of modules whose buffers are left alone.
-        buffers_alone: look at nothing but buffers.
-
     Attributes:
         generators: of random numbers, which the forward may draw from.
     """
@@ -63,11 +56,12 @@ class Surroundings(Walk):
     def __init__(
         self,
         model: nn.Module,
+        # names of tensors that are known to change, copies of which are kept whatever their size
         changing: Collection[str] = (),
         *,
-        complete: bool = False,
-        without_buffers_of: type | tuple[type, ...] = (),
-        buffers_alone: bool = False,
+        complete: bool = False,  # keep copies of all tensors
+        without_buffers_of: type | tuple[type, ...] = (),  # kinds of modules whose buffers are left alone
+        buffers_alone: bool = False,  # look at nothing but buffers
     ) -> None:
         super().__init__()
         self._changing = changing

@@ -69,13 +69,6 @@ _Values = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by id: tensors, and wh
 class Touch:
     """Runs functions that read or write some tensors on their values in the user's form.
 
-    Args:
-        tensors: gives the tensors.
-        read: gives a tensor's values in the user's form, and who asks for them; None to use the tensor as it is kept.
-        keep: called where something holds what `read` gave, or has written to it.
-        replace: called for ``tensor.data = values``; False to do as torch does.
-        dtype: of the user's form.
-
     Example:
         >>> kept = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
         >>> touch = Touch(lambda: [kept], lambda tensor, frame: tensor.data.float() + 2**-10)
@@ -93,11 +86,12 @@ class Touch:
         replace: Callable[[torch.Tensor, torch.Tensor], bool] = lambda _tensor, _values: False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._tensors = tensors
+        self._tensors = tensors  # gives the tensors
+        # gives a tensor's values in the user's form, and who asks for them; None to use the tensor as it is kept
         self._read = read
-        self._keep = keep
-        self._replace = replace
-        self._dtype = dtype
+        self._keep = keep  # called where something holds what `read` gave, or has written to it
+        self._replace = replace  # called for ``tensor.data = values``; False to do as torch does
+        self._dtype = dtype  # of the user's form
         self._is_read = False  # since they are watched
         self._classes = {kind: self._watched_class(kind) for kind in (nn.Parameter, torch.Tensor)}
 
@@ -245,15 +239,7 @@ def _is_for_kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _run_on(values: _Values, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_asked: bool) -> Any:
-    """Run a function on values.
-
-    Args:
-        values: what to run it on in place of which tensors.
-        function: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        is_asked: whether classes of somebody else's are asked as well.
-    """
+    """Run a function on values."""
     with torch._C.DisableTorchFunctionSubclass():
         leaves, structure = flatten((args, dict(kwargs)))
         given = {key: _given(tensor, read) for key, (tensor, read) in values.items()}

@@ -30,18 +30,12 @@ _DEPTH = 6
 
 @dataclass(frozen=True)
 class Structure:
-    """Structure of a value without its leaves.
+    """Structure of a value without its leaves."""
 
-    Args:
-        kind: its type; None for a leaf.
-        keys: of the children, as text.
-        children: their structures.
-        build: children to value.
-    """
-
-    kind: type | None = None
-    keys: tuple[str, ...] = ()
-    children: tuple[Structure, ...] = ()
+    kind: type | None = None  # its type; None for a leaf
+    keys: tuple[str, ...] = ()  # of the children, as text
+    children: tuple[Structure, ...] = ()  # their structures
+    # children to value
     build: Callable[[list[Any]], Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def children_by_name(self) -> dict[str, Structure]:
@@ -131,10 +125,6 @@ def in_leaves(change: Callable[[Any], Any], value: Any, *, of_tensors: bool = Tr
 class Lent:
     """Arguments of a call with other leaves, within a `with` block. What the call does to its arguments is done to the caller's in the end.
 
-    Args:
-        change: leaf to leaf.
-        back: leaf to leaf, of what the call has put into its arguments.
-
     Example:
         >>> def double(leaf):
         ...     return leaf.double() if isinstance(leaf, torch.Tensor) else leaf
@@ -146,8 +136,8 @@ class Lent:
     """
 
     def __init__(self, change: Callable[[Any], Any], back: Callable[[Any], Any]) -> None:
-        self._change = change
-        self._back = back
+        self._change = change  # leaf to leaf
+        self._back = back  # leaf to leaf, of what the call has put into its arguments
         self._containers: list[tuple[Any, Any, list[tuple[Any, Any]]]] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor, int, dict[str, Any]]] = []
         self._objects: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []

@@ -295,9 +295,6 @@ def find_model(namespace: Mapping[str, Any], cell: str, name: str | None = None)
         The model that the cell names, itself or through what holds one as `model` (a pipeline, a Trainer); None when
         it names none, and its first call must tell.
 
-    Raises:
-        WorkloadError: a named variable is missing or holds no model, or the cell names several.
-
     Example:
         >>> model = nn.Linear(2, 2)
         >>> find_model({"model": model, "x": 1}, "y = model(x)") is model
@@ -381,6 +378,11 @@ def _requires_closure(step: Callable[..., Any]) -> bool:
 def steps_some_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Return whether an optimizer updates at least one parameter of a model."""
     return not _stepped_by(optimizer).isdisjoint(id(p) for p in model.parameters())
+
+
+def steps_others(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Return whether an optimizer updates parameters that are none of a model's."""
+    return not _stepped_by(optimizer) <= {id(p) for p in model.parameters()}
 
 
 def _stepped_by(optimizer: torch.optim.Optimizer) -> set[int]:

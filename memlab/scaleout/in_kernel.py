@@ -192,11 +192,7 @@ class InKernel(LiveEngine):
 
 
 def on_gradient(parameter: torch.Tensor, called: Callable[[torch.Tensor], None]) -> Callable[[], None]:
-    """Have something called whenever a gradient of a parameter is complete.
-
-    Returns:
-        What takes that back.
-    """
+    """Have something called whenever a gradient of a parameter is complete. Returns what takes that back."""
     handle: Any = parameter.register_post_accumulate_grad_hook(called)  # type: ignore[no-untyped-call]
     remove: Callable[[], None] = handle.remove
     return remove

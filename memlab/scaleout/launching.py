@@ -42,19 +42,12 @@ _NO_STEP = "no optimizer step ended on the ranks, so nothing was measured"
 
 @dataclass(frozen=True)
 class Launched:
-    """A run in many processes whose results are back.
+    """A run in many processes whose results are back."""
 
-    Args:
-        value: what the function returned on rank 0.
-        comparison: memory and speed of each rank; None where no optimizer step ended.
-        steps: the steps, as rank 0 saw them; losses are those of whole batches.
-        seconds: seconds spent on sending, starting, training and returning, by name.
-    """
-
-    value: Any
-    comparison: Comparison | None
-    steps: tuple[StepRecord, ...]
-    seconds: Mapping[str, float]
+    value: Any  # what the function returned on rank 0
+    comparison: Comparison | None  # memory and speed of each rank; None where no optimizer step ended
+    steps: tuple[StepRecord, ...]  # the steps, as rank 0 saw them; losses are those of whole batches
+    seconds: Mapping[str, float]  # seconds spent on sending, starting, training and returning, by name
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -319,11 +312,7 @@ def _comparison(folder: Path, nproc: int, workload: Workload, scale: Scale) -> C
 
 
 def check(workload: Workload, nproc: int) -> None:
-    """Refuse what no engine can do here.
-
-    Raises:
-        ScaleError: no number, fewer GPUs than processes, a plan in force, or BatchNorm.
-    """
+    """Refuse what no engine can do here."""
     if not isinstance(nproc, int) or nproc < 1:
         raise ScaleError(f"nproc {nproc!r}: expected a whole number of processes, 1 or more")
     gpus = torch.cuda.device_count() if workload.device.type == "cuda" else nproc
@@ -344,13 +333,7 @@ def check(workload: Workload, nproc: int) -> None:
 
 
 def check_engine(workload: Workload, scale: Scale, nproc: int) -> None:
-    """Refuse what the engine cannot do here.
-
-    Raises:
-        RefusalError: the engine does not go together with the model.
-        ScaleError: what it needs of the system is missing.
-        MissingExtraError: its library is not installed.
-    """
+    """Refuse what the engine cannot do here."""
     if scale.engine == "tp":
         tp.check(workload.model, workload.name, nproc)
     if scale.engine.startswith("zero"):

@@ -28,11 +28,7 @@ _undo = ExitStack()
 
 
 def check() -> None:
-    """Refuse where several processes train already.
-
-    Raises:
-        RefusalError: this process is one rank of several.
-    """
+    """Refuse where several processes train already."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RefusalError("scale", f"this process is one of {dist.get_world_size()} ranks already", _MANY)
 

@@ -62,11 +62,7 @@ class Replica:
             yield name, parameter, now[name]
 
     def follow(self) -> None:
-        """Carry over what has changed on the user's modules.
-
-        Raises:
-            ScaleError: parameters were frozen or thawed, or got hooks, which the engine cannot follow.
-        """
+        """Carry over what has changed on the user's modules."""
         self._require_same_parameters()
         for module, second, seen in self._pairs:
             for key, value in own_attributes(module).items():
@@ -153,11 +149,7 @@ class Replica:
 
 
 def refuse_hooks(name: str, parameter: nn.Parameter) -> None:
-    """An engine has parameters of its own, on which hooks of the user's would not run.
-
-    Raises:
-        RefusalError: there are some.
-    """
+    """An engine has parameters of its own, on which hooks of the user's would not run."""
     if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise RefusalError("scale", f"{name} has gradient hooks, which an engine would not run", "remove them first")
 

@@ -57,11 +57,7 @@ class Rows:
         self._random = self._own_random(seed) if self._ranks > 1 else None
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a training call on this rank's rows.
-
-        Raises:
-            RefusalError: the batch cannot be split, or has too few rows.
-        """
+        """Run a training call on this rank's rows."""
         if self._ranks == self._accumulation == 1:
             return self._around(self._engine.call)(*args, **kwargs)
         whole = Call.of(args, without_cache(self._model, kwargs))

@@ -41,12 +41,7 @@ class Apart:
 
 
 def pack(what: Mapping[str, Any], apart: Mapping[str, torch.Tensor]) -> bytes:
-    """Pickle objects.
-
-    Raises:
-        ScaleError: something cannot be pickled, with its name.
-        MissingExtraError: cloudpickle is missing.
-    """
+    """Pickle objects."""
     keys = {id(tensor): Apart.of(key, tensor) for key, tensor in apart.items()}
     try:
         return _pickled(dict(what), keys)
@@ -55,12 +50,7 @@ def pack(what: Mapping[str, Any], apart: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def unpack(packed: bytes, placeholder: Callable[[Apart], torch.Tensor]) -> dict[str, Any]:
-    """Objects of a pickle.
-
-    Args:
-        packed: as `pack` made it.
-        placeholder: makes what stands in for a tensor that travels apart; called once for each.
-    """
+    """Objects of a pickle."""
     opened: dict[str, Any] = _Unpickler(io.BytesIO(packed), placeholder).load()
     return opened
 

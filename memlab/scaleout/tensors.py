@@ -53,11 +53,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def all_of(workload: Workload) -> dict[str, torch.Tensor]:
-    """Every tensor that training changes, by key.
-
-    Raises:
-        ScaleError: an optimizer steps parameters that are not the model's.
-    """
+    """Every tensor that training changes, by key."""
     names = names_of(workload.model)
     for optimizer in workload.optimizers:
         strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
@@ -70,13 +66,7 @@ def all_of(workload: Workload) -> dict[str, torch.Tensor]:
 
 
 def store(tensors: Mapping[str, torch.Tensor], folder: Path, *, together: bool = False) -> None:
-    """Write tensors.
-
-    Args:
-        tensors: by key; sharded ones are written each rank its own part.
-        folder: where to.
-        together: whether all ranks take part; otherwise this process alone writes all of it.
-    """
+    """Write tensors."""
     with _quiet():
         save({key: tensor.detach() for key, tensor in tensors.items()}, checkpoint_id=folder, no_dist=not together)
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -101,18 +102,16 @@ class RankLoop:
         if self._engine.owns_steps and not self._engine.is_stepping:
             return optimizer_step.take_over(self._engine.step)(optimizer, args, kwargs)
         if any(technique.stepper(optimizer) is not None for technique in self._techniques.techniques):
-            return optimizer_step.take_over(self._converted_step)(optimizer, args, kwargs)
+            convert = partial(optimizer_step.run_step, techniques=self._techniques.techniques)
+            return optimizer_step.take_over(convert)(optimizer, args, kwargs)
         return None
-
-    def _converted_step(self, optimizer: Optimizer) -> None:
-        optimizer_step.run_step(optimizer, self._techniques.techniques)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._engine.is_stepping:
             return
         self._engine.learnt.updates += 1
         self._meter.step_ended(optimizer)
-        for step in self._meter.steps_after(self._last_said):
+        for step in self._meter.times.steps_after(self._last_said):
             self._last_said = step.step
             self._sender.say(
                 STEP, step=step.step, seconds=step.seconds, loss=step.loss, samples=step.samples, tokens=step.tokens,
@@ -147,7 +146,7 @@ def main() -> None:
         _work(folder, rank, sender)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is told
         sender.say(
-            FAILED, error=type(error).__name__, text=str(error), traceback=_traceback(error),
+            FAILED, error=type(error).__name__, text=str(error), traceback="".join(traceback.format_exception(error)),
             ran_out=is_out_of_memory(error) if isinstance(error, Exception) else False,
         )  # fmt: skip
         # others wait for this rank in a collective: whoever started us ends them
@@ -220,10 +219,6 @@ def _output_sent(sender: Sender, rank: int) -> Iterator[None]:
     """Send on what rank 0 prints; what the others print would only repeat it."""
     with contextlib.redirect_stdout(_Output(sender) if rank == 0 else io.StringIO()):
         yield
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 _original = nn.utils.clip_grad_norm_

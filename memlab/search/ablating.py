@@ -263,25 +263,17 @@ class _Ablating:
 
 
 class _Predictions:
-    """Predictions of rows, as long as they can be predicted.
-
-    Attributes:
-        problem: why they cannot, in words; empty while they can.
-    """
+    """Predictions of rows, as long as they can be predicted."""
 
     def __init__(self, workload: Workload, *, is_needed: bool) -> None:
         self._workload, self._is_needed = workload, is_needed
         self._predictor: PlanPredictor | None = None
         self._measured: Measurement | None = None
         self._known: dict[Plan, Prediction] = {}
-        self.problem = ""
+        self.problem = ""  # why they cannot, in words; empty while they can
 
     def of_first(self, plan: Plan) -> Prediction | None:
-        """Return what is predicted for the first row; where that is nothing, nothing is predicted for any.
-
-        Raises:
-            TraceError: it cannot be predicted, and the order depends on it.
-        """
+        """Return what is predicted for the first row; where that is nothing, nothing is predicted for any."""
         prediction = self._predicted(plan)
         if prediction is not None and prediction.refused:
             self.problem, prediction = f"no prediction: {prediction.refused}", None

@@ -137,11 +137,7 @@ class Search:
         self._estimates.clear()
 
     def refuse(self, plan: Plan, error: RefusalError | MissingExtraError) -> None:
-        """Leave out every plan with the setting that was refused.
-
-        Raises:
-            RefusalError: the model itself is refused, whatever the plan.
-        """
+        """Leave out every plan with the setting that was refused."""
         # packages are missing for optimizers only
         name = error.technique if isinstance(error, RefusalError) else "optimizer"
         if name not in plan.changes():

@@ -17,7 +17,6 @@ Rules of the search:
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable
 from contextlib import closing
@@ -34,6 +33,7 @@ from memlab.plan.space import half_format, plan_space
 from memlab.predicting import predict_all
 from memlab.records import Measurement, Prediction
 from memlab.records.comparison import FoundPlan
+from memlab.runtime.out_of_memory import collect
 from memlab.runtime.workload import describe_all
 from memlab.search.deciding import Search
 from memlab.units import parse_bytes
@@ -96,6 +96,7 @@ def choose_plan(
     device: str | Gpu | None = None,
     fixed: Plan = Plan(),  # noqa: B008 - frozen
     lossless: bool = False,
+    measured: Measurement | None = None,
     progress: Say | None = None,
 ) -> tuple[Plan, list[Prediction]]:
     """The fastest plan that is predicted to fit for certain, without running anything.
@@ -106,6 +107,7 @@ def choose_plan(
         device: a GPU of the catalogue to choose for, or its name; by default the device the model is on.
         fixed: settings to keep; a field at its default is free.
         lossless: consider exact techniques only.
+        measured: as for `predict`.
         progress: called with a line before each prediction; by default as for `find_plan`.
 
     Returns:
@@ -118,7 +120,7 @@ def choose_plan(
         WorkloadError: no batch or no optimizer, or every plan with the settings in `fixed` is refused.
     """
     plans = considered(workload, device, fixed, lossless=lossless)
-    predictions = predict_all(workload, device, plans=plans, progress=_of_predictions(progress))
+    predictions = predict_all(workload, device, plans=plans, measured=measured, progress=_of_predictions(progress))
     search = Search(describe_all(each_of(workload)), budget_bytes, plans, predictions)
     if search.fits_for_certain(plans[0]):
         return plans[0], predictions
@@ -152,11 +154,7 @@ def considered(
     *,
     lossless: bool = False,
 ) -> tuple[Plan, ...]:
-    """The plans to consider for a batch and a device.
-
-    Raises:
-        MemlabError: no such GPU in the catalogue.
-    """
+    """The plans to consider for a batch and a device."""
     workloads = each_of(workload)
     half = half_format(compute_capability_of(workloads[0].device, device))
     rows = min((rows for each in workloads if (rows := rows_of(each)) is not None), default=None)
@@ -180,13 +178,7 @@ Say = Callable[[str], None]
 
 
 def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan:
-    """Run plans until none is worth a trial.
-
-    Raises:
-        BudgetError: none fits.
-        RefusalError: the model is refused, whatever the plan.
-        WorkloadError: none applies.
-    """
+    """Run plans until none is worth a trial."""
     while (plan := search.next_plan(trials)) is not None:
         say(search.announcement(plan))
         try:
@@ -201,12 +193,9 @@ def best_of_trials(search: Search, run: Run, trials: int, say: Say) -> FoundPlan
 def run_trial(
     workload: Workloads, plan: Plan, steps: int, device: Device, budget_bytes: float = math.inf
 ) -> Measurement:
-    """The measurement of a plan; the row that says so when it does not fit.
-
-    Raises:
-        RefusalError: a technique of the plan does not apply.
-    """
-    _free_cache(each_of(workload)[0].device)
+    """The measurement of a plan; the row that says so when it does not fit."""
+    if each_of(workload)[0].device.type == "cuda":
+        collect()  # what an earlier trial left reserved would count towards this one's peak
     words = ""
     try:
         measured = measure(workload, plan, 1 if device.observes_every_step else steps, device=device)
@@ -214,7 +203,7 @@ def run_trial(
         words = str(error)
     if words:
         # out of the handler: until here the traceback held the failed step's tensors
-        gc.collect()
+        collect()
         return row_of_failure(plan, device, words)
     if measured.needed_bytes > budget_bytes:
         return replace(measured, fits=False)
@@ -232,10 +221,3 @@ def _steadied(measured: Measurement, again: Callable[[], Measurement]) -> Measur
     if measured.spread <= _NOISY_SPREAD:
         return measured
     return min(measured, again(), key=lambda each: each.median_step_seconds)
-
-
-def _free_cache(device: torch.device) -> None:
-    """Release what an earlier trial left reserved, which would count towards this one's peak."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()

@@ -7,10 +7,9 @@ when the plan changes, `in_force` the change from one plan to the next, `rollbac
 
 from __future__ import annotations
 
-from memlab.session.registry import session_of, sessions
 from memlab.session.session import Session, fit
 from memlab.session.switching import check
-from memlab.session.together import require_compatible, switch_together, train_together
+from memlab.session.together import require_compatible, session_of, sessions, switch_together, train_together
 
 __all__ = [
     "Session",

@@ -72,17 +72,7 @@ def check_all(
     optimizers: Sequence[Optimizer],
     in_force: Sequence[Technique] = (),
 ) -> None:
-    """Ask techniques whether they apply, without applying any.
-
-    Args:
-        coming: who is asked; not to be put in force afterwards, since they know their predecessors.
-        workload: what they would be put on.
-        optimizers: its optimizers.
-        in_force: techniques that are on it.
-
-    Raises:
-        RefusalError: the first one that does not.
-    """
+    """Ask techniques whether they apply; they know their predecessors then, and are not to be put in force."""
     by_kind = {type(technique): technique for technique in in_force}
     for technique in coming:
         technique.predecessor = by_kind.get(type(technique))
@@ -97,12 +87,6 @@ def check_all(
 class InForce:
     """The techniques in force on a workload.
 
-    Attributes:
-        plan: the plan in force.
-        techniques: those in force, in the order of `TECHNIQUES`.
-        is_engine: whether one of them is an engine.
-        optimizers: those the techniques are attached to.
-
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
         >>> in_force = InForce(Workload(model, torch.optim.AdamW(model.parameters())))
@@ -113,12 +97,12 @@ class InForce:
     """
 
     def __init__(self, workload: Workload, host: Host | None = None) -> None:
-        self.plan = Plan()
+        self.plan = Plan()  # the plan in force
         self._host = host or Host()
         self._host.techniques = lambda: self.techniques
-        self.techniques: list[Technique] = []
-        self.is_engine = False
-        self.optimizers: list[Optimizer] = []
+        self.techniques: list[Technique] = []  # those in force, in the order of `TECHNIQUES`
+        self.is_engine = False  # whether one of them is an engine
+        self.optimizers: list[Optimizer] = []  # those the techniques are attached to
         self._workload = workload
         self._entries: dict[type[Technique], _Entry] = {}
         self._exchanged: Callable[[], None] = _nothing
@@ -159,11 +143,7 @@ class InForce:
         return next((dtype for dtype in changed if dtype is not tensor.dtype), tensor.dtype)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Ask every technique in force whether it can serve one more optimizer.
-
-        Raises:
-            RefusalError: the first one that cannot.
-        """
+        """Ask every technique in force whether it can serve one more optimizer."""
         for technique in self.techniques:
             technique.check_optimizer(optimizer)
 

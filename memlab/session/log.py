@@ -7,28 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LogEntry:
-    """An action of a session, and the step in or before which it happened.
+    """An action of a session, and the step in or before which it happened."""
 
-    Args:
-        step: the step that was under way, or that came next, counted from 1.
-        text: what was done, in words.
-    """
-
-    step: int
-    text: str
+    step: int  # the step that was under way, or that came next, counted from 1
+    text: str  # what was done, in words
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.text}"
 
 
 class Log(list[LogEntry]):
-    """Entries in order.
+    """Entries in order."""
 
-    Attributes:
-        steps: optimizer steps that are over; an entry belongs to the step after them.
-    """
-
-    steps = 0
+    steps = 0  # optimizer steps that are over; an entry belongs to the step after them
 
     def note(self, text: str, step: int | None = None) -> None:
         """Add an entry, for a step or for now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,25 +13,19 @@ from memlab.rescue.guard import Start
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.workload import Batch
-from memlab.session.parts import SessionParts
+
+if TYPE_CHECKING:
+    from memlab.session.session import Session
 
 
 class ModelCalls:
-    """Calls of the model, run through the techniques in force.
+    """Calls of the model, run through the techniques in force."""
 
-    Args:
-        parts: what it needs of the session.
-    """
-
-    def __init__(self, parts: SessionParts) -> None:
-        self._session = parts
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def refuse_traced(self) -> None:
-        """Ask the techniques in force whether a call of the model may be traced.
-
-        Raises:
-            RefusalError: it may not.
-        """
+        """Ask the techniques in force whether a call of the model may be traced."""
         try:
             for technique in self._session.techniques:
                 technique.check_traced()
@@ -84,12 +78,12 @@ class ModelCalls:
         def run(*args: Any, **kwargs: Any) -> Any:
             return _through([t.forward for t in session.techniques], original, args, kwargs)
 
-        if not (session.switching.is_on_trial or session.techniques) and session.rescuing() is None:
+        if not (session.switching.is_on_trial or session.techniques) and session.rescuing is None:
             return original(*args, **kwargs)
         while True:
             is_on_trial = session.switching.is_on_trial
             start = Start(session.workload.model, session.workload.device) if is_on_trial else None
-            rescuer = session.rescuing()
+            rescuer = session.rescuing
             try:
                 return run(*args, **kwargs) if rescuer is None else rescuer.call(run, args, kwargs)
             except MemlabError as error:

@@ -17,10 +17,6 @@ class Observers:
 
     One of memlab's own that fails is told no more: it must not end the user's loop.
 
-    Attributes:
-        all: the observers.
-        failure: what of memlab's own failed and no longer watches, in words; empty for nothing.
-
     Example:
         >>> from memlab.runtime.observer import Observer
         >>> class Counting(Observer):
@@ -35,9 +31,9 @@ class Observers:
     """
 
     def __init__(self, said: Callable[[str], None]) -> None:
-        self.failure = ""
+        self.failure = ""  # what of memlab's own failed and no longer watches, in words; empty for nothing
         self._said = said
-        self.all: tuple[Observer, ...] = ()
+        self.all: tuple[Observer, ...] = ()  # the observers
         # who does something at a moment, and what: most moments of a step are nothing to most observers
         self._hearers: dict[str, list[tuple[Observer, Callable[..., None]]]] = {}
 

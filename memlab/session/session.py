@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from time import perf_counter
 from typing import Any, Self
 
 import torch
@@ -25,17 +26,17 @@ from memlab.runtime.hooks import CallHook, install_step_hooks, on_first_step
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload, is_made, steps_some_of, unwrap_optimizer
-from memlab.session import registry
+from memlab.session import together
 from memlab.session.log import Log
 from memlab.session.model_calls import ModelCalls
 from memlab.session.observers import Observers
-from memlab.session.parts import SessionParts
-from memlab.session.position import Position
-from memlab.session.rest import Rest
-from memlab.session.stepping import Stepping
+from memlab.session.stepping import Position, Stepping
 from memlab.session.switching import Switching
 from memlab.session.usage import Usage
 from memlab.techniques import Technique
+
+# steps of a rest are short, or it ends
+_MOST_REST_SECONDS = 0.1
 
 
 class Session:
@@ -69,7 +70,7 @@ class Session:
                 f"{workload.name} has parameters without values: call it once, or load its weights, first"
             )
         _refuse_foreign_engines(workload)
-        if registry.session_of(workload.model) is not None:
+        if together.session_of(workload.model) is not None:
             raise SessionError(f"{workload.name} has a session already: use its switch(plan), or undo() it first")
         self.workload = workload
         self.log = Log()
@@ -77,23 +78,20 @@ class Session:
         self.observers = Observers(self.log.note_once)
         self.observers.only(observers)
         self._companions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._position = Position()
+        self.position = Position()
         self.switching = Switching(
             workload,
             self.log,
             self.observers,
-            self._position,
+            self.position,
             companions=lambda: self.companions,
-            is_led=lambda: registry.is_led(self),
+            is_led=lambda: together.is_led(self),
         )
         self.in_force = self.switching.in_force
         self.usage = Usage(workload, self.in_force, self.log)
-        parts = SessionParts(
-            workload, self.switching, self._position, self.observers, self.log, self.usage, lambda: self._rescuing
-        )
-        self._calls = ModelCalls(parts)
-        self._stepping = Stepping(parts)
-        self._rest: Rest | None = None
+        self._calls = ModelCalls(self)
+        self._stepping = Stepping(self)
+        self._rest: _Rest | None = None
         self._hooks = ExitStack()
         self._model_id = id(workload.model)
         self._attach()
@@ -124,7 +122,7 @@ class Session:
         """
         self._require_attached()
         wanted = Plan.of(plan)
-        if self._position.is_on_this_thread:
+        if self.position.is_on_this_thread:
             self.wake(within_step=True)
         self.switching.switch(wanted, now=now, on_trial=on_trial)
 
@@ -142,7 +140,7 @@ class Session:
         _alive = self.workload.model  # until the end: without a plan the session does not keep it
         with uninterrupted():
             self.wake()
-            self._position.end_own_step()
+            self.position.end_own_step()
             if self.rescuer is not None:
                 self.rescuer.detach()
             try:
@@ -178,12 +176,12 @@ class Session:
     @property
     def attached(self) -> bool:
         """Return whether the session is in force; False after `undo`."""
-        return registry.by_model.get(self._model_id) is self
+        return together.by_model.get(self._model_id) is self
 
     @property
     def companions(self) -> list[Session]:
         """Sessions of other models that train in the same loop, in the order in which they were made."""
-        return [each for each in registry.sessions() if each in self._companions] if self._companions else []
+        return [each for each in together.sessions() if each in self._companions] if self._companions else []
 
     def train_with(self, others: Iterable[Session]) -> None:
         """Note the sessions of the other models that train in the same loop."""
@@ -204,20 +202,22 @@ class Session:
         """Bytes kept off the device by the techniques in force."""
         return sum(technique.host_bytes for technique in self.techniques)
 
+    @property
+    def rescuing(self) -> Rescuer | None:
+        """The rescuer, where it can do something: a failed call cannot be taken back within an engine."""
+        is_idle = self.rescuer is None or self.rescuer.is_idle or self.in_force.is_engine
+        return None if is_idle else self.rescuer
+
     def loop_was_left(self) -> None:
         """Discard the state of a step that an error has interrupted and that will not be continued."""
         with uninterrupted():
-            self._position.end_own_step()
+            self.position.end_own_step()
             for technique in self.techniques:
                 technique.broken_off()
 
     def hand_over(self, thread: int) -> None:
-        """Let another thread train, and change plans between its steps.
-
-        Args:
-            thread: its number, as from `threading.get_ident`.
-        """
-        self._position.thread = thread
+        """Let another thread train, and change plans between its steps."""
+        self.position.thread = thread
 
     def rest(self, steps: int) -> None:
         """Take nothing over for some steps, if there is no need to: the model's call is torch's own meanwhile.
@@ -225,11 +225,11 @@ class Session:
         Observers are told afterwards how many steps have passed. Steps that turn out long, and a plan that is asked
         for, end the rest.
         """
-        is_needed = self._companions or self._position.own_step is not None or self._rescuing is not None
+        is_needed = self._companions or self.position.own_step is not None or self.rescuing is not None
         if is_needed or not self.switching.is_settled:
             return
         if self._rest is None and self._call_hook.set_aside():
-            self._rest = Rest(steps)
+            self._rest = _Rest(steps)
 
     def wake(self, *, within_step: bool = False) -> None:
         """End a rest; harmless when there is none.
@@ -241,14 +241,14 @@ class Session:
         if rest is None:
             return
         self._call_hook.put_back()
-        self._position.is_within_step = within_step
+        self.position.is_within_step = within_step
         self.observers.tell("rested", rest.steps)
         if within_step:
             self.observers.tell("interrupted")  # nobody knows what the step has come to
 
     def shares(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer also steps models of other sessions."""
-        others = (other for other in registry.sessions() if other is not self)
+        others = (other for other in together.sessions() if other is not self)
         return any(optimizer is one for other in others for one in other.workload.optimizers)
 
     def accept(self, rescuer: Rescuer) -> None:
@@ -271,8 +271,8 @@ class Session:
     def _attach(self) -> None:
         model = self.workload.model
         with uninterrupted(), ExitStack() as hooks:
-            registry.by_model[self._model_id] = self
-            hooks.callback(registry.by_model.pop, self._model_id, None)
+            together.by_model[self._model_id] = self
+            hooks.callback(together.by_model.pop, self._model_id, None)
             self._call_hook = CallHook(model, self._calls.run, self._calls.refuse_traced)
             self._call_hook.install(hooks)
             for optimizer in self.workload.optimizers:
@@ -294,7 +294,7 @@ class Session:
             or not steps_some_of(optimizer, self.workload.model)
         ):
             return
-        if registry.is_led(self):
+        if together.is_led(self):
             # an earlier session has just taken it over, and sees to its state
             self.in_force.change(self.plan)
         self.switching.retry(lambda: self.in_force.check_optimizer(optimizer))
@@ -306,8 +306,8 @@ class Session:
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
         with ExitStack() as hooks:
-            install_step_hooks(optimizer, self._before_step, self._after_step, hooks)
             state_layers.show_own_form(optimizer, lambda: self.techniques, hooks)
+            install_step_hooks(optimizer, self._before_step, self._after_step, hooks)
             self.in_force.attach_optimizer(optimizer)
             hooks.callback(self.in_force.detach_optimizer, optimizer)
             undo.push(hooks.pop_all())
@@ -327,11 +327,19 @@ class Session:
         if self._rest.is_over_after_a_step() or self.pending is not None:
             self.wake()
 
-    @property
-    def _rescuing(self) -> Rescuer | None:
-        """The rescuer, where it can do something: a failed call cannot be taken back within an engine."""
-        is_idle = self.rescuer is None or self.rescuer.is_idle or self.in_force.is_engine
-        return None if is_idle else self.rescuer
+
+class _Rest:
+    """Steps of which a session takes nothing over; with how many have passed."""
+
+    def __init__(self, most_steps: int) -> None:
+        self.steps = 0
+        self._most_steps = most_steps  # after how many it is over at the latest
+        self._began_seconds = perf_counter()
+
+    def is_over_after_a_step(self) -> bool:
+        """Count a step, and return whether it was the last."""
+        self.steps += 1
+        return self.steps >= self._most_steps or perf_counter() - self._began_seconds > _MOST_REST_SECONDS
 
 
 def fit(

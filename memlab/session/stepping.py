@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+import threading
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memlab.errors import RefusalError
 from memlab.runtime import optimizer_step
 from memlab.runtime.interrupts import HeldBack, hold_back
-from memlab.session.parts import SessionParts
+from memlab.runtime.optimizer_step import OwnStep
 from memlab.techniques import Technique
+
+if TYPE_CHECKING:
+    from memlab.session.session import Session
+
+
+class Position:
+    """Position of the training loop, and its thread."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()  # number of the thread that trains
+        self.is_within_step = False  # whether the model has been called and the step of its optimizer is not over
+        self.own_step: OwnStep | None = None  # the step under way, where the optimizer makes it itself; else None
+
+    @property
+    def is_on_this_thread(self) -> bool:
+        """Return whether the thread that trains is the one that asks."""
+        return threading.get_ident() == self.thread
+
+    def own_step_around(self, frame: FrameType) -> OwnStep | None:
+        """Return the step that an optimizer is making itself, around a frame; one that was broken off ends here."""
+        if self.own_step is not None and not self.own_step.is_around(frame):
+            self.end_own_step()
+        return self.own_step
+
+    def end_own_step(self) -> None:
+        """End the step that an optimizer is making itself; do nothing when there is none."""
+        own, self.own_step = self.own_step, None
+        if own is not None:
+            own.close()
+
 
 Optimizer = torch.optim.Optimizer
 
 
 class Stepping:
-    """Steps of the optimizers, made as the techniques in force and the rescuer need.
+    """Steps of the optimizers, made as the techniques in force and the rescuer need."""
 
-    Args:
-        parts: what it needs of the session.
-    """
-
-    def __init__(self, parts: SessionParts) -> None:
-        self._session = parts
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._skipped = False  # of the step that is under way
         self._held_back: HeldBack | None = None  # while it is
 
@@ -34,12 +61,6 @@ class Stepping:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], call: FrameType
     ) -> tuple[Any, Any] | None:
         """Take over a step that begins.
-
-        Args:
-            optimizer: who steps.
-            args: positional arguments of its step, itself the first.
-            kwargs: keyword arguments of its step.
-            call: frame of the call that runs the hooks and the step.
 
         Returns:
             Arguments for the original step, or None to let it run as it was called.
@@ -76,7 +97,7 @@ class Stepping:
             self._session.switching.retry(lambda: self._tell_techniques(optimizer, has_closure=has_closure))
         self._session.observers.tell("step_begins", optimizer)
         # a closure runs the backward pass, so what it leaves behind is looked at after it
-        rescuer = self._session.rescuing()
+        rescuer = self._session.rescuing
         is_rescued = rescuer is not None and rescuer.step_begins(optimizer)
         self._skipped = False
         techniques = self._session.techniques
@@ -132,7 +153,7 @@ class Stepping:
         owner = next((technique for technique in techniques if technique.owns_steps), None)
         if owner is not None:
             return owner.step(optimizer)
-        rescuer = self._session.rescuing()
+        rescuer = self._session.rescuing
         if rescuer is not None and rescuer.is_armed:
             return rescuer.update(optimizer)
         if any(_changes_the_step(technique, optimizer) for technique in techniques):
@@ -149,7 +170,7 @@ class Stepping:
             if not own.ended():
                 return
             self._session.position.own_step = None
-        rescuer = self._session.rescuing()
+        rescuer = self._session.rescuing
         if rescuer is not None:
             rescuer.step_ended()
         self._session.usage.stepped(optimizer)

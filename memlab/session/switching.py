@@ -26,9 +26,8 @@ from memlab.runtime.workload import Workload
 from memlab.session.in_force import InForce, check_all
 from memlab.session.log import Log
 from memlab.session.observers import Observers
-from memlab.session.position import Position
-from memlab.session.registry import session_of
-from memlab.session.together import require_compatible
+from memlab.session.stepping import Position
+from memlab.session.together import require_compatible, session_of
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques.base import Host
 from memlab.techniques.gradient_release.gradient_release import is_loop_known
@@ -38,39 +37,25 @@ if TYPE_CHECKING:
 
 
 class Switching:
-    """The plan in force, the one that is asked for, and the one to go back to.
-
-    Args:
-        workload: what plans are applied to.
-        log: where changes and refusals are noted.
-        observers: who is told of them.
-        position: where the loop is.
-        companions: sessions of other models that train in the same loop.
-        is_led: whether a session that was there before sees to the optimizers.
-
-    Attributes:
-        in_force: the plan in force, and its techniques.
-        pending: the plan that waits for the next step boundary, or None.
-        is_on_trial: whether a plan that turns out not to apply is taken back.
-    """
+    """The plan in force, the one that is asked for, and the one to go back to."""
 
     def __init__(
         self,
-        workload: Workload,
-        log: Log,
-        observers: Observers,
-        position: Position,
+        workload: Workload,  # what plans are applied to
+        log: Log,  # where changes and refusals are noted
+        observers: Observers,  # who is told of them
+        position: Position,  # where the loop is
         *,
-        companions: Callable[[], Sequence[Session]],
-        is_led: Callable[[], bool],
+        companions: Callable[[], Sequence[Session]],  # sessions of other models that train in the same loop
+        is_led: Callable[[], bool],  # whether a session that was there before sees to the optimizers
     ) -> None:
         self._workload = workload
         self._log = log
         self._observers = observers
         self._position = position
         self._companions = companions
-        self.pending: Plan | None = None
-        self.is_on_trial = False
+        self.pending: Plan | None = None  # the plan that waits for the next step boundary, or None
+        self.is_on_trial = False  # whether a plan that turns out not to apply is taken back
         # plans to go back to, the newest last, and whether each was on trial itself
         self._before: list[tuple[Plan, bool]] = []
         self._withdrawn: MemlabError | None = None  # why, from the middle of the loop's own code
@@ -83,7 +68,7 @@ class Switching:
             withdraw=self._withdraw,
             is_led=is_led,
         )
-        self.in_force = InForce(workload, host)
+        self.in_force = InForce(workload, host)  # the plan in force, and its techniques
 
     @property
     def is_settled(self) -> bool:
@@ -265,11 +250,7 @@ def _has_same(field: str, one: Plan, other: Plan) -> bool:
 
 
 def check(workload: Workload, plan: Plan) -> None:
-    """Ask every technique of a plan whether it applies, without applying any.
-
-    Raises:
-        RefusalError: the first one that does not.
-    """
+    """Ask every technique of a plan whether it applies, without applying any."""
     session = session_of(workload.model)
     coming = [kind(plan) for kind in TECHNIQUES if is_wanted(kind, plan)]
     check_all(coming, workload, workload.optimizers, session.techniques if session is not None else ())

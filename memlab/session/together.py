@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.plan import FIELDS, Plan
@@ -12,13 +15,34 @@ from memlab.runtime.workload import Workload, steps_some_of
 if TYPE_CHECKING:
     from memlab.session.session import Session
 
+# by the model's number, in the order in which they were made; so that a second session is refused instead of wrapping
+# the first. The model's hook and the optimizer's hooks keep the session; when the user drops both, nothing here keeps
+# the model in memory
+by_model: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+
+
+def session_of(model: nn.Module) -> Session | None:
+    """Return the session attached to a model, or None."""
+    return by_model.get(id(model))
+
+
+def sessions() -> tuple[Session, ...]:
+    """Return every session that is attached now, in the order in which they were made."""
+    return tuple(by_model.values())
+
+
+def is_led(session: Session) -> bool:
+    """Return whether a session that was there before has an optimizer of this one's model."""
+    for earlier in sessions():
+        if earlier is session:
+            break
+        if any(steps_some_of(one, session.workload.model) for one in earlier.workload.optimizers):
+            return True
+    return False
+
 
 def switch_together(together: Sequence[Session], plan: Plan, *, now: bool = True) -> None:
-    """Change the plan of models that train together: of all, or of none.
-
-    Raises:
-        RefusalError: one of them cannot have it.
-    """
+    """Change the plan of models that train together: of all, or of none."""
     before = [each.plan for each in together]
     try:
         for each in together:
@@ -36,11 +60,7 @@ def train_together(together: Sequence[Session]) -> None:
 
 
 def require_compatible(workload: Workload, plan: Plan, others: Sequence[Session]) -> None:
-    """Refuse settings that one of several models cannot have by itself.
-
-    Raises:
-        RefusalError: two models share an optimizer, or gradients of one belong to the loss of another.
-    """
+    """Refuse settings that one of several models cannot have by itself."""
     changed = plan.changes()
     if not others or not changed:
         return

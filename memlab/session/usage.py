@@ -16,24 +16,18 @@ _WITHOUT_CALL = "(it calls parts of it, its forward directly, or it within compi
 
 
 class Usage:
-    """Use of the model by the loop.
-
-    Args:
-        workload: the model and its optimizers.
-        in_force: the plan whose settings may have no effect.
-        log: where `note` writes.
-
-    Attributes:
-        was_called: whether the loop has called the model to train it.
-        was_evaluated: whether it has called it in eval mode, with gradients.
-    """
+    """Use of the model by the loop."""
 
     def __init__(self, workload: Workload, in_force: InForce, log: Log) -> None:
         self._workload = workload
         self._in_force = in_force
         self._log = log
-        self.was_called = False
-        self.was_evaluated = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with another loop, of which nothing is known."""
+        self.was_called = False  # whether the loop has called the model to train it
+        self.was_evaluated = False  # whether it has called it in eval mode, with gradients
         self._stepped: set[int] = set()  # optimizers that have, before the model was called
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -47,6 +41,11 @@ class Usage:
         """Write into the log which settings had no effect, once it is known that they had none."""
         if (passed_by := self.passed_by) is not None:
             self._log.note_once(passed_by)
+
+    @property
+    def is_passed_by(self) -> bool:
+        """Return whether the model has been updated, and was not called."""
+        return bool(self._stepped) and not self.was_called
 
     @property
     def how_passed_by(self) -> str:

@@ -31,10 +31,26 @@ import torch
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
-from memlab.techniques.description import Description
 
 if TYPE_CHECKING:
     from memlab.runtime.workload import Workload
+
+
+@dataclass(frozen=True)
+class Description:
+    """One setting of a technique in words.
+
+    Example:
+        >>> Description("--accumulate N", "activations ÷ N", "small kernels", "same gradient", "batches of one row").flags
+        '--accumulate N'
+    """
+
+    flags: str  # what is typed for it
+    saves: str  # which bytes on the device, and how many of them
+    costs: str  # in time, or off the device
+    exactness: str  # how its gradients, updates and losses relate to those of the loop as written
+    gives_nothing: str  # where it does not lower the peak, or is refused
+
 
 ModelCall = Callable[..., Any]
 State = dict[str, Any]
@@ -43,25 +59,21 @@ Stepper = Callable[[Sequence[torch.nn.Parameter]], None]
 
 @dataclass
 class Host:
-    """Channel by which techniques tell the session they are in, and ask it.
+    """Channel by which techniques tell the session they are in, and ask it."""
 
-    Args:
-        techniques: all that are on the workload, in the order of their list.
-        gradients_complete: gradients are complete in the middle of a backward pass, and about to go.
-        only_tried: what was allocated since the step began was a trial, and is no peak of the plan.
-        storage_resized: a storage got or lost memory without an operator.
-        on_trial: whether there is a plan to go back to, should this one turn out not to apply.
-        withdraw: called instead of raising a refusal in the middle of the loop's own code or of a backward pass: True when
-            the plan before comes back at the next hook, and the technique does nothing until then.
-        is_led: whether another session sees to the optimizers, and so to the techniques that work on them alone.
-    """
-
+    # all that are on the workload, in the order of their list
     techniques: Callable[[], Sequence[Technique]] = lambda: ()
+    # gradients are complete in the middle of a backward pass, and about to go
     gradients_complete: Callable[[], None] = lambda: None
+    # what was allocated since the step began was a trial, and is no peak of the plan
     only_tried: Callable[[], None] = lambda: None
+    # a storage got or lost memory without an operator
     storage_resized: Callable[[torch.UntypedStorage], None] = lambda _storage: None
-    on_trial: Callable[[], bool] = bool
+    on_trial: Callable[[], bool] = bool  # whether there is a plan to go back to, should this one turn out not to apply
+    # called instead of raising a refusal in the middle of the loop's own code or of a backward pass: True when the plan
+    # before comes back at the next hook, and the technique does nothing until then
     withdraw: Callable[[RefusalError], bool] = lambda _refusal: False
+    # whether another session sees to the optimizers, and so to the techniques that work on them alone
     is_led: Callable[[], bool] = bool
 
 
@@ -127,11 +139,7 @@ class Technique:
         return getattr(plan, cls.field)
 
     def check(self, workload: Workload) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-            RefusalError: with the reason and the nearest thing that works.
-        """
+        """Refuse what cannot work. Raises `RefusalError`: with the reason and the nearest thing that works."""
 
     def check_compiled(self, workload: Workload) -> None:
         """Refuse what cannot work on a compiled model, in place of `check`, where it changes modules.

@@ -27,8 +27,7 @@ from memlab.errors import RefusalError, SessionError
 from memlab.runtime.hooks import stand_in
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Technique
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description, Technique
 from memlab.units import MIB
 
 _SMALLEST_VOCABULARY = 2048

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import RefusalError
 from memlab.plan import Plan, ScaleOut
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import ModelCall, Technique
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description, ModelCall, Technique
 
 Optimizer = torch.optim.Optimizer
 
@@ -88,11 +87,7 @@ EngineMaker = Callable[[Plan, Workload], LiveEngine]
 
 
 class Scaling(Technique):
-    """Hands the model to an engine.
-
-    Attributes:
-        makers: the last one makes the engine of a plan for a workload; `memlab` gives that of `memlab.scaleout`.
-    """
+    """Hands the model to an engine."""
 
     field = "scale"
     descriptions = (
@@ -105,6 +100,7 @@ class Scaling(Technique):
         ),
     )
     is_engine = True
+    # the last one makes the engine of a plan for a workload; `memlab` gives that of `memlab.scaleout`
     makers: ClassVar[list[EngineMaker]] = []
 
     def __init__(self, plan: Plan) -> None:

@@ -39,9 +39,6 @@ def overload(operator: str) -> Any:
     Example:
         >>> overload("softmax.int")
         <OpOverload(op='aten.softmax', overload='int')>
-
-    Raises:
-        MemlabError: this torch has no such operator.
     """
     packet, _, name = operator.partition(".")
     try:

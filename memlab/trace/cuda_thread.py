@@ -74,11 +74,7 @@ class SharedExchange:
 
 
 def exchange(owner: Any, name: str, replacement: Callable[[Any], Any], undo: ExitStack) -> None:
-    """Replace an attribute by what is made of it.
-
-    Raises:
-        MemlabError: this torch has no such attribute.
-    """
+    """Replace an attribute by what is made of it. Raises `MemlabError`: this torch has no such attribute."""
     original = vars(owner).get(name, _MISSING)
     if original is _MISSING:
         raise missing(f"{owner.__name__}.{name}")

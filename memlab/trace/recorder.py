@@ -75,25 +75,19 @@ class Hidden:
 
 
 class Recorder(Ledger):
-    """Watches a step on a twin: births, deaths and work.
-
-    Attributes:
-        priced: the operators that did work, in order.
-        hidden: what lived inside operators, in order; not among the births and deaths.
-        settled: number of births and deaths recorded before a gradient was complete, by number of its storage.
-        products: number of the storage that the first product of matrices filled, outside of backward and in it.
-        in_model: whether the model itself runs, rather than what surrounds it.
-    """
+    """Watches a step on a twin: births, deaths and work."""
 
     def __init__(
         self, fakes: FastFakes, price: Price, live: Iterable[torch.Tensor] = (), hidden_bytes: HiddenBytes | None = None
     ) -> None:
         super().__init__("cpu")
-        self.priced: list[Priced] = []
-        self.hidden: list[Hidden] = []
+        self.priced: list[Priced] = []  # the operators that did work, in order
+        self.hidden: list[Hidden] = []  # what lived inside operators, in order; not among the births and deaths
+        # number of births and deaths recorded before a gradient was complete, by number of its storage
         self.settled: dict[int, int] = {}
+        # number of the storage that the first product of matrices filled, outside of backward and in it
         self.products: dict[bool, int] = {}
-        self.in_model = False
+        self.in_model = False  # whether the model itself runs, rather than what surrounds it
         self._fakes = fakes
         self._price_of = price
         self._valueless: set[int] = set()  # storages of real floats that something fake was written to
@@ -137,7 +131,7 @@ class Recorder(Ledger):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if not self._watching:
+        if not self.watching:
             return func(*args, **(kwargs or {}))
         self._record_deaths()
         if FakeTensor not in types:

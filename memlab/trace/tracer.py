@@ -94,9 +94,6 @@ class Tracer:
         device: the device the twin says it is on; by default the workload's.
         choices: what makes operators choose as on that device.
 
-    Attributes:
-        marked: modules of the twin that are marked in passes (see `memlab.trace.marks`).
-
     Raises:
         TraceError: the model cannot be copied.
     """
@@ -105,6 +102,7 @@ class Tracer:
         self._live = workload
         self._choices = choices or Choices()
         self.twin = Twin(workload, device)
+        # modules of the twin that are marked in passes (see `memlab.trace.marks`)
         self.marked: Sequence[nn.Module] = ()
         self._fakes = FastFakes(self.twin.fake_mode)
         self._parameters = {id(p): number for number, p in enumerate(self.twin.workload.model.parameters())}

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from memlab.errors import TraceError
+from memlab.runtime.hooks import HOOK_OPTIONS
 from memlab.runtime.reach import keeps_state_in_modules
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Batch, Workload
@@ -36,7 +37,6 @@ from memlab.session import session_of
 
 _CPU = torch.device("cpu")
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 # objects a module may refer to that are no part of it, and that lead to the whole program
 _FOREIGN_ATTRIBUTES = ("_trainer", "_fabric")
 
@@ -54,25 +54,17 @@ class TwinWorkload(Workload):
 
 
 class Twin:
-    """The fake counterpart of a workload.
-
-    Attributes:
-        fake_mode: the mode all fake tensors belong to.
-        workload: fake model, optimizers without state, batch and loss function.
-        notes: what was left behind, in words.
-
-    Raises:
-        TraceError: the model cannot be copied.
-    """
+    """The fake counterpart of a workload. Raises `TraceError`: the model cannot be copied."""
 
     def __init__(self, workload: Workload, device: torch.device | None = None) -> None:
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.notes: list[str] = []
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # the mode all fake tensors belong to
+        self.notes: list[str] = []  # what was left behind, in words
         self._live = workload
         self._memo: dict[int, Any] = {}
         model = self._copied_model(workload.model)
         self._leave_hooks_behind(model)
         loss_fn = workload.loss_fn
+        # fake model, optimizers without state, batch and loss function
         self.workload = TwinWorkload(
             device or workload.device,
             model=model,
@@ -184,7 +176,7 @@ class Twin:
                 hooks = getattr(module, name)
                 for key in [key for key, hook in hooks.items() if not _is_part_of_the_model(hook)]:
                     del hooks[key]
-                    for options in _HOOK_OPTIONS:
+                    for options in HOOK_OPTIONS:
                         getattr(module, options).pop(key, None)
                     left += 1
         if left:

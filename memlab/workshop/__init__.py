@@ -8,11 +8,10 @@ guesses, check, here = workshop.Guesses(), workshop.chapter(1), workshop.here()
 from __future__ import annotations
 
 from memlab.workshop.exercises import chapter
-from memlab.workshop.graph import held_by
 from memlab.workshop.guesses import Guesses
 from memlab.workshop.material import Here, here
 from memlab.workshop.pictures import steps
 from memlab.workshop.questions import Check, Question
-from memlab.workshop.watched import Film, film, watched
+from memlab.workshop.watched import Film, film, held_by, watched
 
 __all__ = ["Check", "Film", "Guesses", "Here", "Question", "chapter", "film", "held_by", "here", "steps", "watched"]

@@ -26,27 +26,16 @@ _FILES = 60
 
 @dataclass(frozen=True)
 class Here:
-    """Model and data that a notebook trains on this machine.
+    """Model and data that a notebook trains on this machine."""
 
-    Args:
-        kind: "cpu", "small GPU" (up to 30 GiB) or "large GPU".
-        device: where models and batches live.
-        rows: rows of a batch.
-        tokens: tokens of a row.
-        vocabulary: entries of the tokenizer's.
-        layers: of the model.
-        width: of the model.
-        heads: of its attention.
-    """
-
-    kind: str
-    device: torch.device
-    rows: int
-    tokens: int
-    vocabulary: int
-    layers: int
-    width: int
-    heads: int
+    kind: str  # "cpu", "small GPU" (up to 30 GiB) or "large GPU"
+    device: torch.device  # where models and batches live
+    rows: int  # rows of a batch
+    tokens: int  # tokens of a row
+    vocabulary: int  # entries of the tokenizer's
+    layers: int  # of the model
+    width: int  # of the model
+    heads: int  # of its attention
 
     def gpt2(self, *, attention: str = "sdpa", **changes: Any) -> Any:
         """A GPT-2 of this machine's size with random weights, in train mode, without dropout."""

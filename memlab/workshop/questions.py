@@ -30,25 +30,15 @@ class Reply:
 
 @dataclass(frozen=True)
 class Question:
-    """One exercise.
+    """One exercise."""
 
-    Args:
-        name: as the notebook calls it, such as "q1".
-        judge: None for a right answer, else what is wrong.
-        because: said when the answer is right.
-        clue: what to think of.
-        answer: the solution, in words or code.
-        right: answers that are right, to test the question itself.
-        wrong: answers that are not, likewise.
-    """
-
-    name: str
-    judge: Judge
-    because: str
-    clue: str
-    answer: str
-    right: Sequence[Any]
-    wrong: Sequence[Any]
+    name: str  # as the notebook calls it, such as "q1"
+    judge: Judge  # None for a right answer, else what is wrong
+    because: str  # said when the answer is right
+    clue: str  # what to think of
+    answer: str  # the solution, in words or code
+    right: Sequence[Any]  # answers that are right, to test the question itself
+    wrong: Sequence[Any]  # answers that are not, likewise
 
     def __call__(self, given: Any = ...) -> Reply:
         """Check an answer."""

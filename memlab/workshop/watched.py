@@ -1,4 +1,4 @@
-"""`watched`: the memory that a piece of code takes at its peak, and what it leaves behind; `film`: live bytes from operator to operator."""
+"""`watched`: the memory that a piece of code takes at its peak, and what it leaves behind; `film`: live bytes over time; `held_by`: what a graph holds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -124,18 +125,12 @@ def _of_gpu(device: torch.device) -> Iterator[Watched]:
 
 
 class Film:
-    """Live bytes over time.
-
-    Attributes:
-        began: the moment it began, on the clock of `time.perf_counter`.
-        seconds: times of all births and deaths since then.
-        live_bytes: what was alive after each of them.
-    """
+    """Live bytes over time."""
 
     def __init__(self) -> None:
-        self.began = 0.0
-        self.seconds: list[float] = []
-        self.live_bytes: list[int] = []
+        self.began = 0.0  # the moment it began, on the clock of `time.perf_counter`
+        self.seconds: list[float] = []  # times of all births and deaths since then
+        self.live_bytes: list[int] = []  # what was alive after each of them
 
     def peaks(self, ends: Iterable[float]) -> list[int]:
         """The highest bytes of each stretch.
@@ -192,3 +187,54 @@ def film(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[F
             live += event.size_bytes
             taken.seconds.append(event.seconds)
             taken.live_bytes.append(live)
+
+
+def held_by(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Results that are kept for a backward pass from some tensors, each memory once, parameters not among them.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> loss = (weight * torch.zeros(3)).exp().sum()
+        >>> [tuple(tensor.shape) for tensor in held_by(loss)]
+        [(3,), (3,)]
+        >>> held_by(loss.detach())
+        []
+    """
+    nodes = list(_nodes(tensor.grad_fn for tensor in tensors))
+    # a linear layer saves a transposed view of its weight, so memories are compared, not tensors
+    parameters = {_memory(node.variable) for node in nodes if hasattr(node, "variable")}
+    found: dict[int, torch.Tensor] = {}
+    for node in nodes:
+        for saved in _saved(node):
+            if _memory(saved) not in parameters:
+                found.setdefault(_memory(saved), saved)
+    return list(found.values())
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    seen: set[Any] = set()
+    waiting = [root for root in roots if root is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [after for after, _ in node.next_functions if after is not None]
+
+
+def _saved(node: Any) -> Iterator[torch.Tensor]:
+    for name in dir(node):
+        if not (name.startswith("_saved_") or name == "saved_tensors"):
+            continue
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # given back by a backward pass
+            continue
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(each, torch.Tensor):
+                yield each

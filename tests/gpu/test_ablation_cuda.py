@@ -12,6 +12,7 @@ from memlab.report import text
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.offload import link
 from memlab.units import MIB
+from tests.helpers.snapshots import changed_between
 from tests.techniques.models import gpt2, ragged_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -30,7 +31,7 @@ def test_a_whole_ablation(load: Workload, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(link, "measured", lambda _device: link.Link(down=4e11, up=4e11, both=4e11, updated=1e9))
     before = Snapshot(load)
     found = ablation(load, steps=3, progress=lambda line: None)
-    assert before.differences(Snapshot(load)) == []
+    assert changed_between(before, Snapshot(load)) == []
     ran = [row for row in found.rows if row.ran is not None]
     assert len(ran) >= 7, [row.refused for row in found.rows]
     assert all(row.ran.peak_reserved_bytes >= row.ran.peak_allocated_bytes for row in ran)

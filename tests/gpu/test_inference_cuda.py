@@ -12,6 +12,7 @@ from memlab.records import Category
 from memlab.runtime.workload import Workload
 from memlab.session.snapshot import Snapshot
 from memlab.units import MIB
+from tests.helpers.snapshots import changed_between
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 transformers = pytest.importorskip("transformers", reason="the models are those of Transformers")
@@ -60,7 +61,7 @@ def test_memory_speed_and_cache(llama, flags: str, element_bytes: int) -> None:
     assert seen == record.peak_allocated_bytes
     assert record.decode_tokens_per_second > 0
     assert record.prefill_tokens_per_second > record.decode_tokens_per_second
-    assert before.differences(Snapshot(Workload(llama))) == []
+    assert changed_between(before, Snapshot(Workload(llama))) == []
 
 
 def test_half_precision_frees_half_of_the_weights(llama) -> None:

@@ -15,6 +15,7 @@ from memlab.measuring.runs import measure
 from memlab.predicting import save_snapshot
 from memlab.runtime.workload import Workload
 from memlab.session.snapshot import Snapshot
+from tests.helpers.snapshots import changed_between
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -46,7 +47,7 @@ def peak_bytes(viz: dict[str, Any]) -> int:
 def test_torch_records_two_steps_that_leave_nothing_behind(workload: Workload, tmp_path: Path, plan: str) -> None:
     before = Snapshot(workload)
     viz = pickle.loads(save_snapshot(tmp_path / "step.pickle", workload, plan, measured=True).read_bytes())
-    assert before.differences(Snapshot(workload)) == []
+    assert changed_between(before, Snapshot(workload)) == []
     assert "add_local_files" in _memory_viz.trace_plot(viz)
     labels = {entry.get("user_metadata", "") for entry in viz["device_traces"][torch.cuda.current_device()]}
     if hasattr(torch.cuda.memory, "_set_memory_metadata"):

@@ -18,6 +18,7 @@ from memlab.measuring.device import CpuDevice
 from memlab.plan import Plan
 from memlab.session.snapshot import Snapshot
 from tests.helpers.fingerprint import differing, fingerprint
+from tests.helpers.snapshots import changed_between
 from tests.inferring.small_models import PROMPT, bert, generate, gpt2, llama, plain, t5
 
 
@@ -81,7 +82,7 @@ def test_everything_comes_back(make, flags: str) -> None:
         model(inputs)
         if hasattr(model, "generate"):
             generate(model)
-    assert values.differences(Snapshot(workload)) == []
+    assert changed_between(values, Snapshot(workload)) == []
     assert differing(marks, fingerprint(model, [optimizer])) == []
 
 
@@ -93,7 +94,7 @@ def test_everything_comes_back_after_an_error(flags: str) -> None:
     with pytest.raises(IndexError), inference(model, flags):
         model(PROMPT)
         model(torch.full((1, 3), 10_000))
-    assert values.differences(Snapshot(workload)) == []
+    assert changed_between(values, Snapshot(workload)) == []
     assert differing(marks, fingerprint(model)) == []
 
 
@@ -113,7 +114,7 @@ def test_ctrl_c_while_weights_are_rounded_gives_them_back(monkeypatch: pytest.Mo
         inference(model, "--bf16")
     assert len(calls) >= 2
     assert inference_of(model) is None
-    assert before.differences(Snapshot(memlab.Workload(model))) == []
+    assert changed_between(before, Snapshot(memlab.Workload(model))) == []
 
 
 def test_half_precision_follows_and_returns_fp32() -> None:
@@ -323,7 +324,7 @@ def test_batch_norm_stays_in_fp32(flags: str) -> None:
         assert model[0].weight.dtype is not torch.float32
         assert model[1].weight.dtype is torch.float32
     torch.testing.assert_close(output, expected, atol=0.05, rtol=0)
-    assert before.differences(Snapshot(memlab.Workload(model))) == []
+    assert changed_between(before, Snapshot(memlab.Workload(model))) == []
 
 
 def test_a_recurrent_net_runs_in_bf16() -> None:
@@ -333,4 +334,4 @@ def test_a_recurrent_net_runs_in_bf16() -> None:
         output, (hidden, _) = model(inputs)
     assert output.dtype is hidden.dtype is torch.float32
     torch.testing.assert_close(output, expected, atol=0.02, rtol=0)
-    assert before.differences(Snapshot(memlab.Workload(model))) == []
+    assert changed_between(before, Snapshot(memlab.Workload(model))) == []

@@ -11,6 +11,7 @@ from memlab.records.ablation import Ablation
 from memlab.session import session_of, sessions
 from memlab.session.snapshot import Snapshot
 from tests.helpers.ctrl_c import pythons_own_handler  # noqa: F401 - a fixture
+from tests.helpers.snapshots import changed_between
 from tests.jupyter.conftest import MAKE, Cell
 from tests.jupyter.test_refusals import one_line
 
@@ -40,7 +41,7 @@ def test_a_ablation_of_a_language_model(shell: Any, cell: Cell) -> None:
     found = shell.user_ns["l"]
     assert isinstance(found, Ablation)
     assert [row.label for row in found.rows] == ["as written", "+ --chunk-loss", "+ --accumulate 2"]
-    assert before.differences(Snapshot(workload)) == []
+    assert changed_between(before, Snapshot(workload)) == []
     assert str(session_of(workload.model).plan) == "--checkpoint"
     assert ran.out == f"memfit: to apply it: %memfit {found.plan}\n"
     assert cell(f"%memfit {found.plan}").error is None
@@ -89,7 +90,7 @@ def test_ctrl_c_gives_the_rows_so_far(shell: Any, cell: Cell, monkeypatch: pytes
     workload = Workload(shell.user_ns["model"], shell.user_ns["optimizer"])
     before = Snapshot(workload)
     assert cell("l = %memfit ablation --batch batch --steps 1").error is None
-    assert before.differences(Snapshot(workload)) == []
+    assert changed_between(before, Snapshot(workload)) == []
     assert [row.label for row in shell.user_ns["l"].rows] == ["as written", "+ --chunk-loss"]
     assert shell.user_ns["l"].events[0].startswith("interrupted; not tried: --accumulate 4, ")
 

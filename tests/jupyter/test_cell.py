@@ -47,7 +47,7 @@ def test_most_steps_of_a_millisecond_run_without_memlab_and_all_are_counted(
     shell: Any, made: Cell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("memlab.measuring.steps._SHORT_SECONDS", 3600.0)  # this machine may be busy
-    monkeypatch.setattr("memlab.session.rest._MOST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr("memlab.session.session._MOST_REST_SECONDS", 3600.0)
     many = TRAIN.replace("range(4)", "range(80)") + "    calls.append(vars(model).get('_compiled_call_impl'))\n"
     made(many.replace("    calls", "    pass; calls", 1) if "calls = []" in many else f"calls = []\n{many}")
     plain = [p.detach().clone() for p in shell.user_ns["model"].parameters()]
@@ -402,8 +402,10 @@ def test_a_plain_cell_neither_predicts_nor_draws(shell: Any, made: Cell, monkeyp
     }
 
 
-def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell) -> None:
-    cell(MAKE)
+@pytest.mark.parametrize("before", [MAKE, f"{MAKE}%%memfit\n{TRAIN}"], ids=["first cell", "after a cell that calls it"])
+def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell, before: str) -> None:
+    for each in before.split("%%"):
+        cell(f"%%{each}" if each.startswith("memfit") else each)
     ran = cell(f"%%memfit --accumulate 2\n{STEP.replace('model(inputs)', 'model.forward(inputs)')}")
     assert ran.error is None
     assert ran.out == (

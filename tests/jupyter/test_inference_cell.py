@@ -14,6 +14,7 @@ from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
 from memlab.session.snapshot import Snapshot
 from tests.helpers.fingerprint import differing, fingerprint
+from tests.helpers.snapshots import changed_between
 from tests.jupyter.conftest import STEP, Cell
 
 pytest.importorskip("transformers", reason="the cells generate")
@@ -48,7 +49,7 @@ def test_a_generation_is_measured_and_nothing_else_changes(shell: Any, made: Cel
     assert "KV cache: 21.0 KiB for 2 rows × 21 tokens, 512 B a token; by its formula 21.0 KiB = 2 × 2 layers" in ran.out
     assert "the model was in train mode: its calls ran in eval mode, without dropout" in ran.out
     assert "batch: up to " in ran.out
-    assert values.differences(Snapshot(workload)) == []
+    assert changed_between(values, Snapshot(workload)) == []
     assert differing(marks, fingerprint(workload.model, workload.optimizers)) == []
     assert sessions() == ()
 

@@ -81,13 +81,13 @@ class Oracle:
 
     def choose_plan(
         self, workload: Workload, budget_bytes: int, *, device: object = None, fixed: Plan = Plan(),  # noqa: B008
-        lossless: bool = False, progress: Callable[[str], None] | None = None,
+        lossless: bool = False, measured: Any = None, progress: Callable[[str], None] | None = None,
     ) -> tuple[Plan, list[Prediction]]:  # fmt: skip
         self.fixed.append(fixed)
         plans = [
             replace(Plan.parse(text), **{name: getattr(fixed, name) for name in fixed.changes()}) for text in PLANS
         ]
-        predictions = self.predict_all(workload, plans=dict.fromkeys(plans))
+        predictions = self.predict_all(workload, plans=dict.fromkeys(plans), measured=measured)
         fits = [p for p in predictions if not p.refused and p.needed_bytes <= budget_bytes]
         if not fits:
             raise BudgetError("no plan fits 1.0 KiB: the smallest needs 11.2 KiB")

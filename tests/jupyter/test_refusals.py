@@ -15,6 +15,7 @@ from memlab.live.control import control_of
 from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
 from memlab.session.snapshot import Snapshot
+from tests.helpers.snapshots import changed_between
 from tests.jupyter.conftest import STEP, TRAIN, Cell
 from tests.jupyter.test_which_model import GAN, GAN_LOOP, SETUP
 
@@ -41,7 +42,7 @@ def unchanged(shell: Any) -> Callable[[], None]:
 
     def check() -> None:
         workload, before = snapshots[0]
-        assert before.differences(Snapshot(workload)) == []
+        assert changed_between(before, Snapshot(workload)) == []
         assert set(vars(workload.model)) == attributes[0]
         assert sessions() == ()
 
@@ -119,6 +120,14 @@ def test_the_line(made: Cell, unchanged: Any, line: str, said: str) -> None:
     if "tf32" in line and torch.cuda.is_available():
         pytest.skip("tf32 is not refused beside a GPU")
     assert refused(made, unchanged, f"%%memfit {line}") == said
+
+
+def test_a_model_that_the_cell_trains_in_eval_mode_only(made: Cell) -> None:
+    made("model.eval()")
+    train = f"optimizer = torch.optim.SGD(model.parameters(), 1e-3)\n{TRAIN}"
+    said = "no model in train mode was found: the loop trains Sequential in eval mode only; call model.train() before"
+    assert f"memfit: {said}\n" in made(f"%%memfit\n{train}").out
+    assert str(made(f"%%memfit --checkpoint\n{train}").error) == f"{said}; --checkpoint was not applied"
 
 
 def test_no_model(cell: Cell) -> None:

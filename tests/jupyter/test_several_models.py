@@ -153,3 +153,30 @@ def test_an_optimizer_of_two_models_is_converted_once(shell: Any, cell: Cell) ->
     cell("%memfit undo")
     live = shell.user_ns["optimizer"].state_dict()["state"]
     assert all(torch.equal(saved[key]["exp_avg"], live[key]["exp_avg"]) for key in live)
+
+
+def test_a_model_that_trains_in_another_thread_is_not_measured(shell: Any, cell: Cell) -> None:
+    cell("""
+        import threading, torch
+        def made(seed):
+            torch.manual_seed(seed)
+            model = torch.nn.Linear(4, 2)
+            return model, torch.optim.AdamW(model.parameters())
+        def train(model, optimizer):
+            for step in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        (one, its), (other, others) = made(0), made(1)
+        """)
+    ran = cell("""%%memfit --adam8bit
+        one(torch.ones(2, 4)).sum().backward()
+        thread = threading.Thread(target=train, args=(other, others))
+        thread.start()
+        thread.join()
+        its.step()
+        """)
+    assert ran.error is None
+    assert "other: step 1: trains in a thread of its own, and is not measured" in ran.out
+    assert session_of(shell.user_ns["other"]).plan.label == "--adam8bit"  # the plan applies to it
+    assert "· 1 step\n" in ran.out

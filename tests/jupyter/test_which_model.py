@@ -333,3 +333,29 @@ optimizer = torch.optim.AdamW(inner.parameters(), 1e-3)
     for _ in range(2):  # the second time there are models that the cell replaces
         assert cell(source + LOOP).error is None
         assert len(shell.user_ns["graphs"]) <= 2
+
+
+@pytest.mark.parametrize("is_whole_called", [True, False])
+def test_a_refusal_for_a_part_waits_for_the_whole(cell: Cell, is_whole_called: bool) -> None:
+    cell("""
+        import torch
+        from torch import nn
+        def train(is_whole_called):
+            layers = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(4)]
+            model = nn.Sequential(nn.Embedding(9, 8), *layers)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                inputs = torch.arange(6)
+                loss = model[0](inputs).sum() + (model(inputs).sum() if is_whole_called else 0)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        """)
+    ran = cell(f"%%memfit --checkpoint\ntrain({is_whole_called})")
+    if is_whole_called:
+        assert ran.error is None
+        assert "memfit · Sequential" in ran.out
+    else:
+        assert str(ran.error).startswith(
+            "checkpointing: no part of Embedding can be recomputed: none holds more than one"
+        )

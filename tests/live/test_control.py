@@ -27,6 +27,7 @@ from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import Session, fit, train_together
 from memlab.session.snapshot import Snapshot
+from tests.helpers.snapshots import changed_between
 from tests.helpers.stages import Later, Playing
 
 
@@ -347,7 +348,7 @@ def test_cancelling_ends_the_loop_between_two_steps(control: Control, workload: 
         control.cancel()
         with pytest.raises(Cancelled, match="cancelled from the panel after step 2"):
             cell.train(1)
-        assert before.differences(Snapshot(workload)) == []
+        assert changed_between(before, Snapshot(workload)) == []
         assert isinstance(Cancelled(), KeyboardInterrupt)
     with Cell(control, workload) as cell:
         assert len(cell.train(2)) == 2
@@ -405,7 +406,7 @@ def test_a_run_of_its_own_leaves_nothing_behind_unless_it_is_kept(
     stage.idle()
     assert control.moment().activity is Activity.IDLE
     assert session_of_control(control).plan == Plan.parse("--checkpoint")
-    assert bool(before.differences(Snapshot(workload))) is keep
+    assert bool(changed_between(before, Snapshot(workload))) is keep
     assert [each.plan for each in control.moment().measurements] == ["as written", "--checkpoint"]
     assert all(not isinstance(observer, Meter) for observer in session_of_control(control).observers.all)
     assert session_of_control(control).rescuer is None
@@ -427,7 +428,7 @@ def test_a_dry_run_under_converted_moments_is_put_back_bit_for_bit(control: Cont
     assert played.advance()
     control.cancel()
     stage.idle()
-    assert before.differences(Snapshot(workload)) == []
+    assert changed_between(before, Snapshot(workload)) == []
 
 
 def test_a_run_without_a_batch_says_what_is_missing(workload: Workload) -> None:

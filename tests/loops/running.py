@@ -14,6 +14,7 @@ from memlab import Workload, fit
 from memlab.session import Session
 from memlab.session.snapshot import Snapshot
 from tests.helpers.fingerprint import differing, fingerprint
+from tests.helpers.snapshots import changed_between
 from tests.loops.cases import CASES, Case
 
 Optimizer = torch.optim.Optimizer
@@ -56,7 +57,7 @@ def fitted(workload: Workload, plan: str, schedulers: Sequence[Any] = (), *, exa
     values = Snapshot(workload)
     fit(workload, plan).undo()
     if exact:
-        assert values.differences(Snapshot(workload)) == []
+        assert changed_between(values, Snapshot(workload)) == []
     assert differing(before, fingerprint(workload.model, optimizers, schedulers)) == []
     session = fit(workload, plan)
     try:
@@ -65,7 +66,7 @@ def fitted(workload: Workload, plan: str, schedulers: Sequence[Any] = (), *, exa
     finally:
         session.undo()
     if exact:
-        assert values.differences(Snapshot(workload)) == []
+        assert changed_between(values, Snapshot(workload)) == []
     after = fingerprint(workload.model, optimizers, schedulers)
     assert differing(before, after) == []
 

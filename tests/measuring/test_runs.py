@@ -19,6 +19,7 @@ from memlab.records import Category
 from memlab.report import tables, text
 from memlab.session.snapshot import Snapshot
 from tests.helpers.chatty import changed, chatty
+from tests.helpers.snapshots import changed_between
 from tests.techniques.models import Regressor, gpt2, ragged_batch, regression_batch, workload
 
 PLANS = ["--accumulate 4", "--checkpoint", "--adam8bit", "--precision pure-bf16", "--offload optimizer,activations"]
@@ -39,7 +40,7 @@ def test_comparing_leaves_no_difference(load: Workload, steps_before: int) -> No
     load.model.eval()
     before = Snapshot(load)
     compare(load, PLANS, steps=1)
-    assert before.differences(Snapshot(load)) == []
+    assert changed_between(before, Snapshot(load)) == []
 
 
 def test_an_optimizer_that_evaluates_the_loss_itself() -> None:
@@ -49,7 +50,7 @@ def test_an_optimizer_that_evaluates_the_loss_itself() -> None:
     load = Workload(model, optimizer, (torch.randn(8, 4), torch.randn(8, 1)), loss_fn=nn.functional.mse_loss)
     before = Snapshot(load)
     plain, split = compare(load, [Plan(), "--accumulate 2"], 3).measurements
-    assert not before.differences(Snapshot(load))
+    assert not changed_between(before, Snapshot(load))
     assert split.losses == pytest.approx(plain.losses, rel=1e-5)
     assert plain.losses[-1] < plain.losses[0]
     said = (
@@ -64,7 +65,7 @@ def test_an_optimizer_that_evaluates_the_loss_itself() -> None:
 def test_keep_keeps_the_training(load: Workload) -> None:
     before = Snapshot(load)
     measure(load, steps=1, keep=True)
-    assert before.differences(Snapshot(load)) != []
+    assert changed_between(before, Snapshot(load)) != []
 
 
 def test_plans_start_from_the_same_point(load: Workload) -> None:

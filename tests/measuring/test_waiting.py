@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from memlab.measuring import waiting
-from memlab.measuring.waiting import Waiting
+from memlab.measuring import times
+from memlab.measuring.times import Waiting
 
 
 def worked(seconds: float) -> float:
@@ -24,7 +24,7 @@ def worked(seconds: float) -> float:
     return found.share
 
 
-@pytest.mark.skipif(not waiting._COUNTS.exists(), reason="only Linux tells")
+@pytest.mark.skipif(not times._COUNTS.exists(), reason="only Linux tells")
 def test_a_thread_that_shares_its_processor_waits_about_half_of_the_time() -> None:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
@@ -48,5 +48,5 @@ def test_sleeping_is_no_waiting() -> None:
 
 
 def test_where_the_system_does_not_tell_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(waiting, "_COUNTS", tmp_path / "missing")
+    monkeypatch.setattr(times, "_COUNTS", tmp_path / "missing")
     assert worked(0.15) == 0.0

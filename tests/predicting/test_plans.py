@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -373,3 +373,19 @@ def test_replayed_micro_batches_are_traced_once_for_all_settings_of_the_optimize
     plans = ["--accumulate 2", "--accumulate 2 --adam8bit", "--accumulate 2 --offload optimizer", "--accumulate 4"]
     assert not any(prediction.refused for prediction in predict_all(load, plans=plans))
     assert sorted(asked) == ["--accumulate 2", "--accumulate 4"]
+
+
+def test_outputs_that_the_loop_holds_are_learnt_from_a_measurement() -> None:
+    """Under `logits, loss = model(…)` those of the step before live until the next ones take their place."""
+    workload = family("loss second")
+    logits_bytes = 8 * 16 * 2100 * 4
+    plain = predict(workload)
+    alike = Measurement("as written", "cpu", plain.peak_allocated_bytes, None, 0, {}, (), (0.1,) * 5, 8, 128)
+    held = replace(alike, peak_allocated_bytes=plain.peak_allocated_bytes + logits_bytes)
+    for flags, more_bytes in (("", logits_bytes), ("--checkpoint", logits_bytes), ("--accumulate 2", 0)):
+        without = predict(workload, flags, measured=alike)
+        found = predict(workload, flags, measured=held)
+        assert without.peak_allocated_bytes == predict(workload, flags).peak_allocated_bytes
+        assert found.peak_allocated_bytes == without.peak_allocated_bytes + more_bytes
+        assert sum(found.breakdown.values()) == found.peak_allocated_bytes
+    assert predict(workload, "", "T4", measured=held).peak_allocated_bytes > plain.peak_allocated_bytes

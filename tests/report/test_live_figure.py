@@ -11,7 +11,7 @@ import samples
 from memlab.plan import Plan
 from memlab.records import Category, out_of_memory
 from memlab.records.live_state import Activity, Change, LivePoint, Moment
-from memlab.report import live_changes, live_map
+from memlab.report import live_memory, live_settings
 from memlab.report.live_figure import BUDGET, NEUTRAL_INK, Drawing, drawing
 from memlab.report.segments import CATEGORIES, REST, swatch
 from memlab.report.wording import speed
@@ -103,7 +103,7 @@ def test_every_change_has_a_line_and_a_name() -> None:
 
 def test_names_of_many_changes_do_not_stand_on_each_other() -> None:
     changes = tuple(Change(step, f"--accumulate {step}") for step in range(2, 31))
-    placed = live_changes.change_labels(replace(RUN, changes=changes))
+    placed = live_memory.change_labels(replace(RUN, changes=changes))
     assert [label.step for label in placed] == [change.step for change in changes]
     assert placed[-1].text.endswith("accumulate 30")
     shown = [label for label in placed if label.text]
@@ -223,7 +223,7 @@ def test_at_most_two_hundred_predictions_are_drawn() -> None:
 
 
 def test_a_chart_made_before_gives_the_same_drawing() -> None:
-    earlier = live_map.predicted(
+    earlier = live_settings.predicted(
         replace(RUN, measurements=tuple(replace(m, step_seconds=(9.0,)) for m in RUN.measurements))
     )
     assert drawing(RUN, known=earlier) == drawing(RUN)

@@ -7,13 +7,13 @@ import doctest
 import pytest
 import samples
 
-from memlab.records import shown
+from memlab.records import measurement
 from memlab.records.ablation import Ablation, AblationRow
 from memlab.report import ablation, html, showing, tables, text
 
 
 def test_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(shown).failed == 0
+    assert doctest.testmod(measurement).failed == 0
 
 
 def test_every_record_is_printed_as_its_report() -> None:

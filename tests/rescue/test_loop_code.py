@@ -220,6 +220,7 @@ class Freeing:
     """An owner that has room again whenever it is asked."""
 
     def __init__(self) -> None:
+        self.recovery = self
         self.attempts: list[int] = []
         self.ended = 0
 

@@ -24,6 +24,7 @@ from memlab import Workload, fit
 from memlab.session import Session
 from memlab.session.snapshot import Snapshot
 from tests.helpers.fingerprint import differing, fingerprint
+from tests.helpers.snapshots import changed_between
 from tests.helpers.switch_faults import NoMemory, happening
 from tests.loops.cases import CASES, Case
 from tests.loops.running import deviation, plain_loop, untouched
@@ -156,7 +157,7 @@ def run(case: Case, sequence: list[Move]) -> tuple[list[float], Session]:
     assert {len(state) for state in optimizer.state.values()} <= {3}
     assert {v.dtype for state in optimizer.state.values() for v in state.values()} <= {torch.float32}
     if all(lossless(move.plan) for move in sequence):
-        assert values.differences(Snapshot(workload)) == []
+        assert changed_between(values, Snapshot(workload)) == []
     return losses, session
 
 

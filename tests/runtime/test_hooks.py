@@ -74,12 +74,12 @@ def applied(model: nn.Module, plan: str) -> Any:
 def test_copies_and_pickles_are_what_they_would_be_without_memlab(plan: str) -> None:
     model = blocks()
     session = applied(model, plan)
-    plain = {type(part): set(vars(part)) for part in blocks().modules()}
-    assert set(vars(copy.copy(model))) == plain[nn.Sequential]
+    plain = {type(part): _attributes(part) for part in blocks().modules()}
+    assert _attributes(copy.copy(model)) == plain[nn.Sequential]
     ways = (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), _saved_and_loaded)
     for way in ways:
         made = way(model)
-        assert all(set(vars(part)) == plain[type(part)] for part in made.modules())
+        assert all(_attributes(part) == plain[type(part)] for part in made.modules())
         seen = weakref.ref(made)
         gc.disable()
         try:
@@ -88,7 +88,26 @@ def test_copies_and_pickles_are_what_they_would_be_without_memlab(plan: str) -> 
         finally:
             gc.enable()
     session.undo()
-    assert all(set(vars(part)) == plain[type(part)] for part in model.modules())
+    assert all(_attributes(part) == plain[type(part)] for part in model.modules())
+
+
+class _WithOwnState(nn.Linear):
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))  # as a LightningModule's, which leaves nothing of torch's out
+
+
+def test_a_class_that_says_itself_what_is_pickled_has_nothing_of_memlab_either() -> None:
+    model = _WithOwnState(2, 2)
+    before = _attributes(model)
+    with fit(Workload(model, torch.optim.SGD(model.parameters())), ""):
+        for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert _attributes(made) == before
+    assert _attributes(model) == before
+
+
+def _attributes(module: nn.Module) -> dict[str, int]:
+    """Names of a module's attributes, and how many hooks and options of hooks it has."""
+    return {name: len(value) if "_hooks" in name else 0 for name, value in vars(module).items()}
 
 
 def _saved_and_loaded(model: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ from memlab.scaleout import async_io, launching, results, serialization, tensors
 from memlab.scaleout.results import Results, random_states
 from memlab.session.snapshot import Snapshot
 from tests.helpers.needs import needs
+from tests.helpers.snapshots import changed_between
 from tests.scaleout.runs import gpt2, texts, trained
 
 
@@ -89,7 +90,7 @@ def test_an_interrupt_while_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(launching, "_listen", interrupted)
     with pytest.raises(KeyboardInterrupt):
         launch(no_training, workload, "--scale ddp")
-    assert before.differences(Snapshot(workload)) == []
+    assert changed_between(before, Snapshot(workload)) == []
     assert not folders()
     left = [
         child for child in psutil.Process().children(recursive=True) if "memlab.scaleout" in " ".join(child.cmdline())
@@ -119,7 +120,7 @@ def test_an_interrupt_before_the_first_write_changes_nothing(monkeypatch: pytest
     monkeypatch.setattr(results.tensors, "fill", interrupted)
     with pytest.raises(KeyboardInterrupt):
         results.restore_results(tmp_path, home, workload)
-    assert before.differences(Snapshot(workload)) == []
+    assert changed_between(before, Snapshot(workload)) == []
 
 
 def test_an_interrupt_between_writes_waits_for_the_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -134,4 +135,4 @@ def test_an_interrupt_between_writes_waits_for_the_last(monkeypatch: pytest.Monk
     monkeypatch.setattr(results, "_write_state", pressed)
     with pytest.raises(KeyboardInterrupt):
         results.restore_results(tmp_path, home, workload)
-    assert Snapshot(there).differences(Snapshot(workload)) == []
+    assert changed_between(Snapshot(there), Snapshot(workload)) == []

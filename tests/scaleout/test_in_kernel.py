@@ -25,6 +25,7 @@ from memlab.scaleout.engines import fsdp2
 from memlab.session import Session
 from memlab.session.snapshot import Snapshot
 from tests.helpers.needs import needs
+from tests.helpers.snapshots import changed_between
 from tests.scaleout.live_runs import Tower, bert, go, loss_of, tower
 from tests.scaleout.runs import gpt2
 
@@ -99,7 +100,7 @@ def structure_of(workload: Workload) -> dict[str, Any]:
 
 
 def same(one: Workload, other: Workload) -> list[str]:
-    return Snapshot(one).differences(Snapshot(other))
+    return changed_between(Snapshot(one), Snapshot(other))
 
 
 @pytest.mark.few(4)
@@ -260,7 +261,7 @@ def test_a_failure_leaves_weights_and_moments_and_the_loop_goes_on(
             with pytest.raises(KeyboardInterrupt if where == "forward" else torch.OutOfMemoryError):
                 loss_of(workload, 4).backward()
         workload.optimizers[0].zero_grad()
-        changed = before.differences(Snapshot(workload))
+        changed = changed_between(before, Snapshot(workload))
         assert {name.partition(".")[0] for name in changed} <= {"norm", "random state"}
         before.restore()
         go(reference, 4, 6)
@@ -336,7 +337,7 @@ def test_memory_is_measured_under_an_engine(flags: str) -> None:
     assert measured.losses == plain.losses
     assert measured.peak_allocated_bytes > plain.peak_allocated_bytes  # gathered, or a second copy
     assert measured.breakdown["optimizer state"] >= 2 * weights
-    assert before.differences(Snapshot(workload)) == []
+    assert changed_between(before, Snapshot(workload)) == []
 
 
 def test_a_group_of_ones_own_is_used_and_stays() -> None:
@@ -421,7 +422,7 @@ def test_what_an_engine_cannot_serve_is_refused_and_nothing_has_changed(
     before = Snapshot(workload)
     with pytest.raises(RefusalError, match=said):
         fit(workload, flags)
-    assert before.differences(Snapshot(workload)) == []
+    assert changed_between(before, Snapshot(workload)) == []
 
 
 @pytest.mark.few
@@ -516,5 +517,5 @@ def test_a_step_that_overflows_is_said_to_be_skipped() -> None:
         workload.optimizers[0].step()
         workload.optimizers[0].zero_grad()
         assert session.log[-1].text == "gradients were not finite: update skipped, by the engine"
-        changed = before.differences(Snapshot(workload))
+        changed = changed_between(before, Snapshot(workload))
         assert {name.partition(".")[0] for name in changed} <= {"norm", "random state"}

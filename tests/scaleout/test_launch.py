@@ -22,6 +22,7 @@ from memlab import Plan, Workload, fit, launch
 from memlab.errors import RefusalError, ScaleError
 from memlab.session.snapshot import Snapshot
 from tests.helpers.needs import needs
+from tests.helpers.snapshots import changed_between
 from tests.scaleout.handing import engines, handed_over
 from tests.scaleout.runs import gpt2, texts, trained, trained_by_own_criterion
 
@@ -61,7 +62,7 @@ def test_one_rank_makes_no_difference_at_all(flags: str) -> None:
     # engines add up the norm for clipping in another order
     expected, losses, reference, workload = handed_over(flags, 1, BATCHES, partial(trained, clips=False))
     assert losses == expected
-    assert Snapshot(reference).differences(Snapshot(workload)) == []
+    assert changed_between(Snapshot(reference), Snapshot(workload)) == []
 
 
 @pytest.mark.full
@@ -116,7 +117,7 @@ def test_each_rank_says_what_it_needed(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def differing(workload: Workload, before: Snapshot) -> list[str]:
-    return before.differences(Snapshot(workload))
+    return changed_between(before, Snapshot(workload))
 
 
 @pytest.mark.few(1)

@@ -23,6 +23,7 @@ from memlab.session import fit, sessions, snapshot
 from memlab.session.snapshot import Snapshot
 from memlab.units import MIB
 from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
+from tests.helpers.snapshots import changed_between
 from tests.techniques.models import gpt2, ragged_batch, workload
 
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def test_a_whole_ablation_leaves_no_difference(load: Workload) -> None:
     with fit(load, "--checkpoint") as session:
         found = ablation(load, steps=1, progress=lines.append)
         assert (str(session.plan), session.observers.all) == ("--checkpoint", ())
-    assert before.differences(Snapshot(load)) == []
+    assert changed_between(before, Snapshot(load)) == []
     assert labels(found)[:12] == ["as written", *(f"+ {technique}" for technique in to_measure())]
     assert lines[:2] == ["1 of 12: as written", lines[1]]
     assert lines[1].startswith("2 of 12: + --chunk-loss, after ")
@@ -107,7 +108,7 @@ def test_what_gave_nothing_is_tried_again_when_it_is_predicted_to_help(load: Wor
 def test_refusals_are_rows(plain: Workload) -> None:
     before = Snapshot(plain)
     found = ablation(plain, steps=1, progress=quiet)
-    assert before.differences(Snapshot(plain)) == []
+    assert changed_between(before, Snapshot(plain)) == []
     refused = {row.technique: row.refused for row in found.rows if row.refused}
     assert list(refused) == ["--chunk-loss", "--accumulate 4", "--tile 4", "--offload params"]
     assert "BatchNorm" in refused["--accumulate 4"]
@@ -134,7 +135,7 @@ def test_a_technique_under_which_the_model_fails_is_a_row(plain: Workload, monke
     plain.loss_fn = broken
     before = Snapshot(plain)
     found = ablation(plain, ["--bf16", "--offload optimizer"], steps=1, progress=quiet)
-    assert before.differences(Snapshot(plain)) == []
+    assert changed_between(before, Snapshot(plain)) == []
     assert found.rows[1].refused == "failed with ValueError: this loss knows no"
     assert found.rows[2].ran is not None
 
@@ -156,7 +157,7 @@ def test_what_runs_out_of_memory_is_a_row_and_the_ablation_goes_on(load: Workloa
     before = Snapshot(load)
     small = device_for(CPU, 10 * MIB)
     found = ablation(load, ["--chunk-loss", "--accumulate 4", "--adam8bit"], steps=1, device=small, progress=quiet)
-    assert before.differences(Snapshot(load)) == []
+    assert changed_between(before, Snapshot(load)) == []
     assert [row.ran_out for row in found.rows] == [True, True, False, False]
     assert found.steps[0].verdict.startswith("out of memory: Tried to allocate ")
     assert found.first.technique == "--accumulate 4"
@@ -180,7 +181,7 @@ def test_ctrl_c_ends_it_with_the_rows_so_far(plain: Workload, at_call: int) -> N
     plain.loss_fn = counted
     before = Snapshot(plain)
     found = _without_predictions(lambda: ablation(plain, ["--bf16", "--offload optimizer", "--adam8bit"], steps=1))
-    assert before.differences(Snapshot(plain)) == []
+    assert changed_between(before, Snapshot(plain)) == []
     assert sessions() == ()
     assert 1 <= len(found.rows) < 4
     assert found.events[0].startswith("interrupted; not tried: ")
@@ -197,7 +198,7 @@ def test_ctrl_c_before_the_first_row_is_raised(plain: Workload) -> None:
     before = Snapshot(plain)
     with pytest.raises(KeyboardInterrupt):
         _without_predictions(lambda: ablation(plain, ["--bf16"], steps=1))
-    assert before.differences(Snapshot(plain)) == []
+    assert changed_between(before, Snapshot(plain)) == []
 
 
 @pytest.mark.usefixtures("pythons_own_handler")
@@ -213,7 +214,7 @@ def test_ctrl_c_while_everything_is_put_back_waits(plain: Workload, monkeypatch:
     monkeypatch.setattr(snapshot, "_restore_optimizer", interrupted)
     before = Snapshot(plain)
     found = ablation(plain, ["--bf16", "--adam8bit"], steps=1, progress=quiet)
-    assert before.differences(Snapshot(plain)) == []
+    assert changed_between(before, Snapshot(plain)) == []
     assert labels(found) == ["as written"]
 
 

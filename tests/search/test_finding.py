@@ -18,6 +18,7 @@ from memlab.search import choose_plan, find_plan, finding
 from memlab.session import fit
 from memlab.session.snapshot import Snapshot
 from memlab.units import MIB
+from tests.helpers.snapshots import changed_between
 from tests.techniques.models import gpt2, ragged_batch, workload
 
 FEW = [Plan.parse(flags) for flags in ("", "--chunk-loss", "--checkpoint", "--accumulate 2", "--accumulate 4 --checkpoint",
@@ -41,9 +42,9 @@ def test_a_plan_is_found_and_nothing_is_changed(load: Workload) -> None:
     with fit(load, "--checkpoint") as session:
         inside = Snapshot(load)
         found = find_plan(load, f"{whole * 0.8 / MIB:.2f}MiB", steps=1, progress=lines.append)
-        assert inside.differences(Snapshot(load)) == []
+        assert changed_between(inside, Snapshot(load)) == []
         assert (str(session.plan), session.observers.all) == ("--checkpoint", ())
-    assert before.differences(Snapshot(load)) == []
+    assert changed_between(before, Snapshot(load)) == []
     assert found.plan in FEW[1:]
     assert found.measurement.peak_allocated_bytes <= found.budget_bytes < whole
     assert "capacity" in found.measurement.device
@@ -66,7 +67,7 @@ def test_what_does_not_fit_really_runs_out_of_memory(load: Workload, monkeypatch
     honest[1:] = [replace(honest[-1], step_seconds=2.0)]
     before = Snapshot(load)
     found = find_plan(load, f"{int(whole * 0.8)}B", steps=1, progress=lambda line: None)
-    assert before.differences(Snapshot(load)) == []
+    assert changed_between(before, Snapshot(load)) == []
     assert [trial.fits for trial in found.trials] == [False, True]
     assert found.trials[0].notes[0].startswith("out of memory: Tried to allocate ")
     assert found.plan == FEW[-1]

@@ -127,7 +127,7 @@ def test_long_steps_end_a_rest(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> N
     loop.session.rest(1000)
     loop.train(1)
     assert not loop.is_taken_over
-    monkeypatch.setattr("memlab.session.rest._MOST_REST_SECONDS", 0.0)
+    monkeypatch.setattr("memlab.session.session._MOST_REST_SECONDS", 0.0)
     loop.train(1)
     assert loop.is_taken_over
     assert loop.counts.passed == 2
@@ -184,10 +184,10 @@ def test_a_meter_lets_short_steps_pass_and_numbers_the_others_truly(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memlab.measuring.steps._SHORT_SECONDS", 3600.0)
-    monkeypatch.setattr("memlab.session.rest._MOST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr("memlab.session.session._MOST_REST_SECONDS", 3600.0)
     meter = _meter_of(loop.model, loop.optimizer)
     _watched_steps(loop, meter, 120)
-    assert meter.steps_ended == loop.session.steps == 120
+    assert meter.times.steps_ended == loop.session.steps == 120
     numbers = [record.step for record in meter.steps]
     assert numbers[:20] == list(range(1, 21))
     assert numbers[20] == 51

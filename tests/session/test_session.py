@@ -34,6 +34,7 @@ from memlab.techniques.accumulation import micro_outputs
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.tiling import tiling
 from tests.helpers.fingerprint import differing, fingerprint
+from tests.helpers.snapshots import changed_between
 from tests.loops.cases import CASES, SelfJudging, TiedLanguageModel, Tower, causal_batch, gpt2, pairs, prompted_batch
 from tests.loops.running import deviation, plain_loop, untouched
 
@@ -58,7 +59,7 @@ def unchanged(workload: Workload) -> Iterator[None]:
     structure, values = fingerprint(workload.model, optimizers), Snapshot(workload)
     yield
     assert differing(structure, fingerprint(workload.model, optimizers)) == []
-    assert values.differences(Snapshot(workload)) == []
+    assert changed_between(values, Snapshot(workload)) == []
 
 
 def refusal(act: Callable[[], Any], kind: type[Exception] = RefusalError) -> str:

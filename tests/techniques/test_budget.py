@@ -14,6 +14,7 @@ from memlab import RefusalError, Workload, fit, measure, predict
 from memlab.measuring.ledger import Ledger
 from memlab.session.snapshot import Snapshot
 from memlab.units import KIB, MIB
+from tests.helpers.snapshots import changed_between
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
 _WORDS = re.compile(r"(\d+) of (\d+) blocks recomputed: (\S+ \S+) kept of (\S+ \S+), budget (\S+ \S+)")
@@ -136,7 +137,7 @@ def test_a_budget_that_recomputing_everything_exceeds_is_refused() -> None:
     before = Snapshot(load)
     with fit(load, "--checkpoint budget:100KiB"), pytest.raises(RefusalError) as caught:
         model(**batch)
-    assert before.differences(Snapshot(load)) == []
+    assert changed_between(before, Snapshot(load)) == []
     assert str(caught.value) == (
         "checkpointing: with all 3 blocks of GPT2LMHeadModel recomputed they still keep their inputs, 192.2 KiB, and the "
         "budget is 100.0 KiB; use --checkpoint budget:1MiB or more, or add --accumulate N, which divides them"

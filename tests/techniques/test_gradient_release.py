@@ -29,6 +29,7 @@ from memlab.session.snapshot import Snapshot
 from memlab.techniques.gradient_release.gradient_release import GradientRelease
 from tests.driving import FailingAt, loss_of, mlp, tiny_gpt2
 from tests.helpers.needs import needs
+from tests.helpers.snapshots import changed_between
 from tests.loops.cases import CASES
 from tests.loops.running import fitted, plain_loop
 from tests.techniques.models import gpt2, ragged_batch, workload
@@ -531,6 +532,27 @@ def test_a_loop_that_begins_to_need_them_is_told_that_it_is_too_late(between: An
     assert str(refusal.value) == REFUSED[between].format("; parameters have been updated with the gradients so far")
 
 
+def test_a_second_model_is_watched_beside_a_first() -> None:
+    first = mlp()
+    updates_first = torch.optim.AdamW(first.parameters())
+    with fit(Workload(first, updates_first), "--release-grads"):
+        step_of(first, updates_first, 0)
+        second = mlp()
+        updates = torch.optim.AdamW(second.parameters())
+        with fit(Workload(second, updates), "--release-grads"):
+            for step in range(3):
+                loss = loss_of(second, step)
+                updates.zero_grad()  # seen as well, or the second step would be refused
+                loss.backward()
+                updates.step()
+            loss_of(second, 3)
+            with pytest.raises(RefusalError) as refusal:
+                norms = [p.grad.norm() for p in second.parameters() if p.grad is not None]
+                assert not norms
+        updates_first.zero_grad()
+    assert str(refusal.value).startswith("gradients: the loop uses gradients after optimizer.step()")
+
+
 def test_what_a_thread_of_the_loop_was_refused_the_loop_hears() -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -812,7 +834,7 @@ def test_gradients_that_are_written_once_they_are_complete_are_refused() -> None
             with pytest.raises(RefusalError) as caught:
                 optimizer.step()
         optimizer.zero_grad()
-        assert Snapshot(Workload(inner, optimizer)).differences(before) == []
+        assert changed_between(Snapshot(Workload(inner, optimizer)), before) == []
     finally:
         torch.distributed.destroy_process_group()
     assert str(caught.value) == (
@@ -844,7 +866,7 @@ def test_memlab_s_own_loops_do_not_count_as_the_loop() -> None:
     with fit(load, "--release-grads"):
         before = Snapshot(load)
         measure(load, "--release-grads", steps=1)
-        assert before.differences(Snapshot(load)) == []
+        assert changed_between(before, Snapshot(load)) == []
         load.model(**load.batch).loss.backward()
         with pytest.raises(RefusalError, match="takes the norm of all gradients"):
             torch.nn.utils.clip_grad_norm_(load.model.parameters(), 1.0)

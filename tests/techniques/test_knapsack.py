@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memlab.techniques.checkpointing.knapsack import cheapest
+from memlab.techniques.checkpointing.budget import cheapest
 
 _things = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=8)
 

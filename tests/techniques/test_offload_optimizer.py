@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from memlab import Workload, fit
 from memlab.errors import RefusalError
 from memlab.plan import Plan, Tier
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
@@ -198,3 +199,25 @@ def test_refusals(flags: str, make: Any, text: str) -> None:
     with pytest.raises(RefusalError) as refusal:
         techniques_of(flags)[0].check_optimizer(optimizer)
     assert str(refusal.value) == text
+
+
+@pytest.mark.parametrize("goes_on", ["loaded", "replaced"])
+def test_a_state_dict_that_the_loop_holds_follows_the_state_as_torch_s_does(goes_on: str) -> None:
+    runs = []
+    for flags in ("", "--offload optimizer"):
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with fit(Workload(model, optimizer), flags):
+            train(model, optimizer, range(2))
+            held = optimizer.state_dict()
+            train(model, optimizer, range(2, 4))
+            if goes_on == "loaded":
+                optimizer.load_state_dict(held)  # the live tensors themselves: nothing goes back
+            else:
+                optimizer.state.clear()  # what is held stays as it is from now on
+            train(model, optimizer, range(4, 6))
+            given = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(given)  # torch goes on with these tensors
+            train(model, optimizer, range(6, 8))
+        runs.append({"held": held["state"], "given": given["state"], **snapshot(model, optimizer)})
+    assert same(*runs)

@@ -22,6 +22,7 @@ from memlab.runtime.hooks import stand_in
 from memlab.runtime.modules import repeated_blocks
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.offload.spill import is_spilled
+from tests.helpers.snapshots import changed_between
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
 MIB = 2**20
@@ -60,7 +61,7 @@ def losses(flags: str, steps: int = 6, *, rescue: bool = False, dropout: float =
             found.append(loss.item())
         before = Snapshot(load)
     if "bit" not in flags and "pure" not in flags:  # whose own way back is close, not to the bit
-        assert before.differences(Snapshot(load)) == []
+        assert changed_between(before, Snapshot(load)) == []
     assert streamed(model) == []
     return found
 

@@ -25,6 +25,7 @@ from memlab.session.snapshot import Snapshot
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.precision.loss_scale import FIRST_SCALE
 from memlab.techniques.precision.precision import PrecisionChoice
+from tests.helpers.snapshots import changed_between
 from tests.techniques.models import Regressor, distance, gpt2, gradients, ragged_batch, regression_batch, workload
 
 
@@ -181,7 +182,7 @@ class TestPureBf16:
         assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
         session.undo()
         # moments and pending gradients were rounded to bf16, and the notes of the plan say so
-        changed = before.differences(Snapshot(load))
+        changed = changed_between(before, Snapshot(load))
         assert all(name.startswith(("gradient of", "optimizer 0 state")) for name in changed)
 
     def test_updates_smaller_than_a_bf16_step_are_not_lost(self) -> None:

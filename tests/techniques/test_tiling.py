@@ -16,7 +16,8 @@ from memlab.errors import SessionError
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.tiling import tiling
 from memlab.techniques.tiling.feed_forward import feed_forwards
-from memlab.techniques.tiling.tiled_linear import TiledLinear
+from memlab.techniques.tiling.tiling import TiledLinear
+from tests.helpers.snapshots import changed_between
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
 PLANS = [
@@ -259,7 +260,7 @@ def test_hooks_of_layers_are_called_once_and_nothing_stays() -> None:
             model.train()(**batch)
     handle.remove()
     model.zero_grad()
-    assert before.differences(Snapshot(load)) == []
+    assert changed_between(before, Snapshot(load)) == []
     assert not any({"forward", "feed_forward_chunk"} & set(vars(module)) for module in model.modules())
     assert torch.equal(copied.train()(**batch).loss, model(**batch).loss)
 

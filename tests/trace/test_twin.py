@@ -27,6 +27,7 @@ from memlab.session.snapshot import Snapshot
 from memlab.trace.tracer import Tracer
 from memlab.trace.twin import Twin, is_fake
 from tests.helpers.fingerprint import differing, fingerprint
+from tests.helpers.snapshots import changed_between
 from tests.techniques.models import gpt2, ragged_batch
 
 MIB = 2**20
@@ -255,7 +256,7 @@ def state_of_everything(workload: Workload) -> dict[str, Any]:
 
 def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert not differing(before.pop("fingerprint"), after.pop("fingerprint"))
-    assert not before.pop("values").differences(after.pop("values"))
+    assert not changed_between(before.pop("values"), after.pop("values"))
     batches = before.pop("batch"), after.pop("batch")
     assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
     assert before == after

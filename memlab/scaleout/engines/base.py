@@ -26,35 +26,23 @@ Optimizer = torch.optim.Optimizer
 
 
 class Engine(ABC):
-    """One engine on one rank.
+    """One engine on one rank."""
 
-    Args:
-        workload: the objects as they arrived; parameters, buffers and optimizer state are placeholders.
-        folder: where their values are stored (see `tensors`).
-        device: of this rank.
-        scale: the engine and the plan, of which the offload counts here.
-
-    Attributes:
-        inner: the model without what is hooked to the outermost module, which stays the user's.
-        owns_steps: whether the engine does the optimizer's steps.
-        settings: names of the settings of the optimizers' groups.
-        is_stepping: whether it is doing one, or one of its own.
-        shares_rows: whether each rank takes rows of its own; otherwise every rank sees all of them.
-        learnt: what split calls have taught.
-    """
-
-    owns_steps = False
-    is_stepping = False
-    shares_rows = True
+    owns_steps = False  # whether the engine does the optimizer's steps
+    is_stepping = False  # whether it is doing one, or one of its own
+    shares_rows = True  # whether each rank takes rows of its own; otherwise every rank sees all of them
 
     def __init__(self, workload: Workload, folder: Path, device: torch.device, scale: Scale) -> None:
+        # the objects as they arrived; parameters, buffers and optimizer state are placeholders
         self.workload = workload
-        self.folder = folder
-        self.device = device
-        self.scale = scale
+        self.folder = folder  # where their values are stored (see `tensors`)
+        self.device = device  # of this rank
+        self.scale = scale  # the engine and the plan, of which the offload counts here
+        # the model without what is hooked to the outermost module, which stays the user's
         self.inner = inner_of(workload.model)
-        self.learnt = Learnt()
+        self.learnt = Learnt()  # what split calls have taught
         # engines add settings of their own to the groups
+        # names of the settings of the optimizers' groups
         self.settings = {
             name for optimizer in workload.optimizers for group in optimizer.param_groups for name in group
         }

@@ -67,15 +67,6 @@ class FlatPlace:
 class DeepSpeedEngine:
     """A DeepSpeed engine over a model.
 
-    Args:
-        model: parameters with data.
-        optimizer: whose groups hold the model's parameters; its state is not looked at.
-        stage: of ZeRO, 1 to 3.
-        plan: of which the offload counts here.
-        device: of this rank.
-        folder: for what is offloaded to files.
-        settings: entries of DeepSpeed's ``zero_optimization`` beside those.
-
     Attributes:
         engine: DeepSpeed's engine.
         zero: its optimizer.
@@ -84,13 +75,13 @@ class DeepSpeedEngine:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        stage: int,
-        plan: Plan,
-        device: torch.device,
-        folder: Path,
-        **settings: Any,
+        model: nn.Module,  # parameters with data
+        optimizer: Optimizer,  # whose groups hold the model's parameters; its state is not looked at
+        stage: int,  # of ZeRO, 1 to 3
+        plan: Plan,  # of which the offload counts here
+        device: torch.device,  # of this rank
+        folder: Path,  # for what is offloaded to files
+        **settings: Any,  # entries of DeepSpeed's ``zero_optimization`` beside those
     ) -> None:
         self._stage = stage
         self._device = device
@@ -161,7 +152,6 @@ class DeepSpeedEngine:
     def give_state(
         self, states: Mapping[int, State], value_of: Callable[[nn.Parameter, str], torch.Tensor] | None = None
     ) -> None:
-        """Hand state over."""
         read = value_of or (lambda parameter, name: states[id(parameter)][name])
         for number in range(len(self.flats)):
             places = self.places_in(number)
@@ -188,11 +178,7 @@ class DeepSpeedEngine:
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed for a device.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Import DeepSpeed for a device."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed = require("deepspeed")
@@ -204,11 +190,7 @@ def load_deepspeed(device: torch.device) -> Any:
 
 
 def check_optimizers(workload: Workload) -> None:
-    """Refuse optimizers whose state or update a flat tensor cannot have.
-
-    Raises:
-        RefusalError: not one optimizer, one that sees more than single elements, or unequal counts of steps in a group.
-    """
+    """Refuse optimizers whose state or update a flat tensor cannot have."""
     optimizers = workload.optimizers
     if len(optimizers) != 1:
         raise RefusalError(
@@ -218,11 +200,7 @@ def check_optimizers(workload: Workload) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer whose state or update a flat tensor cannot have.
-
-    Raises:
-        RefusalError: as for `check_optimizers`.
-    """
+    """Refuse an optimizer whose state or update a flat tensor cannot have."""
     if type(optimizer) not in _SERVED:
         served = ", ".join(kind.__name__ for kind in _SERVED)
         raise RefusalError(

@@ -229,9 +229,6 @@ class LiveZero(InKernel):
 
         Returns:
             False when gradients were not finite: DeepSpeed then leaves everything as it is.
-
-        Raises:
-            ScaleError: a trained parameter has no gradient.
         """
         assert self._gradients is not None
         if all(pair.users.grad is None for pair in self._pairs):

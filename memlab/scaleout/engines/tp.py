@@ -53,11 +53,7 @@ def plan_of(model: nn.Module) -> dict[str, str]:
 
 
 def check(model: nn.Module, name: str, ranks: int) -> None:
-    """Refuse a model that cannot be cut into so many parts.
-
-    Raises:
-        RefusalError: no plan, an entry that is not known here, or sizes that cannot be divided.
-    """
+    """Refuse a model that cannot be cut into so many parts."""
     plan = plan_of(model)
     if not plan:
         raise RefusalError("scale", f"{name} has no plan for tensor parallelism (tp_plan)", _INSTEAD)

@@ -160,13 +160,7 @@ def _prediction_or_refusal(predictor: RankPredictor, engine: str, plan: Plan, ra
 
 
 class RankPredictor:
-    """Traces one workload for one target, and divides it under any engine among any number of ranks.
-
-    Raises:
-        WorkloadError: no batch or no optimizer.
-        TraceError: the model cannot be copied.
-        MemlabError: no such GPU in the catalogue.
-    """
+    """Traces one workload for one target, and divides it under any engine among any number of ranks."""
 
     def __init__(self, workload: Workload, device: str | Gpu | None = None) -> None:
         require_complete(workload, "a prediction")
@@ -195,11 +189,6 @@ class RankPredictor:
             ranks: how many.
             may_grow: whether the batch is taken to have a row for every rank if it has fewer.
             gathers_outputs: whether ranks get the outputs of all, as under `memlab.launch`.
-
-        Raises:
-            RefusalError: as for `predict_ranks`.
-            ScaleError: likewise.
-            TraceError: likewise.
         """
         rows = self._rows_of_a_rank(ranks, may_grow=may_grow)
         sharding = self._sharding(scale, ranks)

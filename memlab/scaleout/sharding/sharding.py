@@ -126,9 +126,6 @@ class MemoryAccount:
         self.add(part, size_bytes)
         self.add(part, -size_bytes)
 
-    def clear(self, part: ShardPart) -> None:
-        self.add(part, -self.live[part])
-
     def drop_gradient(self, parameter: int) -> None:
         """The gradient that backward made for a parameter goes, as its values are elsewhere now."""
         if parameter in self.gradients:
@@ -144,10 +141,6 @@ Flats = tuple[int, ...]
 class Sharding(ABC):
     """The rules of an engine on one rank; moments are told in the order in which a step has them.
 
-    Attributes:
-        ring_bytes: whole sizes of what was gathered or reduced to shards; what was reduced for all counts twice, as it is
-            one after the other. Of n ranks in a ring each sends (n - 1) / n of that.
-
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md ("Bus bandwidth")
     """
 
@@ -160,6 +153,8 @@ class Sharding(ABC):
         self.model = model
         self.ranks = ranks
         self.offloads = offloads
+        # whole sizes of what was gathered or reduced to shards; what was reduced for all counts twice, as it is one
+        # after the other. Of n ranks in a ring each sends (n - 1) / n of that
         self.ring_bytes = 0
 
     @property

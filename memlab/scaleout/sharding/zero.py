@@ -217,16 +217,31 @@ class Zero3(_Zero):
         account.add(ShardPart.BUFFERS, self._full_bucket_bytes)
 
     def forward_begins(self, account: MemoryAccount, module: int) -> None:
-        self._fetch(account, module)
+        wanted = self.model.modules[module]
+        self._gather(
+            account, [number for number in wanted if number not in self._available and number not in self._flat]
+        )
+        for number in wanted:
+            self._using.setdefault(number, set()).add(module)
+            self._take_out(account, number)
+        self._recorded.append(module)
+        if self._order:
+            self._pass_over(wanted)
+            self._prefetch(account)
+        self._step += 1
+
+    backward_begins = forward_begins
 
     def forward_ends(self, account: MemoryAccount, module: int) -> None:
-        self._release(account, module)
+        for number in self.model.modules[module]:
+            using = self._using.get(number, set())
+            using.discard(module)
+            if number in self._kept or using or number not in self._available or self._is_used_soon(number):
+                continue
+            self._available.discard(number)
+            account.add(ShardPart.GATHERED, -self.model.parameters[number].size_bytes)
 
-    def backward_begins(self, account: MemoryAccount, module: int) -> None:
-        self._fetch(account, module)
-
-    def backward_ends(self, account: MemoryAccount, module: int) -> None:
-        self._release(account, module)
+    backward_ends = forward_ends
 
     def settled(self, account: MemoryAccount, parameter: int) -> None:
         shape = self.model.parameters[parameter]
@@ -286,20 +301,6 @@ class Zero3(_Zero):
         self.ring_bytes += self._in_bucket_bytes
         self._in_bucket = self._in_bucket_bytes = 0
 
-    def _fetch(self, account: MemoryAccount, module: int) -> None:
-        wanted = self.model.modules[module]
-        self._gather(
-            account, [number for number in wanted if number not in self._available and number not in self._flat]
-        )
-        for number in wanted:
-            self._using.setdefault(number, set()).add(module)
-            self._take_out(account, number)
-        self._recorded.append(module)
-        if self._order:
-            self._pass_over(wanted)
-            self._prefetch(account)
-        self._step += 1
-
     def _pass_over(self, wanted: tuple[int, ...]) -> None:
         """Take what is used now off the queue, unless it was taken off when it was fetched beforehand."""
         missing = {number for number in wanted if self._fetched_for.get(number, -1) < self._step}
@@ -346,15 +347,6 @@ class Zero3(_Zero):
         flat.waiting.discard(number)
         if not flat.waiting and not flat.is_taken_over:
             account.add(ShardPart.BUFFERS, -flat.size_bytes)
-
-    def _release(self, account: MemoryAccount, module: int) -> None:
-        for number in self.model.modules[module]:
-            using = self._using.get(number, set())
-            using.discard(module)
-            if number in self._kept or using or number not in self._available or self._is_used_soon(number):
-                continue
-            self._available.discard(number)
-            account.add(ShardPart.GATHERED, -self.model.parameters[number].size_bytes)
 
     def _is_used_soon(self, number: int) -> bool:
         if not self._order:

@@ -59,9 +59,8 @@ from memlab.techniques.accumulation.micro import Learnt, MicroRun
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Call, Division, Layout, row_ranges
 from memlab.techniques.accumulation.verdict import SplitVerdict
-from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.checkpointing.compiled import uncompiled
-from memlab.techniques.description import Description
 from memlab.techniques.precision.pure_bf16 import as_bf16
 
 _FULL = (Precision.KEEP, Precision.FP32)
@@ -163,11 +162,7 @@ class Accumulation(Technique):
         return call(*args, **kwargs)
 
     def _split(self, call: ModelCall, whole: Call) -> Any:
-        """Run a call in micro-batches.
-
-        Raises:
-            RefusalError: it cannot be split; nothing of it is left behind.
-        """
+        """Run a call in micro-batches. Raises `RefusalError`: it cannot be split; nothing of it is left behind."""
         assert self._model is not None
         assert self._probe is not None
         refuse_kept_weights(self.field, self._model, self._name)
@@ -236,11 +231,7 @@ class Accumulation(Technique):
         ) from None
 
     def _verdict(self, call: ModelCall, whole: Call, layout: Layout, parts: int) -> SplitVerdict | None:
-        """Return what the judge says of calls of this shape; asked once for each.
-
-        Raises:
-            RefusalError: they cannot be split.
-        """
+        """Return what the judge says of calls of this shape; asked once for each."""
         if self._is_fake:
             return None
         shape = self._shape_of(whole, layout)

@@ -36,20 +36,14 @@ class DisagreementError(Exception):
 
 
 class Agreement:
-    """Comparisons of one batch together with its parts; each raises `DisagreementError`.
-
-    Args:
-        name: what errors call the model.
-        rows: of each part.
-        joins: for each output where it is joined, as the probe has found; None or missing where it has not.
-        tolerance: share by which values may differ.
-    """
+    """Comparisons of one batch together with its parts; each raises `DisagreementError`."""
 
     def __init__(self, name: str, rows: Sequence[int], joins: Sequence[Join | None], tolerance: float) -> None:
-        self._name = name
-        self._rows = rows
+        self._name = name  # what errors call the model
+        self._rows = rows  # of each part
+        # for each output where it is joined, as the probe has found; None or missing where it has not
         self._joins = joins
-        self.tolerance = tolerance
+        self.tolerance = tolerance  # share by which values may differ
 
     def structure(self, part: Outputs, whole: Outputs) -> None:
         """Compare what a part returns and leaves with what the whole does, by names."""
@@ -61,18 +55,13 @@ class Agreement:
 
     def outputs(
         self,
-        whole: Outputs,
-        parts: Sequence[Outputs],
-        weights: Mapping[int, list[float]],
+        whole: Outputs,  # of the rows together
+        parts: Sequence[Outputs],  # of the rows apart
+        weights: Mapping[int, list[float]],  # for each scalar output that has a rule, one weight per part
+        # gives outputs of the rows together, rounded otherwise, and by how much gradients differ then
         rounded: Callable[[], tuple[Outputs, Sequence[float]]],
     ) -> dict[int, Merge]:
         """Compare outputs.
-
-        Args:
-            whole: of the rows together.
-            parts: of the rows apart.
-            weights: for each scalar output that has a rule, one weight per part.
-            rounded: gives outputs of the rows together, rounded otherwise, and by how much gradients differ then.
 
         Returns:
             How outputs that are neither joined nor weighted are put together, by position.
@@ -178,19 +167,13 @@ class Agreement:
 
     def gradients(
         self,
-        residuals: Sequence[float],
-        sizes: Sequence[float],
+        residuals: Sequence[float],  # norm of the difference, for each parameter
+        sizes: Sequence[float],  # norm of the gradient or of its largest partial sum, likewise
+        # gives by how much gradients differ when products are rounded otherwise
         rounded: Callable[[], Sequence[float]],
-        name_of: Callable[[int], str],
+        name_of: Callable[[int], str],  # tells the name of a parameter
     ) -> None:
-        """Compare gradients of parameters.
-
-        Args:
-            residuals: norm of the difference, for each parameter.
-            sizes: norm of the gradient or of its largest partial sum, likewise.
-            rounded: gives by how much gradients differ when products are rounded otherwise.
-            name_of: tells the name of a parameter.
-        """
+        """Compare gradients of parameters."""
         largest = max((size for size in sizes if size == size), default=0.0)
         off: dict[
             int, tuple[float, float]
@@ -245,11 +228,7 @@ class Agreement:
 
 
 def refuse(reason: str, instead: str = KEEP_WHOLE) -> NoReturn:
-    """Say that a batch cannot be split.
-
-    Raises:
-        DisagreementError: always.
-    """
+    """Say that a batch cannot be split. Raises `DisagreementError`: always."""
     raise DisagreementError(reason, instead)
 
 

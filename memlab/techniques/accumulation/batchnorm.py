@@ -16,8 +16,7 @@ from torch import nn
 from memlab.errors import RefusalError
 from memlab.runtime.hooks import stand_in
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Technique
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description, Technique
 
 BATCH_NORM: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
 

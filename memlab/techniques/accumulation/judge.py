@@ -41,24 +41,16 @@ _SHARE_OF_FREE = 0.7
 
 
 class Judge:
-    """Judges splits of one model's calls.
-
-    Args:
-        model: the model.
-        name: how errors call it.
-        probe: knows how its losses add up.
-        per_part: kinds of modules that are to take their statistics from each part.
-        is_low: whether the plan computes in half precision.
-    """
+    """Judges splits of one model's calls."""
 
     def __init__(
         self,
         model: nn.Module,
-        name: str,
-        probe: Probe,
-        per_part: tuple[type[nn.Module], ...] = (),
+        name: str,  # how errors call it
+        probe: Probe,  # knows how its losses add up
+        per_part: tuple[type[nn.Module], ...] = (),  # kinds of modules that are to take their statistics from each part
         *,
-        is_low: bool = False,
+        is_low: bool = False,  # whether the plan computes in half precision
     ) -> None:
         self._model = model
         self._name = name
@@ -71,9 +63,6 @@ class Judge:
 
         Returns:
             What was found out; None if not even two rows can be run together, but one may.
-
-        Raises:
-            RefusalError: rows apart give something else than rows together.
         """
         whole = layout.view(whole)
         rows = layout.rows

@@ -57,43 +57,27 @@ class _Run:
 
 
 class Judgement:
-    """One comparison of rows together and apart.
-
-    Args:
-        model: the model; as it was after `put_back`.
-        name: what errors call it.
-        call: the model call below accumulation.
-        whole: arguments of the rows together.
-        layout: along which dimensions they are cut.
-        ranges: first row of each part, and the row after its last.
-        probe: knows how losses add up.
-        per_part: kinds of modules that take their statistics from each part.
-        is_low: whether the plan computes in half precision.
-
-    Attributes:
-        noise: random numbers of the runs.
-        draws_on_host: whether the model draws numbers of Python or NumPy.
-    """
+    """One comparison of rows together and apart."""
 
     def __init__(
         self,
-        model: nn.Module,
-        name: str,
-        call: Callable[..., Any],
-        whole: Call,
-        layout: Layout,
-        ranges: list[tuple[int, int]],
-        probe: Probe,
-        per_part: tuple[type[nn.Module], ...],
+        model: nn.Module,  # the model; as it was after `put_back`
+        name: str,  # what errors call it
+        call: Callable[..., Any],  # the model call below accumulation
+        whole: Call,  # arguments of the rows together
+        layout: Layout,  # along which dimensions they are cut
+        ranges: list[tuple[int, int]],  # first row of each part, and the row after its last
+        probe: Probe,  # knows how losses add up
+        per_part: tuple[type[nn.Module], ...],  # kinds of modules that take their statistics from each part
         *,
-        is_low: bool,
+        is_low: bool,  # whether the plan computes in half precision
     ) -> None:
         self._model, self._name, self._call, self._whole = model, name, call, whole
         self._layout, self._ranges, self._probe, self._per_part = layout, ranges, probe, per_part
         self._aliases = Aliases(model)
         self._device = self._aliases.device
-        self.noise = Noise()
-        self.draws_on_host = False
+        self.noise = Noise()  # random numbers of the runs
+        self.draws_on_host = False  # whether the model draws numbers of Python or NumPy
         self._sums: set[int] = set()
         with self._aliases.in_place():
             self._snapshot = Surroundings(model, complete=True, without_buffers_of=per_part)

@@ -31,15 +31,10 @@ class UnsettledError(Exception):
 
 @dataclass(frozen=True)
 class Join:
-    """Place where rows of parts stand one after another.
+    """Place where rows of parts stand one after another."""
 
-    Args:
-        dim: the dimension.
-        is_inner: whether it counts rows within something else, as in ``[positions · rows, classes]``.
-    """
-
-    dim: int
-    is_inner: bool = False
+    dim: int  # the dimension
+    is_inner: bool = False  # whether it counts rows within something else, as in ``[positions · rows, classes]``
 
     @property
     def at(self) -> int:
@@ -82,22 +77,15 @@ class Join:
 
 @dataclass(frozen=True)
 class Merge:
-    """Rule by which values of micro-batches make the value of the batch.
+    """Rule by which values of micro-batches make the value of the batch."""
 
-    Args:
-        kind: "same" (all have it), "join" (along a dimension), "mean" (by rows), "sum", "change" (the value before, and what each
-            changed), "largest", "smallest".
-        join: of "join".
-        has_graph: whether the value of the whole batch has a gradient.
-        others: ways that made the same value of the parts that were looked at.
-        tolerance: up to which values count as the same.
-    """
-
+    # "same" (all have it), "join" (along a dimension), "mean" (by rows), "sum", "change" (the value before, and what
+    # each changed), "largest", "smallest"
     kind: str
-    join: Join = Join(0)
-    has_graph: bool = False
-    others: tuple[Merge, ...] = ()
-    tolerance: float = 0.0
+    join: Join = Join(0)  # of "join"
+    has_graph: bool = False  # whether the value of the whole batch has a gradient
+    others: tuple[Merge, ...] = ()  # ways that made the same value of the parts that were looked at
+    tolerance: float = 0.0  # up to which values count as the same
 
     def value(self, before: Any, parts: Sequence[Any], rows: Sequence[int]) -> Any:
         """The value of the batch.

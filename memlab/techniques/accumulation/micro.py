@@ -31,23 +31,16 @@ _FIRST_LOOP_SCALE = 2.0**16
 
 @dataclass
 class Learnt:
-    """Facts learnt from one call of a model for the next.
+    """Facts learnt from one call of a model for the next."""
 
-    Args:
-        fused: whether the model returns its loss; None before the first call.
-        reads_outputs: the loop has looked at a large output, so they are kept from then on.
-        loop_scale: factor by which the loop scaled its loss last.
-        updates: optimizer steps so far; parameters of an earlier count are gone.
-        needs_graph: whether a call without gradients would do something else: its forward derives or sets hooks, or it is
-            compiled, and calls with and without gradients would be compiled each by itself.
-        waiting: outputs since the last step that are computed only when the loop looks at them.
-    """
-
-    fused: bool | None = None
-    reads_outputs: bool = False
-    loop_scale: torch.Tensor | float = _FIRST_LOOP_SCALE
-    updates: int = 0
+    fused: bool | None = None  # whether the model returns its loss; None before the first call
+    reads_outputs: bool = False  # the loop has looked at a large output, so they are kept from then on
+    loop_scale: torch.Tensor | float = _FIRST_LOOP_SCALE  # factor by which the loop scaled its loss last
+    updates: int = 0  # optimizer steps so far; parameters of an earlier count are gone
+    # whether a call without gradients would do something else: its forward derives or sets hooks, or it is compiled,
+    # and calls with and without gradients would be compiled each by itself
     needs_graph: bool = False
+    # outputs since the last step that are computed only when the loop looks at them
     waiting: list[weakref.ref[LazyTensor]] = field(default_factory=list)
 
     def compute_waiting(self) -> None:
@@ -89,32 +82,19 @@ class Gatherer(Protocol):
 
 
 class MicroRun:
-    """One split model call: its micro-batches, and what is needed to run one of them again.
-
-    Args:
-        model: what errors name, and whose parameters are aliased where no gatherer is given.
-        call: the model call below accumulation.
-        division: the micro-batches.
-        learnt: what earlier calls taught; updated here.
-        random_states: of an earlier run, to be repeated; None for a first run.
-        gatherer: where gradients gather; None for aliases of the model's parameters.
-        verdict: of the judge: how the rest of what the parts give is put together; None where nobody looked.
-        per_part: kinds of modules whose buffers each part updates by itself.
-
-    Attributes:
-        is_done: its gradients were handed over, and cannot be had again.
-    """
+    """One split model call: its micro-batches, and what is needed to run one of them again."""
 
     def __init__(
         self,
-        model: nn.Module,
-        call: Any,
-        division: Division,
-        learnt: Learnt,
-        random_states: list[Randomness] | None = None,
-        gatherer: Gatherer | None = None,
+        model: nn.Module,  # what errors name, and whose parameters are aliased where no gatherer is given
+        call: Any,  # the model call below accumulation
+        division: Division,  # the micro-batches
+        learnt: Learnt,  # what earlier calls taught; updated here
+        random_states: list[Randomness] | None = None,  # of an earlier run, to be repeated; None for a first run
+        gatherer: Gatherer | None = None,  # where gradients gather; None for aliases of the model's parameters
+        # of the judge: how the rest of what the parts give is put together; None where nobody looked
         verdict: SplitVerdict | None = None,
-        per_part: tuple[type[nn.Module], ...] = (),
+        per_part: tuple[type[nn.Module], ...] = (),  # kinds of modules whose buffers each part updates by itself
     ) -> None:
         self._model = model
         self._call = call
@@ -127,7 +107,7 @@ class MicroRun:
         self._aliases: Gatherer = gatherer if gatherer is not None else Aliases(model)
         self._inputs = MicroInputs(division)
         self._gathered = MicroOutputs(division, verdict, repeats=self._repeats)
-        self.is_done = False
+        self.is_done = False  # its gradients were handed over, and cannot be had again
         self._kept: tuple[Call, Outputs] | None = None  # the last micro-batch, with its graph
         self._fused = False
         self._inner_scale: torch.Tensor | float = 1.0
@@ -186,11 +166,7 @@ class MicroRun:
     # -- first pass ----------------------------------------------------------------------------
 
     def first_pass(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Run every micro-batch once.
-
-        Returns:
-            The joined outputs, and those among them that have no gradient.
-        """
+        """Run every micro-batch once. Returns the joined outputs, and those among them that have no gradient."""
         with self._aliases.in_place():
             if self._verdict is not None:
                 self._snapshot = Surroundings(self._model, self._verdict.changing, without_buffers_of=self._per_part)

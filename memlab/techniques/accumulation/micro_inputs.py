@@ -14,21 +14,14 @@ Gradients = dict[int, torch.Tensor]
 
 
 class MicroInputs:
-    """Arguments that need gradients, whole and in parts.
-
-    Args:
-        division: the micro-batches.
-
-    Attributes:
-        positions: of these arguments among the leaves of the call.
-        gradients: of each micro-batch, in order.
-    """
+    """Arguments that need gradients, whole and in parts."""
 
     def __init__(self, division: Division) -> None:
-        self._division = division
+        self._division = division  # the micro-batches
         leaves = division.micro_batches[0].leaves
+        # of these arguments among the leaves of the call
         self.positions = [i for i, leaf in enumerate(leaves) if requires_grad(leaf)]
-        self.gradients: list[Gradients] = []
+        self.gradients: list[Gradients] = []  # of each micro-batch, in order
 
     def whole(self) -> dict[int, torch.Tensor]:
         """Return the whole arguments, by position."""

@@ -23,27 +23,18 @@ LAZY_FROM_BYTES = 1 * MIB
 
 @dataclass
 class Joined:
-    """One output, gathered over micro-batches.
+    """One output, gathered over micro-batches."""
 
-    Args:
-        join: where it is joined; None for scalars and values all micro-batches share.
-        weights: one per micro-batch for a scalar, else None.
-        rows: of each micro-batch.
-        shape: shape of one part; where it is joined only the sum counts.
-        sizes: size of each part where it is joined.
-        waits: whether it is computed on demand, as its first part has decided for all.
-        parts: detached parts until a backward pass is over, empty when the output is computed on demand.
-    """
-
-    join: Join | None
-    weights: list[float] | None
-    rows: Sequence[int]
-    shape: torch.Size
+    join: Join | None  # where it is joined; None for scalars and values all micro-batches share
+    weights: list[float] | None  # one per micro-batch for a scalar, else None
+    rows: Sequence[int]  # of each micro-batch
+    shape: torch.Size  # shape of one part; where it is joined only the sum counts
     dtype: torch.dtype
     device: torch.device
     differentiable: bool = False
-    waits: bool = False
-    sizes: list[int] = field(default_factory=list)
+    waits: bool = False  # whether it is computed on demand, as its first part has decided for all
+    sizes: list[int] = field(default_factory=list)  # size of each part where it is joined
+    # detached parts until a backward pass is over, empty when the output is computed on demand
     parts: list[torch.Tensor] = field(default_factory=list)
 
     def value(self) -> torch.Tensor:
@@ -68,26 +59,17 @@ class Joined:
 
 
 class MicroOutputs:
-    """Outputs of micro-batches, and what they left elsewhere, gathered one micro-batch after another.
-
-    Args:
-        division: the micro-batches, with what is known of how their outputs are put together.
-        verdict: of the judge: how the rest of what the parts give is put together; None where nobody looked.
-        repeats: whether micro-batches run a second time, which decides nothing.
-
-    Attributes:
-        template: structure of the model's output, from the newest micro-batch; None before the first.
-        joined: outputs with a place in the graph, by position.
-        eager: positions of those that were computed.
-    """
+    """Outputs of micro-batches, and what they left elsewhere, gathered one micro-batch after another."""
 
     def __init__(self, division: Division, verdict: SplitVerdict | None, *, repeats: bool) -> None:
-        self._division = division
+        self._division = division  # the micro-batches, with what is known of how their outputs are put together
+        # of the judge: how the rest of what the parts give is put together; None where nobody looked
         self._verdict = verdict
-        self._repeats = repeats
+        self._repeats = repeats  # whether micro-batches run a second time, which decides nothing
+        # structure of the model's output, from the newest micro-batch; None before the first
         self.template: Outputs | None = None
-        self.joined: dict[int, Joined] = {}
-        self.eager: list[int] = []
+        self.joined: dict[int, Joined] = {}  # outputs with a place in the graph, by position
+        self.eager: list[int] = []  # positions of those that were computed
         self._spec: Structure | None = None
         self._places: list[tuple[Effect, int]] = []  # of each leaf left elsewhere
         self._plain: dict[int, list[Any]] = {}
@@ -220,11 +202,7 @@ class MicroOutputs:
         return values, [value for value, one in zip(values, joined, strict=True) if not one.differentiable]
 
     def leaves(self, values: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the leaves of the whole output, and of what is left elsewhere.
-
-        Args:
-            values: in the places of the joined outputs that were computed.
-        """
+        """Return the leaves of the whole output, and of what is left elsewhere."""
         assert self.template is not None
         leaves = list(self.template.leaves)
         for position, value in zip(self.eager, values, strict=True):

@@ -52,10 +52,6 @@ _OF_A_RANGE = frozenset({_aten.randperm, _aten.randint, _aten.randint_like, _ate
 class Noise(WatchingMode):
     """Keeps random numbers, then gives them out again.
 
-    Attributes:
-        computes_low: whether an operator of the run together computed in TF32, in half precision or in less.
-        draws_inside: whether dropout inside of a kernel was left out (rule 3).
-
     Example:
         >>> noise = Noise()
         >>> with noise:
@@ -77,8 +73,9 @@ class Noise(WatchingMode):
         self._born: list[weakref.ref[torch.UntypedStorage]] = []
         self._repeating = False
         self._given_at: dict[bytes, list[torch.Tensor]] = {}
+        # whether an operator of the run together computed in TF32, in half precision or in less
         self.computes_low = False
-        self.draws_inside = False
+        self.draws_inside = False  # whether dropout inside of a kernel was left out (rule 3)
 
     @property
     def survivors(self) -> set[int]:

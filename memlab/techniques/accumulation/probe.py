@@ -38,15 +38,7 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Probe:
-    """Finds, for one model, how calls split and how scalars add up; remembers what it learnt.
-
-    Args:
-        model: the model whose calls are split. It is run without gradients.
-        name: how errors call it.
-        per_part: kinds of modules that take statistics of each part; they take those of evaluation here.
-        run: runs it; None for its own `forward`.
-        buffers_alone: of its state, buffers alone are put back; the rest is that of an engine, which has hooks on it.
-    """
+    """Finds, for one model, how calls split and how scalars add up; remembers what it learnt."""
 
     def __init__(
         self,
@@ -57,10 +49,12 @@ class Probe:
         *,
         buffers_alone: bool = False,
     ) -> None:
-        self._run = run
+        self._run = run  # runs it; None for its own `forward`
+        # of its state, buffers alone are put back; the rest is that of an engine, which has hooks on it
         self._buffers_alone = buffers_alone
-        self._model = model
-        self._name = name
+        self._model = model  # the model whose calls are split. It is run without gradients
+        self._name = name  # how errors call it
+        # kinds of modules that take statistics of each part; they take those of evaluation here
         self._per_part = per_part
         # by kind of call
         self._layouts: dict[tuple[Any, ...], Layout] = {}
@@ -379,26 +373,17 @@ def class_weights_of(model: nn.Module, call: Call, layout: Layout) -> list[torch
 
 
 class Quiet:
-    """Runs of a model that leave nothing behind.
-
-    Args:
-        model: the model.
-        run: runs it; None for its own `forward`.
-        in_turn: random numbers are given one after another, see `Noise`.
-        goes_on: Python's and NumPy's generators go on from one run apart to the next.
-        generators: of random numbers, among the arguments.
-        buffers_alone: of the model's state, buffers alone are put back.
-    """
+    """Runs of a model that leave nothing behind."""
 
     def __init__(
         self,
         model: nn.Module,
-        run: Callable[..., Any] | None,
+        run: Callable[..., Any] | None,  # runs it; None for its own `forward`
         *,
-        in_turn: bool,
-        goes_on: bool,
-        generators: Iterable[Any] = (),
-        buffers_alone: bool = False,
+        in_turn: bool,  # random numbers are given one after another, see `Noise`
+        goes_on: bool,  # Python's and NumPy's generators go on from one run apart to the next
+        generators: Iterable[Any] = (),  # of random numbers, among the arguments
+        buffers_alone: bool = False,  # of the model's state, buffers alone are put back
     ) -> None:
         self._run = run or model.forward
         self._in_turn = in_turn

@@ -70,19 +70,14 @@ def _is_list_of_rows(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """Leaves of a call that hold rows of the batch, and their dimensions.
+    """Leaves of a call that hold rows of the batch, and their dimensions."""
 
-    Args:
-        rows: rows of the batch.
-        dims: for each leaf that is split, its position and the dimension of the batch; the others go whole into every
-            micro-batch.
-        in_lists: rows are items of lists; leaves are those of `Call.listed`.
-        lengths: where rows of different lengths follow one another in a leaf, its position and that of their lengths.
-    """
-
-    rows: int
+    rows: int  # rows of the batch
+    # for each leaf that is split, its position and the dimension of the batch; the others go whole into every
+    # micro-batch
     dims: tuple[tuple[int, int], ...]
-    in_lists: bool = False
+    in_lists: bool = False  # rows are items of lists; leaves are those of `Call.listed`
+    # where rows of different lengths follow one another in a leaf, its position and that of their lengths
     lengths: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -235,20 +230,13 @@ def row_ranges(rows: int, parts: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class LossRule:
-    """Weights by which losses of micro-batches make the loss of the batch.
+    """Weights by which losses of micro-batches make the loss of the batch."""
 
-    Args:
-        name: "rows", "sum", or what is counted in which leaf.
-        leaf: position of the leaf that is counted, or -1.
-        shifted: the first position of each row is not counted (next-token targets).
-        counts_ones: count what is not zero (a mask) instead of what is not ignored.
-        class_weights: what a target of each class counts, [c]; None where all count alike.
-    """
-
-    name: str
-    leaf: int = -1
-    shifted: bool = False
-    counts_ones: bool = False
+    name: str  # "rows", "sum", or what is counted in which leaf
+    leaf: int = -1  # position of the leaf that is counted, or -1
+    shifted: bool = False  # the first position of each row is not counted (next-token targets)
+    counts_ones: bool = False  # count what is not zero (a mask) instead of what is not ignored
+    # what a target of each class counts, [c]; None where all count alike
     class_weights: torch.Tensor | None = field(default=None, compare=False)
 
     def counts(self, parts: Sequence[Call], layout: Layout) -> list[float]:
@@ -295,19 +283,13 @@ def loss_rules(call: Call, layout: Layout, class_weights: Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Division:
-    """A call cut into micro-batches.
+    """A call cut into micro-batches."""
 
-    Args:
-        micro_batches: the parts.
-        layout: along which dimensions they were cut.
-        weights: for each scalar output that has a rule, the weight of each micro-batch in the whole batch.
-        joins: for each output where it is joined, or None.
-    """
-
-    micro_batches: list[Call]
-    layout: Layout
+    micro_batches: list[Call]  # the parts
+    layout: Layout  # along which dimensions they were cut
+    # for each scalar output that has a rule, the weight of each micro-batch in the whole batch
     weights: Mapping[int, list[float]]
-    joins: tuple[Join | None, ...]
+    joins: tuple[Join | None, ...]  # for each output where it is joined, or None
 
     @cached_property
     def rows(self) -> list[int]:
@@ -317,21 +299,13 @@ class Division:
 
 @dataclass(frozen=True)
 class Outputs:
-    """A model's output, flattened, with the place of its loss, followed by what it left elsewhere.
+    """A model's output, flattened, with the place of its loss, followed by what it left elsewhere."""
 
-    Args:
-        leaves: tensors and other values, in order.
-        spec: how to put them together again: the output, and the values left elsewhere by name.
-        loss: position of the loss, or -1 when there is none to build on.
-        scalars: positions of all floating-point scalars of the output.
-        returned: how many of the leaves belong to the output.
-    """
-
-    leaves: tuple[Any, ...]
-    spec: Structure
-    loss: int
-    scalars: tuple[int, ...]
-    returned: int
+    leaves: tuple[Any, ...]  # tensors and other values, in order
+    spec: Structure  # how to put them together again: the output, and the values left elsewhere by name
+    loss: int  # position of the loss, or -1 when there is none to build on
+    scalars: tuple[int, ...]  # positions of all floating-point scalars of the output
+    returned: int  # how many of the leaves belong to the output
 
     @classmethod
     def of(cls, output: Any, left: Mapping[str, Any] | None = None) -> Outputs:

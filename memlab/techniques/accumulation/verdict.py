@@ -15,40 +15,25 @@ from memlab.techniques.accumulation.split import Outputs
 
 @dataclass(frozen=True)
 class Left:
-    """Rule by which values that a forward leaves in one place are combined.
+    """Rule by which values that a forward leaves in one place are combined."""
 
-    Args:
-        merges: one for each leaf; None where items of lists are put one after another.
-    """
-
-    merges: tuple[Merge, ...] | None
+    merges: tuple[Merge, ...] | None  # one for each leaf; None where items of lists are put one after another
 
 
 @dataclass(frozen=True)
 class SplitVerdict:
-    """Result of a judgement.
+    """Result of a judgement."""
 
-    Args:
-        merges: of outputs that are neither joined nor weighted, by position.
-        left: what is left beside the output, by name.
-        changing: names of tensors that are written in place.
-        rows: rows that were run.
-        generators: of random numbers, which the model refers to.
-        starts: what was in the places before, see `start_of`.
-        goes_on: whether numbers of Python and NumPy are drawn one after another, part by part; else each part draws the same.
-        needs_graph: whether a call without gradients gives something else.
-        draws: whether the model draws random numbers with torch.
-    """
-
-    merges: Mapping[int, Merge]
-    left: Mapping[str, Left]
-    changing: frozenset[str]
-    rows: int
-    generators: tuple[Any, ...] = ()
-    starts: frozenset[Any] = frozenset()
+    merges: Mapping[int, Merge]  # of outputs that are neither joined nor weighted, by position
+    left: Mapping[str, Left]  # what is left beside the output, by name
+    changing: frozenset[str]  # names of tensors that are written in place
+    rows: int  # rows that were run
+    generators: tuple[Any, ...] = ()  # of random numbers, which the model refers to
+    starts: frozenset[Any] = frozenset()  # what was in the places before, see `start_of`
+    # whether numbers of Python and NumPy are drawn one after another, part by part; else each part draws the same
     goes_on: bool = True
-    needs_graph: bool = False
-    draws: bool = False
+    needs_graph: bool = False  # whether a call without gradients gives something else
+    draws: bool = False  # whether the model draws random numbers with torch
 
     def knows(self, outputs: Outputs) -> bool:
         """Return whether a call has left something in the places where the judged one did, and in no other."""

@@ -33,14 +33,13 @@ from memlab.runtime.modules import cache_off, refuse_kept_weights, repeated_bloc
 from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import ModelCall, Technique
+from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.checkpointing import segments
 from memlab.techniques.checkpointing.budget import Budget
 from memlab.techniques.checkpointing.compiled import CompiledParts
 from memlab.techniques.checkpointing.kept import Kept, kept_by
 from memlab.techniques.checkpointing.look import Look
 from memlab.techniques.checkpointing.rerun import Part, Run, WriteWatch, is_within_another, recomputed
-from memlab.techniques.description import Description
 from memlab.units import format_bytes
 
 # of a model's layers: where fewer lie in repeated blocks, other parts are recomputed instead

@@ -21,18 +21,13 @@ _OPERATIONS_PER_BYTE = 50
 
 @dataclass(frozen=True)
 class Kept:
-    """One run of a block.
+    """One run of a block."""
 
-    Args:
-        own_bytes: what its graph keeps, in distinct storages, beside parameters, its inputs and its output: what
-            recomputing the block frees.
-        cost: of running it again, in operations.
-        inputs: sizes of the storages that came in, by identity; they stay either way.
-    """
-
+    # what its graph keeps, in distinct storages, beside parameters, its inputs and its output: what recomputing the
+    # block frees
     own_bytes: int
-    cost: float
-    inputs: Mapping[int, int]
+    cost: float  # of running it again, in operations
+    inputs: Mapping[int, int]  # sizes of the storages that came in, by identity; they stay either way
 
 
 def kept_by(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Kept]:

@@ -29,15 +29,11 @@ from memlab.techniques.checkpointing.segments import Node
 
 
 class Look(WriteWatch):
-    """Watches one call of a model.
-
-    Attributes:
-        root: the model's call, when it is over.
-    """
+    """Watches one call of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.root: Node | None = None
+        self.root: Node | None = None  # the model's call, when it is over
         self._modules = {id(module) for module in model.modules()}
         self._open: list[tuple[Node, int, float]] = []  # with the births before it, and the cost
         self._born: list[weakref.ref[torch.UntypedStorage]] = []

@@ -11,16 +11,11 @@ from memlab.runtime.modules import in_use
 
 
 class Recomputation(AbstractContextManager[None]):
-    """A block's forward is run past its hooks: what they would make ready is made ready here.
-
-    Args:
-        block: that is recomputed, once for each backward pass through it; None where hooks run as well.
-        inside: a context that must see the block's operators only.
-    """
+    """A block's forward is run past its hooks: what they would make ready is made ready here."""
 
     def __init__(self, block: nn.Module | None, inside: AbstractContextManager[None]) -> None:
-        self._block = block
-        self._inside = inside
+        self._block = block  # that is recomputed, once for each backward pass through it; None where hooks run as well
+        self._inside = inside  # a context that must see the block's operators only
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:

@@ -40,27 +40,15 @@ def is_within_another() -> bool:
 
 @dataclass(eq=False)
 class Part:
-    """A part of a model that can be run again: a module, or consecutive children of an `nn.Sequential`.
+    """A part of a model that can be run again: a module, or consecutive children of an `nn.Sequential`."""
 
-    Args:
-        owner: the module whose forward is replaced.
-        name: of the part, for people.
-        span: first child, and the one after the last; None for the module itself.
-
-    Attributes:
-        written: tensors of its state that it writes to.
-        written_inputs: places of tensors among its arguments that it writes to.
-        is_watched: whether its first run is over, in which that is seen.
-        gives_other_results: it was seen to compute something else when it was run again.
-    """
-
-    owner: nn.Module
-    name: str
-    span: tuple[int, int] | None = None
-    written: Written = field(default_factory=Written)
-    written_inputs: set[int] = field(default_factory=set)
-    is_watched: bool = False
-    gives_other_results: bool = False
+    owner: nn.Module  # the module whose forward is replaced
+    name: str  # of the part, for people
+    span: tuple[int, int] | None = None  # first child, and the one after the last; None for the module itself
+    written: Written = field(default_factory=Written)  # tensors of its state that it writes to
+    written_inputs: set[int] = field(default_factory=set)  # places of tensors among its arguments that it writes to
+    is_watched: bool = False  # whether its first run is over, in which that is seen
+    gives_other_results: bool = False  # it was seen to compute something else when it was run again
 
     @property
     def members(self) -> list[nn.Module]:
@@ -181,27 +169,18 @@ class Run:
 
 def recomputed(
     part: Part,
-    call: Callable[..., Any],
+    call: Callable[..., Any],  # what runs it
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    selective: bool = False,
+    selective: bool = False,  # keep the results of matrix products and attention
+    # that is on around the model's call, in the part's first run; where there is none, one is made
     watch: WriteWatch | None = None,
-    run: Run | None = None,
+    run: Run | None = None,  # a run of the same call that went before, whose state is in force
+    # called with the run and what autograd keeps of its arguments, when it is over
     then: Callable[[Run, Sequence[torch.Tensor]], None] | None = None,
 ) -> Any:
-    """Run a part so that the backward pass runs it again.
-
-    Args:
-        part: the part.
-        call: what runs it.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        selective: keep the results of matrix products and attention.
-        watch: that is on around the model's call, in the part's first run; where there is none, one is made.
-        run: a run of the same call that went before, whose state is in force.
-        then: called with the run and what autograd keeps of its arguments, when it is over.
-    """
+    """Run a part so that the backward pass runs it again."""
     run = run or Run(part, args, kwargs)
     watched, part.is_watched = not part.is_watched, True
     given = [(args, kwargs)]

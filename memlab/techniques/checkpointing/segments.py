@@ -120,35 +120,20 @@ def _is_computed(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class Node:
-    """One call of a module in the first training call, and what it keeps for the backward pass.
+    """One call of a module in the first training call, and what it keeps for the backward pass."""
 
-    Args:
-        module: that was called.
-        inputs: bytes of the storages that came in, by number.
-        input_key: number of the storage of its first tensor.
-        output_key: number of the storage of its only output.
-        own_bytes: what its graph keeps beside inputs and output, as far as its parts are not recomputed.
-        cost: of running it, in operations.
-        writes: it writes to its inputs.
-        is_fixed: its calls must stay whole or be left alone: it gave other results when it was run again.
-        children: calls within it, in order.
-        hidden: bytes of its own that children recomputed together did not show.
-        alive: bytes of the inputs of children that it keeps, by number.
-        recomputed: it was, in this call, so that it kept nothing.
-    """
-
-    module: nn.Module
-    inputs: dict[int, int] = field(default_factory=dict)
-    input_key: int | None = None
-    output_key: int | None = None
-    own_bytes: int = 0
-    cost: float = 0.0
-    writes: bool = False
-    is_fixed: bool = False
-    children: list[Node] = field(default_factory=list)
-    hidden: int = 0
-    alive: dict[int, int] = field(default_factory=dict)
-    recomputed: bool = False
+    module: nn.Module  # that was called
+    inputs: dict[int, int] = field(default_factory=dict)  # bytes of the storages that came in, by number
+    input_key: int | None = None  # number of the storage of its first tensor
+    output_key: int | None = None  # number of the storage of its only output
+    own_bytes: int = 0  # what its graph keeps beside inputs and output, as far as its parts are not recomputed
+    cost: float = 0.0  # of running it, in operations
+    writes: bool = False  # it writes to its inputs
+    is_fixed: bool = False  # its calls must stay whole or be left alone: it gave other results when it was run again
+    children: list[Node] = field(default_factory=list)  # calls within it, in order
+    hidden: int = 0  # bytes of its own that children recomputed together did not show
+    alive: dict[int, int] = field(default_factory=dict)  # bytes of the inputs of children that it keeps, by number
+    recomputed: bool = False  # it was, in this call, so that it kept nothing
 
     @property
     def rest_bytes(self) -> int:
@@ -167,36 +152,22 @@ class Node:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part that may be chosen.
+    """A part that may be chosen."""
 
-    Args:
-        owner: the module whose forward is replaced.
-        span: its children, or None for the module itself.
-        freed_bytes: by recomputing it.
-        cost: of that, in operations.
-        inputs: bytes of storages that it keeps either way, by number.
-    """
-
-    owner: nn.Module
-    span: tuple[int, int] | None
-    freed_bytes: int
-    cost: float
-    inputs: dict[int, int]
+    owner: nn.Module  # the module whose forward is replaced
+    span: tuple[int, int] | None  # its children, or None for the module itself
+    freed_bytes: int  # by recomputing it
+    cost: float  # of that, in operations
+    inputs: dict[int, int]  # bytes of storages that it keeps either way, by number
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Parts to recompute.
+    """Parts to recompute."""
 
-    Args:
-        segments: in the order in which they run.
-        kept_bytes: between them.
-        all_bytes: that are kept where nothing is recomputed.
-    """
-
-    segments: tuple[Segment, ...]
-    kept_bytes: int
-    all_bytes: int
+    segments: tuple[Segment, ...]  # in the order in which they run
+    kept_bytes: int  # between them
+    all_bytes: int  # that are kept where nothing is recomputed
 
     @property
     def needed_bytes(self) -> int:

@@ -57,8 +57,7 @@ from memlab.plan import Plan
 from memlab.runtime import optimizer_step
 from memlab.runtime.interrupts import Listener, listen, uninterrupted
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import ModelCall, Technique
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.gradient_release.watch import Gone, Watch, is_memlab, where
 from memlab.techniques.offload.spill import is_spilled
 
@@ -76,21 +75,13 @@ _LEAVE_OUT = "leave --release-grads out"
 
 @dataclass
 class _Step:
-    """One step of an optimizer, since its first gradient.
+    """One step of an optimizer, since its first gradient."""
 
-    Args:
-        settings: of its groups, as the backward pass found them.
-        share_bytes: how much waits before it is updated, as buckets are counted.
-        waiting: parameters with complete gradients.
-        waiting_bytes: their size, likewise.
-        has_released: whether parameters have been updated already.
-    """
-
-    settings: Settings
-    share_bytes: int
-    waiting: list[nn.Parameter] = field(default_factory=list)
-    waiting_bytes: int = 0
-    has_released: bool = False
+    settings: Settings  # of its groups, as the backward pass found them
+    share_bytes: int  # how much waits before it is updated, as buckets are counted
+    waiting: list[nn.Parameter] = field(default_factory=list)  # parameters with complete gradients
+    waiting_bytes: int = 0  # their size, likewise
+    has_released: bool = False  # whether parameters have been updated already
 
     def add(self, parameter: nn.Parameter) -> None:
         self.waiting.append(parameter)

@@ -162,7 +162,8 @@ def is_memlab(frame: Any) -> bool:
 
 
 def _is_loops(frame: Any) -> bool:
-    while frame.f_code.co_name == "__torch_function__":  # of a mode above this one, `with torch.device(...)` say
+    # of a mode above this one: `with torch.device(...)`, the guard's, the watch of another model
+    while frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     # a module that is moved or cast converts gradients as well, and those that are gone need none of it
     return not is_memlab(frame) and frame.f_code is not nn.Module._apply.__code__

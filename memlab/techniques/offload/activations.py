@@ -29,8 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.dispatch import WatchingMode, written_by
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import ModelCall, Technique
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.offload.spill import Spill, resolve_tier
 from memlab.techniques.offload.transfers import CopyStreams, Leaving, Ticket, copy_streams_of, settle
 
@@ -209,16 +208,13 @@ class _Packing:
     Args:
         passage: of that forward.
         staying: storages that are not moved.
-
-    Attributes:
-        writes_later: whether something that it saved was written to afterwards.
     """
 
     def __init__(self, passage: _Passage, staying: set[int]) -> None:
         self._passage, self._staying = passage, staying
         # one table per forward: an address may be used anew by another tensor later
         self._seen: dict[tuple[int, int], _Seen] = {}
-        self.writes_later = False
+        self.writes_later = False  # whether something that it saved was written to afterwards
         self._alone: list[tuple[weakref.ref[torch.UntypedStorage], _View, weakref.ref[_Stored]]] = []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | _Parked:

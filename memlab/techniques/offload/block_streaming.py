@@ -50,15 +50,10 @@ PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Arrival:
-    """A copy on the device, perhaps on its way.
+    """A copy on the device, perhaps on its way."""
 
-    Args:
-        tensor: the copy.
-        event: what to wait for on the stream that uses it; None when it is there.
-    """
-
-    tensor: torch.Tensor
-    event: Any = None
+    tensor: torch.Tensor  # the copy
+    event: Any = None  # what to wait for on the stream that uses it; None when it is there
 
     def there(self) -> torch.Tensor:
         """The copy, to be used on the current stream."""
@@ -203,15 +198,6 @@ class _Saved:
 class BlockStreaming:
     """Streams the parameters of blocks.
 
-    Args:
-        blocks: in the order in which a forward pass runs them.
-        link: to the device they are used on.
-        on_use: called with each parameter that a block uses while gradients are recorded.
-
-    Attributes:
-        link: as given.
-        backward_ended: called at the end of a backward pass that `settles_after_backward` was told of.
-
     Example:
         >>> from memlab.plan import Tier
         >>> block, residence = nn.Linear(2, 2), None
@@ -227,11 +213,13 @@ class BlockStreaming:
 
     def __init__(
         self,
-        blocks: Sequence[nn.Module],
-        link: Link,
+        blocks: Sequence[nn.Module],  # in the order in which a forward pass runs them
+        link: Link,  # to the device they are used on
+        # called with each parameter that a block uses while gradients are recorded
         on_use: Callable[[nn.Parameter], None] = lambda _parameter: None,
     ) -> None:
         self.link = link
+        # called at the end of a backward pass that `settles_after_backward` was told of
         self.backward_ended: Callable[[], None] = _nothing
         self._on_use = on_use
         self._slots = {id(block): list(_slots_of(block)) for block in blocks}
@@ -348,7 +336,7 @@ class BlockStreaming:
             if torch.is_grad_enabled() and parameter.requires_grad:
                 self._on_use(parameter)
             copy = arrivals[storage_of(resting.stored)].there()
-            guests.append(_Guest(parameter, resting, copy, _version_of(parameter)))
+            guests.append(_Guest(parameter, resting, copy, -1 if parameter.is_inference() else parameter._version))
         return guests
 
     def _look_ahead(self, block: nn.Module) -> None:
@@ -438,10 +426,6 @@ def storage_of(tensor: torch.Tensor) -> int:
     return address
 
 
-def _version_of(parameter: torch.Tensor) -> int:
-    return -1 if parameter.is_inference() else parameter._version
-
-
 def _slots_of(block: nn.Module) -> Iterator[_Slot]:
     for module in block.modules():
         yield from ((module, name) for name, parameter in module._parameters.items() if parameter is not None)
@@ -525,17 +509,12 @@ def _without_cached_casts() -> Iterator[None]:
 
 
 class _Casts(TorchFunctionMode):
-    """Casts weights before products, as autocast does within them, and so gets to know the casts.
-
-    Args:
-        copies: what is known of storages on the device; casts are added, for as long as they live.
-        device: of the block.
-    """
+    """Casts weights before products, as autocast does within them, and so gets to know the casts."""
 
     def __init__(self, copies: WhileAlive[_Known], device: torch.device) -> None:
         super().__init__()
-        self._copies = copies
-        self._device = device
+        self._copies = copies  # what is known of storages on the device; casts are added, for as long as they live
+        self._device = device  # of the block
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -56,13 +56,6 @@ def is_served(optimizer: Optimizer) -> bool:
 class HostUpdate:
     """Updates a bucket of parameters on the host; a `Stepper` of techniques.
 
-    Args:
-        optimizer: of which `is_served` is true; state lies on the host, with the shape and layout of parameters.
-        spill: where new state, gradients and updates lie.
-
-    Attributes:
-        is_atomic: a bucket is updated as a whole or not at all, so nobody needs to keep copies.
-
     Example:
         >>> from memlab.plan import Tier
         >>> parameter = torch.nn.Parameter(torch.ones(1024))
@@ -73,11 +66,12 @@ class HostUpdate:
         (0.5, 1.0)
     """
 
-    is_atomic = True
+    is_atomic = True  # a bucket is updated as a whole or not at all, so nobody needs to keep copies
 
     def __init__(self, optimizer: Optimizer, spill: Spill) -> None:
+        # of which `is_served` is true; state lies on the host, with the shape and layout of parameters
         self._optimizer = optimizer
-        self._spill = spill
+        self._spill = spill  # where new state, gradients and updates lie
         self._gradients: MutableMapping[torch.Tensor, Ticket] = WeakTensorKeyDictionary()
         self._counted: MutableMapping[torch.Tensor, _Counter] = WeakTensorKeyDictionary()
 

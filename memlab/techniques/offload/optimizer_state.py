@@ -28,8 +28,7 @@ from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import State, Stepper, Technique
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description, State, Stepper, Technique
 from memlab.techniques.offload import link as _link
 from memlab.techniques.offload.homes import home_of
 from memlab.techniques.offload.host_update import HostUpdate, is_served, laid_out_like

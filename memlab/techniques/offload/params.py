@@ -37,8 +37,7 @@ from memlab.runtime import optimizer_step
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import ModelCall, State, Technique
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description, ModelCall, State, Technique
 from memlab.techniques.offload.block_streaming import (
     PLAIN,
     BlockStreaming,

@@ -90,10 +90,6 @@ class _Slab:
         self.size_bytes = len(memory)
         self.free = [(0, self.size_bytes)]
 
-    @property
-    def is_unused(self) -> bool:
-        return self.free == [(0, self.size_bytes)]
-
     def take(self, size_bytes: int) -> int | None:
         """The start of a range that is free no longer; None when there is none."""
         for at, (start, end) in enumerate(self.free):
@@ -163,11 +159,7 @@ class Pool:
         return sum(slab.size_bytes for slab in self._slabs)
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """A region, with whatever was in it before: [size_bytes], uint8.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """A region, with whatever was in it before: [size_bytes], uint8. Raises `OSError`: the disk is full."""
         self._take_back()
         taken_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         slab, start = self._found(taken_bytes)

@@ -67,9 +67,6 @@ class Spill:
         pooled: take host memory from a pool as well. Its regions are used again at once, so whoever asks for that
             copies to and from them in the streams of `memlab.techniques.offload.transfers` and nowhere else.
 
-    Attributes:
-        peak_bytes: most bytes held at once.
-
     Example:
         >>> spill = Spill(Tier.DISK)
         >>> kept = spill.store(torch.arange(4))
@@ -83,7 +80,7 @@ class Spill:
     def __init__(self, tier: Tier, *, pooled: bool = False) -> None:
         self.tier = tier
         self._stored_bytes = 0
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # most bytes held at once
         self._gone: Departures[int] = Departures()  # bytes of tensors that have
         self._files = Pool(file_slab)
         self._pinned = Pool(pinned_slab, settle) if pooled else None

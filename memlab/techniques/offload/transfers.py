@@ -26,17 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ticket:
-    """A copy that was asked for.
+    """A copy that was asked for."""
 
-    Args:
-        target: where to.
-        source: where from.
-        left: what says that it is done; None when it was made at once.
-    """
-
-    target: torch.Tensor
-    source: torch.Tensor
-    left: Any = None
+    target: torch.Tensor  # where to
+    source: torch.Tensor  # where from
+    left: Any = None  # what says that it is done; None when it was made at once
 
     def without_source(self) -> Ticket:
         """The same, for who only needs to know when the target is written."""

@@ -28,7 +28,7 @@ from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan, Tier
 from memlab.runtime.optimizer_step import unhooked_step
-from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState, canonical
+from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState, canonical, set_state
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import State, Stepper, Technique
 from memlab.techniques.offload.spill import Spill, resolve_tier
@@ -237,7 +237,7 @@ class _Conversion:
         for parameter in parameters:
             state = optimizer.state.get(parameter)
             if state and not isinstance(state, PackedState):
-                optimizer.state[parameter] = self._shown(optimizer, parameter, state)
+                set_state(optimizer, parameter, self._shown(optimizer, parameter, state))
 
     def _shown(self, optimizer: Optimizer, parameter: Parameter, resident: State) -> State:
         """Resident state, as the loop may find it."""

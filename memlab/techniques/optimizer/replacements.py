@@ -12,7 +12,7 @@ from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice
 from memlab.runtime.modules import repeated_blocks
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description
 from memlab.techniques.optimizer import state_formats
 
 Optimizer = torch.optim.Optimizer
@@ -21,37 +21,22 @@ Parameter = torch.nn.Parameter
 
 @dataclass(frozen=True)
 class Replacement:
-    """An optimizer in place of the user's.
+    """An optimizer in place of the user's."""
 
-    Args:
-        make: makes one for some parameters.
-        form: makes the format of its state.
-        is_already: whether an optimizer needs no conversion.
-        notes: what the log and the receipt say.
-        description: for the cheat sheet; None where nobody would look for it there.
-        settings: those of a group that it reads.
-        package: what it needs to be installed.
-        dtypes: of the parameters that it can update; empty for all.
-        adds_decay: whether it adds weight decay to the gradient, as Adam does and AdamW does not.
-        refuse: raises a refusal of its own.
-        parameters: those of a model that it updates, where AdamW updates the others.
-        code: in exported code, an import and the call; empty where no call does it.
-        trainer: name in TrainingArguments; empty where it has none.
-    """
-
-    make: Callable[[list[Parameter]], Optimizer]
-    form: Callable[[], state_formats.StateFormat]
-    is_already: Callable[[Optimizer], bool]
-    notes: tuple[str, ...]
-    description: Description | None = None
-    settings: tuple[str, ...] = ("lr", "weight_decay", "betas", "eps")
-    package: str = ""
-    dtypes: tuple[torch.dtype, ...] = ()
-    adds_decay: bool = False
-    refuse: Callable[[Optimizer], None] = lambda _optimizer: None
+    make: Callable[[list[Parameter]], Optimizer]  # makes one for some parameters
+    form: Callable[[], state_formats.StateFormat]  # makes the format of its state
+    is_already: Callable[[Optimizer], bool]  # whether an optimizer needs no conversion
+    notes: tuple[str, ...]  # what the log and the receipt say
+    description: Description | None = None  # for the cheat sheet; None where nobody would look for it there
+    settings: tuple[str, ...] = ("lr", "weight_decay", "betas", "eps")  # those of a group that it reads
+    package: str = ""  # what it needs to be installed
+    dtypes: tuple[torch.dtype, ...] = ()  # of the parameters that it can update; empty for all
+    adds_decay: bool = False  # whether it adds weight decay to the gradient, as Adam does and AdamW does not
+    refuse: Callable[[Optimizer], None] = lambda _optimizer: None  # raises a refusal of its own
+    # those of a model that it updates, where AdamW updates the others
     parameters: Callable[[torch.nn.Module], Collection[Parameter]] | None = None
-    code: tuple[str, str] = ("", "")
-    trainer: str = ""
+    code: tuple[str, str] = ("", "")  # in exported code, an import and the call; empty where no call does it
+    trainer: str = ""  # name in TrainingArguments; empty where it has none
 
 
 def is_torch_adam(optimizer: Optimizer) -> bool:

@@ -24,17 +24,11 @@ _TINY = 1e-30  # Adafactor's own floor of a second moment
 
 @dataclass(frozen=True)
 class Moments:
-    """Adam's state of one parameter.
+    """Adam's state of one parameter."""
 
-    Args:
-        step: number of updates so far.
-        first: moving average of the gradient.
-        second: moving average of the squared gradient.
-    """
-
-    step: int
-    first: torch.Tensor
-    second: torch.Tensor
+    step: int  # number of updates so far
+    first: torch.Tensor  # moving average of the gradient
+    second: torch.Tensor  # moving average of the squared gradient
 
     def to(self, dtype: torch.dtype) -> Moments:
         """The same moments in another dtype."""
@@ -42,20 +36,13 @@ class Moments:
 
 
 class StateFormat(ABC):
-    """One way of keeping moments.
+    """One way of keeping moments."""
 
-    Attributes:
-        keeps_first: whether the first moment survives.
-        keeps_second: whether the second moment survives, at least approximately.
-        follows_dtype: whether moments must have the dtype of their parameter.
-        counts_updates: whether the optimizer counts the updates of a parameter in its "step".
-        names: those of its entries, where it can be the format of the user's own optimizer.
-    """
-
-    keeps_first: ClassVar[bool] = True
-    keeps_second: ClassVar[bool] = True
-    follows_dtype: ClassVar[bool] = False
-    counts_updates: ClassVar[bool] = True
+    keeps_first: ClassVar[bool] = True  # whether the first moment survives
+    keeps_second: ClassVar[bool] = True  # whether the second moment survives, at least approximately
+    follows_dtype: ClassVar[bool] = False  # whether moments must have the dtype of their parameter
+    counts_updates: ClassVar[bool] = True  # whether the optimizer counts the updates of a parameter in its "step"
+    # those of its entries, where it can be the format of the user's own optimizer
     names: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
@@ -109,20 +96,14 @@ def _like(parameter: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
 
 
 class BnbAdamFormat(StateFormat):
-    """bitsandbytes' Adam family: 8 bits per value with a scale per block, or fp32.
-
-    Args:
-        bits: 8 or 32.
-        smallest_8bit: parameters with fewer elements keep fp32 moments.
-        paged: keep the moments in CUDA's unified memory.
-    """
+    """bitsandbytes' Adam family: 8 bits per value with a scale per block, or fp32."""
 
     names = frozenset({"step"} | {f"{name}{which}" for name in ("state", "qmap", "absmax") for which in (1, 2)})
 
     def __init__(self, bits: int = 8, smallest_8bit: int = 4096, paged: bool = False) -> None:
-        self.bits = bits
-        self.smallest_8bit = smallest_8bit
-        self.paged = paged
+        self.bits = bits  # 8 or 32
+        self.smallest_8bit = smallest_8bit  # parameters with fewer elements keep fp32 moments
+        self.paged = paged  # keep the moments in CUDA's unified memory
         self._functional = require("bitsandbytes").functional
         self._maps: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 

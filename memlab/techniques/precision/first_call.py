@@ -28,14 +28,7 @@ AUTOCAST_DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16
 
 
 class FirstCalls:
-    """Refuses models that half precision is not for, when they are first called; nothing of that call is left behind.
-
-    Args:
-        precision: the precision.
-        lowered: runs a call in it.
-        masters: of the weights under pure bf16.
-        in_fp32: context in which a model, or a part of one, is as it was written.
-    """
+    """Refuses models that half precision is not for, when they are first called; nothing of that call is left behind."""
 
     def __init__(
         self,
@@ -45,29 +38,21 @@ class FirstCalls:
         in_fp32: Callable[[nn.Module], AbstractContextManager[Any]],
     ) -> None:
         self._precision = precision
-        self._lowered = lowered
-        self._masters = masters
-        self._in_fp32 = in_fp32
+        self._lowered = lowered  # runs a call in it
+        self._masters = masters  # of the weights under pure bf16
+        self._in_fp32 = in_fp32  # context in which a model, or a part of one, is as it was written
 
     def run(
         self,
-        name: str,
+        name: str,  # of the model, in words
         model: nn.Module,
-        call: ModelCall,
+        call: ModelCall,  # runs it
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        but: str = "",
+        but: str = "",  # what of it is not in half precision, in words
     ) -> Any:
         """Run the first call of a model, or by the loop of a part.
-
-        Args:
-            name: of the model, in words.
-            model: the model.
-            call: runs it.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            but: what of it is not in half precision, in words.
 
         Raises:
             RefusalError: the model does not run in it; nothing of the call is left behind.
@@ -197,11 +182,7 @@ def _computing_later(output: Any, precision: Precision) -> str | None:
 
 
 def refuse_backward_hooks(name: str, model: nn.Module) -> None:
-    """Refuse a model whose parts have backward hooks, for fp16.
-
-    Raises:
-        RefusalError: it has some.
-    """
+    """Refuse a model whose parts have backward hooks, for fp16. Raises `RefusalError`: it has some."""
     inner = islice(model.named_modules(), 1, None)  # hooks of the model itself are outside of the scale
     hooked = next((name for name, part in inner if part._backward_hooks or part._backward_pre_hooks), None)
     if hooked is not None:

@@ -36,13 +36,10 @@ _Nodes = dict[int, Any]  # by identity; they are kept, so that no other gets the
 
 
 class LossScale:
-    """Dynamic loss scale by the rules of `torch.amp.GradScaler`, without a scaler in the loop.
-
-    Attributes:
-        scale: factor by which gradients are multiplied on entering the backward pass; a power of two.
-    """
+    """Dynamic loss scale by the rules of `torch.amp.GradScaler`, without a scaler in the loop."""
 
     def __init__(self) -> None:
+        # factor by which gradients are multiplied on entering the backward pass; a power of two
         self.scale = FIRST_SCALE
         self._is_off: bool | None = None  # whether the loop sees to its precision itself; known from the first call on
         self._good_steps = 0

@@ -17,9 +17,6 @@ class Masters:
     That is the lower half of the bits, or, while somebody holds values that were shown or has written to them, the master
     itself: what a loop holds of a weight is the weight, over as many steps as it holds it.
 
-    Attributes:
-        tensors: all that were split.
-
     Example:
         >>> weight, masters = torch.nn.Parameter(torch.tensor([0.1])), Masters()
         >>> masters.split(weight)
@@ -32,7 +29,7 @@ class Masters:
     """
 
     def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []  # all that were split
         self._rest: dict[int, torch.Tensor] = {}  # by id: the lower half in int16, or the master
 
     def __contains__(self, tensor: object) -> bool:

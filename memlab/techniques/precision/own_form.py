@@ -34,19 +34,15 @@ _NAMES = ("__reduce_ex__", "__deepcopy__")
 
 
 class OwnForm:
-    """Gives a model's tensors out in their own form.
-
-    Args:
-        masters: gives the values in their own form.
-        restored: context in which some tensors have their own form, and are converted again at its end.
-    """
+    """Gives a model's tensors out in their own form."""
 
     def __init__(
         self,
         masters: Masters,
         restored: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]],
     ) -> None:
-        self._masters = masters
+        self._masters = masters  # gives the values in their own form
+        # context in which some tensors have their own form, and are converted again at its end
         self._restored = restored
 
     def serve(self, model: nn.Module, tensors: Sequence[torch.Tensor], undo: ExitStack) -> None:

@@ -16,14 +16,10 @@ Optimizer = torch.optim.Optimizer
 
 
 class PackedMoments:
-    """Packs the state of one parameter at a time.
-
-    Args:
-        note: told what is left as it is.
-    """
+    """Packs the state of one parameter at a time."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+        self._note = note  # told what is left as it is
         self._generators: dict[torch.device, torch.Generator] = {}
         # within a step: what a bucket's moments were packed in before, which they are again, so that they stay where they are
         self._is_stepping = False

@@ -29,8 +29,7 @@ from memlab.runtime.optimizer_step import is_separable
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, in_leaves
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import ModelCall, State, Technique
-from memlab.techniques.description import Description
+from memlab.techniques.base import Description, ModelCall, State, Technique
 from memlab.techniques.precision.first_call import AUTOCAST_DTYPES, FirstCalls, refuse_backward_hooks
 from memlab.techniques.precision.loss_scale import LossScale, scaled_gradient
 from memlab.techniques.precision.masters import Masters

@@ -38,23 +38,17 @@ from memlab.techniques.precision.own_form import OwnForm
 
 
 class PureBf16:
-    """Weights in bf16 for the model, and in fp32 for the loop.
-
-    Args:
-        model: the model.
-        masters: of its weights, which are split here.
-        first: runs the first call of each part that the loop calls by itself: its name, itself, the call and its arguments.
-        at_home: context in which weights are on the device they are used on.
-        undo: takes all of it back.
-    """
+    """Weights in bf16 for the model, and in fp32 for the loop."""
 
     def __init__(
         self,
         model: nn.Module,
-        masters: Masters,
+        masters: Masters,  # of its weights, which are split here
+        # runs the first call of each part that the loop calls by itself: its name, itself, the call and its arguments
         first: Callable[..., Any],
+        # context in which weights are on the device they are used on
         at_home: Callable[[Sequence[Any]], AbstractContextManager[Any]],
-        undo: ExitStack,
+        undo: ExitStack,  # takes all of it back
     ) -> None:
         self._model = weakref.ref(model)
         self._masters = masters

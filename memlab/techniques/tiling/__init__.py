@@ -1,1 +1,1 @@
-"""Large linear layers in tiles: `tiling` is the technique, `feed_forward` finds the layers, `tiled_linear` computes one."""
+"""Large linear layers in tiles: `tiling` is the technique, `feed_forward` finds the layers."""

@@ -48,17 +48,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A part of a model that treats every row alike, with a result in between that is wider than what goes in.
+    """A part of a model that treats every row alike, with a result in between that is wider than what goes in."""
 
-    Args:
-        owner: the module it is the method of.
-        method: its name: "forward", or one of a block.
-        linears: the layers onto the intermediate result and away from it.
-    """
-
-    owner: nn.Module
-    method: str
-    linears: tuple[Linear, ...]
+    owner: nn.Module  # the module it is the method of
+    method: str  # its name: "forward", or one of a block
+    linears: tuple[Linear, ...]  # the layers onto the intermediate result and away from it
 
     @property
     def weight_bytes(self) -> int:

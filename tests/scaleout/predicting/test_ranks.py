@@ -16,6 +16,7 @@ from memlab.errors import RefusalError, ScaleError, WorkloadError
 from memlab.records.ranks import RankPrediction
 from memlab.session.snapshot import Snapshot
 from tests.helpers.needs import needs
+from tests.helpers.snapshots import changed_between
 from tests.scaleout.ranks import bert, gpt2, perceptron, run, small, workload_of
 
 _FIGURE = 0.03
@@ -45,7 +46,7 @@ def test_a_rank_needs_and_sends_what_was_predicted(make: Callable[..., Any], fla
     workload = workload_of(make)
     before = Snapshot(workload)
     predicted = predict_ranks(workload, f"--scale {flags}", nproc=nproc)
-    assert before.differences(Snapshot(workload)) == []
+    assert changed_between(before, Snapshot(workload)) == []
     measured = run(workload, f"--scale {flags}", nproc)
     assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_bytes, rel=_FIGURE)
     assert predicted.wire_bytes == pytest.approx(measured.sent_bytes, rel=_WIRE, abs=2**12)
