@@ -229,7 +229,8 @@ class CellMagic:
             for workload in workloads:
                 watch.attach(workload, alone=bool(options.models))
         except MemlabError as refusal:
-            watch.give_up(refusal)
+            with cells.beside("going back to the plan before"):
+                watch.give_up(refusal)
             raise
         if not workloads:
             watch.wait_for_model()

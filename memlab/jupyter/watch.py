@@ -238,6 +238,8 @@ class CellWatch:
 
     def _refuse_put_off(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Refuse at the step what the plan does not apply to, where nothing else was called before it."""
+        if self._put_off is None or self._thread not in (None, threading.get_ident()) or is_loop_known():
+            return
         refusal, self._put_off = self._put_off, None
         if refusal is not None:
             self._broke_off(refusal)
@@ -274,6 +276,8 @@ class CellWatch:
             session.undo()
         self.forget()
         self._log_from, self._plans_before, self._choosers, self._looking = [], [], [], None
+        self._put_off = None
+        self._undo.callback(register_optimizer_step_pre_hook(self._refuse_put_off).remove)
         self._look()
 
     def give_up(self, refusal: MemlabError) -> None:

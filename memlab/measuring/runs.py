@@ -6,7 +6,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -301,7 +301,12 @@ def loss_in(workload: Workload, output: Any) -> torch.Tensor:
     if workload.loss_fn is not None:
         loss: Any = workload.loss_fn(output, workload.batch[1])
     else:
-        loss = output if isinstance(output, torch.Tensor) else scalar_loss_of(output)
+        # of one element is as good here, where it is known that the output is to be trained on
+        named = (
+            output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
+        )
+        found = scalar_loss_of(output)
+        loss = named if found is None else found
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise WorkloadError(
             f"{workload.name} returned no loss: pass loss_fn=… (%memfit: --loss-fn NAME), or put the labels into the batch"

@@ -37,9 +37,10 @@ from memlab.runtime.workload import Workload, needs_closure
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques.accumulation.split import row_ranges
 from memlab.trace.tracer import Trace, Tracer
-from memlab.units import format_bytes
+from memlab.units import MIB, format_bytes
 
-# of the peak: outputs larger than this are worth a word
+# outputs larger than this, and than this share of the peak, are worth a word
+_NOTEWORTHY_BYTES = 1 * MIB
 _NOTEWORTHY_SHARE = 0.05
 # of their size: what is measured above a prediction and differs by less is taken for held outputs
 _ALIKE_SHARE = 0.1
@@ -135,10 +136,15 @@ class PlanPredictor:
     def learn(self, measured: Measurement) -> None:
         """Take from a measurement whether the loop holds the model's output until its next call, as `out = model(…)` does."""
         plan = Plan.of_label(measured.plan)
-        output_bytes = self._passes.large_outputs_bytes(of_model(plan)) if plan.accumulation == 1 else 0
-        if output_bytes:
-            more_bytes = measured.peak_allocated_bytes - sum(self.parts(plan).peak())
-            self._holds_outputs = abs(more_bytes - output_bytes) < _ALIKE_SHARE * output_bytes
+        if plan.accumulation > 1:
+            return
+        try:
+            predicted_bytes = sum(self.parts(plan).peak())
+        except (RefusalError, TraceError):
+            return  # a plan that cannot be predicted says nothing of others
+        output_bytes = self._passes.large_outputs_bytes(of_model(plan))
+        more_bytes = measured.peak_allocated_bytes - predicted_bytes
+        self._holds_outputs = abs(more_bytes - output_bytes) < _ALIKE_SHARE * output_bytes
 
     @property
     def rows(self) -> int:
@@ -257,10 +263,8 @@ class PlanPredictor:
     def _about_outputs(self, settings: Plan) -> Iterator[str]:
         """Yield what a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""
         size_bytes = self._passes.large_outputs_bytes(settings)
-        if (
-            not self._holds_outputs
-            and size_bytes > _NOTEWORTHY_SHARE * self._passes.whole(settings).observation.peak_bytes
-        ):
+        peak_bytes = self._passes.whole(settings).observation.peak_bytes
+        if not self._holds_outputs and size_bytes > max(_NOTEWORTHY_BYTES, _NOTEWORTHY_SHARE * peak_bytes):
             yield (
                 f"a loop that holds the model's output through backward (out = model(…)) needs up to "
                 f"{format_bytes(size_bytes)} more"

@@ -193,7 +193,10 @@ def _calibrated(
     """Times put right by one that was measured."""
     if measured is None or not measured.step_seconds:
         return predictions
-    own = predictor.parts(Plan.of_label(measured.plan))
+    try:
+        own = predictor.parts(Plan.of_label(measured.plan))
+    except (RefusalError, TraceError):
+        return predictions  # a plan that cannot be predicted says nothing of others
     factor = measured.median_step_seconds / own.seconds
     if not math.isfinite(factor):
         return predictions

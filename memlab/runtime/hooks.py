@@ -240,8 +240,11 @@ def keep_out_of_copies(module: nn.Module, undo: ExitStack) -> None:
     instance = module.__dict__
 
     def restore() -> None:
-        is_needed = any(isinstance(value, _StandIn) for value in instance.values()) or any(
-            is_ours(hook) for key in _HOOKS for hook in instance[key].values()
+        has_own_state = type(module).__getstate__ is not nn.Module.__getstate__
+        is_needed = (
+            any(isinstance(value, _StandIn) for value in instance.values())
+            or any(is_ours(hook) for key in _HOOKS for hook in instance[key].values())
+            or (has_own_state and isinstance(instance.get(CALL), CallHook))
         )
         if not is_needed:
             instance.pop(_STATE, None)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,12 +33,32 @@ def drawn_on(args: Iterable[Any], kwargs: Mapping[str, Any]) -> torch.device:
     return torch.get_default_device() if tensor is None else tensor.device
 
 
+class _Thread(threading.local):
+    """What a thread's states are of."""
+
+    cpu_alone = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def of_cpu_alone() -> Iterator[None]:
+    """Context for tensors without values, which draw from no GPU: another thread may train there."""
+    before, _thread.cpu_alone = _thread.cpu_alone, True
+    try:
+        yield
+    finally:
+        _thread.cpu_alone = before
+
+
 class RandomState:
     """State of torch's generators: that of the CPU, and those of the GPUs where any is in use."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        is_on_gpu = torch.cuda.is_initialized() and not _thread.cpu_alone  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state_all() if is_on_gpu else []
 
     def equals(self, other: RandomState) -> bool:
         """Return whether no random number was drawn between this state and another."""

@@ -167,7 +167,9 @@ def _catch_up(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
         for name, tensor in alive:
             value = own.get(name)
             if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
-                tensor.copy_(value)
+                # one that was made in inference mode can be written to there alone
+                with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+                    tensor.copy_(value)
     if after:
         _followed[optimizer] = after
 
@@ -299,17 +301,29 @@ class _StateOfCopies:
         return state
 
 
-def show_own_form(optimizer: Optimizer, techniques: Callable[[], Sequence[Technique]], undo: ExitStack) -> None:
-    """Save, load, copy and pickle an optimizer's state in the user's own form, until undone."""
+def show_own_form(
+    optimizer: Optimizer, techniques: Callable[[], Sequence[Technique]], is_led: Callable[[], bool], undo: ExitStack
+) -> None:
+    """Save, load, copy and pickle an optimizer's state in the user's own form, until undone.
+
+    Args:
+        optimizer: whose state.
+        techniques: those that are on it now.
+        is_led: whether another session sees to its state now.
+        undo: takes the hooks out again.
+    """
     undo.callback(
         optimizer.register_state_dict_post_hook(
             lambda saved, state_dict: canonical_state_dict(saved, state_dict, techniques())
         ).remove
     )
     undo.callback(optimizer.register_load_state_dict_post_hook(lambda loaded: pack_loaded(loaded, techniques())).remove)
-    undo.callback(
-        optimizer.register_step_post_hook(lambda stepped, _args, _kwargs: _catch_up(stepped, techniques())).remove
-    )
+
+    def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if _followed.get(optimizer) and not is_led():
+            _catch_up(optimizer, techniques())
+
+    undo.callback(optimizer.register_step_post_hook(stepped).remove)
     _keep_own_form_in_copies(optimizer, lambda copied, state: canonical_copy(copied, state, techniques()), undo)
 
 

@@ -306,7 +306,7 @@ class Session:
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
         with ExitStack() as hooks:
-            state_layers.show_own_form(optimizer, lambda: self.techniques, hooks)
+            state_layers.show_own_form(optimizer, lambda: self.techniques, lambda: together.is_led(self), hooks)
             install_step_hooks(optimizer, self._before_step, self._after_step, hooks)
             self.in_force.attach_optimizer(optimizer)
             hooks.callback(self.in_force.detach_optimizer, optimizer)

@@ -29,6 +29,7 @@ from memlab.runtime.hooks import stand_in
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.model_state import State
 from memlab.runtime.modules import accepts_use_cache, without_cache, without_global_hooks
+from memlab.runtime.rng import of_cpu_alone
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import Session, fit
@@ -521,6 +522,7 @@ def _undisturbed() -> Iterator[None]:
         is_elsewhere = torch.get_default_device().type != "cpu"
         with (
             torch.random.fork_rng(devices=[]),
+            of_cpu_alone(),
             without_global_hooks(),
             torch.device("cpu") if is_elsewhere else nullcontext(),
         ):

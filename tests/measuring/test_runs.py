@@ -111,6 +111,30 @@ def test_a_loss_function_of_the_user() -> None:
     assert measure(load, "--accumulate 4", steps=1).samples_per_step == 8
 
 
+class _Returns(torch.nn.Linear):
+    """Returns its loss in one of the forms that people choose."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(4, 3)
+        self.form = form
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        logits = super().forward(rows)
+        loss = logits.square().mean()
+        forms = {
+            "second": (logits, loss), "first": (loss, logits, loss * 2), "list": [logits, loss], "named": {"loss": loss},
+            "one element": {"loss": loss[None]}, "one element first": (loss[None], logits), "alone": loss[None],
+        }  # fmt: skip
+        return forms[self.form]
+
+
+@pytest.mark.parametrize("form", ["second", "first", "list", "named", "one element", "one element first", "alone"])
+def test_the_loss_is_found_in_every_form(form: str) -> None:
+    model = _Returns(form)
+    load = Workload(model, torch.optim.SGD(model.parameters(), 0.1), batch=(torch.randn(8, 4),))
+    assert measure(load, steps=1).samples_per_step == 8
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -102,6 +102,10 @@ def test_a_class_that_says_itself_what_is_pickled_has_nothing_of_memlab_either()
     with fit(Workload(model, torch.optim.SGD(model.parameters())), ""):
         for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert _attributes(made) == before
+        hook = model.register_forward_hook(lambda *_: None)  # for which each call puts something on the model
+        model(torch.ones(1, 2))
+        hook.remove()
+        assert _attributes(copy.deepcopy(model)) == before
     assert _attributes(model) == before
 
 

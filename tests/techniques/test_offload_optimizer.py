@@ -201,6 +201,18 @@ def test_refusals(flags: str, make: Any, text: str) -> None:
     assert str(refusal.value) == text
 
 
+def test_a_state_dict_taken_in_inference_mode_follows_as_well() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fit(Workload(model, optimizer), "--adam8bit"):
+        train(model, optimizer, range(2))
+        with torch.inference_mode():
+            held = optimizer.state_dict()
+        train(model, optimizer, range(2, 4))
+        now = optimizer.state_dict()
+    assert all(torch.equal(held["state"][key]["exp_avg"], now["state"][key]["exp_avg"]) for key in held["state"])
+
+
 @pytest.mark.parametrize("goes_on", ["loaded", "replaced"])
 def test_a_state_dict_that_the_loop_holds_follows_the_state_as_torch_s_does(goes_on: str) -> None:
     runs = []
