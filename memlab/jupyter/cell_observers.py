@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,11 @@ class Notes(Largest):
         self.plans: tuple[Plan, ...] = ()  # those, the last one last
         self._step_ended = step_ended
         self._broke_off = broke_off
+        self.thread: int | None = None  # that the first model trains on; None before its first call
+
+    def forward_begins(self, batch: Batch) -> None:
+        self.thread = self.thread or threading.get_ident()
+        super().forward_begins(batch)
 
     def plan_changed(self, plan: Plan) -> None:
         self.plans = (*(known for known in self.plans if known != plan), plan)

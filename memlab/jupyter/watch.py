@@ -97,7 +97,6 @@ class CellWatch:
         self._control: Control | None = None
         self._device: Device | None = None
         self._thread: int | None = None  # whose training counts; None for any
-        self._measured_thread: int | None = None  # where the first model was called; None where it was known before
         self._meter: Meter | None = None
         # plans that were in force during the cell, and its first batch
         self.notes = Notes(self._step_ended, self._broke_off)
@@ -265,7 +264,7 @@ class CellWatch:
             return False
         session = session_of(called)
         if not self.sessions:
-            self._measured_thread = threading.get_ident()
+            self.notes.thread = threading.get_ident()
         self.attach(session.workload if session is not None else Workload(called, optimizers))
         return bool(self.failure)
 
@@ -324,9 +323,9 @@ class CellWatch:
     def _is_on_measured_thread(self) -> bool:
         """Return whether this is the thread of the first model, or that one is over."""
         here = threading.get_ident()
-        if self._measured_thread not in {thread.ident for thread in threading.enumerate()}:
-            self._measured_thread = here
-        return self._measured_thread == here
+        if self.notes.thread not in {thread.ident for thread in threading.enumerate()}:
+            self.notes.thread = here
+        return self.notes.thread == here
 
     def _choosing(self, session: Session) -> list[Observer]:
         """Choose the plan when a model is first called, for it and those before it."""

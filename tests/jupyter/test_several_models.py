@@ -155,7 +155,8 @@ def test_an_optimizer_of_two_models_is_converted_once(shell: Any, cell: Cell) ->
     assert all(torch.equal(saved[key]["exp_avg"], live[key]["exp_avg"]) for key in live)
 
 
-def test_a_model_that_trains_in_another_thread_is_not_measured(shell: Any, cell: Cell) -> None:
+@pytest.mark.parametrize("known", ["at its first call", "before the cell"])
+def test_a_model_that_trains_in_another_thread_is_not_measured(shell: Any, cell: Cell, known: str) -> None:
     cell("""
         import threading, torch
         def made(seed):
@@ -167,15 +168,16 @@ def test_a_model_that_trains_in_another_thread_is_not_measured(shell: Any, cell:
                 model(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+        def train_elsewhere():
+            thread = threading.Thread(target=train, args=(other, others))
+            thread.start()
+            thread.join()
         (one, its), (other, others) = made(0), made(1)
         """)
-    ran = cell("""%%memfit --adam8bit
-        one(torch.ones(2, 4)).sum().backward()
-        thread = threading.Thread(target=train, args=(other, others))
-        thread.start()
-        thread.join()
-        its.step()
-        """)
+    beside = (
+        "train_elsewhere()" if known == "before the cell" else "other.train(); others.zero_grad(); train_elsewhere()"
+    )
+    ran = cell(f"%%memfit --adam8bit\none(torch.ones(2, 4)).sum().backward()\n{beside}\nits.step()")
     assert ran.error is None
     assert "other: step 1: trains in a thread of its own, and is not measured" in ran.out
     assert session_of(shell.user_ns["other"]).plan.label == "--adam8bit"  # the plan applies to it
