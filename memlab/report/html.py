@@ -18,7 +18,9 @@ from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, TableRo
 from memlab.units import format_bytes
 
 _FLAG = re.compile(r"--[a-z][^ ]*( [^- ][^ ]*(?= --|$))?")
-_SPREAD = re.compile(r" (?=[±(])")
+# numbers with their units, and with what belongs to them
+_WHOLE = re.compile(r"\([^()]*\d[^()]*\)|(± )?[^ ()]+ (%|[KMGT]?i?B)(?= |$)")
+_NOWRAP = '<span style="white-space:nowrap">{}</span>'
 _RULE = "rgba(128,128,128,.35)"
 _WRAPPER = "overflow-x:auto;font-variant-numeric:tabular-nums;font-size:13px;line-height:1.45"
 _TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:inherit"
@@ -31,7 +33,7 @@ _HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600"
 _CODE = (
     "padding:0;font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
 )
-_BAR = "display:flex;height:8px;margin-top:4px;width:clamp(80px,18vw - 90px,170px)"  # shorter on a narrow page
+_BAR = "display:flex;height:8px;margin-top:4px;width:clamp(70px,18vw - 100px,170px)"  # shorter on a narrow page
 # what is predicted is paler and dashed, in every picture
 _PREDICTED = "opacity:.65;border-bottom:1px dashed currentColor"
 _GREY = "#9AA5B1"
@@ -120,12 +122,10 @@ def _row(columns: Sequence[Column[Any]], each: TableRow, flush: Sequence[str], s
 
 
 def _cell(column: Column[Any], text: str, bar: Bar | None, side: str, scale: float) -> str:
-    """A cell. On a narrow page a sentence goes on in a second line, as the spread behind a number does; the rest stays whole."""
+    """A cell. On a narrow page a sentence goes on in a second line, as what stands behind a number does; the rest stays whole."""
     content, wraps = _unbroken(text), ";white-space:nowrap"
-    pieces = _SPREAD.split(text) if column.kind is ColumnKind.NUMBER else []
-    if len(pieces) > 1:
-        content = " ".join(f'<span style="white-space:nowrap">{escape(piece)}</span>' for piece in pieces)
-        wraps = ""
+    if column.kind is ColumnKind.NUMBER and " " in text and not _WHOLE.fullmatch(text):
+        content, wraps = _WHOLE.sub(_NOWRAP.format(r"\g<0>"), escape(text)), ""
     elif column.kind is ColumnKind.WORDS and len(text) > _ONE_LINE_CHARACTERS:
         wraps = ";min-width:12em"
     return f'<td style="{_CELL};{side}{wraps}">{content}{_bar(bar, scale) if bar is not None else ""}</td>'
@@ -171,5 +171,5 @@ def keys(names: Sequence[str], style: str) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """Escaped text in which no line breaks inside a flag, or between a flag and its value."""
-    return _FLAG.sub(r'<span style="white-space:nowrap">\g<0></span>', escape(text))
+    """Escaped text in which no line breaks between a flag and its value, or inside of them but after a comma."""
+    return _FLAG.sub(lambda flag: "<wbr>".join(map(_NOWRAP.format, re.split("(?<=,)", flag[0]))), escape(text))

@@ -10,8 +10,14 @@ import pytest
 
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
 
+from memlab.jupyter import panel_page  # noqa: E402
+from memlab.records import Measurement  # noqa: E402
+from memlab.records.comparison import Comparison  # noqa: E402
+from memlab.report import html, tables  # noqa: E402
+from memlab.units import MIB  # noqa: E402
 from tests.browser.conftest import choose_theme  # noqa: E402
 from tests.jupyter.conftest import MAKE, TRAIN  # noqa: E402
+from tests.report import samples  # noqa: E402
 
 pytestmark = pytest.mark.browser
 
@@ -110,3 +116,28 @@ def save_by_keyboard(page: Any) -> None:
     page.locator(".jp-Notebook").click(position={"x": 5, "y": 5})
     with page.expect_response(lambda r: r.request.method == "PUT" and "/api/contents/" in r.url, timeout=_MILLISECONDS):
         page.keyboard.press("Control+s")
+
+
+def test_the_widest_rows_fit_beside_a_narrow_page(browser: Any) -> None:
+    """At 1000 px, with JupyterLab's side bar open, a panel has 568 px: nothing in its table is scrolled or cut."""
+    steps = {
+        "uneven steps": (1e-4, 4e-4, 1e-2, 2e-3, 3e-2),
+        "timed": (5e-4,),
+        "16 %": (5e-4, 5.5e-4, 6e-4, 4.5e-4, 5e-4),
+    }
+    plans = ("as written", "--accumulate 4 --offload activations,optimizer,params", "--checkpoint selective --bf16")
+    rows = [
+        Measurement(plan, "H100 SXM", 123 * MIB, None, 104 * MIB, {"parameters": MIB}, (), seconds, 8, 4096)
+        for plan, seconds in zip(plans, steps.values(), strict=True)
+    ]
+    unlike = [samples.prediction(plan, 0.1, 0.5) for plan in plans]
+    table = html.table(tables.comparison(Comparison("settings tried", tuple(rows), (), tuple(unlike))))
+    assert all(words in table for words in ("uneven steps", "≠ ", "on host", "tokens/s"))
+    page = browser.new_page(viewport={"width": 1000, "height": 900})
+    page.set_content(
+        f"<style>{(Path(panel_page.__file__).parent / 'panel.css').read_text(encoding='utf-8')}</style>"
+        f'<div class="memlab-panel" style="width:568px"><div class="memlab-table">{table}</div></div>'
+    )
+    wide = page.locator(".memlab-receipt").evaluate("each => [each.scrollWidth, each.clientWidth]")
+    page.close()
+    assert wide[0] <= wide[1] == 568
