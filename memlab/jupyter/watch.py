@@ -240,9 +240,8 @@ class CellWatch:
         if self._put_off is None or self._thread not in (None, threading.get_ident()) or is_loop_known():
             return
         refusal, self._put_off = self._put_off, None
-        if refusal is not None:
-            self._broke_off(refusal)
-            raise refusal
+        self._broke_off(refusal)
+        raise refusal
 
     def _takes(self, called: nn.Module) -> bool:
         calls = self._calls[id(called)] = self._calls.get(id(called), 0) + 1

@@ -301,12 +301,10 @@ def loss_in(workload: Workload, output: Any) -> torch.Tensor:
     if workload.loss_fn is not None:
         loss: Any = workload.loss_fn(output, workload.batch[1])
     else:
-        # of one element is as good here, where it is known that the output is to be trained on
-        named = (
-            output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
-        )
-        found = scalar_loss_of(output)
-        loss = named if found is None else found
+        loss = scalar_loss_of(output)
+        if loss is None:  # one of a single element is as good here, where the output is known to be trained on
+            first = output[0] if isinstance(output, tuple) and output else output
+            loss = output.get("loss") if isinstance(output, Mapping) else first
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise WorkloadError(
             f"{workload.name} returned no loss: pass loss_fn=… (%memfit: --loss-fn NAME), or put the labels into the batch"

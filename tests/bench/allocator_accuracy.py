@@ -270,7 +270,7 @@ def page() -> str:
         "",
         "With expandable segments little depends on the order of requests; by default it does. The rows are of two "
         "evenings and several states of the code; those of gpt2 are older, from before predictions let autograd add "
-        "gradients in place. Held to 1 % of allocated and 5 % of reserved bytes, and 3 % where reserved bytes are foretold too "
+        "gradients in place. Held to 1 % of allocated and 5 % of reserved bytes, and 3 % where reserved bytes are predicted too "
         "low, two rows are off: opt, split, on the T4 (+6.1 % and -4.0 % of reserved bytes). Under `--accumulate 2` its "
         "requests above 1 MiB are those that were predicted, but for the look at a few rows before the first step and for one "
         "temporary of 3 MiB more in each backward pass of attention; leaving out that look, or adding that temporary, changes the "
