@@ -43,8 +43,8 @@ class World(Enum):
     UNKNOWN = "whether this front end delivers clicks while a cell runs is not known yet"
     AT_ONCE = "clicks are applied at the next step, also while a cell runs"
     AFTER_CELL = (
-        "this front end delivers clicks when the cell ends; run it with %%memfit --background to have them applied at the "
-        "next step"
+        "this front end delivers clicks when the cell ends; train in a thread (%%memfit --background starts one) to have "
+        "them applied at the next step"
     )
 
 
@@ -104,11 +104,13 @@ class Hearing:
 
     def __init__(self, kernel: Kernel | None) -> None:
         self.world = world_of(kernel)
+        # marimo, which has no kernel of IPython's, may run cells on another thread than the main one
+        self._cells = threading.main_thread() if kernel is not None else threading.current_thread()
         self._on_main = 0
 
     def heard(self) -> None:
         """Note a message; to be called in every callback, on the thread it runs on."""
-        if not is_main_thread():
+        if threading.current_thread() is not self._cells:
             self.world = World.AT_ONCE
         elif self.world is not World.AT_ONCE:
             # a panel that has been heard beside the main thread once can send there always

@@ -79,6 +79,10 @@ class MainThread:
         return played
 
     @property
+    def can_play(self) -> bool:
+        return self._kernel is not None
+
+    @property
     def is_working(self) -> bool:
         """Return whether the calling thread is doing such work."""
         return self._is_working and is_main_thread()

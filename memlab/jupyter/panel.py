@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from memlab.jupyter.controls import MAGIC, Controls, fixed
 from memlab.jupyter.display import is_rich, show
 from memlab.jupyter.history import History
 from memlab.jupyter.main_thread import MainThread
-from memlab.jupyter.panel_page import PanelPage, require_widgets
+from memlab.jupyter.panel_page import PanelPage, require_widgets, shows_widgets
 from memlab.jupyter.saved_view import SavedView, as_text, tried_as_html
 from memlab.live.control import Control, control_of
 from memlab.live.replaying import Replay
@@ -69,6 +69,19 @@ class Panel:
                 self._page.show_figure(moment)
                 self._saved.update(moment)
 
+    def training(self) -> AbstractContextManager[None]:
+        """Measure the steps of a loop and show them, as `%%memfit` does for its cell.
+
+        Example:
+            >>> with panel.training():  # doctest: +SKIP
+            ...     for batch in batches:
+            ...         train(model, optimizer, batch)
+
+        Raises:
+            SessionError: the panel shows a recorded run.
+        """
+        return self._source.training()
+
     def close(self) -> None:
         """Take the panel off the page and let go of the run; harmless when done."""
         with self._lock:
@@ -89,6 +102,10 @@ class Panel:
         moment = self._source.moment()
         show(data | {"text/plain": moment.title}, metadata=metadata, raw=True)
         self._saved.show(moment)
+
+    def _display_(self) -> Any:
+        """Return what marimo shows, which has no IPython."""
+        return self.widget
 
     def _words(self, moment: Moment) -> dict[str, str]:
         return {
@@ -154,11 +171,11 @@ class Panels:
         """
         cell = cell_of(shell)
         self.close(cell)
-        if not is_rich(shell):
+        if not _has_page(shell):
             print(as_text(source.moment()))  # noqa: T201 - what was asked for
             return None
         try:
-            self._open[cell] = panel = Panel(source, Hearing(shell.kernel))
+            self._open[cell] = panel = Panel(source, Hearing(getattr(shell, "kernel", None)))
         except MissingExtraError as missing:
             print(f"memfit: a table without controls, because {missing}")  # noqa: T201
             self._open[cell] = SavedView(source)
@@ -203,7 +220,8 @@ def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Panel:
         capacity: memory size to give the device in the panel's own runs.
 
     Returns:
-        The panel; the last value of a cell is displayed.
+        The panel; the last value of a cell is displayed. Where there are no magics (marimo), `with panel.training():`
+        measures a loop and shows it.
 
     Raises:
         MissingExtraError: ipywidgets or anywidget is not installed.
@@ -211,7 +229,7 @@ def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Panel:
         SessionError: there is no notebook; `%memfit FLAGS` and `memlab.fit` do the same without a panel.
     """
     shell = _shell()
-    if shell is None or not is_rich(shell):
+    if not _has_page(shell):
         raise SessionError("a panel needs a notebook; in a script, use memlab.fit(workload, plan) and its switch(plan)")
     require_widgets()
     control = control_of(workload.model)
@@ -257,6 +275,10 @@ def bring_up_to_date(control: Control, history: History) -> None:
     control.know(rows, (*history.plan_space, *history.predicted.values()))
     if history.batch is not None:
         control.model.batch = history.batch
+
+
+def _has_page(shell: Shell | None) -> bool:
+    return is_rich(shell) if shell is not None else shows_widgets()
 
 
 def _shell() -> Shell | None:

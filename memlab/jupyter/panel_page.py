@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from memlab.extras import require
+from memlab.extras import available, require
 from memlab.plan import Plan
 from memlab.records.live_state import Activity, Moment
 from memlab.report.live_figure import Drawing, drawing
@@ -38,6 +38,20 @@ def require_widgets() -> None:
     """Import what a panel is made of."""
     for package in ("ipywidgets", "anywidget"):
         require(package)
+
+
+def shows_widgets() -> bool:
+    """Return whether widgets reach a page where there is no IPython: marimo gives each of them a connection."""
+    if not available("ipywidgets"):
+        return False
+    import comm
+    import ipywidgets
+
+    tried = ipywidgets.Layout()
+    try:
+        return not isinstance(tried.comm, comm.DummyComm)
+    finally:
+        tried.close()
 
 
 class PanelPage:

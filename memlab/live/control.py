@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from time import perf_counter
 
 import torch
@@ -30,6 +30,7 @@ from memlab.live.pending_changes import PendingChanges
 from memlab.live.source import Can
 from memlab.live.stage import AtOnce, Hold, Playing, Stage
 from memlab.live.views import Drawn, Pace, Views
+from memlab.measuring.beside import meter_of
 from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
@@ -56,6 +57,16 @@ def control_of(model: nn.Module) -> Control:
     if control is None:
         control = _controls[model] = Control(model)
     return control
+
+
+class _Steps(Observer):
+    """Tells of the end of each step."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        self._ended()
 
 
 class Control(Observer):
@@ -141,6 +152,19 @@ class Control(Observer):
 
     def training_ended(self) -> None:
         self._rest()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        session = self._attached()
+        with ExitStack() as undo:
+            device = undo.enter_context(closing(device_for(session.workload.device, self.capacity_bytes)))
+            meter = undo.enter_context(closing(meter_of([session], device)))
+            for observer in (meter, _Steps(self.stepped)):
+                session.observers.add(observer)
+                undo.callback(session.observers.remove, observer)
+            self.training_begins(session, meter)
+            undo.callback(self.training_ended)
+            yield
 
     def stepped(self) -> None:
         """A step has ended; on the training thread, after the meter has been told."""
@@ -267,7 +291,7 @@ class Control(Observer):
         if self.model.is_gone:
             return Can.NOTHING
         if self._activity is Activity.IDLE:
-            is_free = self.model.batch is not None and not self.is_taken()
+            is_free = self.stage.can_play and self.model.batch is not None and not self.is_taken()
             return Can.SWITCH | Can.UNDO | (Can.RUN | Can.PREDICT | Can.FIND if is_free else Can.NOTHING)
         paused = Can.RESUME if self._hold.is_held else Can.PAUSE
         return Can.SWITCH | Can.CANCEL | Can.UNDO | paused

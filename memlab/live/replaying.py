@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from typing import NoReturn
 
-from memlab.errors import PlanError
+from memlab.errors import PlanError, SessionError
 from memlab.live.feed import Track
 from memlab.live.pending_changes import PendingChanges
 from memlab.live.source import Can
@@ -201,6 +202,10 @@ class Replay:
     def predict(self) -> None:
         """Refused: a recording has no model."""
         self._cannot("predict")
+
+    def training(self) -> NoReturn:
+        """Refused: a recording has no model."""
+        raise SessionError("a recording cannot train: make a panel with memlab.panel(workload)")
 
     def find(self) -> None:
         """Go to the fastest recorded setting that fits the budget."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import Flag, auto
 from typing import Protocol
 
@@ -65,6 +66,9 @@ class Source(Protocol):
 
     def undo(self) -> None:
         """Give the workload back as it was."""
+
+    def training(self) -> AbstractContextManager[None]:
+        """Measure the steps that a loop makes within it, and show them."""
 
     def watch(self, drawn: Callable[[Moment], None]) -> Callable[[], None]:
         """Have a view drawn when something has changed; returns what ends that.

@@ -32,6 +32,10 @@ class Playing(Protocol):
 class Stage(Protocol):
     """Runner of tasks one after another, never while a cell runs. Every method may be called from any thread."""
 
+    @property
+    def can_play(self) -> bool:
+        """Return whether there is an event loop that advances iterators."""
+
     def when_idle(self, work: Callable[[], None]) -> None:
         """Do something as soon as no cell runs."""
 
@@ -41,6 +45,8 @@ class Stage(Protocol):
 
 class AtOnce:
     """A stage without a notebook: everything is done there and then, in the calling thread."""
+
+    can_play = False
 
     def when_idle(self, work: Callable[[], None]) -> None:
         work()

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,21 @@ def lab(lab_folder: Path) -> Iterator[str]:
         ),
         *("--IdentityProvider.token=", f"--ServerApp.root_dir={lab_folder}", "--LabApp.extension_manager=readonly"),
     ]
-    log = lab_folder / ".log"
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", *arguments], env=environment, stdout=out, stderr=out
-        )
-    try:
-        _wait_for(f"http://127.0.0.1:{port}/api/status", server, log)
+    command = [sys.executable, "-m", "jupyterlab", *arguments]
+    with served(command, f"http://127.0.0.1:{port}/api/status", lab_folder / ".log", environment):
         yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def served(
+    command: Sequence[str], address: str, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Run a server, from the moment it answers at an address."""
+    with log.open("w") as out:
+        server = subprocess.Popen(command, env=environment, cwd=_ROOT, stdout=out, stderr=out)
+    try:
+        _wait_for(address, server, log)
+        yield
     finally:
         _stop(server)
 
@@ -209,4 +216,4 @@ def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
             time.sleep(0.3)
         else:
             return
-    pytest.fail(f"JupyterLab did not start:\n{log.read_text()[-2000:]}")
+    pytest.fail(f"the server did not start:\n{log.read_text()[-2000:]}")

@@ -49,6 +49,8 @@ class OneByOne:
 class Playing(AtOnce):
     """Does work at once, and keeps what is to be advanced."""
 
+    can_play = True
+
     def __init__(self) -> None:
         self.played: list[OneByOne] = []
 

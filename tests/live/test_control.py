@@ -604,3 +604,21 @@ def test_a_rescue_is_seen(workload: Workload) -> None:
             cell.train(2)
         assert control.moment().rescues
         assert any("→" in event for event in control.moment().events)
+
+
+def test_a_loop_is_measured_without_a_cell(workload: Workload) -> None:
+    control = Control(workload.model)
+    control.begin(workload)
+    assert Can.RUN not in control.can()  # nothing makes its steps
+    with control.training():
+        for _ in range(4):
+            step(workload)
+        assert control.moment().activity is Activity.TRAINING
+        control.ask("checkpointing", "full")
+        step(workload)
+    moment = control.moment()
+    assert [each.plan for each in moment.measurements] == ["as written", "--checkpoint"]
+    assert (moment.activity, moment.step) == (Activity.IDLE, 5)
+    session = session_of_control(control)
+    assert session.observers.all == (control,)
+    session.undo()

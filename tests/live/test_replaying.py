@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memlab.errors import SessionError
 from memlab.live.replaying import Replay
 from memlab.live.source import Can, Source
 from memlab.plan import FIELDS, Plan
@@ -311,6 +312,8 @@ def test_what_needs_a_model_is_told_to_be_impossible() -> None:
         "a recording cannot predict: there is no model here",
         "a recording cannot undo: there is no model here",
     )
+    with pytest.raises(SessionError, match=r"a recording cannot train: make a panel with memlab.panel\(workload\)"):
+        replay.training()
 
 
 # -- other recordings
