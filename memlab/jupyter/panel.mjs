@@ -214,7 +214,12 @@ function render({ model, el }) {
     writing.then(() => status.tell("copied to the clipboard"), () => asking.send({ kind: "not copied" }));
   }
 
+  // what a page without the kernel shows in the panel's place
+  const hidesStill = part(document.head, "style");
+  hidesStill.textContent = `.memlab-still-${fixed.still} { display: none; }`;
+
   function gone() {
+    hidesStill.remove();
     el.classList.add("memlab-gone");
     // neither the mouse nor the keyboard gets there any more
     controls.inert = true;
@@ -233,6 +238,7 @@ function render({ model, el }) {
   const secondHello = setTimeout(() => asking.send({ kind: "hello" }), SECOND_HELLO_MILLISECONDS);
   return () => {
     clearTimeout(secondHello);
+    hidesStill.remove();
     window.removeEventListener("keydown", ownKeys, true);
     for (const [event, react] of Object.entries(watched)) model.off(event, react);
     status.end();

@@ -40,14 +40,14 @@ class Panel:
     """A view of a run, with controls."""
 
     def __init__(self, source: Source, hearing: Hearing | None = None) -> None:
-        self._page = PanelPage(fixed())
+        self._saved = SavedView()
+        self._page = PanelPage(fixed() | {"still": self._saved.name})
         self.widget = self._page.widget  # what stands in the page, an ipywidgets widget like any other
         self._source = source
         self._hearing = hearing or Hearing(None)
         self._lock = threading.RLock()
         self._is_closed = False
         self._controls = Controls(source, self._copy)
-        self._saved = SavedView()
         self._frame = -1
         self._errors: list[str] = []
         self._code = ""

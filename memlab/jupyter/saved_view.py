@@ -32,6 +32,7 @@ class SavedView:
     """
 
     def __init__(self, source: Source | None = None) -> None:
+        self.name = uuid4().hex  # by which a panel hides it
         self._display = ""
         self._shown: tuple[Plan, tuple[Measurement, ...]] | None = None
         self._picture: tuple[tuple[Measurement, ...], str] = ((), "")  # and what of
@@ -61,7 +62,7 @@ class SavedView:
         tried = _tried(moment)
         shown = [_settings(moment), *([tables.comparison(tried)] if tried else [])]
         formats = {
-            "text/html": f'<div class="memlab-still">{"".join(map(html.table, shown))}</div>',
+            "text/html": f'<div class="memlab-still-{self.name}">{"".join(map(html.table, shown))}</div>',
             "text/plain": "\n\n".join(map(text.table, shown)),
         }
         if tried is not None and len(tried.measurements) > 1 and available("matplotlib"):

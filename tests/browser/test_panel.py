@@ -381,7 +381,7 @@ def test_page_loaded_again_and_kernel_restarted(browser: Any, lab: str, lab_fold
         opened.run(0)
         opened.run(1)
         panel = opened.panel(1)
-        still = opened.cell(1).locator(".memlab-still")
+        still = opened.cell(1).locator("[class^=memlab-still]")
         box(panel, "Checkpointing").click()
         expect(still).to_contain_text("%memfit undo", timeout=_MILLISECONDS)  # what was clicked is in it
         save_by_keyboard(opened.page)
