@@ -143,9 +143,11 @@ class OpenNotebook:
 
 @contextmanager
 def opened_notebook(
-    browser: Any, lab: str, folder: Path, name: str, cells: Sequence[str] = ()
+    browser: Any, lab: str, folder: Path, name: str, cells: Sequence[str] = (), front_end: str = "lab/tree"
 ) -> Iterator[OpenNotebook]:
     """A notebook with these cells in a page of its own; without cells, one that is there.
+
+    The server has two front ends, JupyterLab at "lab/tree" and Notebook at "notebooks".
 
     What the page shows when a test fails is kept beside the notebook, as a picture of the same name.
     """
@@ -157,7 +159,7 @@ def opened_notebook(
     context = browser.new_context(viewport={"width": 1500, "height": 1900}, permissions=_CLIPBOARD)
     try:
         page = context.new_page()
-        show_notebook(page, f"{lab}/lab/tree/{name}?reset")
+        show_notebook(page, f"{lab}/{front_end}/{name}?reset")
         yield OpenNotebook(page)
     except BaseException:
         page.screenshot(path=str(folder / f"{name}.png"))
@@ -173,7 +175,8 @@ def show_notebook(page: Page, address: str = "") -> None:
     else:
         page.reload()
     page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for(timeout=_MILLISECONDS)
-    page.get_by_text(re.compile(r"Python 3 \(ipykernel\) \| (Idle|Busy)")).wait_for(timeout=_MILLISECONDS)
+    ready = page.get_by_text(re.compile(r"Python 3 \(ipykernel\) \| (Idle|Busy)"))  # JupyterLab's words, and Notebook's
+    ready.or_(page.locator(".jp-NotebookKernelStatus")).first.wait_for(timeout=_MILLISECONDS)
 
 
 def choose_theme(folder: Path, name: str) -> None:
