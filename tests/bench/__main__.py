@@ -24,6 +24,7 @@ from memlab.report import tables, text
 from tests.bench import figures
 from tests.bench.building import building
 from tests.bench.figures import Figure
+from tests.bench.first_paint import first_paint
 from tests.bench.handover import handover
 from tests.bench.live import live
 from tests.bench.offloading import offloading
@@ -64,6 +65,7 @@ def runs(device: torch.device, pairs: int) -> dict[str, Callable[[], list[Figure
         "arithmetic": lambda: figures.arithmetic(device),
         "plain cell": lambda: plain_cell(pairs),
         "live panel": live,
+        "first paint": first_paint,
         "building": building,
         "offloading": lambda: offloading(device, pairs),
         "handover": handover,

@@ -30,7 +30,7 @@ _QUIET = (
     "--no-first-run",
 )
 _PATIENCE_SECONDS = 60
-_MILLISECONDS = 90_000
+MILLISECONDS = 90_000
 _CLIPBOARD = ["clipboard-read", "clipboard-write"]
 
 Page = Any
@@ -40,10 +40,19 @@ Locator = Any
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """Chromium, driven by Playwright."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright's Python package")
+    pytest.importorskip("playwright.sync_api", reason="needs Playwright's Python package")
     if not _CHROMIUM.exists():
         pytest.skip(f"needs {_CHROMIUM}: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
+    with chromium() as launched:
+        yield launched
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Run a Chromium without a window."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
         launched = driver.chromium.launch(executable_path=str(_CHROMIUM), args=_QUIET)
         yield launched
         launched.close()
@@ -59,6 +68,13 @@ def lab_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lab(lab_folder: Path) -> Iterator[str]:
     """Address of a running JupyterLab; its settings and notebooks are this run's own."""
     pytest.importorskip("jupyterlab", reason="needs JupyterLab")
+    with jupyterlab(lab_folder) as address:
+        yield address
+
+
+@contextmanager
+def jupyterlab(lab_folder: Path) -> Iterator[str]:
+    """Run a JupyterLab on the notebooks of a folder, which keeps its settings too."""
     port = free_port()
     environment = {
         **os.environ,
@@ -126,7 +142,7 @@ class OpenNotebook:
     def until_over(self, number: int) -> None:
         """Wait for the end of a cell."""
         prompt = self.cell(number).locator(".jp-InputPrompt")
-        prompt.filter(has_text=re.compile(r"\[\d+\]")).wait_for(timeout=_MILLISECONDS)
+        prompt.filter(has_text=re.compile(r"\[\d+\]")).wait_for(timeout=MILLISECONDS)
 
     def result(self, number: int) -> str:
         """Run a cell; what it has printed."""
@@ -137,7 +153,7 @@ class OpenNotebook:
     def panel(self, cell: int) -> Locator:
         """The panel below a cell, once it stands there with its figure."""
         panel = self.cell(cell).locator(".memlab-panel")
-        panel.locator(".main-svg").first.wait_for(timeout=_MILLISECONDS)
+        panel.locator(".main-svg").first.wait_for(timeout=MILLISECONDS)
         return panel
 
 
@@ -174,9 +190,9 @@ def show_notebook(page: Page, address: str = "") -> None:
         page.goto(address)
     else:
         page.reload()
-    page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for(timeout=_MILLISECONDS)
+    page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for(timeout=MILLISECONDS)
     ready = page.get_by_text(re.compile(r"Python 3 \(ipykernel\) \| (Idle|Busy)"))  # JupyterLab's words, and Notebook's
-    ready.or_(page.locator(".jp-NotebookKernelStatus")).first.wait_for(timeout=_MILLISECONDS)
+    ready.or_(page.locator(".jp-NotebookKernelStatus")).first.wait_for(timeout=MILLISECONDS)
 
 
 def choose_theme(folder: Path, name: str) -> None:
