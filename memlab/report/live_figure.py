@@ -33,7 +33,6 @@ from memlab.report.live_sheet import (
     TIMES,
     UPPER,
     Sheet,
-    inside_points,
     inside_scale,
     sheet_of,
     shortened,
@@ -81,7 +80,7 @@ def drawing(moment: Moment, known: Chart | None = None) -> Drawing:
 
 
 def _layout(moment: Moment, sheet: Sheet, mapped: Chart) -> dict[str, Any]:
-    labels, step = change_labels(moment), (inside_points(sheet), inside_scale(sheet)[0])
+    labels = change_labels(moment)
     rows = 1 + max((label.row for label in labels), default=-1) + (sheet.most_bytes == sheet.budget_bytes)
     # the labels of the changes stand in a strip above the memory
     top = _roomy(max(1, sheet.most_bytes) / sheet.unit) / share_below(rows)
@@ -96,9 +95,9 @@ def _layout(moment: Moment, sheet: Sheet, mapped: Chart) -> dict[str, Any]:
         "legend": {"orientation": "h", "x": 0, "xanchor": "left", "traceorder": "normal", "font": {"size": 12},
                    "yref": "container", "y": 1 - (_TOP_PIXELS - 38) / HEIGHT_PIXELS, "yanchor": "bottom"},
         **_axes(sheet, mapped, top),
-        "shapes": [*_budget_lines(sheet, mapped), *change_lines(labels), *phase_shapes(*step)],
+        "shapes": [*_budget_lines(sheet, mapped), *change_lines(labels), *phase_shapes(sheet)],
         "annotations": [*_titles(sheet, mapped), *_empty(sheet, mapped), *_budget_names(sheet, mapped),
-                        *change_names(labels), *phase_names(*step)],
+                        *change_names(labels), *phase_names(sheet)],
     }  # fmt: skip
 
 
@@ -112,8 +111,11 @@ def _axes(sheet: Sheet, mapped: Chart, top: float) -> dict[str, Any]:
     # of a few steps, every one has its tick; of more, plotly chooses
     ticks = "linear" if sheet.stacks and sheet.stacks[-1][0] - sheet.stacks[0][0] < 8 else "auto"
     time = {"showgrid": False, "zeroline": False}
+    # to the steps alone: plotly would make room for names beside them
+    first, last = (sheet.stacks[0][0] - 0.5, sheet.stacks[-1][0] + 0.5) if sheet.stacks else (None, None)
     return {
-        "xaxis": _axis("step", "y", LEFT, tickmode=ticks, dtick=1, tickformat=",.0f", showticklabels=bool(sheet.stacks), **time),
+        "xaxis": _axis("step", "y", LEFT, tickmode=ticks, dtick=1, tickformat=",.0f", showticklabels=bool(sheet.stacks),
+                       autorangeoptions={"minallowed": first, "maxallowed": last}, **time),
         "yaxis": _axis(f"peak memory of a step, {sheet.name}", "x", UPPER, range=[0, top], showticklabels=bool(sheet.stacks)),
         "xaxis2": _axis(f"time in the step, {seconds}", "y2", RIGHT, showticklabels=sheet.shown is not None, **time),
         "yaxis2": _axis(f"memory allocated, {sheet.name}", "x2", UPPER, range=[0, top], showticklabels=sheet.shown is not None),
@@ -188,13 +190,13 @@ def _titles(sheet: Sheet, mapped: Chart) -> list[dict[str, Any]]:
     speeds = "▸ in force; whiskers: spread of the steps" if sheet.settings else ""
     keys = (changes, inside, speeds, map_key(mapped))
     pictures = (TIMES, INSIDE, SPEEDS, MAP)
-    headings = [_word(x, y, f"<b>{title}</b>", 20) for x, y, title, _ in pictures]
-    return headings + [_word(x, y, key, 4, size=11) for (x, y, _, _), key in zip(pictures, keys, strict=True)]
+    headings = [_word("title", x, y, f"<b>{title}</b>", 20, 13) for x, y, title, _ in pictures]
+    return headings + [_word("key", x, y, key, 4, 11) for (x, y, _, _), key in zip(pictures, keys, strict=True)]
 
 
-def _word(x: str, y: str, text: str, shift: int, size: int = 13) -> dict[str, Any]:
+def _word(name: str, x: str, y: str, text: str, shift: int, size: int) -> dict[str, Any]:
     return {
-        "text": text, "xref": f"{x} domain", "x": 0, "xanchor": "left", "yref": f"{y} domain", "y": 1,
+        "name": name, "text": text, "xref": f"{x} domain", "x": 0, "xanchor": "left", "yref": f"{y} domain", "y": 1,
         "yanchor": "bottom", "yshift": shift, "showarrow": False, "font": {"size": size}, "align": "left",
     }  # fmt: skip
 

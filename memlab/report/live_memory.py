@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from memlab.records import Phase, TimelinePoint
+from memlab.records import Phase
 from memlab.records.live_state import Change, Moment
-from memlab.report.live_sheet import INSIDE, TIMES, Sheet, inside_points, inside_scale
+from memlab.report.live_sheet import INSIDE, TIMES, Sheet, inside_points, inside_scale, longest_seconds
 from memlab.report.segments import CATEGORIES, NEUTRAL_INK, stretches, swatch
 from memlab.report.wording import flags
 
 # the picture of one step, by its axes
 _STEP = {"xref": "x2", "yref": "y2 domain"}
 _PHASE_SHADES = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.10, Phase.STEP: 0.22, Phase.OTHER: 0.0}
-# a phase shorter than this share of the step has no room for its name
-_LEAST_SHARE = 0.2
+# a phase shorter than this share of the picture has no room for its name
+_LEAST_SHARE = 0.25
 
 
 def memory_traces(moment: Moment, sheet: Sheet) -> list[dict[str, Any]]:
@@ -126,8 +126,9 @@ def _pattern(category: str) -> dict[str, Any]:
     return {"shape": look.pattern, "fgcolor": "rgba(255,255,255,.7)", "bgcolor": look.colour, "size": 7}
 
 
-def phase_shapes(points: Sequence[TimelinePoint], factor: float) -> list[dict[str, Any]]:
-    """The phases of a step as pale stretches behind it; its seconds are multiplied with `factor`."""
+def phase_shapes(sheet: Sheet) -> list[dict[str, Any]]:
+    """The phases of a step as pale stretches behind it."""
+    points, (factor, _) = inside_points(sheet), inside_scale(sheet)
     return [
         {
             "type": "rect", **_STEP, "y0": 0, "y1": 1, "layer": "below", "line": {"width": 0},
@@ -138,9 +139,10 @@ def phase_shapes(points: Sequence[TimelinePoint], factor: float) -> list[dict[st
     ]  # fmt: skip
 
 
-def phase_names(points: Sequence[TimelinePoint], factor: float) -> list[dict[str, Any]]:
+def phase_names(sheet: Sheet) -> list[dict[str, Any]]:
     """The names of the phases at the top, where there is room for them."""
-    wide = points[-1].seconds * _LEAST_SHARE if points else 0
+    points, (factor, _) = inside_points(sheet), inside_scale(sheet)
+    wide = longest_seconds(sheet) * _LEAST_SHARE
     return [
         {"text": str(each.phase), **_STEP, "y": 1, "yanchor": "top", "showarrow": False, "font": {"size": 11},
          "x": (each.start_seconds + each.stop_seconds) / 2 * factor}
@@ -150,8 +152,8 @@ def phase_names(points: Sequence[TimelinePoint], factor: float) -> list[dict[str
 
 # --- changes of the plan: a line each, and names that stand clear of one another ------------------------------------
 
-# a picture in the narrowest window, in pixels, and how much of it a character of a label takes
-_WIDTH_PIXELS, _HEIGHT_PIXELS, _CHARACTER_PIXELS, _LABEL_PIXELS = 290, 205, 5.8, 14
+# the narrowest picture with names, in pixels (figure.mjs leaves numbers alone in others), and what a character takes
+_WIDTH_PIXELS, _HEIGHT_PIXELS, _CHARACTER_PIXELS, _LABEL_PIXELS = 250, 205, 5.8, 14
 _MOST_LABEL_ROWS = 3
 
 
@@ -206,7 +208,7 @@ def _placed(each: Change, was: str, number: int | None, at: float, taken: Sequen
         for long in (characters * _CHARACTER_PIXELS + 6,)
         for start in (at, at - long)
         for row in range(_MOST_LABEL_ROWS)
-        if start > -8 and start + long < _WIDTH_PIXELS + 8
+        if start > -2 and start + long < _WIDTH_PIXELS + 8
     ]
     free = [label for label in candidates if not any(label.covers(other) for other in taken)]
     clear = [label for label in free if not any(label.crosses(other) for other in taken)]
@@ -263,6 +265,6 @@ def change_names(labels: Sequence[Label]) -> list[dict[str, Any]]:
     return [
         {"text": each.text, "x": each.step - 0.5, "xref": "x", "y": 1, "yref": "y domain", "yanchor": "top",
          "yshift": -each.row * _LABEL_PIXELS, "xanchor": "right" if each.start < each.at else "left",
-         "showarrow": False, "font": {"size": 11}, "hovertext": escape(f"step {each.step}: {each.plan}")}
+         "showarrow": False, "font": {"size": 11}, "name": "change", "hovertext": escape(f"step {each.step}: {each.plan}")}
         for each in labels
     ]  # fmt: skip

@@ -16,9 +16,8 @@ from memlab.report.segments import NEUTRAL_INK, finite, scale
 from memlab.report.wording import NOTHING, flag_lines, speed, then_change
 from memlab.units import format_bytes
 
-# of a bar's name and speed, so that they end where the picture does
-_MOST_NAME_CHARACTERS = 38
-_LEAST_PLAN_CHARACTERS = 14
+# of a bar's plan and speed, so that they end where the picture does
+_MOST_NAME_CHARACTERS = 33
 
 
 def speed_traces(sheet: Sheet) -> list[dict[str, Any]]:
@@ -62,10 +61,10 @@ def _bar_names(sheet: Sheet) -> dict[str, Any]:
 
 
 def _bar_name(setting: Setting, first: Setting) -> str:
-    said = _speed(setting).removesuffix(" samples/s")
+    said = _speed(setting).removesuffix(" samples/s").split(" (")[0]  # how it was timed is in the table
     if setting is not first:
         said += then_change(speed_ratio(setting.measurement, first.measurement))
-    plan = escape(shortened(setting.measurement.plan, max(_LEAST_PLAN_CHARACTERS, _MOST_NAME_CHARACTERS - len(said))))
+    plan = escape(shortened(setting.measurement.plan, _MOST_NAME_CHARACTERS - len(said)))
     name = f"{setting.number} · {plan}"
     return f"<b>▸ {name}</b>   {said}" if setting.in_force else f"{name}   {said}"
 

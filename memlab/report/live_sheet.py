@@ -106,11 +106,21 @@ def inside_points(sheet: Sheet) -> Sequence[TimelinePoint]:
 
 def inside_scale(sheet: Sheet) -> tuple[float, str]:
     """Return the factor for seconds within a step, and the unit that it gives."""
-    both = [each.timeline[-1].seconds for each in (sheet.shown, sheet.before) if each]
-    return time_scale(max(both, default=0))
+    return time_scale(longest_seconds(sheet))
+
+
+def longest_seconds(sheet: Sheet) -> float:
+    """Return how long the longer one of the two steps took; 0 before one was observed."""
+    return max((each.timeline[-1].seconds for each in (sheet.shown, sheet.before) if each), default=0)
 
 
 def shortened(plan: str, most_characters: int) -> str:
-    """Return as many flags as there is room for."""
+    """Return as many flags as there is room for.
+
+    Example:
+        >>> shortened("--accumulate 4 --checkpoint", 16), shortened("--offload activations,params", 16)
+        ('--accumulate 4 …', '--offload activ…')
+    """
     first, *more = flag_lines(plan, most_characters)
-    return f"{first} …" if more else first
+    text = f"{first} …" if more else first
+    return text if len(text) <= most_characters else f"{text[: most_characters - 1]}…"

@@ -446,11 +446,31 @@ _OUTLINE = """panel => {
 }"""
 
 
+# words that stand on other words; numbers alone are marks of the map, which lie where they were measured
+_WORDS_ON_WORDS = """panel => {
+    const boxes = [];
+    const isSeen = element => element.getClientRects().length && getComputedStyle(element).visibility !== "hidden";
+    for (const element of panel.querySelectorAll("*:not(option, style)")) {
+        if (element.closest(".memlab-spoken") || !isSeen(element)) continue;
+        for (const text of Array.from(element.childNodes).filter(node => node.nodeType === 3 && /[^\\d\\s]/.test(node.data))) {
+            const range = document.createRange();
+            range.selectNodeContents(text);
+            for (const box of range.getClientRects()) boxes.push([text.data.trim(), box]);
+        }
+    }
+    const areOnEachOther = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+        && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+    return boxes.flatMap(([name, box], place) =>
+        boxes.slice(place + 1).filter(other => areOnEachOther(box, other[1])).map(other => [name, other[0]]));
+}"""
+
+
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
 def test_settings_and_pictures_are_in_view_together(browser: Any, lab: str, lab_folder: Path, theme: str) -> None:
     """On a small laptop, with JupyterLab's side bar open: what is flipped and what it does stand side by side."""
     choose_theme(lab_folder, theme)
-    trained = (TRAIN.format(flags=flags, steps=8) for flags in ("--checkpoint", "--accumulate 4 --offload optimizer"))
+    tried = ("--checkpoint", "--accumulate 4 --offload optimizer", "--checkpoint --bf16", "--offload optimizer", "")
+    trained = (TRAIN.format(flags=flags, steps=8) for flags in tried)
     cells = (MAKE, PANEL, *trained)
     with opened_notebook(browser, lab, lab_folder, f"{theme.split()[-1].lower()}-layout.ipynb", cells) as notebook:
         notebook.page.set_viewport_size({"width": 1440, "height": 900})
@@ -467,9 +487,17 @@ def test_settings_and_pictures_are_in_view_together(browser: Any, lab: str, lab_
             assert seen["page"]["top"] <= seen[part]["top"] < seen[part]["bottom"] <= seen["page"]["bottom"]
             assert seen[part]["right"] <= seen["page"]["right"]
         assert (seen["scrolling"], seen["cut"]) == ([], [])
+        assert panel.evaluate(_WORDS_ON_WORDS) == []
         notebook.page.set_viewport_size({"width": 1000, "height": 900})
         notebook.page.wait_for_timeout(1500)
         narrow = panel.evaluate(_OUTLINE)
         assert narrow["controls"]["bottom"] <= narrow["figure"]["top"] + 1
         assert narrow["figure"]["right"] <= narrow["page"]["right"]
         assert (narrow["scrolling"], narrow["cut"]) == ([], [])
+        assert panel.evaluate(_WORDS_ON_WORDS) == []
+        notebook.page.set_viewport_size({"width": 720, "height": 450})  # twice as large on the first screen
+        notebook.page.wait_for_timeout(1500)
+        large = panel.evaluate(_OUTLINE)
+        assert large["figure"]["right"] <= large["page"]["right"]
+        assert large["cut"] == []
+        assert panel.evaluate(_WORDS_ON_WORDS) == []
