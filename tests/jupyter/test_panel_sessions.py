@@ -37,6 +37,20 @@ def data(steps):
 """
 _BLOCKS = "model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)], nn.Linear(16, 4))"
 _NORMED = "model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))"
+_ATTENDING = """
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(16, 4)
+    def forward(self, x, y=None):
+        x = x[:, None]
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x[:, 0])
+        return logits, None if y is None else cross_entropy(logits, y)
+model = Attending()
+"""
 _CONVOLUTIONS = "model = nn.Sequential(nn.Unflatten(1, (1, 16)), nn.Conv1d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))"
 _LOSS = "loss = cross_entropy(model(x), y)"
 _UPDATE = "optimizer.step(); optimizer.zero_grad()"
@@ -49,6 +63,7 @@ _LOOPS = {
     "closure": (_BLOCKS, "def closure():\n        optimizer.zero_grad(); loss = cross_entropy(model(x), y); loss.backward(); return loss", "loss = optimizer.step(closure)"),
     "accumulates": (_BLOCKS, "loss = cross_entropy(model(x), y) / 2", "loss.backward()", "if step % 2: optimizer.step(); optimizer.zero_grad()"),
     "penalty": (_BLOCKS, "loss = cross_entropy(model(x), y) + 1e-3 * sum(p.square().sum() for p in model.parameters())", "loss.backward()", _UPDATE),
+    "attends": (_ATTENDING, "logits, loss = model(x, y)", "loss.backward()", _UPDATE),
     "evaluates": (_NORMED, _LOSS, "loss.backward()", _UPDATE, "model.eval(); right = (model(x).argmax(-1) == y).float().mean(); model.train()"),
 }  # fmt: skip
 _OPTIMIZERS = ("AdamW(model.parameters(), lr=1e-2, eps=1e-3)", "SGD(model.parameters(), lr=1e-2, momentum=0.9)")
@@ -112,7 +127,7 @@ def clean() -> Iterator[None]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(27))
 def test_a_session(seed: int, cell: Cell, shell: Any, clean: None) -> None:
     drawn = random.Random(seed)
     name, (model, *lines) = list(_LOOPS.items())[seed % len(_LOOPS)]

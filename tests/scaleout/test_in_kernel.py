@@ -483,6 +483,28 @@ def test_a_gradient_from_outside_of_the_model_alone_is_said() -> None:
             optimizer.step()
 
 
+@needs(extra="deepspeed")
+@pytest.mark.parametrize("flags", ["--scale zero3 --checkpoint", "--scale zero3"])
+def test_attention_reads_the_weights_of_another_module(flags: str) -> None:
+    losses: list[list[float]] = []
+    for is_served in (False, True):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        session = fit(Workload(model, optimizer), flags) if is_served else None
+        losses.append([])
+        for _ in range(3):
+            loss = model(torch.randn(4, 5, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        if session is not None:
+            session.undo()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def _penalty(workload: Workload) -> torch.Tensor:
     return torch.stack([1e-3 * parameter.square().sum() for parameter in workload.model.parameters()]).sum()
 
