@@ -3,8 +3,8 @@
 1. Modules are new and of the same classes; parameters are new and share their data with the user's; buffers, hooks,
    configurations and whatever else a module holds are the same objects.
 2. What leads from an attribute to a module or a parameter (lists, dicts, bound methods, partials) leads to the new one.
-3. What the user changes on a module between calls (train or eval mode, a rate of dropout, a buffer) is carried over
-   before a call, and buffers that a call replaces are carried back.
+3. What the user changes on a module between calls (train or eval mode, a rate of dropout, a buffer, hooks) is carried
+   over before a call, and buffers that a call replaces are carried back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.errors import RefusalError, ScaleError
+from memlab.errors import RefusalError
 from memlab.runtime.hooks import CALL, own_attributes
 
 _MOST_ENTRIES = 10_000  # longer containers are data
@@ -52,6 +52,12 @@ class Replica:
         # hooks of the outermost module run when the user's is called
         for key in [key for key in vars(model) if is_hooks(key)]:
             vars(self.model)[key] = type(vars(model)[key])()
+        self._hooks = [
+            (second, key, table, set(table))
+            for module, second, _ in self._pairs[1:]
+            for key, table in vars(module).items()
+            if is_hooks(key)
+        ]
         for module, second, _ in self._pairs:
             self._require_own_forward(module, second)
 
@@ -70,6 +76,18 @@ class Replica:
                     seen[key] = value
                     vars(second)[key] = self._mapped(value)
             second._buffers.update(module._buffers)
+        for second, key, table, known in self._hooks:
+            if table.keys() != known:
+                self._follow_hooks(vars(second)[key], table, known)
+
+    def _follow_hooks(self, seconds: dict[int, Any], table: dict[int, Any], known: set[int]) -> None:
+        """Carry over hooks that the user has put on a module or taken off since; an engine's own stay."""
+        for number in known - table.keys():
+            seconds.pop(number, None)
+        for number in table.keys() - known:
+            seconds[number] = self._mapped(table[number])
+        known.clear()
+        known.update(table)
 
     def carry_back(self) -> None:
         """Give the user's modules the buffers that a call has replaced."""
@@ -81,9 +99,11 @@ class Replica:
     def _require_same_parameters(self) -> None:
         for name, parameter in self._users.named_parameters():
             if self._trained.get(name) is not parameter.requires_grad:
-                raise ScaleError(
+                raise RefusalError(
+                    "scale",
                     f"{name} of {self._name} was {'thawed' if parameter.requires_grad else 'frozen'} or exchanged, which an "
-                    "engine that runs cannot follow: take it off first, and put it on again"
+                    "engine that runs cannot follow",
+                    "take it off first, and put it on again",
                 )
             refuse_hooks(name, parameter)
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from memlab import Workload, fit, measure
 from memlab.errors import RefusalError, ScaleError
+from memlab.plan import Plan
 from memlab.scaleout.engines import fsdp2
 from memlab.session import Session
 from memlab.session.snapshot import Snapshot
@@ -479,7 +480,7 @@ def test_a_gradient_from_outside_of_the_model_alone_is_said() -> None:
     (optimizer,) = workload.optimizers
     with fit(workload, "--scale zero2"):
         _penalty(workload).backward()
-        with pytest.raises(ScaleError, match=r" has no gradient \(12 of 12 have none\), and ZeRO would step it"):
+        with pytest.raises(RefusalError, match=r" has no gradient \(12 of 12 have none\), and ZeRO would step it"):
             optimizer.step()
 
 
@@ -505,6 +506,41 @@ def test_attention_reads_the_weights_of_another_module(flags: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@engines("--scale fsdp2", "--scale zero3")
+def test_hooks_that_the_loop_puts_on_parts_run(flags: str) -> None:
+    seen: list[list[float]] = []
+    for is_served in (False, True):
+        workload = tower()
+        session = fit(workload, flags) if is_served else None
+        seen.append([])
+        for step in range(3):
+            heard: list[torch.Tensor] = []
+            hook = workload.model.blocks[2][0].register_forward_hook(lambda _m, _i, output, to=heard: to.append(output))
+            loss = loss_of(workload, step)
+            hook.remove()
+            (loss + heard[0].square().mean()).backward()
+            workload.optimizers[0].step()
+            workload.optimizers[0].zero_grad()
+            seen[-1] += [loss.item(), heard[0].sum().item()]
+        if session is not None:
+            session.undo()
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+
+
+@engines("--scale fsdp2", "--scale zero2")
+def test_a_click_on_an_engine_that_cannot_follow_the_loop_is_taken_back(flags: str) -> None:
+    workload = tower()
+    session = fit(workload)
+    go(workload, 0, 1)
+    session.switching.ask(Plan.parse(flags))
+    go(workload, 1, 2)
+    workload.model.head.bias.requires_grad_(False)
+    with pytest.warns(RuntimeWarning, match="was frozen or exchanged, .*; as written is back"):
+        go(workload, 2, 3)
+    assert session.plan == Plan()
+    session.undo()
+
+
 def _penalty(workload: Workload) -> torch.Tensor:
     return torch.stack([1e-3 * parameter.square().sum() for parameter in workload.model.parameters()]).sum()
 
@@ -519,12 +555,12 @@ def test_what_zero_would_do_otherwise_than_the_loop_is_an_error() -> None:
         loss_of(workload, 1).backward()
         workload.model.head.bias.grad = None
         with pytest.raises(
-            ScaleError, match=r"^head.bias has no gradient \(1 of 12 have none\), and ZeRO would step it"
+            RefusalError, match=r"^scale: head.bias has no gradient \(1 of 12 have none\), and ZeRO would step it"
         ):
             optimizer.step()
         optimizer.zero_grad()
         workload.model.head.bias.requires_grad_(False)
-        with pytest.raises(ScaleError, match=r"^head.bias of Tower was frozen or exchanged, which an engine that runs"):
+        with pytest.raises(RefusalError, match=r"^scale: head.bias of Tower was frozen or exchanged, which an engine"):
             loss_of(workload, 1)
         workload.model.head.bias.requires_grad_(True)
 

@@ -235,9 +235,11 @@ class LiveZero(InKernel):
             return True  # as torch does: no gradient, no update
         missing = self._gradients.missing
         if missing:
-            raise ScaleError(
+            raise RefusalError(
+                "scale",
                 f"{missing[0]} has no gradient ({len(missing)} of {len(self._pairs)} have none), and ZeRO would step it all "
-                "the same: freeze what the loss does not depend on, or use --scale fsdp2"
+                "the same",
+                "freeze what the loss does not depend on, or use --scale fsdp2",
             )
         self._gradients.take()
         self._take_written()
