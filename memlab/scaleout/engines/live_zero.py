@@ -75,6 +75,7 @@ class LiveZero(InKernel):
         self._gathered: Gathered | None = None
         self._gradients: ShownGradients | None = None
         self._versions: dict[str, int] = {}
+        self._has_loaded = False  # whether the state that counts is the user's, from a state dict
 
     @property
     def _tier(self) -> Tier | None:
@@ -215,9 +216,13 @@ class LiveZero(InKernel):
         if self._stage == 3:
             assert self._replica is not None
             self._gathered = Gathered(self._replica.model, undo)
-        undo.callback(optimizer.register_load_state_dict_pre_hook(_refuse_loading).remove)
+        undo.callback(optimizer.register_load_state_dict_post_hook(self._loaded).remove)
         if any(self._deepspeed.is_in_file(number) for number in range(len(self._deepspeed.flats))):
             undo.callback(optimizer.register_state_dict_pre_hook(_refuse_saving).remove)
+
+    def _loaded(self, _optimizer: Optimizer) -> None:
+        """The loop has loaded a state dict: the next call begins with an engine that has that state."""
+        self._has_loaded = self._is_under_way = True
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._take_written()
@@ -233,6 +238,10 @@ class LiveZero(InKernel):
         assert self._gradients is not None
         if all(pair.users.grad is None for pair in self._pairs):
             return True  # as torch does: no gradient, no update
+        if self._has_loaded:
+            raise RefusalError(
+                "scale", "load_state_dict() between backward() and optimizer.step()", "load before the call"
+            )
         missing = self._gradients.missing
         if missing:
             raise RefusalError(
@@ -285,7 +294,7 @@ class LiveZero(InKernel):
     # -- off -----------------------------------------------------------------------------------
 
     def give_back_optimizer(self, optimizer: Optimizer) -> None:
-        if self._engine is None:
+        if self._engine is None or self._has_loaded:
             return
         states: dict[torch.Tensor, dict[str, Any]] = {}
         for number in range(len(self._engine.flats)):
@@ -304,7 +313,7 @@ class LiveZero(InKernel):
             assert self._replica is not None
             _forget_modules(self._replica.model)
         self._engine = self._zero = self._optimizer = self._gathered = self._gradients = None
-        self._groups, self._pairs = [], []
+        self._groups, self._pairs, self._has_loaded = [], [], False
 
     @property
     def held_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -421,10 +430,6 @@ def _one_after_the_other(first: Callable[[], None], second: Callable[[], None]) 
 
 def _say(line: str) -> None:
     print(f"memlab: {line}", flush=True)  # noqa: T201 - the cell waits for it
-
-
-def _refuse_loading(_optimizer: Optimizer, _state: Any) -> None:
-    raise ScaleError("load_state_dict under ZeRO: its state is DeepSpeed's now; undo the session, load, and fit again")
 
 
 def _refuse_saving(_optimizer: Optimizer) -> None:
