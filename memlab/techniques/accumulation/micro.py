@@ -123,6 +123,7 @@ class MicroRun:
         leaves = self._leaves()
         for position, joined in self._gathered.waiting().items():
             leaves[position] = self._lazy(position, joined)
+        self._gathered.sharing.apply(leaves)
         if self._snapshot is not None:
             self._snapshot.register()
         self._gathered.leave(leaves)
@@ -202,6 +203,7 @@ class MicroRun:
         keeps_graph = not self._repeats and (self._learnt.fused is not False or is_last)
         with torch.set_grad_enabled(keeps_graph or self._learnt.needs_graph):
             micro_batch, outputs = self._run(index)
+        self._gathered.sharing.note(outputs.leaves, self._before(micro_batch))
         if not keeps_graph:
             outputs = outputs.without_graph()
         if index == 0:
@@ -233,6 +235,14 @@ class MicroRun:
         self._leaves_something = bool(effects)
         self._gathered.note_left(effects)
         return micro_batch, Outputs.of(output, {name: closed(effect) for name, effect in effects.items()})
+
+    def _before(self, micro_batch: Call) -> dict[int, torch.Tensor]:
+        """By `id`, what tensors that were there before a micro-batch are for the batch."""
+        found = {id(each): each for each in self._snapshot.tensors()} if self._snapshot is not None else {}
+        found |= {id(alias): own for alias, own in zip(self._aliases.aliases, self._aliases.originals, strict=False)}
+        whole = self._division.whole
+        pairs = zip(micro_batch.leaves, whole.leaves, strict=True) if whole is not None else ()
+        return found | {id(part): of for part, of in pairs if isinstance(of, torch.Tensor)}
 
     def _choose_form(self, outputs: Outputs) -> None:
         if not self._repeats:

@@ -290,6 +290,7 @@ class Division:
     # for each scalar output that has a rule, the weight of each micro-batch in the whole batch
     weights: Mapping[int, list[float]]
     joins: tuple[Join | None, ...]  # for each output where it is joined, or None
+    whole: Call | None = None  # the call; None where these are some of its parts
 
     @cached_property
     def rows(self) -> list[int]:
