@@ -153,13 +153,13 @@ def test_a_listener_goes_with_its_object(is_held: bool) -> None:
     """Of a plan on a model that was deleted, say."""
     before = signal.getsignal(signal.SIGINT)
 
-    def step() -> None:
+    def step(heard: Any) -> None:
         if is_held:
             hold_back(sys._getframe())
-        listen(hearing.hear)
+        listen(heard)
 
     hearing = _Hearing()
-    step()  # left without an end, as by an error
+    step(hearing.hear)  # left without an end, as by an error
     assert signal.getsignal(signal.SIGINT) is not before
     del hearing
     gc.collect()
