@@ -44,7 +44,7 @@ class Notebook:
         self._last_models: list[weakref.ref[nn.Module]] = []
         self._last_name = ""
         self.running: dict[int, CellWatch] = {}  # by thread
-        self._begun: weakref.ref[CellWatch] | None = None  # the newest
+        self._begun: Callable[[], CellWatch | None] = lambda: None  # the newest
 
     @property
     def shell(self) -> Any:
@@ -84,7 +84,7 @@ class Notebook:
         Raises:
             WorkloadError: none is attached.
         """
-        for watch in (self.running.get(threading.get_ident()), self._begun and self._begun()):
+        for watch in (self.running.get(threading.get_ident()), self._begun()):
             if watch is not None and watch.sessions:
                 return [*watch.sessions]
         models = (model() for model in self._last_models)
