@@ -97,7 +97,7 @@ class Accumulation(Technique):
         # what was in the places that forwards write to, when they were judged
         self._starts: dict[tuple[Any, ...], set[Any]] = {}
         self._has_split = False
-        self._learnt = Learnt()
+        self._learnt = Learnt(refused=lambda refusal: self.host.refused(refusal))
 
     @classmethod
     def setting(cls, plan: Plan) -> Any:

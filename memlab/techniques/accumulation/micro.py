@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memlab.errors import RefusalError, SessionError
+from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
 from memlab.runtime.interrupts import uninterrupted
@@ -40,6 +40,8 @@ class Learnt:
     # whether a call without gradients would do something else: its forward derives or sets hooks, or it is compiled,
     # and calls with and without gradients would be compiled each by itself
     needs_graph: bool = False
+    # told of what is refused in a backward pass
+    refused: Callable[[MemlabError], None] = lambda _refusal: None
     # outputs since the last step that are computed only when the loop looks at them
     waiting: list[weakref.ref[LazyTensor]] = field(default_factory=list)
 
@@ -266,8 +268,23 @@ class MicroRun:
 
     # -- backward ------------------------------------------------------------------------------
 
-    def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    def told(self, refusal: MemlabError) -> None:
+        """Pass on what the backward pass is refused."""
+        self._learnt.refused(refusal)
+
+    def answer(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the whole inputs and of the parameters, from those of the joined outputs."""
+        if self.is_done:
+            raise SessionError(
+                "backward() a second time through the loss of a split batch: its gradients were handed over at the first; "
+                "let the loop compute the loss from the outputs, or use --checkpoint"
+            )
+        is_differentiated = torch.is_grad_enabled()  # as autograd has it under create_graph
+        with uninterrupted():
+            return (self.differentiable_gradients if is_differentiated else self.gradients)(outer)
+
+    def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """The same, without a graph."""
         wanted = {position: g for position, g in zip(self._gathered.eager, outer, strict=True) if g is not None}
         alive = [tensor for ref in self._handed_out if (tensor := ref()) is not None]
         if len(self._handed_out) > 1 and any(tensor.retains_grad for tensor in alive):
@@ -302,7 +319,7 @@ class MicroRun:
             gradient.mul_(factor.reshape(()).to(gradient.device, gradient.dtype))
 
     def differentiable_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Gradients that can be differentiated again: every micro-batch runs once more, on the parameters themselves.
+        """The same, to be differentiated again: every micro-batch runs once more, on the parameters themselves.
 
         What was gathered stays for the backward pass that follows.
         """
@@ -399,11 +416,8 @@ class _SplitCall(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (holder,) = ctx.saved_tensors  # torch's own error where the graph is gone
         run = ctx.run or holder.run
-        if run.is_done:
-            raise SessionError(
-                "backward() a second time through the loss of a split batch: its gradients were handed over at the first; "
-                "let the loop compute the loss from the outputs, or use --checkpoint"
-            )
-        is_differentiated = torch.is_grad_enabled()  # as autograd has it under create_graph
-        with uninterrupted():
-            return (None, *(run.differentiable_gradients if is_differentiated else run.gradients)(gradients))
+        try:
+            return (None, *run.answer(gradients))
+        except MemlabError as refusal:
+            run.told(refusal)
+            raise

@@ -456,7 +456,9 @@ class GradientRelease(Technique):
         """The loop uses the values of a gradient that is gone, or that would be from the next step on."""
         reason = f"the loop uses gradients after optimizer.step(){where()}, when they are gone"
         if self._gone:
-            raise self._refusal(reason, _LEAVE_OUT)
+            refusal = self._refusal(reason, _LEAVE_OUT)
+            self.host.refused(refusal)
+            raise refusal
         self._refuse(reason, _LEAVE_OUT)
 
     def _differentiated(self, outputs: torch.Tensor | Sequence[torch.Tensor]) -> None:
