@@ -15,7 +15,7 @@ from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.lazy import LazyTensor, may_be_read, requires_grad
+from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, requires_grad
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
 from memlab.techniques.accumulation.merge import closed
@@ -43,12 +43,11 @@ class Learnt:
     # told of what is refused in a backward pass
     refused: Callable[[MemlabError], None] = lambda _refusal: None
     # outputs since the last step that are computed only when the loop looks at them
-    waiting: list[weakref.ref[LazyTensor]] = field(default_factory=list)
+    waiting: Waiting = field(default_factory=Waiting)
 
     def compute_waiting(self) -> None:
         """Compute, before an update, outputs that the loop may look at when the parameters they came from are gone."""
-        waiting = [lazy for ref in self.waiting if (lazy := ref()) is not None]
-        self.waiting.clear()
+        waiting = self.waiting.taken()
         if waiting and not self.reads_outputs and may_be_read(waiting):
             for lazy in waiting:
                 lazy.value()
@@ -139,7 +138,7 @@ class MicroRun:
 
     def _lazy(self, position: int, joined: Joined) -> LazyTensor:
         lazy = LazyTensor(joined.whole_shape(), joined.dtype, joined.device, lambda: self._look(position))
-        self._learnt.waiting.append(weakref.ref(lazy))
+        self._learnt.waiting.add(lazy)
         return lazy
 
     def _look(self, position: int) -> torch.Tensor:
