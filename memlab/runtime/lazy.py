@@ -11,7 +11,7 @@ import sys
 import weakref
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Self
 
 import torch
@@ -116,6 +116,8 @@ def real(leaf: Any) -> Any:
     return leaf.value() if isinstance(leaf, LazyTensor) else leaf
 
 
+# what a loop keeps no tensors in
+_NO_HOLDERS = (ModuleType, type, FunctionType, BuiltinFunctionType, str, int, float)
 # attributes and items that hold the loss
 _LOSSES = ("loss", 0)
 _LOADS = (
@@ -177,7 +179,7 @@ def _ids_within(value: Any, depth: int) -> Iterator[int]:
     ):  # some objects mind being asked for a class
         value = value._origin
         yield id(value)
-    if depth and not isinstance(value, torch.Tensor):
+    if depth and not isinstance(value, (torch.Tensor, *_NO_HOLDERS)):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         for item in [*list(items)[:64], *getattr(value, "__dict__", {}).values()]:
             yield from _ids_within(item, depth - 1)
