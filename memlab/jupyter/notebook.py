@@ -85,8 +85,9 @@ class Notebook:
             WorkloadError: none is attached.
         """
         for watch in (self.running.get(threading.get_ident()), self._begun()):
-            if watch is not None and watch.sessions:
-                return [*watch.sessions]
+            attached = [] if watch is None else [s for s in watch.sessions if session_of(s.workload.model) is s]
+            if attached:
+                return attached
         models = (model() for model in self._last_models)
         found = [session for model in models if model is not None and (session := session_of(model)) is not None]
         if not found and not sessions():
@@ -135,7 +136,10 @@ class Notebook:
 
     def nothing_applied(self) -> str:
         """Say that no plan is in force."""
-        if threading.get_ident() in self.running:
+        watch = self.running.get(threading.get_ident())
+        if watch is not None and watch.sessions:
+            return "no plan is in force in this cell any more; put the flags on the %%memfit line of the next one"
+        if watch is not None:
             return "this cell has not trained a model yet, so no plan is in force; put the flags on its %%memfit line"
         if self._last_models and all(model() is None for model in self._last_models):
             are = "are" if len(self._last_models) > 1 else "is"

@@ -35,7 +35,12 @@ from memlab.runtime.touch import own_class
 _OF_A_MODEL, _OF_A_PART = 20_000, 300
 _StandIns = dict["KeptTensor", torch.Tensor]
 # what every module has; `training` is state, as a loop may switch modes between forward and backward
-_OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "__getstate__", "_compiled_call_impl"}
+_OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {
+    "forward",
+    "__getstate__",
+    "__deepcopy__",
+    "_compiled_call_impl",
+}
 _COPIED = (torch.Tensor, FakeTensor)
 _FROZEN = (nn.Parameter, FakeTensor)
 

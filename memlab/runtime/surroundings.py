@@ -44,7 +44,7 @@ class Surroundings(Walk):
     left_alone = LIBRARIES
     attributes_left_alone = frozenset(
         {
-            "_parameters", "_modules", "_buffers", "training", "forward", "__getstate__", "_compiled_call_impl", "_is_full_backward_hook",
+            "_parameters", "_modules", "_buffers", "training", "forward", "__getstate__", "__deepcopy__", "_compiled_call_impl", "_is_full_backward_hook",
             # recurrent layers list their weights there, which stand-ins replace
             "_flat_weights", "_flat_weight_refs",
             # the whole program hangs on these

@@ -223,6 +223,13 @@ def test_flags_within_a_cell_are_for_its_model(shell: Any, made: Cell) -> None:
     assert session_of(shell.user_ns["other"]).plan == Plan()
 
 
+def test_flags_after_an_undo_in_the_same_cell(made: Cell) -> None:
+    ran = made(f"%%memfit --accumulate 2\n{TRAIN}%memfit undo\n%memfit --checkpoint")
+    assert "memfit: Sequential is as it was" in ran.out
+    said = "no plan is in force in this cell any more; put the flags on the %%memfit line of the next one"
+    assert ran.err.strip().endswith(said)
+
+
 def test_flags_before_a_cell_has_made_its_model(cell: Cell) -> None:
     said = "this cell has not trained a model yet, so no plan is in force; put the flags on its %%memfit line"
     assert one_line(cell(f"%%memfit\n%memfit --accumulate 2\n{MAKE}{TRAIN}")) == said

@@ -135,6 +135,33 @@ class _Pair(nn.Module):
         return output["hidden"], output["hidden"]
 
 
+class _Padded(nn.Linear):
+    """Ignores a target that the first batch does not have."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(6, 4)
+        self.way, self.padding = way, 3
+        self.criterion = nn.CrossEntropyLoss(ignore_index=3)
+
+    def forward(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(rows)
+        if self.way == "module":
+            return self.criterion(logits, targets)
+        if self.way == "attribute":
+            return F.cross_entropy(logits, targets, ignore_index=self.padding)
+        return _without_padding(logits, targets)
+
+
+def _without_padding(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, ignore_index=3)
+
+
+@pytest.mark.parametrize("way", ["module", "attribute", "function"])
+def test_an_ignored_target_that_comes_later(way: str) -> None:
+    targets = [torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]), torch.tensor([0, 3, 3, 3, 1, 2, 0, 3]), torch.arange(8) % 4]
+    assert same_as_plain(lambda: _Padded(way), lambda model, step: model(inputs(), targets[step])) == []
+
+
 def test_a_batch_of_one_that_comes_first_is_run_whole() -> None:
     notes = same_as_plain(lambda: nn.Linear(6, 2), lambda m, s: m(inputs(8 if s else 1)).square().mean())
     assert notes == ["a batch of fewer rows than micro-batches (1 of 2) is split as far as it goes"]
