@@ -54,12 +54,11 @@ class CellMagic:
 
     def __init__(self, notebook: Notebook) -> None:
         self._notebook = notebook
-        self._running: set[int] = set()  # threads in which a cell runs
 
     def run(self, line: str, cell: str) -> None:
         """Run a cell under a plan; see `cell_help`."""
         __tracebackhide__ = True
-        if threading.get_ident() in self._running:
+        if threading.get_ident() in self._notebook.running:
             raise UsageError(_NESTED)
         with one_line():
             options = cell_options(line)
@@ -130,11 +129,11 @@ class CellMagic:
         with watch:
             with one_line():
                 self._find(watch, options, source)
-            self._running.add(threading.get_ident())
+            self._notebook.cell_begins(watch)
             try:
                 outcome = place.run(self._notebook.shell, source)
             finally:
-                self._running.remove(threading.get_ident())
+                del self._notebook.running[threading.get_ident()]
         with cells.beside("the receipt"):
             steps = self._keep(watch, outcome.error)
             if steps and watch.session is not None:

@@ -91,6 +91,9 @@ class Notes(Largest):
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self._step_ended()
 
+    def refused(self, refusal: MemlabError) -> None:
+        self._broke_off(refusal)
+
     def interrupted(self) -> None:
         error = sys.exc_info()[1]
         if error is not None:

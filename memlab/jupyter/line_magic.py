@@ -199,8 +199,11 @@ class LineMagic:
         together = self._notebook.together()
         before, now = together[0].plan, not any(self._notebook.background.trains(s.workload.model) for s in together)
         switch_together(together, plan, now=now)
+        others = any(each not in together for each in sessions())
+        where = f" on {' and '.join(each.workload.name for each in together)}" if others else ""
         when = "" if now else " at the next step"
-        print(f"memfit: {before.label} → {plan.label}{when}")  # noqa: T201
+        said = f"{before.label} → {plan.label}{where}{when}" if before != plan else f"{plan.label} is in force{where}"
+        print(f"memfit: {said}")  # noqa: T201
 
     def _wait(self, words: list[str]) -> None:
         _no_more(words, "wait")

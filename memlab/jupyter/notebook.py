@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from torch import nn
@@ -25,6 +26,9 @@ from memlab.records.live_state import Moment
 from memlab.runtime.workload import Workload
 from memlab.session import Session, session_of, sessions
 
+if TYPE_CHECKING:
+    from memlab.jupyter.watch import CellWatch
+
 
 class Notebook:
     """A shell and what the magics know about it. It keeps neither the shell nor models alive."""
@@ -39,11 +43,18 @@ class Notebook:
         self.panels = panels()
         self._last_models: list[weakref.ref[nn.Module]] = []
         self._last_name = ""
+        self.running: dict[int, CellWatch] = {}  # by thread
+        self._begun: Callable[[], CellWatch | None] = lambda: None  # the newest
 
     @property
     def shell(self) -> Any:
         """The shell; it outlives its magics."""
         return self._shell()
+
+    def cell_begins(self, watch: CellWatch) -> None:
+        """A cell runs on this thread, until it is taken out of `running`."""
+        self.running[threading.get_ident()] = watch
+        self._begun = weakref.ref(watch)
 
     def remember(self, *workloads: Workload) -> None:
         """Note whose models the last cell trained, that of its receipt first."""
@@ -68,11 +79,15 @@ class Notebook:
         return sorted(sessions(), key=lambda session: all(session.workload.model is not model for model in last))
 
     def together(self) -> list[Session]:
-        """The sessions of the last cell, that of its receipt first; where none of them is left, any.
+        """The sessions of the cell that runs, or of the last one, that of its receipt first; where none of them is left, any.
 
         Raises:
             WorkloadError: none is attached.
         """
+        for watch in (self.running.get(threading.get_ident()), self._begun()):
+            attached = [] if watch is None else [s for s in watch.sessions if session_of(s.workload.model) is s]
+            if attached:
+                return attached
         models = (model() for model in self._last_models)
         found = [session for model in models if model is not None and (session := session_of(model)) is not None]
         if not found and not sessions():
@@ -121,6 +136,11 @@ class Notebook:
 
     def nothing_applied(self) -> str:
         """Say that no plan is in force."""
+        watch = self.running.get(threading.get_ident())
+        if watch is not None and watch.sessions:
+            return "no plan is in force in this cell any more; put the flags on the %%memfit line of the next one"
+        if watch is not None:
+            return "this cell has not trained a model yet, so no plan is in force; put the flags on its %%memfit line"
         if self._last_models and all(model() is None for model in self._last_models):
             are = "are" if len(self._last_models) > 1 else "is"
             return f"{self._last_name} of the last cell {are} deleted; no plan is in force on any model"

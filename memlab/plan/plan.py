@@ -106,7 +106,13 @@ class Plan:
 
     def has_numbers_of(self, other: Plan) -> bool:
         """Return whether both compute the same, where one contains the other."""
-        return all(BY_NAME[name].is_same(getattr(self, name), getattr(other, name)) for name in self.changes(other))
+        return not self.numerics_from(other)
+
+    def numerics_from(self, other: Plan) -> tuple[str, ...]:
+        """Names of the fields by which this plan computes other numbers than another one."""
+        return tuple(
+            name for name in self.changes(other) if not BY_NAME[name].is_same(getattr(self, name), getattr(other, name))
+        )
 
     def contains(self, smaller: Plan) -> bool:
         """Return whether this plan keeps every setting of another, or raises it.

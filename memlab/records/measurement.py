@@ -249,13 +249,16 @@ class Rescue:
     error: str  # the error the loop did not see
     attempts: int  # how many plans ran out of memory on the way
     seconds: float  # time spent on attempts that failed, and on making room
+    numerics: tuple[str, ...] = ()  # fields of the plan by which numbers are others from then on
 
     @property
     def text(self) -> str:
         """Return what happened, without the step."""
         change = f"{self.before} → {self.after}" if self.after != self.before else "the model's graph was made again"
         tries = f", {self.attempts} attempts" if self.attempts > 1 else ""
-        return f"memory ran out in {self.place}: {change}, same batch again{tries} ({self.seconds:.2f} s lost)"
+        fields = ",".join(self.numerics)
+        rounded = f"; numbers are rounded otherwise from here on, which --keep {fields} forbids" if fields else ""
+        return f"memory ran out in {self.place}: {change}, same batch again{tries} ({self.seconds:.2f} s lost){rounded}"
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.text}"

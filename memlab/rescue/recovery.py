@@ -41,6 +41,7 @@ class _Trouble:
         self.base = plan  # the last plan that applied, and ran out of memory
         self.refused: set[Plan] = set()  # plans that do not apply, or that there was no room to change to
         self.fallback: Fallback | None = None
+        self.tried_again: Plan | None = None  # with what had been freed, before numbers would change
         self.is_last_try = False
         self.began = began
         self.room_made = began
@@ -164,8 +165,11 @@ class Recovery:
         return trouble
 
     def _fall_back(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> bool:
-        """Change to the first fallback that applies; whether there is one."""
+        """Change to the first fallback that applies, or try once more before numbers would change; whether there is one."""
         while (fallback := next(self._fallbacks(trouble, place, keeps_rows=keeps_rows), None)) is not None:
+            if fallback.lossy and trouble.tried_again != trouble.base:
+                trouble.tried_again = trouble.base  # what has just been freed may be enough
+                return True
             trouble.fallback = fallback
             if self._changes_to(fallback.plan):
                 return True
@@ -250,6 +254,7 @@ class Recovery:
             error=first.error,
             attempts=len(trouble.attempts),
             seconds=trouble.room_made - trouble.began,
+            numerics=session.plan.numerics_from(trouble.plan),
         )
         self.rescues.append(rescue)
         session.log.note(rescue.text, step=rescue.step)

@@ -19,6 +19,7 @@ How each is taken over, and given back:
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import threading
@@ -34,7 +35,7 @@ from memlab.runtime.interrupts import Caller
 
 ForwardHandler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 CALL = "_compiled_call_impl"
-_STATE = "__getstate__"
+_STATE, _COPY = "__getstate__", "__deepcopy__"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
@@ -116,7 +117,7 @@ class CallHook:
         assert model is not None
         instance = model.__dict__
         self.further_in = instance.get(CALL)
-        if type(model).__getstate__ is not nn.Module.__getstate__:  # which leaves the hook out
+        if _copies_itself(model):  # torch's own state leaves the hook out
             keep_out_of_copies(model, undo)
         undo.callback(self._remove, instance)
         instance[CALL] = self
@@ -240,17 +241,26 @@ def keep_out_of_copies(module: nn.Module, undo: ExitStack) -> None:
     instance = module.__dict__
 
     def restore() -> None:
-        has_own_state = type(module).__getstate__ is not nn.Module.__getstate__
         is_needed = (
             any(isinstance(value, _StandIn) for value in instance.values())
             or any(is_ours(hook) for key in _HOOKS for hook in instance[key].values())
-            or (has_own_state and isinstance(instance.get(CALL), CallHook))
+            or (_copies_itself(module) and isinstance(instance.get(CALL), CallHook))
         )
         if not is_needed:
             instance.pop(_STATE, None)
+            if _is_answer(instance.get(_COPY)):
+                del instance[_COPY]
 
     undo.callback(restore)
     instance[_STATE] = functools.partial(_state_without_stand_ins, weakref.ref(module))
+    if (
+        hasattr(type(module), _COPY) and _COPY not in instance
+    ):  # of parametrized layers, say: it does not ask for a state
+        instance[_COPY] = functools.partial(_copied_without_stand_ins, weakref.ref(module))
+
+
+def _copies_itself(module: nn.Module) -> bool:
+    return type(module).__getstate__ is not nn.Module.__getstate__ or hasattr(type(module), _COPY)
 
 
 def is_ours(hook: Any) -> bool:
@@ -304,8 +314,7 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
     own = {}
     for key, value in attributes.items():
-        is_state = isinstance(value, functools.partial) and value.func is _state_without_stand_ins
-        users = None if is_state else value.users if isinstance(value, (CallHook, _StandIn)) else value
+        users = None if _is_answer(value) else value.users if isinstance(value, (CallHook, _StandIn)) else value
         if users is value or users is not None:
             own[key] = users
     ours = {number for key in _HOOKS for number, hook in own.get(key, {}).items() if is_ours(hook)}
@@ -321,6 +330,24 @@ def _state_without_stand_ins(module: weakref.ref[nn.Module]) -> Any:
     kind: Any = type(alive)
     state = kind.__getstate__(alive)
     return _cleaned(state) if isinstance(state, dict) else state
+
+
+def _copied_without_stand_ins(module: weakref.ref[nn.Module], memo: dict[int, Any]) -> Any:
+    """A copy as the class of a module makes it, as it would be without memlab."""
+    alive: Any = module()
+    own = _cleaned(vars(alive))
+    for key, value in vars(alive).items():
+        if own.get(key, memo) is not value:
+            memo[id(value)] = copy.deepcopy(own.get(key), memo)
+    made = type(alive).__deepcopy__(alive, memo)
+    for key in vars(alive).keys() - own.keys():
+        vars(made).pop(key, None)
+    return made
+
+
+def _is_answer(value: Any) -> bool:
+    answers = (_state_without_stand_ins, _copied_without_stand_ins)
+    return isinstance(value, functools.partial) and value.func in answers
 
 
 def chained(wrappers: Sequence[ForwardHandler], innermost: Callable[..., Any]) -> Callable[..., Any]:

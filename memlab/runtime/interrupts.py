@@ -45,6 +45,10 @@ class _Layer:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.previous(number, frame)
 
+    def is_spent(self, frame: FrameType | None) -> bool:
+        """Return whether nobody waits for it any more, seen from a frame."""
+        return False
+
     def remove(self) -> None:
         """Take it out, also from under others; harmless when done, or when somebody has put in another handler."""
         layer: Any = signal.getsignal(signal.SIGINT)
@@ -54,6 +58,7 @@ class _Layer:
             if layer.previous is self:
                 layer.previous = self.previous
             layer = layer.previous
+        _handler()  # others may have come to light that nobody has removed
 
 
 class Interrupts(_Layer):
@@ -95,8 +100,11 @@ class HeldBack(Interrupts):
         super().__init__(previous)
         self.caller = Caller(caller)
 
+    def is_spent(self, frame: FrameType | None) -> bool:
+        return self.caller.is_over(frame)
+
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.caller.is_over(frame):
+        if self.is_spent(frame):
             self.remove()
             self.previous(number, frame)
         else:
@@ -113,16 +121,18 @@ class Listener(_Layer):
 
     Args:
         previous: the handler that was there.
-        heard: a method, called with what delivers it; it may put that off. When its object is gone, what comes is
-            delivered at once.
+        heard: a method, called with what delivers it; it may put that off. The listener goes with its object.
     """
 
     def __init__(self, previous: Handler, heard: Callable[[Callable[[], None]], None]) -> None:
         super().__init__(previous)
-        self._heard: Callable[[], Any] = weakref.WeakMethod(heard)
+        self._heard: Callable[[], Any] = weakref.WeakMethod(heard, lambda _: self.remove())
+
+    def is_spent(self, frame: FrameType | None) -> bool:
+        return self._heard() is None
 
     def remove(self) -> None:
-        """Take it out; on another thread, autograd's say, it hears no more, and goes when the next Ctrl-C comes."""
+        """Take it out; on another thread, autograd's say, it hears no more, and goes when the main thread next looks."""
         self._heard = _nobody
         super().remove()
 
@@ -260,7 +270,7 @@ def _handler() -> Handler | None:
     if not _is_main_thread():
         return None
     handler = _getsignal(signal.SIGINT)
-    if isinstance(handler, HeldBack) and handler.caller.is_over(sys._getframe(1)):
+    if isinstance(handler, _Layer) and handler.is_spent(sys._getframe(1)):
         handler.remove()
-        handler = handler.previous
+        return _handler()
     return handler if callable(handler) else None

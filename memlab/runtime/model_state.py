@@ -36,7 +36,7 @@ _OF_A_MODEL, _OF_A_PART = 20_000, 300
 _StandIns = dict["KeptTensor", torch.Tensor]
 # what every module has; `training` is state, as a loop may switch modes between forward and backward
 _OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {
-    *("forward", "__getstate__", "_compiled_call_impl"),
+    *("forward", "__getstate__", "__deepcopy__", "_compiled_call_impl"),
     "_external_params",  # DeepSpeed's, of parameters of other modules that a module was seen to read (attention does)
 }
 _COPIED = (torch.Tensor, FakeTensor)

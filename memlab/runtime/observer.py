@@ -21,6 +21,9 @@ class Observer:
     def plan_refused(self, plan: Plan, refusal: MemlabError) -> None:
         """A plan that waited for a step boundary does not apply; the one before stays in force."""
 
+    def refused(self, refusal: MemlabError) -> None:
+        """A refusal is about to be raised in the loop's own code or a backward pass, and the loop may catch it."""
+
     def step_boundary(self) -> None:
         """A step is about to begin; the plan changes after this. What is raised here ends the loop between two steps."""
 

@@ -44,7 +44,7 @@ class Surroundings(Walk):
     left_alone = LIBRARIES
     attributes_left_alone = frozenset(
         {
-            "_parameters", "_modules", "_buffers", "training", "forward", "__getstate__", "_compiled_call_impl", "_is_full_backward_hook",
+            "_parameters", "_modules", "_buffers", "training", "forward", "__getstate__", "__deepcopy__", "_compiled_call_impl", "_is_full_backward_hook",
             # recurrent layers list their weights there, which stand-ins replace
             "_flat_weights", "_flat_weight_refs",
             # the whole program hangs on these
@@ -80,6 +80,10 @@ class Surroundings(Walk):
                     and _bytes_of(parameter) <= _SMALL_PARAMETER_BYTES
                 ):
                     self.met_tensor(parameter, f"parameter {path}.{name}" if path else f"parameter {name}")
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that it has met."""
+        return (each.tensor for each in self._tensors)
 
     def effects(self) -> dict[str, Effect]:
         """Return what has changed since, by name."""
@@ -162,28 +166,28 @@ class _Tensor:
 
     def __init__(self, name: str, tensor: torch.Tensor, *, keep: bool, compares: bool) -> None:
         self.name = name
-        self._tensor = tensor
+        self.tensor = tensor
         self._version = tensor._version
         self._compares = compares
         self.before: Any = self.copy() if keep else None
 
     def is_changed(self) -> bool:
-        if self._tensor._version != self._version:
+        if self.tensor._version != self._version:
             return True
-        return self._compares and not _same_values(self._tensor.detach(), self.before)
+        return self._compares and not _same_values(self.tensor.detach(), self.before)
 
     def look_again(self) -> None:
-        self._version = self._tensor._version
+        self._version = self.tensor._version
 
     def copy(self) -> Any:
-        return self._tensor.detach().clone()
+        return self.tensor.detach().clone()
 
     def write(self, value: Any) -> None:
-        if self._tensor.shape != value.shape:
-            put_back(self._tensor, value)
+        if self.tensor.shape != value.shape:
+            put_back(self.tensor, value)
             return
         with torch.no_grad():
-            self._tensor.detach().copy_(value)
+            self.tensor.detach().copy_(value)
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

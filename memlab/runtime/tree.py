@@ -87,7 +87,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
-    """Return attributes that somebody has hung on a tensor; what torch's compiler and subclasses of torch's and memlab's hang there is left out.
+    """Return attributes that somebody has hung on a tensor.
+
+    Left out is what torch's compiler and subclasses of torch's and memlab's hang there, and answers to Python's own protocols.
 
     Example:
         >>> tensor = torch.zeros(2)
@@ -99,27 +101,35 @@ def own_attributes(value: Any) -> dict[str, Any]:
     is_plain = kind in (torch.Tensor, nn.Parameter) or not kind.__module__.startswith(("torch.", "memlab."))
     if not (is_plain and isinstance(value, torch.Tensor)):
         return {}
-    return {name: hung for name, hung in vars(value).items() if not name.startswith("_dynamo_")}
+    return {name: hung for name, hung in vars(value).items() if not name.startswith(("_dynamo_", "__"))}
 
 
-def in_leaves(change: Callable[[Any], Any], value: Any, *, of_tensors: bool = True, depth: int = _DEPTH) -> Any:
+def in_leaves(change: Callable[[Any], Any], value: Any, *, of_tensors: bool = True) -> Any:
     """A value with other leaves; the value itself where none is another one, and so for each object within.
 
     Args:
-        change: leaf to leaf.
+        change: leaf to leaf; a tensor that is there several times is changed once.
         value: whatever a model returns.
         of_tensors: change what hangs on its tensors as well.
-        depth: how deep objects are opened.
     """
+    return _in_leaves(change, value, {}, of_tensors=of_tensors, depth=_DEPTH)
+
+
+def _in_leaves(
+    change: Callable[[Any], Any], value: Any, changed: dict[int, Any], *, of_tensors: bool, depth: int
+) -> Any:
     parts = None if depth == 0 else _parts(value)
     if parts is None:
-        made = change(value)
-        for name, hung in own_attributes(value).items() if of_tensors else ():
-            setattr(made, name, in_leaves(change, hung, of_tensors=False))
-        return made
+        if not isinstance(value, torch.Tensor):
+            return change(value)
+        if id(value) not in changed:
+            made = changed[id(value)] = change(value)
+            for name, hung in own_attributes(value).items() if of_tensors else ():
+                setattr(made, name, in_leaves(change, hung, of_tensors=False))
+        return changed[id(value)]
     _, children, build = parts
-    changed = [in_leaves(change, child, of_tensors=of_tensors, depth=depth - 1) for child in children]
-    return build(changed) if any(one is not other for one, other in zip(changed, children, strict=True)) else value
+    made = [_in_leaves(change, child, changed, of_tensors=of_tensors, depth=depth - 1) for child in children]
+    return build(made) if any(one is not other for one, other in zip(made, children, strict=True)) else value
 
 
 class Lent:
@@ -181,8 +191,15 @@ class Lent:
             return value
         return self._change(value)
 
+    def own(self, leaf: Any) -> Any:
+        """Return what the caller has given, for a tensor that was lent in its place."""
+        return next((tensor for tensor, made, *_ in self._tensors if made is leaf), leaf)
+
     def _lend_tensor(self, value: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self._change(value)
+        for tensor, made, *_ in self._tensors:
+            if tensor is value:  # models tell by identity that they are given one tensor several times
+                return made
+        made = self._change(value)
         if type(made) is torch.Tensor and not made.is_inference():
             for name, hung in own_attributes(value).items() if made is not value else ():
                 setattr(made, name, hung)

@@ -78,6 +78,7 @@ class Stepping:
             return self._taken_over(optimizer, args, kwargs, call, has_closure=has_closure)
         except BaseException:
             self._hold_back_no_longer()
+            self._session.observers.tell("interrupted")
             raise
 
     def _taken_over(
@@ -111,11 +112,7 @@ class Stepping:
         if self._makes_own_step(optimizer) and not self._skipped:
             self._session.position.own_step = optimizer_step.OwnStep(optimizer, techniques, call)
             return None
-        try:
-            return optimizer_step.take_over(self._update)(optimizer, args, kwargs)
-        except BaseException:
-            self._session.observers.tell("interrupted")
-            raise
+        return optimizer_step.take_over(self._update)(optimizer, args, kwargs)
 
     def _tell_techniques(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         for technique in self._session.techniques:

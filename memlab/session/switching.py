@@ -66,6 +66,7 @@ class Switching:
             storage_resized=lambda storage: observers.tell("storage_resized", storage),
             on_trial=lambda: self.is_on_trial,
             withdraw=self._withdraw,
+            refused=lambda refusal: observers.tell("refused", refusal),
             is_led=is_led,
         )
         self.in_force = InForce(workload, host)  # the plan in force, and its techniques
@@ -235,6 +236,7 @@ class Switching:
 
     def _withdraw(self, refusal: MemlabError) -> bool:
         if not self._is_trial_over(refusal):
+            self._observers.tell("refused", refusal)
             return False
         self._withdrawn = refusal
         return True

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from memlab.errors import RefusalError
+from memlab.errors import MemlabError, RefusalError
 from memlab.plan import Plan
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class Host:
     # called instead of raising a refusal in the middle of the loop's own code or of a backward pass: True when the plan
     # before comes back at the next hook, and the technique does nothing until then
     withdraw: Callable[[RefusalError], bool] = lambda _refusal: False
+    # a refusal is about to be raised there
+    refused: Callable[[MemlabError], None] = lambda _refusal: None
     # whether another session sees to the optimizers, and so to the techniques that work on them alone
     is_led: Callable[[], bool] = bool
 

@@ -15,17 +15,18 @@ https://arxiv.org/abs/2411.09009
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from memlab.errors import RefusalError, SessionError
-from memlab.runtime.hooks import stand_in
-from memlab.runtime.lazy import LazyTensor
+from memlab.plan import Plan
+from memlab.runtime.hooks import own_attributes, stand_in
+from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique
 from memlab.units import MIB
@@ -57,38 +58,81 @@ class ChunkedLoss(Technique):
     )
 
     def check(self, workload: Workload) -> None:
-        if not large_heads(workload.model):
-            raise RefusalError(
-                self.field,
-                f"{workload.name} has no linear layer onto {_SMALLEST_VOCABULARY} or more classes",
-                "use --accumulate N, which divides the logits as well",
+        if large_heads(workload.model):
+            return
+        reason = f"{workload.name} has no linear layer onto {_SMALLEST_VOCABULARY} or more classes"
+        if heads := _large(workload.model):
+            kind = type(heads[0]).__name__
+            reason = (
+                f"the layer of {workload.name} onto {heads[0].out_features} classes, a {kind}, has a forward of its own"
             )
+        raise RefusalError(self.field, reason, "use --accumulate N, which divides the logits as well")
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._waiting = Waiting()
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         for head in large_heads(workload.model):
-            stand_in(head, "forward", _deferring(head), undo)
+            stand_in(head, "forward", _deferring(head, self._waiting), undo)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        self._compute_waiting()
+
+    def bucket_coming(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._compute_waiting()  # an update in the backward pass, or after a closure
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
+        for logits in self._waiting.taken():
+            logits.expire(_TOO_LATE)
+
+    def _compute_waiting(self) -> None:
+        """Compute, before an update, logits that the loop may look at when the weights they came from are gone."""
+        for logits in self._waiting.taken():
+            if may_be_read([logits]):
+                logits.value()
+            else:
+                logits.expire(_TOO_LATE)
+
+
+_TOO_LATE = (
+    "logits of a chunked loss were read after optimizer.step(), when their weights were gone: read them before the step, "
+    "or leave --chunk-loss out"
+)
 
 
 def large_heads(model: nn.Module) -> list[nn.Linear]:
-    """Linear layers onto a vocabulary: the output embeddings, or layers with many more outputs than inputs."""
+    """Linear layers onto a vocabulary that compute their product and nothing else."""
+    return [head for head in _large(model) if _is_plain(head)]
+
+
+def _large(model: nn.Module) -> list[nn.Linear]:
+    """Layers onto a vocabulary: the output embeddings, or layers with many more outputs than inputs."""
     find: Any = getattr(model, "get_output_embeddings", None)
     named = find() if find is not None else None
     heads = [named] if isinstance(named, nn.Linear) else _widening_layers(model)
     return [head for head in heads if head.out_features >= _SMALLEST_VOCABULARY]
 
 
+def _is_plain(head: nn.Linear) -> bool:
+    """Return whether neither a head's class nor the user has given it another forward."""
+    return type(head).forward is nn.Linear.forward and "forward" not in own_attributes(head)
+
+
 def _widening_layers(model: nn.Module) -> list[nn.Linear]:
     return [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features > 4 * m.in_features]
 
 
-def _deferring(head: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+def _deferring(head: nn.Linear, waiting: Waiting) -> Callable[[torch.Tensor], torch.Tensor]:
     original = head.forward
 
     @functools.wraps(original)
     def deferring(hidden: torch.Tensor) -> torch.Tensor:
         if not (head.training and torch.is_grad_enabled()):
             return original(hidden)
-        return DeferredLogits.of(hidden, head)
+        logits = DeferredLogits.of(hidden, head)
+        waiting.add(logits)
+        return logits
 
     return deferring
 
@@ -135,17 +179,25 @@ class DeferredLogits(LazyTensor):
     def with_gradient(self, pass_through: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
         # each gradient is linear in that of the logits, so the change may be made on the far side
         bias = None if self.bias is None else pass_through(self.bias)
-        return DeferredLogits.make(
+        made = DeferredLogits.make(
             pass_through(self.hidden), pass_through(self.weight), bias, self.compute_dtype, self.dtype
         )
+        return made.follow(self, pass_through)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Return whether nobody has looked, at what it is a view of neither."""
+        return self._value is None and (self._origin is None or cast("DeferredLogits", self._origin).is_deferred)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         handler = _HANDLERS.get(func)
-        if handler is not None and args and isinstance(args[0], DeferredLogits) and args[0]._value is None:
+        if handler is not None and args and isinstance(args[0], DeferredLogits) and args[0].is_deferred:
             result = handler(*args, **(kwargs or {}))
+            if isinstance(result, DeferredLogits) and result is not args[0]:
+                return result.follow(args[0], lambda logits: func(logits, *args[1:], **(kwargs or {})))
             if result is not NotImplemented:
                 return result
         return super().__torch_function__(func, types, args, kwargs)
@@ -218,7 +270,7 @@ def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unchanged(logits: DeferredLogits, *_args: Any, **_kwargs: Any) -> Any:
-    return logits
+    return logits.with_hidden(logits.hidden)
 
 
 def _cross_entropy(

@@ -22,7 +22,7 @@ from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
 from memlab.session.snapshot import Snapshot
 from tests.helpers.snapshots import changed_between
-from tests.jupyter.conftest import TRAIN, Cell
+from tests.jupyter.conftest import MAKE, TRAIN, Cell
 from tests.jupyter.test_refusals import one_line
 
 # the model returns its loss, as those of Transformers do: only then can memlab run a step by itself
@@ -209,6 +209,30 @@ def test_record_and_replay(shell: Any, made: Cell, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_refused_is_one_line(cell: Cell, line: str, said: str) -> None:
     assert one_line(cell(f"%memfit {line}")) == said
+
+
+def test_flags_within_a_cell_are_for_its_model(shell: Any, made: Cell) -> None:
+    made(f"%%memfit\n{TRAIN}\nother, its_optimizer = model, optimizer")
+    made(MAKE)
+    ran = made(f"%%memfit\n{TRAIN}%memfit --accumulate 2\n%memfit --accumulate 2\n{TRAIN}")
+    assert (
+        "memfit: as written → --accumulate 2 on Sequential\nmemfit: --accumulate 2 is in force on Sequential\n"
+        in ran.out
+    )
+    assert session_of(shell.user_ns["model"]).plan == Plan.parse("--accumulate 2")
+    assert session_of(shell.user_ns["other"]).plan == Plan()
+
+
+def test_flags_after_an_undo_in_the_same_cell(made: Cell) -> None:
+    ran = made(f"%%memfit --accumulate 2\n{TRAIN}%memfit undo\n%memfit --checkpoint")
+    assert "memfit: Sequential is as it was" in ran.out
+    said = "no plan is in force in this cell any more; put the flags on the %%memfit line of the next one"
+    assert ran.err.strip().endswith(said)
+
+
+def test_flags_before_a_cell_has_made_its_model(cell: Cell) -> None:
+    said = "this cell has not trained a model yet, so no plan is in force; put the flags on its %%memfit line"
+    assert one_line(cell(f"%%memfit\n%memfit --accumulate 2\n{MAKE}{TRAIN}")) == said
 
 
 def test_help_is_generated_from_the_flags(shell: Any, cell: Cell) -> None:

@@ -383,6 +383,40 @@ def test_a_plan_that_its_cell_is_refused_for_does_not_stay(shell: Any, cell: Cel
     assert cell(f"%%memfit\n{CLIPS}").error is None
 
 
+@pytest.mark.parametrize(
+    ("flags", "between", "said"),
+    [
+        ("--release-grads", "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "gradients: the loop takes the norm"),
+        ("--release-grads", "optimizer.param_groups[0]['lr'] *= 0.9", "gradients: the loop changes the optimizer's settings"),
+        ("--accumulate 2", "loss.backward()", "backward() a second time through the loss of a split batch"),
+    ],
+)  # fmt: skip
+def test_a_refusal_that_the_loop_catches_is_said_and_its_plan_leaves(
+    shell: Any, made: Cell, flags: str, between: str, said: str
+) -> None:
+    made("""
+class Net(torch.nn.Linear):
+    def forward(self, inputs, target):
+        return torch.nn.functional.cross_entropy(super().forward(inputs), target)
+model = Net(16, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+""")
+    loop = f"""
+for _ in range(3):
+    try:
+        loss = model(inputs, target)
+        loss.backward(retain_graph=True)
+        {between}
+        optimizer.step()
+        optimizer.zero_grad()
+    except Exception:
+        pass
+"""
+    assert one_line(made(f"%%memfit {flags}\n{loop}")).startswith(said)
+    assert session_of(shell.user_ns["model"]).plan.label == "as written"
+    assert made("%%memfit\nmodel(inputs, target).backward()\noptimizer.step()").error is None
+
+
 def test_a_plan_that_one_of_several_models_is_refused_stays_on_none(cell: Cell) -> None:
     cell(SETUP + GAN)
     for flags in ("--release-grads", "--chunk-loss"):

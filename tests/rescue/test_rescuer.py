@@ -76,7 +76,18 @@ def test_the_half_precision_of_a_rescue_is_that_of_the_gpu(monkeypatch: pytest.M
     )
     workload, inputs = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(3, 4)
     with fit(workload, rescue=Rescuer(keep=kept)) as session:
-        with Faults([1]):
+        with Faults([1]):  # the second try is with what the first has freed
+            model(inputs).sum().backward()
+        assert session.plan == Plan()
+    with fit(workload, rescue=Rescuer(keep=kept)) as session:
+        with Faults([1, 2]):
             loss = model(inputs).sum()
         loss.backward()
         assert session.plan == Plan.parse("--fp16")
+        assert session.rescuer is not None
+        (rescue,) = session.rescuer.rescues
+    said = str(rescue)
+    assert said.startswith(
+        "step 1: memory ran out in the forward pass: as written → --fp16, same batch again, 2 attempts ("
+    )
+    assert said.endswith(" s lost); numbers are rounded otherwise from here on, which --keep precision forbids")

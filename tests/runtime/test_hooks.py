@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -120,6 +121,28 @@ def _saved_and_loaded(model: nn.Module) -> nn.Module:
     assert b"memlab" not in written.getvalue()
     written.seek(0)
     return torch.load(written, weights_only=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("plan", ["", "--checkpoint", "--offload optimizer", "--precision pure-bf16"])
+def test_copies_of_parametrized_layers_are_what_they_would_be_without_memlab(plan: str) -> None:
+    """Their class copies all attributes, and asks for no state."""
+    norm = nn.utils.parametrizations.weight_norm
+    for model in (
+        nn.Sequential(*(nn.Sequential(norm(nn.Linear(4, 4)), nn.Tanh()) for _ in range(3))),
+        norm(nn.Linear(4, 4)),
+    ):
+        if isinstance(model, nn.Sequential):
+            model[0][0].forward = functools.partial(torch.mul, other=2)
+        elif plan == "--checkpoint":  # a single layer
+            continue
+        plain = copy.deepcopy(model)
+        own = [set(vars(module)) for module in plain.modules()]
+        with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)), plan):
+            model(torch.ones(2, 4)).sum().backward()
+            copied = copy.deepcopy(model)
+        assert [set(vars(module)) for module in copied.modules()] == own
+        assert torch.equal(copied(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+        assert [set(vars(module)) for module in model.modules()] == own
 
 
 def test_a_saved_model_opens_where_memlab_is_not_installed(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+import sys
 import threading
 from typing import Any
 
 import pytest
 
-from memlab.runtime.interrupts import listen, uninterrupted
+from memlab.runtime.interrupts import hold_back, listen, uninterrupted
 from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("pythons_own_handler")
@@ -143,4 +145,25 @@ def test_a_listener_is_removed_from_another_thread() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupt()
     assert hearing.heard == 1
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_listener_goes_with_its_object(is_held: bool) -> None:
+    """Of a plan on a model that was deleted, say."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def step(heard: Any) -> None:
+        if is_held:
+            hold_back(sys._getframe())
+        listen(heard)
+
+    hearing = _Hearing()
+    step(hearing.hear)  # left without an end, as by an error
+    assert signal.getsignal(signal.SIGINT) is not before
+    del hearing
+    gc.collect()
+    if is_held:
+        with uninterrupted():
+            pass
     assert signal.getsignal(signal.SIGINT) is before

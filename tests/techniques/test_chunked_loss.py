@@ -154,6 +154,87 @@ def test_the_peak_falls_by_the_logits() -> None:
     assert as_written - tiled > logits_bytes
 
 
+class _Halved(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) / 2
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_a_head_with_a_forward_of_its_own_is_refused(is_patched: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3000) if is_patched else _Halved(8, 3000))
+    if is_patched:
+        model[1].forward = lambda hidden: F.linear(hidden, model[1].weight) / 2
+    with pytest.raises(RefusalError) as caught:
+        fit(Workload(model, torch.optim.AdamW(model.parameters())), "--chunk-loss")
+    assert str(caught.value) == (
+        f"loss: the layer of Sequential onto 3000 classes, a {'Linear' if is_patched else '_Halved'}, has a forward of its own; "
+        "use --accumulate N, which divides the logits as well"
+    )
+
+
+@pytest.mark.parametrize("flags", ["--chunk-loss", "--chunk-loss --offload optimizer", "--chunk-loss --release-grads"])
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_logits_that_are_read_after_the_step_are_those_of_the_forward(flags: str, is_listed: bool) -> None:
+    def trained(flags: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3000))
+        load = Workload(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        seen, kept = [], []
+        with fit(load, flags):
+            for _ in range(3):
+                load.optimizers[0].zero_grad()
+                logits = model(torch.ones(4, 8))
+                F.cross_entropy(logits, torch.arange(4)).backward()
+                load.optimizers[0].step()
+                if is_listed:
+                    kept.append(logits[1:])
+                else:
+                    seen.append(logits.detach().clone())
+            seen += [each.detach() for each in kept]
+        return seen
+
+    assert distance(trained(flags), trained("")) < 1e-5
+
+
+@pytest.mark.parametrize("flags", ["--chunk-loss", "--chunk-loss --offload optimizer", "--chunk-loss --release-grads"])
+def test_logits_that_the_loop_uses_for_its_loss_alone_are_not_computed(flags: str, computed: list[torch.Size]) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3000))
+    load = Workload(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    with fit(load, flags):
+        for _ in range(3):
+            load.optimizers[0].zero_grad()
+            logits = model(torch.ones(4, 8))
+            flat = logits.view(-1, 3000)
+            F.cross_entropy(flat, torch.arange(4)).backward()
+            load.optimizers[0].step()
+    assert computed == []
+
+
+def test_logits_that_a_variable_holds_too_long_say_so() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3000))
+    load = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    world: dict[str, Any] = {"load": load, "model": model, "cross_entropy": F.cross_entropy, "torch": torch}
+    with fit(load, "--chunk-loss"):
+        code = "logits = model(torch.ones(4, 8))\ncross_entropy(logits, torch.arange(4)).backward()\nload.optimizers[0].step()"
+        exec(code, world)
+        with pytest.raises(SessionError, match=r"logits of a chunked loss were read after optimizer.step\(\)"):
+            exec("logits.sum()", world)
+
+
+def test_what_is_written_to_a_view_of_the_logits_is_seen_in_them() -> None:
+    def loss(logits: Any, target: Any) -> Any:
+        flat = logits.view(-1, 3000)
+        flat[:, 7] = -1e4
+        logits.mul_(0.5)
+        return F.cross_entropy(logits.flatten(0, 1), target.view(-1)) + F.cross_entropy(flat, target.view(-1))
+
+    inputs, targets = head_batch()
+    model = Head(loss)
+    expected = model(inputs, targets)
+    with fit(workload(model), "--chunk-loss"):
+        assert float(model(inputs, targets)) == pytest.approx(float(expected))
+
+
 def test_evaluation_gets_plain_logits() -> None:
     model, batch = gpt2(), ragged_batch()
     with fit(workload(model), "--chunk-loss"):

@@ -466,6 +466,12 @@ def accumulated(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     loss_of(model, step).backward()
 
 
+def evaluated(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    with torch.no_grad():
+        loss_of(model.eval(), step)
+    model.train()
+
+
 def differentiated(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     torch.autograd.grad(loss_of(model, step), next(model.parameters()))
 
@@ -486,6 +492,7 @@ REFUSED: dict[Any, str] = {
     looked_at: USES.format(where=" (in looked_at)"),
     written_to: USES.format(where=" (in written_to)"),
     skipped: "gradients: the loop drops gradients after backward() without a step{}; leave --release-grads out",
+    evaluated: "gradients: the loop calls the model between backward() and step(), when weights are others{}; leave --release-grads out",
     differentiated: "gradients: the loop calls autograd.grad() between backward() and optimizer.step(){}; leave --release-grads out",
     rescheduled: (
         "gradients: the loop changes the optimizer's settings (its learning rate?) between backward() and step(){}; "

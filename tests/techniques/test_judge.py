@@ -85,6 +85,83 @@ def test_objects_with_slots_are_put_back(flags: str) -> None:
     assert not hasattr(model[0].calls, "unset")
 
 
+class _Shared(nn.Linear):
+    """Returns and keeps tensors that are one another, views of one another, or were there before."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.weights: list[torch.Tensor] = []
+
+    def forward(self, rows: torch.Tensor) -> dict[str, Any]:
+        hidden = super().forward(rows)
+        self.hidden, self.given, self.twice, self.weights = hidden, rows, [hidden, hidden], [self.weight]
+        return {"hidden": hidden, "left": hidden[:, :2], "plain": hidden.detach(), "scale": self.scale, "rows": rows}
+
+
+def test_tensors_that_are_one_before_the_split_are_one_after_it() -> None:
+    def loop(model: Any, step: int) -> torch.Tensor:
+        rows = inputs().requires_grad_()
+        output = model(rows)
+        assert output["hidden"] is model.hidden is model.twice[0] is model.twice[1]
+        assert output["rows"] is model.given is rows
+        assert output["scale"] is model.scale
+        assert model.weights[0] is model.weight
+        output["hidden"] *= 2  # seen in what shares its memory
+        assert torch.equal(output["left"], output["hidden"][:, :2])
+        assert torch.equal(output["plain"], output["hidden"])
+        return output["left"].square().mean() + (model.hidden + output["plain"]).mean() + output["rows"].sum()
+
+    same_as_plain(_Shared, loop)
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--precision pure-bf16", "--accumulate 2 --precision pure-bf16"])
+def test_tensors_that_are_one_are_one_in_half_precision(flags: str) -> None:
+    model = _Shared()
+    rows = inputs()
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), flags):
+        model.twice = None
+        output = model(rows)
+        assert model.twice[0] is model.twice[1]
+        assert output["rows"] is rows
+        pair = nn.Sequential(model, _Pair())
+    with fit(Workload(pair, torch.optim.SGD(pair.parameters(), lr=0.1)), flags):
+        one, other = pair(rows)
+    assert one is other
+
+
+class _Pair(nn.Module):
+    def forward(self, output: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return output["hidden"], output["hidden"]
+
+
+class _Padded(nn.Linear):
+    """Ignores a target that the first batch does not have."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(6, 4)
+        self.way, self.padding = way, 3
+        self.criterion = nn.CrossEntropyLoss(ignore_index=3)
+
+    def forward(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(rows)
+        if self.way == "module":
+            return self.criterion(logits, targets)
+        if self.way == "attribute":
+            return F.cross_entropy(logits, targets, ignore_index=self.padding)
+        return _without_padding(logits, targets)
+
+
+def _without_padding(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, ignore_index=3)
+
+
+@pytest.mark.parametrize("way", ["module", "attribute", "function"])
+def test_an_ignored_target_that_comes_later(way: str) -> None:
+    targets = [torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]), torch.tensor([0, 3, 3, 3, 1, 2, 0, 3]), torch.arange(8) % 4]
+    assert same_as_plain(lambda: _Padded(way), lambda model, step: model(inputs(), targets[step])) == []
+
+
 def test_a_batch_of_one_that_comes_first_is_run_whole() -> None:
     notes = same_as_plain(lambda: nn.Linear(6, 2), lambda m, s: m(inputs(8 if s else 1)).square().mean())
     assert notes == ["a batch of fewer rows than micro-batches (1 of 2) is split as far as it goes"]
@@ -434,6 +511,16 @@ class TestRefusals:
         line = self.refusal(layer, inputs())
         hidden.set(None)
         assert line.startswith("accumulation: a tensor [8, 2] with a graph leaves Sequential past its output")
+
+    def test_a_tensor_of_before_that_the_forward_reads(self) -> None:
+        earlier: contextvars.ContextVar[Any] = contextvars.ContextVar("earlier")
+        earlier.set(torch.ones(2, requires_grad=True) * 2)
+
+        class Reading(nn.Linear):
+            def forward(self, rows: torch.Tensor) -> torch.Tensor:
+                return super().forward(rows) * earlier.get().detach()
+
+        same_as_plain(lambda: Reading(6, 2), lambda model, _: model(inputs()).square().mean())
 
     def test_a_hook_that_keeps_something_of_the_backward_pass(self) -> None:
         seen: list[float] = []

@@ -249,7 +249,7 @@ def test_hooks_of_layers_are_called_once_and_nothing_stays() -> None:
         model(**batch).loss.backward()
         assert calls == [1]  # a hook that keeps state sees its part whole
         assert session.notes == (
-            "in 2 tiles: 1 feed-forward parts over rows; 1 that mix rows or keep state stay whole",
+            "in 2 tiles: 1 feed-forward parts over rows; 1 that mix rows, keep state or have hooks stay whole",
         )
         session.switch("--tile 4 --checkpoint", now=True)
         session.switch("--checkpoint", now=True)
@@ -302,8 +302,39 @@ def test_what_mixes_rows_stays_whole() -> None:
     with fit(workload(model), "--tile 2") as session:
         assert distance(after_a_backward(model, batch)[1], expected) < 1e-6
         assert session.notes == (
-            "in 2 tiles: 1 feed-forward parts over rows; 1 that mix rows or keep state stay whole",
+            "in 2 tiles: 1 feed-forward parts over rows; 1 that mix rows, keep state or have hooks stay whole",
         )
+
+
+class _Centred(nn.Module):
+    """A feed-forward part that subtracts a mean of the batch, in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(8, 32), nn.Linear(32, 8), nn.Dropout(0.5)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            hidden = hidden - hidden.mean(0, keepdim=True)
+        return self.dropout(self.down(F.gelu(self.up(hidden))))
+
+
+@pytest.mark.usefixtures("small_is_large")
+def test_what_mixes_rows_in_training_alone_stays_whole() -> None:
+    torch.manual_seed(0)
+    model = Residual(_Centred(), Gated(8, 32))
+    seen: list[torch.Size] = []
+    model.parts[1].up.register_forward_hook(lambda _m, _i, output: seen.append(output.shape))
+    random = torch.get_rng_state()
+    batch = {"hidden": torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))}
+    _, expected = after_a_backward(model, batch)
+    torch.set_rng_state(random)
+    with fit(workload(model), "--tile 2") as session:
+        assert distance(after_a_backward(model, batch)[1], expected) < 1e-6
+        assert session.notes == (
+            "nothing is computed in tiles: feed-forward parts, 2 that mix rows, keep state or have hooks stay whole",
+        )
+    assert seen == [(2, 6, 32)] * 2  # a hook of the loop sees its layer whole
 
 
 def test_layers_with_computed_weights_are_left_alone() -> None:

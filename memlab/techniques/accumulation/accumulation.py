@@ -97,7 +97,7 @@ class Accumulation(Technique):
         # what was in the places that forwards write to, when they were judged
         self._starts: dict[tuple[Any, ...], set[Any]] = {}
         self._has_split = False
-        self._learnt = Learnt()
+        self._learnt = Learnt(refused=lambda refusal: self.host.refused(refusal))
 
     @classmethod
     def setting(cls, plan: Plan) -> Any:
@@ -194,7 +194,7 @@ class Accumulation(Technique):
             run: MicroRun | None = None
             try:
                 verdict = self._verdict(call, whole, layout, parts)
-                division = Division(micro_batches, layout, weights, self._probe.joins(whole))
+                division = Division(micro_batches, layout, weights, self._probe.joins(whole), layout.view(whole))
                 run = MicroRun(self._model, call, division, self._learnt, verdict=verdict, per_part=self._per_part)
                 output = run.outputs()
                 self._has_split = True

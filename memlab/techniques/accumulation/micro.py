@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memlab.errors import RefusalError, SessionError
+from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.lazy import LazyTensor, may_be_read, requires_grad
+from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, requires_grad
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
 from memlab.techniques.accumulation.merge import closed
@@ -40,13 +40,14 @@ class Learnt:
     # whether a call without gradients would do something else: its forward derives or sets hooks, or it is compiled,
     # and calls with and without gradients would be compiled each by itself
     needs_graph: bool = False
+    # told of what is refused in a backward pass
+    refused: Callable[[MemlabError], None] = lambda _refusal: None
     # outputs since the last step that are computed only when the loop looks at them
-    waiting: list[weakref.ref[LazyTensor]] = field(default_factory=list)
+    waiting: Waiting = field(default_factory=Waiting)
 
     def compute_waiting(self) -> None:
         """Compute, before an update, outputs that the loop may look at when the parameters they came from are gone."""
-        waiting = [lazy for ref in self.waiting if (lazy := ref()) is not None]
-        self.waiting.clear()
+        waiting = self.waiting.taken()
         if waiting and not self.reads_outputs and may_be_read(waiting):
             for lazy in waiting:
                 lazy.value()
@@ -123,6 +124,7 @@ class MicroRun:
         leaves = self._leaves()
         for position, joined in self._gathered.waiting().items():
             leaves[position] = self._lazy(position, joined)
+        self._gathered.sharing.apply(leaves)
         if self._snapshot is not None:
             self._snapshot.register()
         self._gathered.leave(leaves)
@@ -136,7 +138,7 @@ class MicroRun:
 
     def _lazy(self, position: int, joined: Joined) -> LazyTensor:
         lazy = LazyTensor(joined.whole_shape(), joined.dtype, joined.device, lambda: self._look(position))
-        self._learnt.waiting.append(weakref.ref(lazy))
+        self._learnt.waiting.add(lazy)
         return lazy
 
     def _look(self, position: int) -> torch.Tensor:
@@ -202,6 +204,7 @@ class MicroRun:
         keeps_graph = not self._repeats and (self._learnt.fused is not False or is_last)
         with torch.set_grad_enabled(keeps_graph or self._learnt.needs_graph):
             micro_batch, outputs = self._run(index)
+        self._gathered.sharing.note(outputs.leaves, self._before(micro_batch))
         if not keeps_graph:
             outputs = outputs.without_graph()
         if index == 0:
@@ -234,6 +237,14 @@ class MicroRun:
         self._gathered.note_left(effects)
         return micro_batch, Outputs.of(output, {name: closed(effect) for name, effect in effects.items()})
 
+    def _before(self, micro_batch: Call) -> dict[int, torch.Tensor]:
+        """By `id`, what tensors that were there before a micro-batch are for the batch."""
+        found = {id(each): each for each in self._snapshot.tensors()} if self._snapshot is not None else {}
+        found |= {id(alias): own for alias, own in zip(self._aliases.aliases, self._aliases.originals, strict=False)}
+        whole = self._division.whole
+        pairs = zip(micro_batch.leaves, whole.leaves, strict=True) if whole is not None else ()
+        return found | {id(part): of for part, of in pairs if isinstance(of, torch.Tensor)}
+
     def _choose_form(self, outputs: Outputs) -> None:
         if not self._repeats:
             self._learnt.fused = (
@@ -256,8 +267,23 @@ class MicroRun:
 
     # -- backward ------------------------------------------------------------------------------
 
-    def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    def told(self, refusal: MemlabError) -> None:
+        """Pass on what the backward pass is refused."""
+        self._learnt.refused(refusal)
+
+    def answer(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the whole inputs and of the parameters, from those of the joined outputs."""
+        if self.is_done:
+            raise SessionError(
+                "backward() a second time through the loss of a split batch: its gradients were handed over at the first; "
+                "let the loop compute the loss from the outputs, or use --checkpoint"
+            )
+        is_differentiated = torch.is_grad_enabled()  # as autograd has it under create_graph
+        with uninterrupted():
+            return (self.differentiable_gradients if is_differentiated else self.gradients)(outer)
+
+    def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """The same, without a graph."""
         wanted = {position: g for position, g in zip(self._gathered.eager, outer, strict=True) if g is not None}
         alive = [tensor for ref in self._handed_out if (tensor := ref()) is not None]
         if len(self._handed_out) > 1 and any(tensor.retains_grad for tensor in alive):
@@ -292,7 +318,7 @@ class MicroRun:
             gradient.mul_(factor.reshape(()).to(gradient.device, gradient.dtype))
 
     def differentiable_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Gradients that can be differentiated again: every micro-batch runs once more, on the parameters themselves.
+        """The same, to be differentiated again: every micro-batch runs once more, on the parameters themselves.
 
         What was gathered stays for the backward pass that follows.
         """
@@ -389,11 +415,8 @@ class _SplitCall(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (holder,) = ctx.saved_tensors  # torch's own error where the graph is gone
         run = ctx.run or holder.run
-        if run.is_done:
-            raise SessionError(
-                "backward() a second time through the loss of a split batch: its gradients were handed over at the first; "
-                "let the loop compute the loss from the outputs, or use --checkpoint"
-            )
-        is_differentiated = torch.is_grad_enabled()  # as autograd has it under create_graph
-        with uninterrupted():
-            return (None, *(run.differentiable_gradients if is_differentiated else run.gradients)(gradients))
+        try:
+            return (None, *run.answer(gradients))
+        except MemlabError as refusal:
+            run.told(refusal)
+            raise

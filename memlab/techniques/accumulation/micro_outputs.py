@@ -13,6 +13,7 @@ from memlab.runtime.lazy import LazyTensor, real
 from memlab.runtime.tree import Structure, flatten
 from memlab.techniques.accumulation.merge import Chain, Join, Merge, UnsettledError, closed, opened
 from memlab.techniques.accumulation.merge import equal as _is_same
+from memlab.techniques.accumulation.sharing import Sharing
 from memlab.techniques.accumulation.split import Division, Outputs
 from memlab.techniques.accumulation.verdict import SplitVerdict, start_of
 from memlab.units import MIB
@@ -68,6 +69,7 @@ class MicroOutputs:
         self._repeats = repeats  # whether micro-batches run a second time, which decides nothing
         # structure of the model's output, from the newest micro-batch; None before the first
         self.template: Outputs | None = None
+        self.sharing = Sharing()
         self.joined: dict[int, Joined] = {}  # outputs with a place in the graph, by position
         self.eager: list[int] = []  # positions of those that were computed
         self._spec: Structure | None = None
@@ -192,7 +194,8 @@ class MicroOutputs:
         Raises:
             UnsettledError: they do not agree with what the judge has found.
         """
-        self.eager = [position for position, each in self.joined.items() if each.parts]
+        shared = self.sharing.positions
+        self.eager = [position for position, each in self.joined.items() if each.parts and position not in shared]
         joined = [self.joined[position] for position in self.eager]
         values = [one.value() for one in joined]
         for position in self.eager if self._verdict is not None and not self._repeats else ():
@@ -207,13 +210,15 @@ class MicroOutputs:
         leaves = list(self.template.leaves)
         for position, value in zip(self.eager, values, strict=True):
             leaves[position] = value
-        for position, parts in self._plain.items():
+        for position in self._plain.keys() - self.sharing.positions:
+            parts = self._plain[position]
             leaves[position] = self._plain_value(position, parts)
         return leaves
 
     def waiting(self) -> dict[int, Joined]:
         """Return the outputs that are computed only when somebody looks at them, by position."""
-        return {position: joined for position, joined in self.joined.items() if position not in self.eager}
+        others = {*self.eager, *self.sharing.positions}
+        return {position: joined for position, joined in self.joined.items() if position not in others}
 
     def leave(self, leaves: Sequence[Any]) -> None:
         """Write what the forward leaves elsewhere, put together."""

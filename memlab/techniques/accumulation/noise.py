@@ -111,10 +111,12 @@ class Noise(WatchingMode):
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._answered(func, args, kwargs)
         if not self._giving and not self._repeating:
+            # a view of what was there before (of a global that is looked at, say) is not made here; what is written to is
+            given = {_storage_of(each) for each in args if isinstance(each, torch.Tensor) and not _writes(func)}
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(tensor, torch.Tensor):
                     self.computes_low |= tensor.dtype in LOW_DTYPES or (tensor.is_cuda and _uses_tf32(func))
-                    if tensor.layout is torch.strided:
+                    if tensor.layout is torch.strided and _storage_of(tensor) not in given:
                         self._born.append(weakref.ref(tensor.untyped_storage()))
         return result
 
@@ -171,6 +173,10 @@ class Noise(WatchingMode):
         return kept.narrow(dim, start * each, (stop - start) * each)
 
 
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
 def _numbers_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     return [each for each in (*args, *kwargs.values()) if isinstance(each, (int, float, bool))]
 
@@ -185,6 +191,12 @@ def _state_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> by
     return b"".join(
         [f"{func}{device}{_numbers_in(args, kwargs)}".encode(), *(state.numpy().tobytes() for state in states)]
     )
+
+
+@functools.cache
+def _writes(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is None or bool(schema.is_mutable)
 
 
 @functools.cache

@@ -236,6 +236,7 @@ class LossRule:
     leaf: int = -1  # position of the leaf that is counted, or -1
     shifted: bool = False  # the first position of each row is not counted (next-token targets)
     counts_ones: bool = False  # count what is not zero (a mask) instead of what is not ignored
+    ignored: int = _IGNORED_TARGET  # the target that is not counted
     # what a target of each class counts, [c]; None where all count alike
     class_weights: torch.Tensor | None = field(default=None, compare=False)
 
@@ -253,7 +254,7 @@ class LossRule:
         if self.class_weights is not None:
             counted = (considered >= 0) & (considered < len(self.class_weights))
             return (self.class_weights.double()[considered.where(counted, 0)] * counted).sum()
-        return (considered != 0).sum() if self.counts_ones else (considered != _IGNORED_TARGET).sum()
+        return (considered != 0).sum() if self.counts_ones else (considered != self.ignored).sum()
 
     def weights(self, parts: Sequence[Call], layout: Layout) -> list[float]:
         if self.name == "sum":
@@ -263,8 +264,10 @@ class LossRule:
         return [count / total if total else 0.0 for count in counts]
 
 
-def loss_rules(call: Call, layout: Layout, class_weights: Sequence[torch.Tensor] = ()) -> list[LossRule]:
-    """Every rule that could hold for this call."""
+def loss_rules(
+    call: Call, layout: Layout, class_weights: Sequence[torch.Tensor] = (), ignored: Sequence[int] = ()
+) -> list[LossRule]:
+    """Every rule that could hold for this call; `ignored` are targets that the model may ignore beside torch's own."""
     rules = [LossRule("rows"), LossRule("sum")]
     for position in layout.split:
         leaf = call.leaves[position]
@@ -276,6 +279,7 @@ def loss_rules(call: Call, layout: Layout, class_weights: Sequence[torch.Tensor]
             continue
         for shifted in (False, True) if leaf.dim() >= 2 else (False,):
             rules.append(LossRule("targets", position, shifted))
+            rules += [LossRule("targets", position, shifted, ignored=each) for each in ignored]
             rules.append(LossRule("mask", position, shifted, counts_ones=True))
             rules += [LossRule("classes", position, shifted, class_weights=each) for each in class_weights]
     return rules
@@ -290,6 +294,7 @@ class Division:
     # for each scalar output that has a rule, the weight of each micro-batch in the whole batch
     weights: Mapping[int, list[float]]
     joins: tuple[Join | None, ...]  # for each output where it is joined, or None
+    whole: Call | None = None  # the call; None where these are some of its parts
 
     @cached_property
     def rows(self) -> list[int]:

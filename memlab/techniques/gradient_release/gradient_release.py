@@ -136,6 +136,7 @@ class GradientRelease(Technique):
         self._owners: dict[int, Optimizer | None] = {}  # by id of the parameter; None for one that two update
         self._heard: set[int] = set()  # parameters with a hook
         self._complete: set[int] = set()  # parameters whose gradient of this step is complete
+        self._is_called_between = False  # the model, when some of them were
         self._steps: dict[Optimizer, _Step] = {}  # under way: from the first gradient to the end of `step()`
         self._seen: set[Optimizer] = set()  # a whole step of theirs was watched
         self._is_known = False
@@ -234,6 +235,7 @@ class GradientRelease(Technique):
     def _forget(self) -> None:
         self._watch_no_more()
         self._complete.clear()
+        self._is_called_between = False
         self._steps.clear()
         self._passes.clear()
         self._as_completed.clear()
@@ -290,6 +292,7 @@ class GradientRelease(Technique):
         self._notice_broken_pass()
         self._watch_no_more()
         self._was_called = True
+        self._is_called_between |= bool(self._complete)
         self._is_known = is_loop_known()
         if self._is_known:  # nobody watches what becomes of the loop's gradients around these steps
             self._used.clear()
@@ -298,6 +301,10 @@ class GradientRelease(Technique):
         if self._owners and not self._is_known:  # without an optimizer no gradient is anybody's
             self._watch_loop()
         return output
+
+    def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._is_called_between |= bool(self._complete) and torch._C._current_graph_task_id() == -1
+        return call(*args, **kwargs)
 
     def _completed(self, parameter: nn.Parameter) -> None:
         """The gradient of a parameter is complete."""
@@ -385,6 +392,10 @@ class GradientRelease(Technique):
             raise self._refusal(*_CLOSURE)
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             raise self._refusal(*_SCALED)
+        if self._is_called_between:
+            raise self._refusal(
+                "the loop calls the model between backward() and step(), when weights are others", _LEAVE_OUT
+            )
         step = self._steps.get(optimizer)
         if step is not None and step.settings != _settings_of(optimizer):
             raise self._refusal(
@@ -456,7 +467,9 @@ class GradientRelease(Technique):
         """The loop uses the values of a gradient that is gone, or that would be from the next step on."""
         reason = f"the loop uses gradients after optimizer.step(){where()}, when they are gone"
         if self._gone:
-            raise self._refusal(reason, _LEAVE_OUT)
+            refusal = self._refusal(reason, _LEAVE_OUT)
+            self.host.refused(refusal)
+            raise refusal
         self._refuse(reason, _LEAVE_OUT)
 
     def _differentiated(self, outputs: torch.Tensor | Sequence[torch.Tensor]) -> None:

@@ -80,7 +80,7 @@ class PureBf16:
             args, kwargs = lent.lend((args, dict(kwargs)))
             with self._others_lowered(), self.within(), without_autocast():
                 output = call(*args, **kwargs)
-        return in_leaves(as_fp32, output)
+        return in_leaves(lambda leaf: as_fp32(lent.own(leaf)), output)
 
     @contextmanager
     def _others_lowered(self) -> Iterator[None]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.runtime.autocast import without_autocast
+from memlab.runtime.hooks import is_ours
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import Surroundings
+from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
 
 # methods that hold the feed-forward part of a block that has no module for it: BERT and its kin, and torch's own
 _METHODS = ("feed_forward_chunk", "_ff_block")
@@ -134,8 +134,22 @@ def _has_nothing_else(module: nn.Module, around: tuple[Linear, ...]) -> bool:
     return all(belongs(part) for part in module.modules())
 
 
+def has_hooks(part: FeedForward) -> bool:
+    """Return whether the loop has put hooks on modules within a part; they would be called for each tile."""
+    inner = (
+        module for module in part.owner.modules() if module is not part.owner
+    )  # its own are called once, around it
+    hooks = (
+        hook
+        for module in inner
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+        for hook in vars(module).get(name, {}).values()
+    )
+    return not all(map(is_ours, hooks))
+
+
 def treats_rows_alike(part: FeedForward) -> bool:
-    """Return whether rows give the same alone as beside others, as seen on three rows of noise in eval mode.
+    """Return whether rows give the same alone as beside others, as seen on three rows of noise with the same random numbers.
 
     A part whose forward changes state would change it once for each tile, and so does not. Where weights have no values, in a
     prediction, rows are taken to be treated alike.
@@ -143,15 +157,14 @@ def treats_rows_alike(part: FeedForward) -> bool:
     weight = part.linears[0].weight
     if isinstance(weight, FakeTensor):
         return True
-    noise = torch.randn(1, 3, part.linears[0].inputs, generator=torch.Generator().manual_seed(0), device="cpu")
-    call = getattr(part.owner, part.method)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, part.linears[0].inputs, generator=generator, device="cpu").to(weight)
     before = Surroundings(part.owner)
     random = Randomness(before.generators)
     try:
         with torch.no_grad(), without_autocast():
-            call(noise.to(weight))  # in train mode, for what it changes
-        return not before.effects() and _are_alike(part, call, noise, weight)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            return all(_are_alike(part, rows, dim) for dim in (0, 1)) and not before.effects()
+    except (RuntimeError, TypeError, ValueError, IndexError, StrangeDrawError) as error:
         if is_out_of_memory(error):
             raise
         return False  # it takes something else than rows of features
@@ -160,23 +173,16 @@ def treats_rows_alike(part: FeedForward) -> bool:
         random.restore()
 
 
-def _are_alike(part: FeedForward, call: Callable[..., Any], noise: torch.Tensor, weight: torch.Tensor) -> bool:
-    with _in_eval_mode(part.owner), torch.no_grad(), without_autocast():
-        together, *apart = (call(rows.to(weight)) for rows in (noise, *torch.split(noise, 1, 1)))
-    if not isinstance(together, torch.Tensor) or together.shape[:-1] != noise.shape[:-1]:
+def _are_alike(part: FeedForward, rows: torch.Tensor, dim: int) -> bool:
+    """Return whether rows that follow one another in a dimension, the batch's or that of positions, give the same alone."""
+    call, drawn = getattr(part.owner, part.method), Noise()
+    with drawn:
+        together, apart = call(rows.unsqueeze(1 - dim)), []
+        for row in range(len(rows)):
+            drawn.give(row, row + 1, of=len(rows))
+            apart.append(call(rows[row].view(1, 1, -1)))
+    if not isinstance(together, torch.Tensor) or together.shape[:-1] != rows.unsqueeze(1 - dim).shape[:-1]:
         return False
-    alone = torch.cat(apart, 1)
+    alone = torch.cat(apart, dim)
     tolerance = _LOW_TOLERANCE if alone.dtype.itemsize < 4 else _TOLERANCE
     return bool(torch.allclose(together, alone, 0.0, tolerance * float(alone.abs().max())))
-
-
-@contextmanager
-def _in_eval_mode(owner: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in owner.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -9,7 +9,7 @@ Two forms, by what is large beside a layer:
    backward pass. Here a tile of it is cast at a time, and cast again in the backward pass.
 
 Large is a weight of at least `LARGE_BYTES`. Weights are read where they are, so tied ones stay tied; classes
-and hooks of modules stay. A feed-forward part that keeps state, in a hook or by itself, stays whole.
+and hooks of modules stay. A feed-forward part that keeps state, or has hooks of the loop within, stays whole.
 
 Sources of the ideas: Rajbhandari et al., "ZeRO-Infinity", https://arxiv.org/abs/2104.07857 (memory-centric tiling);
 Bekman et al., "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996 (tiled feed-forward parts).
@@ -37,7 +37,14 @@ from memlab.techniques.accumulation.split import row_ranges
 from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.checkpointing.recomputation import contexts_within
 from memlab.techniques.chunked_loss import large_heads
-from memlab.techniques.tiling.feed_forward import FeedForward, Linear, feed_forwards, linears_of, treats_rows_alike
+from memlab.techniques.tiling.feed_forward import (
+    FeedForward,
+    Linear,
+    feed_forwards,
+    has_hooks,
+    linears_of,
+    treats_rows_alike,
+)
 from memlab.units import MIB, format_bytes
 
 LARGE_BYTES = 1 * MIB
@@ -52,7 +59,7 @@ class Tiling(Technique):
     Known limitations: with dropout within a feed-forward part its masks are drawn tile by tile: other numbers of the
     same distribution. Under checkpointing of whole blocks, feed-forward parts run three times. A gradient of a gradient
     cannot be taken through layers of the second form. Parametrized and quantised layers are left alone, and so are
-    feed-forward parts that are called with more than one tensor, or that mix rows or keep state.
+    feed-forward parts that are called with more than one tensor, that mix rows or keep state, or that have hooks within.
     """
 
     field = "tiling"
@@ -115,7 +122,7 @@ class Tiling(Technique):
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # beforehand: within the call a selective checkpoint would take what is looked at for a part of the model
         unlooked, self._unlooked = self._unlooked, []
-        self._row_parts |= {id(part.owner) for part in unlooked if treats_rows_alike(part)}
+        self._row_parts |= {id(part.owner) for part in unlooked if not has_hooks(part) and treats_rows_alike(part)}
         self._mixing += len(unlooked) - len(self._row_parts) if unlooked else 0
         output = call(*args, **kwargs)
         self.notes = [self._words()]
@@ -125,10 +132,12 @@ class Tiling(Technique):
         parts, layers = len(self._tiled["parts"]), len(self._tiled["layers"])
         said = [f"{parts} feed-forward parts over rows"] if parts else []
         said += [f"{layers} linear layers over output features"] if layers else []
-        whole = f"; {self._mixing} that mix rows or keep state stay whole" if self._mixing else ""
+        whole = f"{self._mixing} that mix rows, keep state or have hooks stay whole" if self._mixing else ""
         if not said:
+            if whole:
+                return f"nothing is computed in tiles: feed-forward parts, {whole}"
             return "nothing is computed in tiles: without autocast large layers make no copies that tiles could save"
-        return f"in {self.plan.tiling} tiles: {' and '.join(said)}{whole}"
+        return f"in {self.plan.tiling} tiles: {' and '.join(said)}" + (f"; {whole}" if whole else "")
 
     def _parts(self, model: nn.Module) -> list[FeedForward]:
         return [part for part in feed_forwards(model) if part.weight_bytes >= LARGE_BYTES]
@@ -156,7 +165,8 @@ class Tiling(Technique):
         def tiled(*args: Any, **kwargs: Any) -> Any:
             hidden = _only_tensor(args, kwargs)
             is_training = part.owner.training and torch.is_grad_enabled()
-            if hidden is None or hidden.dim() < 2 or not is_training or id(part.owner) not in self._row_parts:
+            is_whole = id(part.owner) not in self._row_parts or has_hooks(part)
+            if hidden is None or hidden.dim() < 2 or not is_training or is_whole:
                 return original(*args, **kwargs)
             self._tiled["parts"].add(id(part.owner))
             rows = hidden.reshape(*[1] * (hidden.dim() - 2), -1, hidden.shape[-1])  # [1, n, d]
