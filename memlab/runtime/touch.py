@@ -295,12 +295,12 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        context.dtype = tensor.dtype
+        context.kept = tensor.device, tensor.dtype
         return values
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
-        return gradients[0].to(context.dtype), None
+        return gradients[0].to(*context.kept), None
 
 
 _read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _Read.apply

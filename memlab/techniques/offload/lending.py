@@ -37,6 +37,7 @@ class Lending(Watched):
     """Lends parameters at rest to the loop's own code.
 
     Args:
+        watched: those that are lent.
         parameters: all that rest.
         streaming: where they rest.
         send_away: puts a parameter of the device, and its gradient, to rest.
@@ -45,14 +46,15 @@ class Lending(Watched):
 
     def __init__(
         self,
+        watched: Sequence[Parameter],
         parameters: Sequence[Parameter],
         streaming: BlockStreaming,
         send_away: Callable[[Parameter], None],
         send_gradient: Callable[[Parameter], None],
     ) -> None:
-        super().__init__(lambda: parameters)
+        super().__init__(lambda: watched)
         self._parameters, self._streaming = parameters, streaming
-        self._ids = frozenset(map(id, parameters))
+        self._ids = frozenset(map(id, watched))
         self._send_away, self._send_gradient = send_away, send_gradient
         self._lent: dict[int, Parameter] = {}  # by id: parameters of which something is on the device
         self._is_loops_turn = False

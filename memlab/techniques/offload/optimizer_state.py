@@ -169,6 +169,8 @@ class OffloadOptimizer(Technique):
         ticket = streams.send(tensor, value)
         if self._leaving:
             self._leaving[-1].add(ticket, streams)
+        elif self._is_stepping:  # written by the loop, and to be updated on the host
+            streams.arrived(ticket)
         return _Kept(tensor, ticket.without_source())
 
     def _brought(self, optimizer: Optimizer, parameter: Parameter, name: str, kept: _Kept) -> torch.Tensor:

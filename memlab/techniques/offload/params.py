@@ -156,8 +156,14 @@ class OffloadParams(Technique):
         for block in blocks:
             self._block_streaming.stream(block, undo)
         undo.callback(self._leave_broken_pass)
-        if link.overlaps and self.plan.precision is not Precision.PURE_BF16:  # which looks after them itself
-            self._lending = Lending(parameters, self._block_streaming, self._send_away, self._gradients.send)
+        if link.overlaps:
+            self._lending = Lending(
+                [] if self.plan.precision is Precision.PURE_BF16 else parameters,  # which looks after them itself
+                parameters,
+                self._block_streaming,
+                self._send_away,
+                self._gradients.send,
+            )
             self._gradients.is_held = self._lending.holds_gradient
             undo.callback(self._lending.taken_over)
 
@@ -312,6 +318,8 @@ class _Visit:
     def leave(self) -> None:
         """May be called again when it was interrupted."""
         parameter, stored = self._parameter, self._resting.stored
+        if parameter.device != self._data.device:  # the loop has moved it
+            return
         if storage_of(parameter) != storage_of(stored):
             self._kept = self._at_rest(parameter.grad)
             if self._updates:
