@@ -77,6 +77,5 @@ def _run_on(
     for key, (tensor, copy) in copies.items():
         if copy._version != versions[key]:
             tensor.copy_(copy)
-        if result is copy:
-            return tensor
+            result = tensor if result is copy else result
     return result

@@ -284,7 +284,12 @@ def _moments_copied(run: _Run) -> Figures:
         assert all(v.is_cuda for state in run.kept["state"].values() for v in state.values() if v.dim())
     if run.step == 2:
         run.optimizer.load_state_dict(run.kept)
-    return [loss]
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    file = io.BytesIO()
+    torch.save(run.optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file)["state"].values()
+    return [loss, *(_total(state.values()) for state in saved)]
 
 
 LOOPS: list[Callable[[_Run], Figures]] = [
