@@ -22,7 +22,7 @@ from torch import nn
 from memlab.errors import RefusalError
 from memlab.inferring.cache import NAMES, is_cache
 from memlab.plan import Precision, Tier
-from memlab.techniques.offload.homes import is_at_rest
+from memlab.runtime.homes import is_at_rest
 from memlab.techniques.offload.spill import Spill, resolve_tier
 from memlab.techniques.precision.pure_bf16 import convertible_buffers
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from types import FrameType
 
-_PASSED_OVER = ("memlab.runtime.touch", "torch")
+_PASSED_OVER = ("memlab.runtime.touch", "memlab.runtime.away", "memlab.techniques.offload.lending", "torch")
 _DECORATES = "torch.utils._contextlib"  # with `torch.no_grad`, say
 
 
 def is_own_code(frame: FrameType | None) -> bool:
-    """Return whether the code that asks, past torch's own between, is memlab's.
+    """Return whether the code that asks, past torch's own between and modes that run its functions, is memlab's.
 
     Example:
         >>> script = {"__name__": "train"}
@@ -17,11 +17,28 @@ def is_own_code(frame: FrameType | None) -> bool:
         >>> is_own_code(script["frame"])
         False
     """
-    name = "torch"
-    while frame is not None and (name in _PASSED_OVER or name.startswith("torch.")):
+    while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        frame = frame.f_back
-    return name.partition(".")[0] == "memlab" and name not in _PASSED_OVER
+        if name in _PASSED_OVER or name.startswith("torch."):
+            frame = frame.f_back
+        elif name.partition(".")[0] != "memlab":
+            return False
+        else:
+            asker = _who_asked_mode(frame)
+            if asker is None:
+                return True
+            frame = asker
+    return False
+
+
+def _who_asked_mode(frame: FrameType) -> FrameType | None:
+    """The code for which a mode of memlab's runs a function, within its own module; None where it is no mode that does."""
+    module, above = frame.f_globals, frame
+    while above.f_globals is module and above.f_back is not None:
+        if above.f_code.co_name == "__torch_function__":
+            return above.f_back
+        above = above.f_back
+    return None
 
 
 def is_in_hook(frame: FrameType | None) -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memlab.runtime.away import sent_away
 from memlab.runtime.callers import is_own_code
 from memlab.runtime.interrupts import uninterrupted
 
@@ -384,7 +385,7 @@ def _on_host(entry: Any, live: Any) -> Any:
 def _on_host_unless_live(value: Any, live: Mapping[str, Any]) -> Any:
     if not isinstance(value, torch.Tensor) or value.numel() < SMALL_ELEMENTS:
         return value
-    return value if any(value is kept for kept in live.values()) else value.cpu()
+    return value if any(value is kept for kept in live.values()) else sent_away(value)
 
 
 def _exchange(

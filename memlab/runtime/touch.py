@@ -60,13 +60,88 @@ _ASKS = frozenset(
 _CONVERTS = frozenset({"to", "type_as"})  # to the dtype of another
 _OWN = "_memlab_own_class"
 _MAKES_PARAMETERS = nn.Parameter.__new__.__code__
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _Values = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by id: tensors, and what they are in the user's form
 
 
-class Touch:
+class Watched:
+    """Tensors with a class under which torch asks before any of its functions is run on them."""
+
+    def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self._tensors = tensors  # gives the tensors
+        self._classes = {kind: self._watched_class(kind) for kind in (nn.Parameter, torch.Tensor)}
+
+    def watch(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
+        """Look after the tensors, or some of them; those of a class of the user's are left alone."""
+        for tensor in self._tensors() if tensors is None else tensors:
+            watched = self._classes.get(type(tensor))
+            if watched is not None:
+                tensor.__class__ = watched
+
+    def leave(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
+        """Give the tensors, or some of them, their own classes back; harmless when they have them."""
+        # their classes say which are watched: a list of them would be another after a change that is taken back
+        for tensor in self._tensors() if tensors is None else tensors:
+            if self._is_watched(tensor):
+                tensor.__class__ = own_class(tensor)
+
+    def _asked(
+        self, function: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+    ) -> Any:
+        """Run a function on watched tensors, for the code in a frame."""
+        raise NotImplementedError
+
+    def _methods(self, kind: type[torch.Tensor]) -> dict[str, Any]:
+        """What the class of watched tensors has beside torch's: of functions that write, only `set_` does not ask."""
+        return {"set_": _set}
+
+    def _watched_class(self, kind: type[torch.Tensor]) -> type[torch.Tensor]:
+        def __torch_function__(  # noqa: N807 - torch's name
+            _class: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            frame = sys._getframe(1)
+            result = self._asked(function, types, args, kwargs or {}, frame)
+            if frame.f_code is _MAKES_PARAMETERS:  # which wants the class that it has been given
+                self.leave(tensors_in(args))
+                return result.as_subclass(kind)
+            return result
+
+        # as `torch.compiler.disable` marks it, which would import the compiler
+        __torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
+        never_compile(__torch_function__)
+        own = {
+            "__torch_function__": classmethod(__torch_function__),
+            **self._methods(kind),
+            "__module__": kind.__module__,
+            _OWN: kind,
+        }
+        metaclass: Any = type(kind)
+        watched: type[torch.Tensor] = metaclass(kind.__name__, (kind,), own)
+        return watched
+
+    @contextmanager
+    def _left(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        watched = self._watched_in(args, kwargs)
+        self.leave(watched)
+        try:
+            yield
+        finally:
+            self.watch(watched)
+
+    def _watched_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        return [tensor for tensor in tensors_in((args, kwargs)) if self._is_watched(tensor)]
+
+    def _is_watched(self, tensor: torch.Tensor) -> bool:
+        return type(tensor) in self._classes.values()
+
+    def _are_own(self, types: Sequence[type]) -> bool:
+        # torch's functions in Python name plain tensors, too
+        return all(kind in self._classes or kind in self._classes.values() for kind in types)
+
+
+class Touch(Watched):
     """Runs functions that read or write some tensors on their values in the user's form.
 
     Example:
@@ -86,69 +161,37 @@ class Touch:
         replace: Callable[[torch.Tensor, torch.Tensor], bool] = lambda _tensor, _values: False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._tensors = tensors  # gives the tensors
+        super().__init__(tensors)
         # gives a tensor's values in the user's form, and who asks for them; None to use the tensor as it is kept
         self._read = read
         self._keep = keep  # called where something holds what `read` gave, or has written to it
         self._replace = replace  # called for ``tensor.data = values``; False to do as torch does
         self._dtype = dtype  # of the user's form
         self._is_read = False  # since they are watched
-        self._classes = {kind: self._watched_class(kind) for kind in (nn.Parameter, torch.Tensor)}
-
-    def watch(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """Look after the tensors, or some of them; those of a class of the user's are left alone."""
-        for tensor in self._tensors() if tensors is None else tensors:
-            watched = self._classes.get(type(tensor))
-            if watched is not None:
-                tensor.__class__ = watched
 
     def leave(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """Give the tensors, or some of them, their own classes back; harmless when they have them."""
         if tensors is None:
             self._is_read = False
-        # their classes say which are watched: a list of them would be another after a change that is taken back
-        for tensor in self._tensors() if tensors is None else tensors:
-            if self._is_watched(tensor):
-                tensor.__class__ = own_class(tensor)
+        super().leave(tensors)
 
-    def _watched_class(self, kind: type[torch.Tensor]) -> type[torch.Tensor]:
-        def __torch_function__(  # noqa: N807 - torch's name
-            _class: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            kwargs, frame = kwargs or {}, sys._getframe(1)
-            with torch._C.DisableTorchFunctionSubclass():
-                if (not _uses_values(function) or is_own_code(frame)) and self._are_own(types):
-                    if function == _GET_DTYPE:
-                        return self._dtype_of(args[0], frame)
-                    if function == _SET_GRAD and isinstance(args[1], torch.Tensor):  # made like what was read
-                        args = args[0], args[1].to(args[0].dtype)
-                    return function(*args, **kwargs)
-                values = self._values_of(args, kwargs, frame)
-                if function == _SET_DATA and id(args[0]) in values:
-                    return self._set_data(args[0], args[1], values)
-                is_as_kept = not values or _is_for_kept(function, args, kwargs, values)
-            if is_as_kept:
-                with self._left(args, kwargs):  # a class of somebody else's is asked as well
-                    return function(*args, **kwargs)
-            result = self._run(function, types, args, kwargs, values)
-            if frame.f_code is _MAKES_PARAMETERS:  # which wants the class that it has been given
-                self.leave(tensors_in(args))
-                return result.as_subclass(kind)
-            return result
-
-        # as `torch.compiler.disable` marks it, which would import the compiler
-        __torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
-        never_compile(__torch_function__)
-        # of functions that write, only this one does not ask
-        own = {
-            "__torch_function__": classmethod(__torch_function__),
-            "set_": _set,
-            "__module__": kind.__module__,
-            _OWN: kind,
-        }
-        metaclass: Any = type(kind)
-        watched: type[torch.Tensor] = metaclass(kind.__name__, (kind,), own)
-        return watched
+    def _asked(
+        self, function: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if (not uses_values(function) or is_own_code(frame)) and self._are_own(types):
+                if function == _GET_DTYPE:
+                    return self._dtype_of(args[0], frame)
+                if function == SET_GRAD and isinstance(args[1], torch.Tensor):  # made like what was read
+                    args = args[0], args[1].to(args[0].dtype)
+                return function(*args, **kwargs)
+            values = self._values_of(args, kwargs, frame)
+            if function == SET_DATA and id(args[0]) in values:
+                return self._set_data(args[0], args[1], values)
+            is_as_kept = not values or _is_for_kept(function, args, kwargs, values)
+        if is_as_kept:
+            with self._left(args, kwargs):  # a class of somebody else's is asked as well
+                return function(*args, **kwargs)
+        return self._run(function, types, args, kwargs, values)
 
     def _dtype_of(self, tensor: torch.Tensor, frame: FrameType) -> torch.dtype:
         """What the loop has read before does not change its dtype on it."""
@@ -156,7 +199,7 @@ class Touch:
 
     def _values_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType) -> _Values:
         """Tensors that are watched, each with its values, by id."""
-        watched = {id(tensor): tensor for tensor in tensors_in((args, kwargs)) if self._is_watched(tensor)}
+        watched = {id(tensor): tensor for tensor in self._watched_in(args, kwargs)}
         read = {key: (tensor, self._read(tensor, frame)) for key, tensor in watched.items()}
         found = {key: (tensor, values) for key, (tensor, values) in read.items() if values is not None}
         self._is_read |= bool(found)
@@ -185,22 +228,6 @@ class Touch:
         if not self._replace(tensor, value):
             tensor.data = value
 
-    @contextmanager
-    def _left(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        watched = [tensor for tensor in tensors_in((args, kwargs)) if self._is_watched(tensor)]
-        self.leave(watched)
-        try:
-            yield
-        finally:
-            self.watch(watched)
-
-    def _is_watched(self, tensor: torch.Tensor) -> bool:
-        return type(tensor) in self._classes.values()
-
-    def _are_own(self, types: Sequence[type]) -> bool:
-        # torch's functions in Python name plain tensors, too
-        return all(kind in self._classes or kind in self._classes.values() for kind in types)
-
 
 def own_class(tensor: torch.Tensor) -> type[Any]:
     """The class that a tensor has while it is not watched."""
@@ -214,11 +241,12 @@ def _set(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.Tensor.set_(tensor, *args, **kwargs)
 
 
-def _uses_values(function: Any) -> bool:
+def uses_values(function: Any) -> bool:
+    """Return whether a function of torch looks at the values of a tensor that it is given."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         return getattr(function.__self__, "__name__", "") in _READ
-    return name not in _ASKS and (name != "__set__" or function == _SET_DATA) and name != "__delete__"
+    return name not in _ASKS and (name != "__set__" or function == SET_DATA) and name != "__delete__"
 
 
 def _is_for_kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: _Values) -> bool:
@@ -267,12 +295,12 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        context.dtype = tensor.dtype
+        context.kept = tensor.device, tensor.dtype
         return values
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
-        return gradients[0].to(context.dtype), None
+        return gradients[0].to(*context.kept), None
 
 
 _read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _Read.apply

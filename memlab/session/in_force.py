@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Plan
 from memlab.runtime import state_layers
+from memlab.runtime.homes import home_of
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.interrupts import Interrupts, uninterrupted
 from memlab.runtime.out_of_memory import is_out_of_memory, release
@@ -37,7 +38,6 @@ from memlab.runtime.workload import Workload
 from memlab.session.rollback import Rollback
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.techniques.base import Host
-from memlab.techniques.offload.homes import home_of
 
 Optimizer = torch.optim.Optimizer
 _P = ParamSpec("_P")

@@ -440,7 +440,7 @@ def test_predictions_agree_with_the_ledger(flags: str) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    from memlab.techniques.offload import homes
+    from memlab.runtime import homes
     from memlab.techniques.offload.spill import _spilled_storages
 
     gc.collect()

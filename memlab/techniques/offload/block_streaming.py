@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from memlab.runtime.aliases import is_shared
+from memlab.runtime.homes import rests
 from memlab.runtime.hooks import keep_out_of_copies
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lifetimes import WhileAlive
-from memlab.techniques.offload.homes import rests
 from memlab.techniques.offload.spill import Spill
 
 _Slot = tuple[nn.Module, str]
@@ -221,7 +222,7 @@ class BlockStreaming:
         self.link = link
         # called at the end of a backward pass that `settles_after_backward` was told of
         self.backward_ended: Callable[[], None] = _nothing
-        self._on_use = on_use
+        self.on_use = on_use
         self._slots = {id(block): list(_slots_of(block)) for block in blocks}
         self._places = {id(block): place for place, block in enumerate(blocks)}
         self._blocks = list(blocks)
@@ -263,18 +264,46 @@ class BlockStreaming:
         if id(block) in self._in_use:
             yield
             return
-        guests = self._arrived(block)
+        guests = self._arrived(_distinct(self._slots[id(block)]))
+        if self.link.overlaps:
+            self._look_ahead(block)
+            self.settles_after_backward()
         self._in_use.add(id(block))
+        try:
+            with self._present(guests):
+                yield
+        finally:
+            self._in_use.discard(id(block))
+
+    @contextmanager
+    def _present(self, guests: Sequence[_Guest]) -> Iterator[None]:
         try:
             for guest in guests:
                 guest.parameter.data = guest.copy
                 self._copies.keep(guest.copy.untyped_storage(), _Known(guest.resting, guest.copy.dtype))
             yield
         finally:
-            self._in_use.discard(id(block))
             for guest in guests:
                 self._copies.forget(guest.copy.untyped_storage())
                 guest.leave()
+
+    @contextmanager
+    def lent(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Parameters are on the device for a function of the loop's own, and stay there as long as it holds what it got.
+
+        Where there is no room they are used where they rest.
+        """
+        guests: list[_Guest] = []
+        with ExitStack() as use:
+            with suppress(torch.OutOfMemoryError):
+                guests = self._arrived(parameters)
+            use.enter_context(self._present(guests))
+            if torch.is_grad_enabled():
+                use.enter_context(_noting(self._noted, self._restored))
+            yield
+        for guest in guests:
+            if storage_of(guest.parameter) == storage_of(guest.resting.stored) and is_shared(guest.copy):
+                guest.parameter.data = guest.copy
 
     @contextmanager
     def in_use_again(self, block: nn.Module) -> Iterator[None]:
@@ -320,21 +349,18 @@ class BlockStreaming:
         self._ahead.clear()
         self.link.settle()
 
-    def _arrived(self, block: nn.Module) -> list[_Guest]:
-        """Copies of what is at rest among a block's parameters; nothing is changed yet, should memory run out."""
-        found = [(p, r) for p in _distinct(self._slots[id(block)]) if (r := self.resting(p)) is not None]
+    def _arrived(self, parameters: Sequence[nn.Parameter]) -> list[_Guest]:
+        """Copies of what is at rest among some parameters; nothing is changed yet, should memory run out."""
+        found = [(p, r) for p in parameters if (r := self.resting(p)) is not None]
         arrivals: dict[int, Arrival] = {}
         for _, resting in found:
             key = storage_of(resting.stored)
             if key not in arrivals:
                 arrivals[key] = self._ahead.pop(key) if key in self._ahead else self.link.fetch(resting.stored)
-        if self.link.overlaps:
-            self._look_ahead(block)
-            self.settles_after_backward()
         guests = []
         for parameter, resting in found:
             if torch.is_grad_enabled() and parameter.requires_grad:
-                self._on_use(parameter)
+                self.on_use(parameter)
             copy = arrivals[storage_of(resting.stored)].there()
             guests.append(_Guest(parameter, resting, copy, -1 if parameter.is_inference() else parameter._version))
         return guests

@@ -15,6 +15,7 @@ Three ways, of which the first that applies is taken:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,11 +27,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
-from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.runtime.homes import home_of
+from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState, canonical
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, State, Stepper, Technique
 from memlab.techniques.offload import link as _link
-from memlab.techniques.offload.homes import home_of
 from memlab.techniques.offload.host_update import HostUpdate, is_served, laid_out_like
 from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
 from memlab.techniques.offload.transfers import Leaving, Ticket, copy_streams_for, copy_streams_of, settle
@@ -51,9 +52,7 @@ class OffloadOptimizer(Technique):
     """Keeps optimizer state in host memory beside a GPU, or in files beside the CPU.
 
     Known limitations:
-        On a GPU the host does not wait for the last copies of a step: who reads `optimizer.state` itself, rather than
-        `optimizer.state_dict()`, calls `torch.cuda.synchronize()` first. From a GPU to disk copies are not overlapped.
-        A prediction for a GPU is of the streamed way, whatever the link.
+        From a GPU to disk copies are not overlapped. A prediction for a GPU is of the streamed way, whatever the link.
     """
 
     field = "offload"
@@ -122,7 +121,26 @@ class OffloadOptimizer(Technique):
         self._kept[parameter] = {name: kept for name, kept in moved.items() if kept is not None}
         if not self._is_stepping:
             settle()
-        return {name: value if (kept := moved[name]) is None else kept.tensor for name, value in state.items()}
+        resident = {name: value if (kept := moved[name]) is None else kept.tensor for name, value in state.items()}
+        return resident if isinstance(state, PackedState) else self._shown(optimizer, parameter, resident)
+
+    def _shown(self, optimizer: Optimizer, parameter: Parameter, resident: State) -> State:
+        """Resident state, as the loop may find it: where its parameter is used."""
+        names = frozenset(self._kept[parameter])
+        if not names or home_of(parameter).type == "cpu":
+            return resident
+        technique, of, owner = weakref.ref(self), weakref.ref(parameter), weakref.ref(optimizer)
+
+        def own_form(state: State) -> State | None:
+            me, parameter, optimizer = technique(), of(), owner()
+            if me is None or parameter is None or optimizer is None or me._is_stepping:
+                return None
+            try:
+                return canonical(optimizer, parameter, state, me.host.techniques())
+            except torch.OutOfMemoryError:  # as there would not be without memlab: it is read where it rests
+                return None
+
+        return PackedState(resident, names, own_form, "under --offload optimizer")
 
     def unpack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
         kept = self._kept.get(parameter, {})
@@ -151,6 +169,8 @@ class OffloadOptimizer(Technique):
         ticket = streams.send(tensor, value)
         if self._leaving:
             self._leaving[-1].add(ticket, streams)
+        elif self._is_stepping:  # written by the loop, and to be updated on the host
+            streams.arrived(ticket)
         return _Kept(tensor, ticket.without_source())
 
     def _brought(self, optimizer: Optimizer, parameter: Parameter, name: str, kept: _Kept) -> torch.Tensor:

@@ -9,19 +9,20 @@ Numbered rules of the mechanism:
    Further backward passes add to it: on the CPU where it is, on CUDA on the device, and it leaves again.
 3. For the update, parameters and gradients visit the device in small buckets (`at_home`), and the results are written
    to where they rest. Optimizer state is not touched: it stays on the device, or goes with ``--offload optimizer``.
-4. Parameters are the same objects throughout. Between uses they hold their values, on the device they rest on.
+4. Parameters are the same objects throughout. Between uses they hold their values, on the device they rest on; beside a GPU
+   the loop's own code finds them there (`lending`).
 
 Exact: bytes are copied, and computed with on the device as always.
 
-Known limitations: on a GPU, parameters at rest are on the host, so a loop that combines them with tensors of its own on
-the GPU must move these; ``torch.autograd.grad`` with respect to them finds no graph there. Blocks must be called as
-modules: weights that a model reads past a block's forward are used where they rest. What is written to ``weight.data``
+Known limitations: on a GPU ``torch.autograd.grad`` with respect to parameters at rest finds no graph there. Blocks must be called
+as modules: weights that a model reads past a block's forward are used where they rest. What is written to ``weight.data``
 within a forward is lost.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,6 +48,7 @@ from memlab.techniques.offload.block_streaming import (
     room_for,
     storage_of,
 )
+from memlab.techniques.offload.lending import Lending, set_gradient
 from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
 
 Optimizer = torch.optim.Optimizer
@@ -78,6 +80,7 @@ class OffloadParams(Technique):
         self._spill: Spill | None = None
         self._block_streaming: BlockStreaming | None = None
         self._gradients: _Gradients | None = None
+        self._lending: Lending | None = None  # beside a GPU
         self._visiting: frozenset[int] = (
             frozenset()
         )  # parameters that are on the device for an update or a change of state
@@ -153,6 +156,24 @@ class OffloadParams(Technique):
         for block in blocks:
             self._block_streaming.stream(block, undo)
         undo.callback(self._leave_broken_pass)
+        if link.overlaps:
+            self._lending = Lending(
+                [] if self.plan.precision is Precision.PURE_BF16 else parameters,  # which looks after them itself
+                parameters,
+                self._block_streaming,
+                self._send_away,
+                self._gradients.send,
+            )
+            self._gradients.is_held = self._lending.holds_gradient
+            undo.callback(self._lending.taken_over)
+
+    def taken_over(self) -> None:
+        if self._lending is not None:
+            self._lending.taken_over()
+
+    def handed_back(self) -> None:
+        if self._lending is not None:
+            self._lending.handed_back()
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         if not optimizer_step.is_separable(optimizer):
@@ -173,9 +194,11 @@ class OffloadParams(Technique):
     def _bring_back(self, parameter: Parameter) -> None:
         assert self._block_streaming is not None
         resting = self._block_streaming.resting(parameter)
-        if resting is None:  # somebody has given it other data
-            return
         link, gradient = self._block_streaming.link, parameter.grad
+        if resting is None:  # it has other data, or the loop holds what it was lent
+            if gradient is not None and gradient.device != parameter.device == link.device:
+                set_gradient(parameter, link.fetch(gradient).there())
+            return
         link.settle()
         data = link.fetch(resting.stored).there()
         moved = None if gradient is None else link.fetch(gradient).there()
@@ -218,6 +241,8 @@ class OffloadParams(Technique):
             return
         visits: list[_Visit] = []
         before = self._visiting
+        if self._lending is not None:
+            self._lending.leave(parameters)
         try:
             for parameter in parameters:
                 resting = self._block_streaming.resting(parameter)
@@ -228,6 +253,8 @@ class OffloadParams(Technique):
         finally:
             self._visiting = before
             self._end(visits)
+            if self._lending is not None:
+                self._lending.visit_over(parameters)
 
     def _end(self, visits: list[_Visit]) -> None:
         """Write everything to where it rests; when interrupted, first finish, then raise."""
@@ -262,6 +289,8 @@ class OffloadParams(Technique):
                 "params: the loop's own GradScaler has unscaled gradients that rest on the host without waiting for the scale",
                 "use --fp16 in place of the loop's scaler, or bf16",
             )
+        if self._lending is not None:
+            self._lending.rest_again()
 
     @property
     def host_bytes(self) -> int:
@@ -289,6 +318,8 @@ class _Visit:
     def leave(self) -> None:
         """May be called again when it was interrupted."""
         parameter, stored = self._parameter, self._resting.stored
+        if parameter.device != self._data.device:  # the loop has moved it
+            return
         if storage_of(parameter) != storage_of(stored):
             self._kept = self._at_rest(parameter.grad)
             if self._updates:
@@ -329,6 +360,9 @@ class _Gradients:
         self._watched: Any = WeakTensorKeyDictionary()  # hooks by parameter; aliases take theirs with them
         self._aside: list[tuple[Parameter, torch.Tensor]] = []
         self._block_streaming: BlockStreaming | None = None
+        # whether the loop holds a gradient, which stays then
+        self.is_held: Callable[[Parameter], bool] = lambda _parameter: False
+        self._adding = _OneAtATime()
 
     def serve(self, residence: BlockStreaming) -> None:
         """Have gradients follow the parameters that rest in a residence."""
@@ -356,10 +390,18 @@ class _Gradients:
     def forget_aside(self) -> None:
         """Drop what was set aside in a backward pass that broke off."""
         self._aside.clear()
+        self._adding = _OneAtATime()
 
     def _comes(self, gradient: torch.Tensor | None, parameter: Parameter) -> None:
         """Before a gradient is added: autograd cannot add across devices."""
-        if gradient is None or parameter.grad is None or parameter.grad.device == gradient.device:
+        if gradient is None:
+            return
+        self._adding.begin()
+        if parameter.grad is None:
+            return
+        if gradient.device != self._link.device:  # gathered by accumulation; what it is added to may be on its way
+            self._link.settle()
+        if parameter.grad.device == gradient.device:
             return
         assert self._block_streaming is not None
         self._aside.append((parameter, parameter.grad))
@@ -368,23 +410,48 @@ class _Gradients:
 
     def _is_complete(self, parameter: Parameter) -> None:
         """A gradient is complete for this backward pass."""
+        try:
+            self._put_to_rest(parameter)
+        finally:
+            self._adding.end()
+
+    def _put_to_rest(self, parameter: Parameter) -> None:
+        is_held = self.is_held(parameter)
         gradient, before = parameter.grad, self._taken_from_aside(parameter)
         if gradient is None or gradient.requires_grad or type(gradient) not in PLAIN:
             return
         assert self._block_streaming is not None
-        if gradient.layout is not torch.strided or self._block_streaming.resting(parameter) is None:
-            return
-        if before is None and self._rests(gradient):
+        if gradient.layout is not torch.strided or (before is None and self._rests(gradient)):
             return
         if before is not None:
-            gradient.add_(self._link.fetch(before, was_just_sent=True).there())
+            gradient = self._sum(gradient, before)
+        if is_held or before is gradient or self._block_streaming.resting(parameter) is None:
+            set_gradient(parameter, gradient)
+            return
         stored = room_for(self._spill, gradient) if before is None else before
         self._link.send(gradient, stored)
         parameter.grad = stored
         self._block_streaming.settles_after_backward()
 
+    def _sum(self, gradient: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Both on the device, in the one that was there before where that is there: the loop may hold it."""
+        gradient, other = (t if t.device == self._link.device else self._fetched(t) for t in (gradient, before))
+        return before.add_(gradient) if other is before else gradient.add_(other)
+
+    def _fetched(self, stored: torch.Tensor) -> torch.Tensor:
+        return self._link.fetch(stored, was_just_sent=True).there()
+
     def _rests(self, gradient: torch.Tensor) -> bool:
         return gradient.device != self._link.device or is_spilled(gradient.untyped_storage())
+
+    def send(self, parameter: Parameter) -> None:
+        """Put the gradient of a parameter at rest there, whatever reads it first waits for it."""
+        gradient = parameter.grad
+        assert gradient is not None
+        stored = room_for(self._spill, gradient)
+        self._link.send(gradient, stored)
+        self._link.settle()
+        parameter.grad = stored
 
     def _taken_from_aside(self, parameter: Parameter) -> torch.Tensor | None:
         for at, (other, gradient) in enumerate(self._aside):
@@ -394,10 +461,34 @@ class _Gradients:
         return None
 
     def _backward_ended(self) -> None:
+        self._adding = _OneAtATime()
         while self._aside:  # `torch.autograd.grad` asked for the gradient, and accumulates none
             parameter, gradient = self._aside.pop()
             if parameter.grad is None:
                 parameter.grad = gradient
+
+
+class _OneAtATime:
+    """Autograd adds gradients of the host and of a GPU to one parameter in two threads, where a loop uses it beside its model."""
+
+    # `torch.autograd.grad` adds nothing, and so does not come to the end
+    _LONGEST_SECONDS = 1.0
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = -1
+
+    def begin(self) -> None:
+        """A thread is about to add."""
+        thread = threading.get_ident()
+        if self._thread != thread and self._lock.acquire(timeout=self._LONGEST_SECONDS):
+            self._thread = thread
+
+    def end(self) -> None:
+        """It has; harmless when done."""
+        if self._thread == threading.get_ident():
+            self._thread = -1
+            self._lock.release()
 
 
 def _when_complete(method: weakref.WeakMethod[Any]) -> Callable[[Parameter], None]:

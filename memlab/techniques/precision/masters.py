@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from memlab.runtime.aliases import is_shared
+from memlab.runtime.homes import home_of
 from memlab.techniques.precision.moments import join_master, split_master
 
 
@@ -67,7 +68,7 @@ class Masters:
             if rest.dtype is torch.float32:
                 return rest
             # past its base, a view of other bits, by which it would seem to be held
-            return join_master(tensor.data.to(rest.device), rest).to(tensor.device).data
+            return join_master(tensor.data.to(rest.device), rest).to(home_of(tensor)).data
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor's values, wherever they are."""
@@ -89,7 +90,7 @@ class Masters:
 
     def replace(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
         """Take other values for the master, as for ``tensor.data = values``; False where they are not for that."""
-        is_like = values.shape == tensor.shape and values.device == tensor.device and values.is_floating_point()
+        is_like = values.shape == tensor.shape and values.device == home_of(tensor) and values.is_floating_point()
         if is_like and tensor in self and tensor.dtype is torch.bfloat16:
             self.keep(tensor, values.data.float())
             self._settle(tensor)
@@ -151,7 +152,8 @@ class Masters:
         rest = self._rest[id(tensor)]
         if not self._belongs(tensor):
             return tensor.data.float()
-        return rest.detach().to(tensor.device) if self._is_whole(tensor) else join_master(tensor.data, rest)
+        rest = rest.detach().to(tensor.device)
+        return rest if self._is_whole(tensor) else join_master(tensor.data, rest)
 
     def _belongs(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is still what was split, and the loop has not given it other data."""

@@ -1,0 +1,81 @@
+"""Tensors in host memory that the loop has been given in place of tensors on a device, as in the state dict of an optimizer.
+
+To the loop they are on the device: a function of torch that uses their values gets a copy there, which goes with it, and what it
+writes is written back. Where there is no room for the copy they are used where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from memlab.runtime.callers import is_own_code
+from memlab.runtime.homes import home_of, rests
+from memlab.runtime.touch import Watched, uses_values
+from memlab.runtime.tree import flatten
+
+ASK_FOR_THE_DEVICE = (
+    torch.Tensor.get_device,
+    torch.Tensor.is_pinned,
+    *(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")),
+)
+
+
+class _Away(Watched):
+    def _asked(
+        self, function: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_own_code(frame) and self._are_own(types):
+                return function(*args, **kwargs)
+            if function in ASK_FOR_THE_DEVICE:
+                return function(torch.empty(0, device=home_of(args[0])))
+            is_copied = uses_values(function) or function is torch.Tensor.__deepcopy__
+            copies = self._copies(args, kwargs) if is_copied else {}
+        with self._left(args, kwargs):
+            return _run_on(copies, function, args, kwargs)
+
+    def _copies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        try:
+            return {id(tensor): (tensor, tensor.to(home_of(tensor))) for tensor in self._watched_in(args, kwargs)}
+        except torch.OutOfMemoryError:
+            return {}
+
+
+_away = _Away(tuple)
+
+
+def sent_away(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor in host memory, which to the loop is on the tensor's device; the tensor itself where it is there.
+
+    Example:
+        >>> tensor = torch.ones(2)
+        >>> sent_away(tensor) is tensor
+        True
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    copy = tensor.cpu()
+    rests(copy, tensor.device)
+    _away.watch([copy])
+    return copy
+
+
+def _run_on(
+    copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    leaves, structure = flatten((args, dict(kwargs)))
+    own_args, own_kwargs = structure.put([copies[id(leaf)][1] if id(leaf) in copies else leaf for leaf in leaves])
+    versions = {key: copy._version for key, (_, copy) in copies.items()}
+    result = function(*own_args, **own_kwargs)
+    for key, (tensor, copy) in copies.items():
+        if copy._version != versions[key]:
+            tensor.copy_(copy)
+            result = tensor if result is copy else result
+    return result
