@@ -167,6 +167,16 @@ def test_a_batch_of_one_that_comes_first_is_run_whole() -> None:
     assert notes == ["a batch of fewer rows than micro-batches (1 of 2) is split as far as it goes"]
 
 
+def test_a_batch_that_the_model_does_not_run_on_is_the_loops_error() -> None:
+    def loop(model: nn.Module, step: int) -> torch.Tensor:
+        if step == 0:
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                model(torch.ones(8, 9))
+        return model(inputs()).square().mean()
+
+    assert same_as_plain(lambda: nn.Linear(6, 2), loop) == []
+
+
 def test_an_empty_batch_is_run_whole() -> None:
     same_as_plain(lambda: nn.Linear(6, 2), lambda m, s: m(inputs(0 if s == 1 else 8)).sum())
 

@@ -166,8 +166,12 @@ class Accumulation(Technique):
         assert self._model is not None
         assert self._probe is not None
         refuse_kept_weights(self.field, self._model, self._name)
-        with self._uncompiled():
-            layout = self._probe.layout(whole)
+        try:
+            with self._uncompiled():
+                layout = self._probe.layout(whole)
+        except RefusalError:
+            self._try(call, whole)
+            raise
         self._learnt.needs_graph |= self._probe.needs_graph
         parts = min(self.plan.accumulation, layout.rows)
         if 1 < parts < self.plan.accumulation and not self._has_split and self.host.on_trial():
@@ -218,17 +222,21 @@ class Accumulation(Technique):
 
     def _raise_as_the_whole_would(self, call: ModelCall, whole: Call, error: Exception) -> NoReturn:
         """Raise what the model raises for the whole batch; where it raises nothing, micro-batches are to blame."""
+        self._try(call, whole)
+        raise RefusalError(
+            self.field,
+            f"{self._name} does not run on some rows of a batch: {first_line(error)}",
+            KEEP_WHOLE,
+        ) from None
+
+    def _try(self, call: ModelCall, whole: Call) -> None:
+        """Run the whole batch and leave nothing behind; what the model raises is the loop's own error."""
         assert self._model is not None
         snapshot = Surroundings(self._model, complete=True)
         randomness = Randomness(snapshot.generators)
         whole.run(call)
         snapshot.restore()
         randomness.restore()
-        raise RefusalError(
-            self.field,
-            f"{self._name} does not run on some rows of a batch: {first_line(error)}",
-            KEEP_WHOLE,
-        ) from None
 
     def _verdict(self, call: ModelCall, whole: Call, layout: Layout, parts: int) -> SplitVerdict | None:
         """Return what the judge says of calls of this shape; asked once for each."""
