@@ -127,7 +127,7 @@ class PlanPredictor:
         self.target: Target = target_for(workload, device)
         self._tracer = Tracer(workload, self.target.device, self.target.choices, others)
         self._tape = tape_of([workload, *others])
-        self._passes = Passes(self._tracer, self.target.rates)
+        self._passes = Passes(self._tracer, self.target.rates_under)
         self._workspaces = levels({Category.WORKSPACES: sum(self.target.workspaces)})
         self._updates: dict[Plan, tuple[Trace, Segment, Segment]] = {}
         self._look: Segment | None = None
@@ -207,7 +207,7 @@ class PlanPredictor:
         trace = max((first, second), key=lambda one: one.observation.peak_bytes)
         return Parts(
             base=added(levels(trace.observation.baseline_bytes), self._workspaces),
-            segments=(segment_of(trace, self.target.rates),),
+            segments=(segment_of(trace, self.target.rates_under(plan)),),
             samples=trace.samples,
             tokens=trace.tokens,
             host_bytes=trace.host_bytes,
@@ -270,7 +270,7 @@ class PlanPredictor:
         if settings not in self._replayed:
             self._replayed[settings] = self._tracer.passes_in_parts(settings)
         first, trace = self._replayed[settings]
-        segment, look = (segment_of(each, self.target.rates) for each in (trace, first))
+        segment, look = (segment_of(each, self.target.rates_under(settings)) for each in (trace, first))
         return _Passed([segment], trace.host_bytes, trace.notes, look)
 
     def _about_outputs(self, settings: Plan) -> Iterator[str]:
